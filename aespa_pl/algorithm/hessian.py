@@ -1,0 +1,48 @@
+"""Dead inputs, damping and the inverse of a Hessian."""
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+import torch
+
+DEAD_DIAGONAL = 1 / 2048
+"""Diagonal given to an input that is always 0 (algorithm.md)."""
+MAX_DAMPING_FACTOR = 10_000
+
+
+def dead_inputs(H: Float[Tensor, "heads d_in d_in"]) -> Bool[Tensor, "heads d_in"]:
+    """Return which inputs are 0 in every calibration token; their weights don't matter."""
+    return H.diagonal(dim1=-2, dim2=-1) == 0
+
+
+def damp(H: Float[Tensor, "heads d_in d_in"], damping: float) -> Float[Tensor, "heads d_in d_in"]:
+    """Return H with dead inputs revived and ``damping`` times its mean diagonal added, for each head."""
+    H = H.clone()
+    diagonal = H.diagonal(dim1=-2, dim2=-1)  # a view
+    diagonal[dead_inputs(H)] = DEAD_DIAGONAL
+    diagonal += damping * diagonal.mean(-1, keepdim=True)
+    return H
+
+
+def inverse_factor(
+    H: Float[Tensor, "heads d_in d_in"],
+) -> tuple[Float[Tensor, "heads d_in d_in"], float]:
+    """Return the upper Cholesky factor of ``H^-1`` and the damping that it took.
+
+    Returns:
+        U with ``U^T U = H^-1``, and the share of the mean diagonal that had to be added to make the
+        factorization work: 0 where none was needed.
+
+    Raises:
+        ArithmeticError: H cannot be factored even with 100 times its mean diagonal added.
+    """
+    added, mean = 0.0, H.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    identity = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+    while added <= MAX_DAMPING_FACTOR * 0.01:
+        lower, failed = torch.linalg.cholesky_ex(H + added * mean * identity)
+        if not failed.any():
+            inverse = torch.cholesky_inverse(lower)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not failed.any() and bool(torch.isfinite(upper).all()):
+                return upper, added
+        added = 10 * added if added else 0.01
+    raise ArithmeticError("the Hessian cannot be factored, whatever the damping")

@@ -1,0 +1,56 @@
+"""Reconstruction losses of one projection, and their gradients.
+
+Every loss is a quadratic form of ``dW``: the product that the gradient needs is also the loss,
+``loss = sum(dW * P)`` and ``d loss / d dW = 2 P``. Autograd would take three products a step.
+
+Source: Eq. 17 (value), 21 and 22 (query, key); Table 7 of the paper.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def error_product(
+    dW: Float[Tensor, "heads rows d_in"],
+    H: Float[Tensor, "#heads d_in d_in"],
+    G: Float[Tensor, "heads rows rows"] | None = None,
+) -> Float[Tensor, "heads rows d_in"]:
+    """Return ``G dW H``, or ``dW H`` without G.
+
+    Args:
+        dW: Quantization error, split into heads.
+        H: Hessian; one for all heads, or one a head (the value projection).
+        G: Second moment of the *other* side of the attention score, keys for the query projection
+            and queries for the key projection; None for every other projection.
+    """
+    if H.shape[0] == 1:  # one large product instead of a batch of small ones
+        P = (dW.flatten(0, 1) @ H[0]).view_as(dW)
+    else:
+        P = dW @ H
+    return P if G is None else G @ P
+
+
+def reconstruction_loss(
+    dW: Float[Tensor, "heads rows d_in"],
+    H: Float[Tensor, "#heads d_in d_in"],
+    G: Float[Tensor, "heads rows rows"] | None = None,
+) -> Float[Tensor, "heads separable"]:
+    """Return ``tr(G dW H dW^T)`` in its independent parts.
+
+    Returns:
+        ``[heads, rows]`` without G, where each row's loss depends on that row alone, and
+        ``[heads, 1]`` with G, which couples the rows of a head.
+    """
+    parts = (dW * error_product(dW, H, G)).sum(-1)  # [heads, rows]
+    return parts if G is None else parts.sum(-1, keepdim=True)
+
+
+def keep_better(
+    integers: Float[Tensor, "heads rows d_in"],
+    loss: Float[Tensor, "heads separable"],
+    other_integers: Float[Tensor, "heads rows d_in"],
+    other_loss: Float[Tensor, "heads separable"],
+) -> Float[Tensor, "heads rows d_in"]:
+    """Return, for each independent part of the loss, the integers with the lower loss."""
+    return torch.where((other_loss < loss)[..., None], other_integers, integers)

@@ -1,0 +1,63 @@
+"""OPTQ: each column's rounding error is compensated in the columns that are not yet rounded.
+
+Source: Frantar et al., "OPTQ: Accurate Quantization for Generative Pre-trained Transformers"
+(ICLR 2023), Section 3; used as the start of the rounding (Section 4.1 of the paper).
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from aespa_pl.algorithm.hessian import inverse_factor
+from aespa_pl.algorithm.quantizer import Grid
+
+BLOCK = 128
+"""Columns whose updates reach the rest of the matrix together (lazy batch updates)."""
+
+
+def update_weights(
+    W: Float[Tensor, "heads rows d_in"], H: Float[Tensor, "#heads d_in d_in"], grid: Grid
+) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], float]:
+    """Visit the columns in order of decreasing ``H_jj``, round each, compensate in those to come.
+
+    Returns:
+        The value that each weight had at the moment it was about to be rounded, the integer that it
+        was rounded to, and the extra damping that the factorization of H took (0: none).
+
+    Raises:
+        ArithmeticError: H cannot be factored.
+    """
+    heads, rows, d_in = W.shape
+    order = H.diagonal(dim1=-2, dim2=-1).argsort(
+        dim=-1, descending=True, stable=True
+    )  # [#heads, d]
+    by_row = order[:, :, None].expand(-1, -1, d_in)
+    ordered = H.gather(1, by_row).gather(2, by_row.transpose(1, 2))
+    U, added = inverse_factor(ordered)
+    columns = order[:, None].expand(heads, rows, d_in)
+    visited, integers = _visit(
+        W.gather(2, columns),
+        U,
+        grid.step().gather(2, columns),
+        grid.zero().gather(2, columns),
+        grid.levels,
+    )
+    back = columns.argsort(-1)
+    return visited.gather(2, back), integers.gather(2, back), added
+
+
+def _visit(W: Tensor, U: Tensor, step: Tensor, zero: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Do the work of ``update_weights`` on columns that are in order already."""
+    pending, integers = W.clone(), torch.empty_like(W)
+    for start in range(0, W.shape[-1], BLOCK):
+        end = min(start + BLOCK, W.shape[-1])
+        errors = torch.empty_like(W[..., start:end])
+        for j in range(start, end):
+            w, s, z = pending[..., j], step[..., j], zero[..., j]
+            q = torch.clamp(torch.round(w / s) + z, 0, levels)
+            error = (w - s * (q - z)) / U[:, j, j, None]
+            # Column j itself must stay as it was about to be rounded.
+            pending[..., j + 1 : end] -= error[..., None] * U[:, None, j, j + 1 : end]
+            errors[..., j - start], integers[..., j] = error, q
+        pending[..., end:] -= errors @ U[:, start:end, end:]
+    return pending, integers

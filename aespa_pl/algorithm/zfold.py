@@ -1,0 +1,91 @@
+"""Z-Fold: scale, zero point and column factor of the projections that share an input.
+
+Source: Jeon et al., "A Frustratingly Easy Post-Training Quantization Scheme for LLMs" (EMNLP 2023),
+as used in Section 4.1 of the paper.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from aespa_pl.algorithm.grid import min_max_grid, search_grid
+from aespa_pl.algorithm.objectives import reconstruction_loss
+from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
+
+
+def fit_grids(
+    weights: Sequence[Tensor],
+    hessians: Sequence[Tensor],
+    *,
+    bits: int,
+    symmetric: bool,
+    group_size: int | None,
+    with_zeta: bool,
+    max_rounds: int,
+) -> list[Grid]:
+    """Return the grids of all projections that share one input.
+
+    Args:
+        weights: ``[heads, rows, d_in]`` each; d_in is the same for all.
+        hessians: ``[heads or 1, d_in, d_in]`` each.
+        bits: Bits of a weight.
+        symmetric: Zero point fixed in the middle.
+        group_size: Columns that share a scale, or None.
+        with_zeta: Alternate between zeta and the search; otherwise zeta is 1 and one search is made.
+        max_rounds: Alternations at most. They end when the loss of all projections together,
+            ``tr(dW H dW^T)`` under nearest rounding, no longer falls; the best grids are kept.
+    """
+    shape = {"bits": bits, "symmetric": symmetric, "group_size": group_size}
+    zeta = torch.ones_like(weights[0][0, 0])
+
+    def search(zeta: Tensor) -> tuple[list[Grid], float]:
+        grids = [
+            search_grid(W, H, zeta, bits=bits, symmetric=symmetric, group_size=group_size)
+            for W, H in zip(weights, hessians, strict=True)
+        ]
+        return grids, _total_loss(weights, hessians, grids)
+
+    best, best_loss = search(zeta)
+    if not with_zeta:
+        return best
+    grids = [
+        min_max_grid(W, zeta, bits=bits, symmetric=symmetric, group_size=group_size)
+        for W in weights
+    ]
+    previous = torch.inf
+    for _ in range(max_rounds):
+        zeta = least_squares_zeta(weights, grids)
+        grids, loss = search(zeta)
+        if loss < best_loss:
+            best, best_loss = grids, loss
+        if loss >= previous:
+            break
+        previous = loss
+    return best
+
+
+def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Float[Tensor, " d_in"]:
+    """Return the zeta with the least ``sum((W - zeta * scale * (q - z)) ** 2)`` in each column.
+
+    The integers q are those of nearest rounding on the grids as they are. A column whose best factor
+    is not a positive number keeps the one that it has.
+    """
+    zeta = grids[0].zeta
+    products, squares = torch.zeros_like(zeta), torch.zeros_like(zeta)
+    for W, grid in zip(weights, grids, strict=True):
+        value = dequantize(quantize(W, grid), grid) / zeta
+        products += (W * value).sum((0, 1))
+        squares += value.square().sum((0, 1))
+    fitted = products / squares
+    return torch.where((fitted > 0) & fitted.isfinite(), fitted, zeta)
+
+
+def _total_loss(
+    weights: Sequence[Tensor], hessians: Sequence[Tensor], grids: Sequence[Grid]
+) -> float:
+    return sum(
+        float(reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum())
+        for W, H, grid in zip(weights, hessians, grids, strict=True)
+    )

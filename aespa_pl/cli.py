@@ -1,0 +1,208 @@
+"""The command line: ``aespa-pl fit`` quantizes a model, ``aespa-pl test`` measures it."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentError
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from rich.console import Console
+from rich.table import Table
+
+from aespa_pl import commands
+from aespa_pl.errors import UserError
+from aespa_pl.progress import IterationProgress, WalkProgress
+from aespa_pl.run import Run
+from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
+
+OWN_KEYS = {
+    "max_steps": "quantization.rounding.iterations",
+    "max_epochs": "quantization.rounding.iterations",
+    "max_time": "quantization.rounding.iterations",
+    "fast_dev_run": "quantization.rounding.iterations",
+}
+"""Keys of the Trainer that the walk decides, with the key to use instead."""
+TRAINER_DEFAULTS = {
+    "accelerator": "auto",
+    "devices": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "log_every_n_steps": 20,
+}
+
+
+class BlockTrainer(Trainer):
+    """The Trainer of one block; what it does with a module and its data is Lightning's."""
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Quantize a model block by block."""
+        super().fit(*args, **kwargs)
+
+    def test(self, *args: Any, **kwargs: Any) -> Any:
+        """Measure the perplexity of the original and of the quantized model."""
+        return super().test(*args, **kwargs)
+
+
+class AespaCLI(LightningCLI):
+    """Sections ``model``, ``data``, ``quantization``, ``output`` and ``trainer`` of a YAML file."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the commands; none of the arguments of the Trainer's methods of that name is used."""
+        fit = {
+            "model",
+            "train_dataloaders",
+            "val_dataloaders",
+            "datamodule",
+            "ckpt_path",
+            "weights_only",
+        }
+        test = {"model", "dataloaders", "ckpt_path", "verbose", "datamodule", "weights_only"}
+        return {"fit": fit, "test": test}
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the settings and the Trainer."""
+        parser.add_class_arguments(ModelSettings, "model")
+        parser.add_class_arguments(DataSettings, "data")
+        parser.add_class_arguments(QuantizationSettings, "quantization")
+        parser.add_class_arguments(OutputSettings, "output")
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
+
+    def instantiate_classes(self) -> None:
+        """Make the settings, and one Trainer that tells the device; each block gets its own later."""
+        self.config_init = self.parser.instantiate_classes(self.config)
+        self.settings = self.config_init[self.subcommand]
+        _check_trainer(self.settings.trainer)
+        self.model = self.datamodule = None
+        self.trainer = self.instantiate_trainer(logger=False, callbacks=[])
+
+    def fit(self, **_: Any) -> None:
+        """Quantize, and print what came out."""
+        console = Console()
+        with WalkProgress(console) as progress:
+
+            def make_trainer(run: Run, index: int) -> Trainer:
+                callbacks = [*(self.settings.trainer.callbacks or []), IterationProgress(progress)]
+                return self.instantiate_trainer(
+                    logger=self._loggers(run, index),
+                    callbacks=callbacks,
+                    max_steps=self.settings.quantization.rounding.iterations,
+                    max_epochs=-1,
+                )
+
+            run, metrics = commands.fit(self._job(), make_trainer, self._save_config, progress)
+        _print_perplexities(console, metrics["perplexity"])
+        console.print(
+            f"{metrics['seconds']['quantization']:.0f} s for the quantization", highlight=False
+        )
+        console.print(f"quantized model: {run.model_folder}", highlight=False, soft_wrap=True)
+        console.print(str(run.folder), highlight=False, soft_wrap=True)
+
+    def test(self, **_: Any) -> None:
+        """Measure, and print what came out."""
+        console = Console()
+        folder = self.settings.run_folder
+        with WalkProgress(console) as progress:
+            folder, metrics = commands.test(self._job(), Path(folder) if folder else None, progress)
+        _print_perplexities(console, metrics["perplexity"])
+        console.print(str(folder), highlight=False, soft_wrap=True)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what only some commands have."""
+        parser.add_argument(
+            "--run_folder",
+            type=str | None,
+            default=None,
+            help="test: folder of the run to measure (default: the last of output.folder/output.name).",
+        )
+
+    def _job(self) -> commands.Job:
+        s = self.settings
+        return commands.Job.prepare(
+            s.model, s.data, s.quantization, s.output, self.trainer.strategy.root_device
+        )
+
+    def _loggers(self, run: Run, index: int) -> list[Logger] | bool:
+        """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
+        chosen = self.settings.trainer.logger
+        if chosen is None or chosen is True:
+            parent = run.folder.parent
+            return [
+                TensorBoardLogger(
+                    parent.parent, parent.name, run.folder.name, sub_dir=f"block_{index:03}"
+                )
+            ]
+        return chosen
+
+    def _save_config(self, path: Path) -> None:
+        """Write the configuration as it was run; the file runs again."""
+        text = self.parser.dump(self.config, skip_none=False)
+        content = yaml.safe_load(text)[self.subcommand]
+        path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; a mistake of the user ends with one line and status 2."""
+    _quiet_libraries()
+    commands_kwargs = {name: {"exit_on_error": False} for name in AespaCLI.subcommands()}
+    try:
+        AespaCLI(
+            trainer_class=BlockTrainer,
+            save_config_callback=None,
+            seed_everything_default=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_kwargs={
+                "prog": "aespa-pl",
+                "description": "Quantize the weights of a language model with aespa.",
+                "exit_on_error": False,
+                "allow_abbrev": False,
+                **commands_kwargs,
+            },
+            args=list(arguments) if arguments is not None else None,
+        )
+    except (ArgumentError, UserError) as error:
+        sys.stderr.write(f"aespa-pl: {_one_line(str(error))}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _check_trainer(trainer: Mapping[str, Any]) -> None:
+    for key, instead in OWN_KEYS.items():
+        if trainer[key] not in (None, False, -1):
+            raise UserError(f"trainer.{key} is decided by the walk: set {instead} instead")
+    if trainer["devices"] not in (1, "1", "auto", [0]) or trainer["num_nodes"] != 1:
+        raise UserError("trainer.devices must be 1: this version runs on one device")
+
+
+def _print_perplexities(console: Console, results: Mapping[str, Mapping[str, float]]) -> None:
+    if not results:
+        return
+    texts = next(iter(results.values()))
+    table = Table(title="perplexity (lower is better)", title_justify="left")
+    table.add_column("")
+    for text in texts:
+        table.add_column(text, justify="right")
+    labels = {"original": "original", "nearest": "round-to-nearest", "quantized": "aespa"}
+    for kind, values in results.items():
+        table.add_row(labels[kind], *(f"{values[text]:.3f}" for text in texts))
+    console.print(table)
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
+
+
+def _quiet_libraries() -> None:
+    """Keep what Lightning says about every Trainer off the screen: a walk makes one a block."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")

@@ -1,0 +1,56 @@
+"""Rows of a data set on the Hugging Face hub."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from aespa_pl.errors import UserError
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """One split of a data set, or one file of it."""
+
+    repository: str
+    split: str
+    local_copy: str
+    """What to give instead where the hub can't be reached."""
+    config: str | None = None
+    file: str | None = None
+    """Only this file of the repository; a shard of C4 stands for all of it."""
+    revision: str | None = None
+    field: str = "text"
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What decides which rows these are. Known without the hub: cached tokens need no network."""
+        identity = asdict(self)
+        del identity["local_copy"]
+        return identity
+
+    def load(self, key: str) -> Sequence[str]:
+        """Return the rows' texts, read from the disk one by one as they are asked for.
+
+        Args:
+            key: YAML key that names the data set, for messages.
+
+        Raises:
+            UserError: The data set can't be had, for whatever reason.
+        """
+        import datasets  # 1 s, and not needed once the tokens are cached
+
+        try:
+            rows = datasets.load_dataset(
+                self.repository,
+                self.config,
+                data_files=None if self.file is None else {self.split: self.file},
+                split=self.split,
+                revision=self.revision,
+            )
+            texts: Sequence[str] = rows[self.field]
+        except Exception as error:  # no network, moved, gated, disk full: the remedy is the same
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"{key}: cannot load {self.repository} from the Hugging Face hub ({reason}); give "
+                f"the path of a local copy instead: {self.local_copy}"
+            ) from error
+        return texts

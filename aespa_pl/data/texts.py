@@ -1,0 +1,162 @@
+"""The texts that models are calibrated and evaluated on, and how their rows become documents.
+
+Source: Section 4.1 of the paper, which follows OPTQ: perplexity is measured on one string.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+
+from aespa_pl.data.files import FORMATS, SENTENCE_FILES, TextFile
+from aespa_pl.data.hub import HubRows
+
+CALIBRATION_KEY = "data.calibration.source"
+EVALUATION_KEY = "data.evaluation.texts"
+EMBEDDED = resources.files("aespa_pl") / "embedded"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How rows become documents."""
+
+    separator: str | None
+    """Put between the rows, which make one document; None: every row is a document."""
+    first_rows: int | None = None
+    """Use only so many rows."""
+    max_segments: int | None = None
+    """Segments that are evaluated unless the user asks for another number."""
+
+    def documents(self, rows: Sequence[str]) -> Sequence[str]:
+        """Return the documents that ``rows`` make."""
+        return rows if self.separator is None else [self.separator.join(rows[: self.first_rows])]
+
+
+AS_THEY_ARE = Protocol(None)
+PARAGRAPHS = Protocol("\n\n")
+SENTENCES = Protocol(" ")
+C4_EVALUATION = Protocol(" ", first_rows=1100, max_segments=256)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, of which nothing is read before it is needed."""
+
+    source: str
+    """As the user wrote it."""
+    identity: Mapping[str, object]
+    """Two texts with equal identities are equal."""
+    protocol: Protocol
+    rows: Callable[[], Sequence[str]]
+
+    def documents(self) -> Sequence[str]:
+        """Read the text. For evaluation it is always one document.
+
+        Raises:
+            UserError: It can't be had.
+        """
+        return self.protocol.documents(self.rows())
+
+
+def _c4(split: str, file: str) -> HubRows:
+    return HubRows("allenai/c4", split, file, file=f"en/{file}")
+
+
+def _wikitext2(split: str) -> HubRows:
+    return HubRows(
+        "Salesforce/wikitext",
+        split,
+        f'a .jsonl with the {split} split\'s rows, {{"text": "..."}}',
+        config="wikitext-2-raw-v1",
+    )
+
+
+def _ptb(split: str) -> HubRows:
+    return HubRows(
+        "ptb-text-only/ptb_text_only",
+        split,
+        f"ptb.{split}.txt",
+        # the data set itself is a script, which `datasets` runs no longer; the hub's conversion
+        file=f"penn_treebank/{split}/0000.parquet",
+        revision="refs/convert/parquet",
+        field="sentence",
+    )
+
+
+CALIBRATION = {
+    "c4": (_c4("train", "c4-train.00000-of-01024.json.gz"), AS_THEY_ARE),
+    "wikitext2": (_wikitext2("train"), PARAGRAPHS),
+    "ptb": (_ptb("train"), SENTENCES),
+}
+EVALUATION = {
+    "c4": (_c4("validation", "c4-validation.00000-of-00008.json.gz"), C4_EVALUATION),
+    "wikitext2": (_wikitext2("test"), PARAGRAPHS),
+    "ptb": (_ptb("test"), SENTENCES),
+}
+
+
+def calibration_text(source: str) -> Text:
+    """Return the text that segments are drawn from.
+
+    A .txt is one document; every row of a .json or .jsonl is one.
+
+    Args:
+        source: ``CalibrationSettings.source``.
+
+    Raises:
+        UserError: It is neither a known name nor a file that can be read.
+    """
+    if source == "embedded":
+        return _embedded_text("calibration.txt")
+    if source in CALIBRATION:
+        return _hub_text(source, *CALIBRATION[source], CALIBRATION_KEY)
+    file = TextFile.find(source, CALIBRATION_KEY)
+    return _file_text(source, file, SENTENCES if file.name in SENTENCE_FILES else AS_THEY_ARE)
+
+
+def evaluation_text(source: str) -> Text:
+    """Return the text that perplexity is measured on: one document.
+
+    A .txt is taken as it is, rows of a .json or .jsonl are joined by blank lines, as WikiText-2's
+    are. Local copies of PTB and of C4's validation shards are known by their names and treated as
+    ``ptb`` and ``c4`` are.
+
+    Args:
+        source: One of ``EvaluationSettings.texts``.
+
+    Raises:
+        UserError: It is neither a known name nor a file that can be read.
+    """
+    if source == "embedded":
+        return _embedded_text("heldout.txt")
+    if source in EVALUATION:
+        return _hub_text(source, *EVALUATION[source], EVALUATION_KEY)
+    file = TextFile.find(source, EVALUATION_KEY)
+    return _file_text(source, file, _evaluation_protocol(file))
+
+
+def _evaluation_protocol(file: TextFile) -> Protocol:
+    if file.name in SENTENCE_FILES:
+        return SENTENCES
+    if file.format == FORMATS[0]:
+        return AS_THEY_ARE
+    return C4_EVALUATION if file.name.startswith("c4-validation.") else PARAGRAPHS
+
+
+def _hub_text(source: str, hub: HubRows, protocol: Protocol, key: str) -> Text:
+    return Text(source, _identity(hub.identity, protocol), protocol, lambda: hub.load(key))
+
+
+def _file_text(source: str, file: TextFile, protocol: Protocol) -> Text:
+    content = {"format": file.format, "sha256": file.checksum()}
+    return Text(source, _identity(content, protocol), protocol, file.rows)
+
+
+def _embedded_text(name: str) -> Text:
+    content = (EMBEDDED / name).read_bytes()
+    identity = _identity({"sha256": hashlib.sha256(content).hexdigest()}, AS_THEY_ARE)
+    return Text("embedded", identity, AS_THEY_ARE, lambda: [content.decode()])
+
+
+def _identity(content: Mapping[str, str | None], protocol: Protocol) -> dict[str, object]:
+    return {"content": dict(content), "protocol": asdict(protocol)}

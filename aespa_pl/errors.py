@@ -1,0 +1,9 @@
+"""The one exception that is a user's to mend, not ours."""
+
+
+class UserError(Exception):
+    """Something that the user gave cannot work.
+
+    The message says what is wrong, where (the YAML key or the file), what was expected and what to
+    do. The command line prints it as one line, without a traceback, and exits with status 2.
+    """

@@ -1,0 +1,61 @@
+"""Perplexity of a model, a whole block at a time.
+
+Source: the protocol of the paper's Section 4: the text is tokenized once and cut into segments; the
+mean negative log likelihood of positions 2 .. L of every segment is exponentiated.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torchmetrics import MeanMetric
+
+from aespa_pl.stream import StreamedModel
+
+BlockChange = Callable[[nn.Module], None]
+
+
+@torch.inference_mode()
+def perplexity(
+    source: StreamedModel,
+    texts: Mapping[str, Tensor],
+    *,
+    batch_size: int,
+    change: BlockChange | None = None,
+    after_block: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Return the perplexity on each text; every block is read once for all of them.
+
+    Args:
+        source: The model.
+        texts: Token ids ``[segments, L]`` by name.
+        batch_size: Segments that run through a block at once.
+        change: Applied to each block before it is used (round-to-nearest, for example).
+        after_block: Called after each block, for a progress bar.
+    """
+    streams = {name: source.embed(tokens, batch_size) for name, tokens in texts.items()}
+    for _, block in source.blocks():
+        if change is not None:
+            change(block)
+        for batches in streams.values():
+            source.advance(block, batches)
+        after_block()
+    return {
+        name: _head_perplexity(source, batches, texts[name], batch_size)
+        for name, batches in streams.items()
+    }
+
+
+def _head_perplexity(
+    source: StreamedModel, batches: list[Tensor], tokens: Tensor, batch_size: int
+) -> float:
+    mean = MeanMetric().set_dtype(torch.float64).to(source.device)
+    for hidden, ids in zip(batches, tokens.split(batch_size), strict=True):
+        for segment, labels in zip(hidden, ids, strict=True):  # logits of one segment at a time
+            logits = source.family.head(source.model, segment[None].to(source.device))[0]
+            labels = labels.to(source.device)
+            mean.update(cross_entropy(logits[:-1].float(), labels[1:], reduction="none"))
+    average = float(mean.compute())
+    return math.exp(average) if average < 700 else math.inf

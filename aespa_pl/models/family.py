@@ -1,0 +1,155 @@
+"""What the walk needs to know of a model family, and nothing else.
+
+Notation: B batch of segments, L tokens of a segment, d hidden size, n_h query heads, n_kv key/value
+heads (n_kv divides n_h), d_h head size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class Role(StrEnum):
+    """What a projection does in its block; it decides the objective (Table 7 of the paper)."""
+
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One weight matrix that is quantized."""
+
+    name: str
+    """Name in logs and artifacts, unique in its block: ``q_proj``, ``query``, ``fc1`` ..."""
+    module: str
+    """Path of the ``nn.Linear`` in the block that holds the matrix."""
+    role: Role = Role.OTHER
+    part: tuple[int, int] = (0, 1)
+    """``(i, n)``: the module's rows are ``[heads, n, d_head]`` and this is part i of n (BLOOM)."""
+
+
+@dataclass(frozen=True)
+class FoldIntoNorm:
+    """zeta multiplies weight and bias of the normalization before."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class FoldIntoRows:
+    """zeta multiplies the rows, and the bias, of the projection before."""
+
+    projection: str
+
+
+@dataclass(frozen=True)
+class InputGroup:
+    """The projections that see the same input: they share its Hessian and, where one is allowed, zeta."""
+
+    name: str
+    projections: tuple[Projection, ...]
+    fold: FoldIntoNorm | FoldIntoRows | None
+    """Where zeta goes; None where it cannot be folded exactly."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The projections of one block, in the order of the forward pass."""
+
+    groups: tuple[InputGroup, ...]
+    heads: int
+    key_value_heads: int
+    head_dim: int
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """All projections of the block."""
+        return tuple(projection for group in self.groups for projection in group.projections)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What one attention layer did with one batch."""
+
+    query: Tensor
+    """``[B, n_h, L, d_h]``: after RoPE where there is one, without the factor ``1 / sqrt(d_h)``."""
+    key: Tensor
+    """``[B, n_kv, L, d_h]``: after RoPE."""
+    probabilities: Tensor
+    """``[B, n_h, L, L]``: after the softmax, with ALiBi, causal and sliding-window masks."""
+    rotation: tuple[Tensor, Tensor] | None = None
+    """``cos, sin``, each ``[L, d_h]``, of the rotation ``x * cos + rotate_half(x) * sin``."""
+    query_inverse_square: Tensor | None = None
+    """``[B, n_h, L]``: 1 / mean square of each head's query before its norm (Qwen3)."""
+    key_inverse_square: Tensor | None = None
+    """``[B, n_kv, L]``: the same for the keys."""
+
+
+class Family(ABC):
+    """A model family. Stateless: the model, its block or its configuration is handed to each method."""
+
+    model_types: ClassVar[tuple[str, ...]]
+    """The ``config.model_type`` values that this family stands for."""
+    blocks_path: ClassVar[str]
+    """Path of the list of blocks in the causal-LM model."""
+
+    @abstractmethod
+    def check(self, config: PreTrainedConfig) -> None:
+        """Raise UserError where a configuration of this model type has parts that we can't quantize."""
+
+    @abstractmethod
+    def positions(self, config: PreTrainedConfig) -> int | None:
+        """Return the longest segment in tokens, or None where the model has no limit."""
+
+    @abstractmethod
+    def layout(self, config: PreTrainedConfig) -> BlockLayout:
+        """Return the projections of a block; it is the same for every block of a model."""
+
+    @abstractmethod
+    def restore_buffers(self, model: PreTrainedModel) -> None:
+        """Make anew the buffers outside the blocks that no checkpoint stores (RoPE's frequencies)."""
+
+    @abstractmethod
+    def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
+        """Run what comes before the first block.
+
+        Args:
+            model: The causal-LM model; its blocks may be on the meta device.
+            ids: Token ids, ``[B, L]``, no padding.
+
+        Returns:
+            The hidden states ``[B, L, d]`` and the keyword arguments that every block wants
+            (mask, position embeddings, ALiBi ...).
+        """
+
+    @abstractmethod
+    def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
+        """Return the keyword arguments of a block for hidden states ``[B, L, d]`` (only its shape,
+        device and type matter)."""
+
+    @abstractmethod
+    def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Run one block: ``[B, L, d]`` to ``[B, L, d]``."""
+
+    @abstractmethod
+    def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
+        """Run what comes after the last block: ``[B, L, d]`` to logits ``[B, L, vocabulary]``."""
+
+    @abstractmethod
+    def observe_attention(
+        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
+    ) -> AbstractContextManager[None]:
+        """Call ``observer`` with what the block's attention does, for each batch run in the context."""
+
+    @abstractmethod
+    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
+        """Return the weights ``[d_h]`` of the norms on query and key heads, or None without such norms."""

@@ -1,0 +1,199 @@
+"""Steps 2 and 3 of a block: statistics and weights in, grids and the start of the rounding out.
+
+Source: algorithm.md, steps 2 and 3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.hessian import damp, dead_inputs
+from aespa_pl.algorithm.objectives import reconstruction_loss
+from aespa_pl.algorithm.optq import update_weights
+from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize, round_to_half
+from aespa_pl.algorithm.zfold import fit_grids
+from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection, Role
+from aespa_pl.models.weights import projection_weight
+from aespa_pl.settings import QuantizationSettings
+from aespa_pl.statistics import BlockStatisticTensors
+
+
+@dataclass(frozen=True)
+class PreparedProjection:
+    """One projection, ready for rounding."""
+
+    projection: Projection
+    weight: Tensor
+    """Original weight ``[heads, rows, d_in]``, float32; columns of dead inputs are 0."""
+    hessian: Tensor
+    """Damped, ``[heads or 1, d_in, d_in]``."""
+    other_side: Tensor | None
+    """G ``[heads, d_h, d_h]`` of the query and key projections' objective."""
+    grid: Grid
+    """Before folding."""
+    export_scale: Tensor
+    """``[heads, rows, groups]``: scale after the next group's zeta is folded into the rows; every
+    value fits float16."""
+    updated: Tensor
+    """OPTQ's W': the weights at the moment they were about to be rounded."""
+    integers: Tensor
+    """What OPTQ (or nearest rounding, with OPTQ off) chose."""
+    extra_damping: float
+    """Share of the mean diagonal that OPTQ's factorization needed beyond the setting."""
+
+    def loss(self, integers: Tensor) -> Tensor:
+        """Return the exact objective of ``integers`` in its independent parts (see objectives)."""
+        error = dequantize(integers, self.grid) - self.weight
+        return reconstruction_loss(error, self.hessian, self.other_side)
+
+
+def head_count(layout: BlockLayout, projection: Projection) -> int:
+    """Return the number of heads that the rows of a projection are split into: 1 where none matter."""
+    if projection.role is Role.QUERY:
+        return layout.heads
+    return 1 if projection.role is Role.OTHER else layout.key_value_heads
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """Weights and damped Hessians of a block, by projection name; shapes as in PreparedProjection."""
+
+    layout: BlockLayout
+    weights: Mapping[str, Tensor]
+    hessians: Mapping[str, Tensor]
+    statistics: BlockStatisticTensors
+
+
+def state_problem(
+    block: nn.Module, layout: BlockLayout, statistics: BlockStatisticTensors, damping: float
+) -> BlockProblem:
+    """Bring weights and statistics of a block into the shapes of ``algorithm/``."""
+    weights, hessians = {}, {}
+    for group in layout.groups:
+        for p in group.projections:
+            raw = _hessian(p, group, statistics)
+            W = (
+                projection_weight(block, layout, p)
+                .float()
+                .unflatten(0, (head_count(layout, p), -1))
+            )
+            weights[p.name] = W.masked_fill(dead_inputs(raw)[:, None], 0)
+            hessians[p.name] = damp(raw, damping)
+    return BlockProblem(layout, weights, hessians, statistics)
+
+
+def fit_block_grids(problem: BlockProblem, settings: QuantizationSettings) -> dict[str, Grid]:
+    """Run step 2: the grids of all projections, the input groups one after the other."""
+    grids = {}
+    for group in problem.layout.groups:
+        names = [p.name for p in group.projections]
+        fitted = fit_grids(
+            [problem.weights[name] for name in names],
+            [problem.hessians[name] for name in names],
+            bits=settings.bits,
+            symmetric=settings.symmetric,
+            group_size=settings.group_size,
+            with_zeta=settings.grid.zfold and group.fold is not None,
+            max_rounds=settings.grid.max_rounds,
+        )
+        grids |= dict(zip(names, fitted, strict=True))
+    return grids
+
+
+def prepare_rounding(
+    problem: BlockProblem, grids: Mapping[str, Grid], settings: QuantizationSettings
+) -> dict[str, PreparedProjection]:
+    """Round the scales to what float16 holds, and run step 3.
+
+    Raises:
+        ArithmeticError: A Hessian cannot be factored; the message names the projection.
+    """
+    factors = _row_factors(problem.layout, grids)
+    return {
+        p.name: _prepare(
+            p,
+            problem.weights[p.name],
+            problem.hessians[p.name],
+            _other_side(p, problem.statistics),
+            grids[p.name],
+            factors.get(p.name),
+            use_optq=settings.optq.enabled,
+        )
+        for p in problem.layout.projections
+    }
+
+
+def group_zetas(
+    layout: BlockLayout, prepared: Mapping[str, PreparedProjection]
+) -> dict[str, Tensor]:
+    """Return zeta ``[d_in]`` of each input group that folds it somewhere."""
+    return {
+        group.name: prepared[group.projections[0].name].grid.zeta
+        for group in layout.groups
+        if group.fold is not None
+    }
+
+
+def nearest_weight(
+    block: nn.Module, layout: BlockLayout, projection: Projection, settings: QuantizationSettings
+) -> Tensor:
+    """Return round-to-nearest on the min-max grid, ``[rows, d_in]``: what aespa is compared with."""
+    W = projection_weight(block, layout, projection).float()[None]
+    grid = min_max_grid(
+        W,
+        torch.ones_like(W[0, 0]),
+        bits=settings.bits,
+        symmetric=settings.symmetric,
+        group_size=settings.group_size,
+    )
+    return dequantize(quantize(W, grid), grid)[0]
+
+
+def _hessian(
+    projection: Projection, group: InputGroup, statistics: BlockStatisticTensors
+) -> Tensor:
+    if projection.role is Role.VALUE and statistics.attended is not None:
+        return statistics.attended
+    return statistics.inputs[group.name][None]
+
+
+def _other_side(projection: Projection, statistics: BlockStatisticTensors) -> Tensor | None:
+    if projection.role is Role.QUERY:
+        return statistics.keys
+    return statistics.queries if projection.role is Role.KEY else None
+
+
+def _row_factors(layout: BlockLayout, grids: Mapping[str, Grid]) -> dict[str, Tensor]:
+    """Return, by projection, the zeta ``[rows]`` of the next group that is folded into its rows."""
+    return {
+        group.fold.projection: grids[group.projections[0].name].zeta
+        for group in layout.groups
+        if isinstance(group.fold, FoldIntoRows)
+    }
+
+
+def _prepare(
+    projection: Projection,
+    W: Tensor,
+    H: Tensor,
+    G: Tensor | None,
+    fitted: Grid,
+    row_factor: Tensor | None,
+    *,
+    use_optq: bool,
+) -> PreparedProjection:
+    factor = W.new_ones(W.shape[:2]) if row_factor is None else row_factor.view(W.shape[:2])
+    export_scale = round_to_half(fitted.scale * factor[..., None])
+    grid = Grid(export_scale / factor[..., None], fitted.zero_point, fitted.zeta, fitted.bits)
+    updated, integers, extra_damping = W, quantize(W, grid), 0.0
+    if use_optq:
+        try:
+            updated, integers, extra_damping = update_weights(W, H, grid)
+        except ArithmeticError as error:
+            raise ArithmeticError(f"{projection.name}: {error}") from error
+    return PreparedProjection(
+        projection, W, H, G, grid, export_scale, updated, integers, extra_damping
+    )

@@ -1,0 +1,91 @@
+"""What a user sees while a run goes on: a bar over blocks, one over iterations, a line a block."""
+
+from types import TracebackType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+class WalkProgress:
+    """Progress of a walk over blocks; the bars show in a terminal only, the lines everywhere."""
+
+    def __init__(self, console: Console) -> None:
+        """Draw on ``console``."""
+        self.console = console
+        self._bars = Progress(
+            TextColumn("{task.description:<34}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._outer = self._bars.add_task("", visible=False)
+        self._inner = self._bars.add_task("", visible=False)
+
+    def __enter__(self) -> "WalkProgress":
+        """Show the bars."""
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Take the bars away."""
+        self._bars.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line above the bars."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def begin(self, description: str, total: int) -> None:
+        """Start the outer bar anew."""
+        self._bars.reset(self._outer, description=description, total=total, visible=True)
+
+    def advance(self) -> None:
+        """One block is done."""
+        self._bars.update(self._inner, visible=False)
+        self._bars.advance(self._outer)
+
+    def step(self, description: str, done: int, total: int) -> None:
+        """Show the inner bar at ``done`` of ``total``."""
+        self._bars.update(
+            self._inner, description=description, completed=done, total=total, visible=True
+        )
+
+
+class IterationProgress(Callback):
+    """Moves the inner bar with the iterations of a block."""
+
+    def __init__(self, progress: WalkProgress) -> None:
+        """Report to ``progress``."""
+        self.progress = progress
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Show iteration and loss, as often as the losses are logged."""
+        done = trainer.global_step
+        if done % trainer.log_every_n_steps == 0 or done == trainer.max_steps:
+            loss = float(outputs["loss"])
+            self.progress.step(f"  rounding, loss {loss:.5g}", done, trainer.max_steps)

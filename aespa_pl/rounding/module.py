@@ -1,0 +1,144 @@
+"""A Transformer block as a LightningModule whose parameters are its rounding variables."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from aespa_pl.algorithm.adaround import (
+    RoundingLoss,
+    SoftRounding,
+    decide,
+    penalty_exponent,
+    rectified_sigmoid,
+    rounding_loss,
+)
+from aespa_pl.rounding.data import StatisticsBatch
+from aespa_pl.settings import RoundingSettings
+
+FIXED = ("lower", "step", "target")
+"""Tensors of SoftRounding; they follow the module to its device but are not in its checkpoints,
+since they follow from the weights and the statistics."""
+
+
+class NonFiniteLossError(ArithmeticError):
+    """The loss of a projection is NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class RoundingTask:
+    """What one projection brings to the rounding of its block."""
+
+    rounding: SoftRounding
+    start: Tensor
+    """Rounding variables at iteration 0, ``[heads, rows, d_in]``."""
+    penalty: float
+    """lambda."""
+
+
+class _ClosedFormLoss(torch.autograd.Function):
+    """A loss whose gradient is known already, so that Lightning's ``backward`` finds it."""
+
+    @staticmethod
+    def forward(ctx: Any, variables: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0], None, None
+
+
+class BlockRounding(LightningModule):
+    """Learns the rounding of all projections of one block; one step updates all of them.
+
+    The projections don't depend on each other (algorithm.md, step 4), so the sum of their losses
+    has the gradients of each.
+    """
+
+    def __init__(
+        self, tasks: Mapping[str, RoundingTask], settings: RoundingSettings, label: str
+    ) -> None:
+        """Take the projections of one block.
+
+        Args:
+            tasks: By projection name.
+            settings: Learning rate, iterations, schedule of the rounding loss.
+            label: Name of the block in messages: ``block 3``.
+        """
+        super().__init__()
+        self.settings = settings
+        self.label = label
+        self.penalties = {name: task.penalty for name, task in tasks.items()}
+        self.levels = {name: task.rounding.levels for name, task in tasks.items()}
+        self.variables = nn.ParameterDict(
+            {name: nn.Parameter(task.start.clone()) for name, task in tasks.items()}
+        )
+        for name, task in tasks.items():
+            for kind in FIXED:
+                tensor = getattr(task.rounding, kind)
+                self.register_buffer(f"{name}_{kind}", tensor, persistent=False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam on the rounding variables (Section 4.1)."""
+        return torch.optim.Adam(self.parameters(), lr=self.settings.learning_rate)
+
+    def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
+        """Return the loss of all projections together."""
+        s = self.settings
+        beta = penalty_exponent(
+            self.global_step, s.iterations, warmup=s.warmup, start=s.beta_start, end=s.beta_end
+        )
+        losses, total = {}, torch.zeros((), device=self.device)
+        for name, B in self.variables.items():
+            H, G = batch[name]
+            loss = rounding_loss(
+                B.detach(), self.rounding(name), H, G, weight=self.penalties[name], beta=beta
+            )
+            losses[name] = loss
+            value = loss.reconstruction + loss.penalty
+            total = total + _ClosedFormLoss.apply(B, value, loss.gradient)
+        if self.global_step % self.trainer.log_every_n_steps == 0:
+            self._report(losses)
+        return total
+
+    def rounding(self, name: str) -> SoftRounding:
+        """Return the fixed part of a projection, on the module's device."""
+        lower, step, target = (self.get_buffer(f"{name}_{kind}") for kind in FIXED)
+        return SoftRounding(lower, step, target, self.levels[name])
+
+    @torch.no_grad()
+    def integers(self) -> dict[str, Tensor]:
+        """Return what has been learned, ``[heads, rows, d_in]`` by projection.
+
+        Raises:
+            NonFiniteLossError: A rounding variable is not a finite number.
+        """
+        for name, B in self.variables.items():
+            if not bool(torch.isfinite(B).all()):
+                raise NonFiniteLossError(f"{self.label}: the rounding of {name} diverged")
+        return {name: decide(B, self.rounding(name)) for name, B in self.variables.items()}
+
+    def _report(self, losses: Mapping[str, RoundingLoss]) -> None:
+        """Log the curves of each projection.
+
+        Raises:
+            NonFiniteLossError: A loss is NaN or infinite.
+        """
+        curves = {}
+        for name, loss in losses.items():
+            if not bool(torch.isfinite(loss.reconstruction)):
+                raise NonFiniteLossError(f"{self.label}: the loss of {name} is not finite")
+            h = rectified_sigmoid(self.variables[name].detach())
+            curves[f"reconstruction_loss/{name}"] = loss.reconstruction
+            curves[f"rounding_loss/{name}"] = loss.penalty
+            curves[f"undecided/{name}"] = ((h > 0.1) & (h < 0.9)).float().mean()
+            rounding = self.rounding(name)
+            nearest = (rounding.target / rounding.step).round().clamp(0, rounding.levels)
+            chosen = decide(self.variables[name].detach(), rounding)
+            curves[f"differs_from_nearest/{name}"] = (chosen != nearest).float().mean()
+        self.log_dict(curves)

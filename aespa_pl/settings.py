@@ -1,0 +1,173 @@
+"""Every knob of ``aespa-pl``: its meaning, unit, range, default and the default's source.
+
+The docstring under a field is its ``--help`` text. Ranges are types, so that a bad value is refused
+while the command line is parsed. What is done with a value is decided elsewhere.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from jsonargparse import set_parsing_settings
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnitInterval,
+    PositiveFloat,
+    PositiveInt,
+    restricted_number_type,
+)
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+if TYPE_CHECKING:
+    Bits = int
+    PenaltyExponent = float
+else:
+    Bits = restricted_number_type("Bits", int, [(">=", 2), ("<=", 8)])
+    PenaltyExponent = restricted_number_type("PenaltyExponent", float, (">=", 1))
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model that is quantized."""
+
+    pretrained: str
+    """Folder of a Hugging Face checkpoint, a name on the hub, or embedded:opt, embedded:bloom,
+    embedded:llama for the small models that come with the package."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Floating-point type that blocks run in. auto: float32 on the CPU, the checkpoint's own type on
+    an accelerator. Statistics and rounding are float32 in any case."""
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """The text that the statistics are taken from."""
+
+    source: str = "c4"
+    """c4, wikitext2 or ptb (from the hub), embedded (comes with the package), or a local file: .txt,
+    .json or .jsonl, also with .gz."""
+    segments: PositiveInt = 128
+    """Number of calibration segments (Section 4.1)."""
+    segment_length: PositiveInt | None = 2048
+    """Tokens in a segment (Section 4.1); null: as many as the model has positions."""
+    seed: NonNegativeInt = 0
+    """Seed of the random choice of segments."""
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """The texts that the perplexity is measured on."""
+
+    texts: list[str] = field(default_factory=lambda: ["wikitext2", "ptb", "c4"])
+    """Any of wikitext2, ptb, c4 (from the hub), embedded, or local files; an empty list: no
+    evaluation."""
+    segment_length: PositiveInt | None = None
+    """Tokens in a segment; null: the length of a calibration segment."""
+    max_segments: PositiveInt | None = None
+    """Evaluate only the first so many segments of each text; null: all of them (c4: 256)."""
+    round_to_nearest: bool = True
+    """fit: measure round-to-nearest as well, for comparison; it costs one more pass."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Texts, and how they reach the model."""
+
+    calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
+    """Calibration text."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    """Held-out text."""
+    batch_size: PositiveInt = 4
+    """Segments that run through a block at once; changes memory and speed only."""
+    cache: str | None = None
+    """Folder for tokenized text; null: aespa_pl/tokens under $XDG_CACHE_HOME or ~/.cache."""
+
+
+@dataclass(frozen=True)
+class GridSettings:
+    """Step 2: scale, zero point and column factor of each projection."""
+
+    zfold: bool = True
+    """Fit the column factor zeta where it can be folded into the operation before (Z-Fold)."""
+    max_rounds: PositiveInt = 30
+    """Alternations between zeta and the clip search at most (algorithm.md)."""
+
+
+@dataclass(frozen=True)
+class OptqSettings:
+    """Step 3: the update of the full-precision weights before rounding."""
+
+    enabled: bool = True
+    """Compensate each column's rounding error in the columns not yet visited; off: rounding starts
+    from the original weights."""
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """What the integers are chosen for."""
+
+    query_key: Literal["attention", "layer"] = "attention"
+    """attention: the error of the attention scores (Eq. 21, 22); layer: of the projection's output."""
+    value: Literal["attention", "layer"] = "attention"
+    """attention: the error of the attention output (Eq. 17), for the grid and the OPTQ update as
+    well; layer: of the projection's output."""
+
+
+@dataclass(frozen=True)
+class RoundingSettings:
+    """Step 4: AdaRound."""
+
+    enabled: bool = True
+    """Learn the rounding; off: the integers of the OPTQ update (or of nearest rounding) are kept."""
+    iterations: PositiveInt = 2000
+    """Optimizer steps of each block (Section 4.1)."""
+    learning_rate: PositiveFloat = 0.015
+    """Learning rate of Adam (Section 4.1)."""
+    penalty_attention: NonNegativeFloat = 1.5
+    """Weight lambda of the rounding loss for Q, K and V (Section 4.1)."""
+    penalty_other: NonNegativeFloat = 1.0
+    """Weight lambda of the rounding loss for the other projections (algorithm.md)."""
+    warmup: ClosedUnitInterval = 0.2
+    """Share of the iterations, at the start, without rounding loss (AdaRound)."""
+    beta_start: PenaltyExponent = 20.0
+    """Exponent of the rounding loss after the warm-up (AdaRound)."""
+    beta_end: PenaltyExponent = 2.0
+    """Exponent of the rounding loss at the last iteration (AdaRound)."""
+    keep_best: bool = True
+    """For each row (each head for Q and K) keep the better of the learned and the OPTQ rounding; off:
+    as in the paper."""
+
+
+@dataclass(frozen=True)
+class QuantizationSettings:
+    """How the weights become integers."""
+
+    bits: Bits = 2
+    """Bits of a weight, 2 to 8."""
+    symmetric: bool = False
+    """Fix the zero point in the middle of the range."""
+    group_size: PositiveInt | None = None
+    """Columns that share a scale and a zero point; null: one pair for each output channel."""
+    damping: OpenUnitInterval = 0.01
+    """Share of the mean diagonal that is added to each Hessian's diagonal (OPTQ)."""
+    grid: GridSettings = field(default_factory=GridSettings)
+    """Step 2, the grid."""
+    optq: OptqSettings = field(default_factory=OptqSettings)
+    """Step 3, the full-precision update."""
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    """What is minimized."""
+    rounding: RoundingSettings = field(default_factory=RoundingSettings)
+    """Step 4, the rounding."""
+
+
+@dataclass(frozen=True)
+class OutputSettings:
+    """Where the results go."""
+
+    folder: str = "lightning_logs"
+    """Folder of all runs; the one to give to tensorboard --logdir."""
+    name: str = "aespa"
+    """Name of the run. Every run gets a folder NAME/version_N of its own."""

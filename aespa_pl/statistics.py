@@ -1,0 +1,176 @@
+"""Step 1: the four statistics of a block, accumulated over the calibration segments.
+
+All are sums of outer products over tokens, kept in float32 and divided once at the end, so that the
+size of the batches does not matter. Each is ``2 / N`` times its sum, N being the number of tokens:
+that is the Hessian of the squared error, and what the paper's lambda is weighed against.
+
+Notation as in ``models/family.py``; X is the input of the attention block, ``[d, N]``.
+
+Source: algorithm.md, step 1; Eq. 17 to 22 of the paper.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aespa_pl.models.family import Attention, BlockLayout
+
+
+@dataclass(frozen=True)
+class BlockStatisticTensors:
+    """The statistics of one block, in float32, not damped."""
+
+    inputs: Mapping[str, Tensor]
+    """``H = E[X X^T] [d_in, d_in]`` for each input group of the layout, by its name."""
+    attended: Tensor | None
+    """``H_V = E[X A^T A X^T] [n_kv, d, d]``; the mean over the query heads that share a value head."""
+    keys: Tensor | None
+    """``G_Q = E[K^T K] [n_h, d_h, d_h]``, as each query projection's head sees it."""
+    queries: Tensor | None
+    """``G_K = E[Q^T Q] [n_kv, d_h, d_h]``; the mean over the query heads that share a key head."""
+
+
+class StatisticsCollector:
+    """Sums up the statistics of one block while batches run through it inside ``watch``."""
+
+    def __init__(self, layout: BlockLayout, *, value: bool, query_key: bool) -> None:
+        """Collect the inputs' Hessians, and what ``value`` and ``query_key`` ask for beyond them."""
+        self.layout = layout
+        self.value = value
+        self.query_key = query_key
+        self.tokens = 0
+        self._inputs: dict[str, Tensor] = {}
+        self._attention = _AttentionSums()
+
+    @contextmanager
+    def watch(
+        self,
+        block: nn.Module,
+        observe_attention: Callable[[Callable[[Attention], None]], Any],
+    ) -> Iterator[None]:
+        """Take in everything that runs through ``block`` in this context."""
+        with ExitStack() as stack:
+            for group in self.layout.groups:
+                module = block.get_submodule(group.projections[0].module)
+                handle = module.register_forward_pre_hook(self._input_hook(group.name))
+                stack.callback(handle.remove)
+            if self.value or self.query_key:
+                stack.enter_context(observe_attention(self._observe))
+            yield
+
+    def finish(self, norm_weights: tuple[Tensor, Tensor] | None = None) -> BlockStatisticTensors:
+        """Return the statistics of all that was taken in.
+
+        Args:
+            norm_weights: Weights ``[d_h]`` of the norms on query and key heads, for a family that
+                has them.
+        """
+        factor = 2 / self.tokens
+        sums = self._attention
+        attended = keys = queries = None
+        if self.value:
+            attended = sums.attended * factor
+        if self.query_key:
+            keys, queries = sums.keys * factor, sums.queries * factor
+            if sums.rotation is not None:
+                keys, queries = (rotate_back(G, *sums.rotation) for G in (keys, queries))
+            if norm_weights is not None:
+                query_weight, key_weight = (weight.float() for weight in norm_weights)
+                keys = through_norm(keys, query_weight, sums.query_gain / self.tokens)
+                queries = through_norm(queries, key_weight, sums.key_gain / self.tokens)
+        inputs = {name: total * factor for name, total in self._inputs.items()}
+        return BlockStatisticTensors(inputs, attended, keys, queries)
+
+    def _input_hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            X = arguments[0].flatten(0, -2).float()  # [tokens, d_in]
+            self._inputs[name] = self._inputs.get(name, 0) + X.T @ X
+            if name == self.layout.groups[0].name:
+                self.tokens += X.shape[0]
+                self._attention_input = arguments[0]
+
+        return hook
+
+    def _observe(self, attention: Attention) -> None:
+        if self.value:
+            self._attention.add_values(attention, self._attention_input, self.layout)
+        if self.query_key:
+            self._attention.add_scores(attention, self.layout)
+
+
+@dataclass
+class _AttentionSums:
+    """Running sums of what only the attention knows."""
+
+    attended: Tensor = field(default_factory=lambda: torch.zeros(()))
+    keys: Tensor = field(default_factory=lambda: torch.zeros(()))
+    queries: Tensor = field(default_factory=lambda: torch.zeros(()))
+    query_gain: Tensor = field(default_factory=lambda: torch.zeros(()))
+    key_gain: Tensor = field(default_factory=lambda: torch.zeros(()))
+    rotation: tuple[Tensor, Tensor] | None = None
+
+    def add_values(self, attention: Attention, X: Tensor, layout: BlockLayout) -> None:
+        shared = layout.heads // layout.key_value_heads
+        A = attention.probabilities.float().unflatten(1, (-1, shared))  # [B, n_kv, shared, L, L]
+        X = X.float()[:, None]  # [B, 1, L, d]
+        total = self.attended.to(X.device)
+        parts = []
+        for head in range(layout.key_value_heads):  # one head at a time: A X is L x d for each
+            AX = (A[:, head] @ X).flatten(0, -2)  # [B * shared * L, d]
+            parts.append(AX.T @ AX / shared)
+        self.attended = total + torch.stack(parts)
+
+    def add_scores(self, attention: Attention, layout: BlockLayout) -> None:
+        shared = layout.heads // layout.key_value_heads
+        Q, K = attention.query.float(), attention.key.float()
+        keys = (K.transpose(-1, -2) @ K).sum(0)  # [n_kv, d_h, d_h]
+        queries = (Q.transpose(-1, -2) @ Q).sum(0)  # [n_h, d_h, d_h]
+        self.keys = self.keys.to(Q.device) + keys.repeat_interleave(shared, 0)
+        self.queries = self.queries.to(Q.device) + queries.unflatten(0, (-1, shared)).mean(1)
+        self.rotation = attention.rotation
+        if attention.query_inverse_square is not None and attention.key_inverse_square is not None:
+            query_gain = attention.query_inverse_square.float().sum((0, 2))
+            key_gain = attention.key_inverse_square.float().sum((0, 2))
+            self.query_gain = self.query_gain.to(Q.device) + query_gain
+            self.key_gain = self.key_gain.to(Q.device) + key_gain
+
+
+def rotate_back(G: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return ``mean_t R_t^T G R_t``: G as it acts on queries (keys) before the rotation.
+
+    The error of a query is rotated with the query, so ``R_t dq`` meets the rotated keys.
+
+    Args:
+        G: ``[heads, d_h, d_h]``, from rotated keys (queries).
+        cos: ``[L, d_h]``; with sin, R_t is ``diag(cos_t) + diag(sin_t) J``, J being the matrix of
+            ``rotate_half(x) = (-x[d_h / 2:], x[:d_h / 2])``.
+        sin: ``[L, d_h]``.
+    """
+    # R^T G R has four terms; the mean over t of cos_i cos_j and so on can be taken beforehand.
+    cos, sin = cos.to(G), sin.to(G)
+    L = cos.shape[0]
+    half = G.shape[-1] // 2
+    identity = torch.eye(2 * half, dtype=G.dtype, device=G.device)
+    J = torch.cat([-identity[half:], identity[:half]])
+    cc, cs, ss = cos.T @ cos / L, cos.T @ sin / L, sin.T @ sin / L
+    cross = (G * cs) @ J
+    return G * cc + cross + cross.transpose(-1, -2) + J.T @ (G * ss) @ J
+
+
+def through_norm(G: Tensor, weight: Tensor, inverse_square: Tensor) -> Tensor:
+    """Return G as it acts on queries (keys) before their norm.
+
+    The paper's families have no such norm. To first order the norm multiplies an error by
+    ``weight / rms`` of its token; the part that changes rms itself (one direction of d_h) is left
+    out, and ``1 / rms ** 2`` is averaged over the tokens as the Kronecker approximation does for G.
+
+    Args:
+        G: ``[heads, d_h, d_h]``.
+        weight: ``[d_h]``.
+        inverse_square: ``[heads]``: mean of ``1 / rms ** 2`` over the tokens.
+    """
+    return inverse_square[:, None, None] * weight[:, None] * G * weight

@@ -1,0 +1,76 @@
+"""Hidden states of many segments, carried through a model one block at a time.
+
+Only the stem (embedding, final norm, head), one block and one batch are on the device; the hidden
+states of all segments wait in host memory, in the type that the blocks run in.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from aespa_pl.models.checkpoint import Checkpoint
+from aespa_pl.models.family import Family
+
+
+@dataclass(frozen=True)
+class StreamedModel:
+    """A model whose blocks are read from its checkpoint when they are needed."""
+
+    checkpoint: Checkpoint
+    family: Family
+    model: PreTrainedModel
+    """Stem on ``device``; blocks on the meta device but for the one in use."""
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def open(
+        cls, checkpoint: Checkpoint, family: Family, device: torch.device, dtype: torch.dtype
+    ) -> "StreamedModel":
+        """Make the skeleton and read what lies outside the blocks."""
+        model = checkpoint.skeleton()
+        checkpoint.load_stem(model, family, device, dtype)
+        return cls(checkpoint, family, model, device, dtype)
+
+    @property
+    def block_count(self) -> int:
+        """Number of Transformer blocks."""
+        return int(self.checkpoint.config.num_hidden_layers)
+
+    def blocks(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield index and block, first to last, each in memory only until the next is asked for."""
+        for index in range(self.block_count):
+            block = self.checkpoint.load_block(
+                self.model, self.family, index, self.device, self.dtype
+            )
+            try:
+                yield index, block
+            finally:
+                self.checkpoint.release_block(self.model, self.family, index)
+
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor, batch_size: int) -> list[Tensor]:
+        """Return the hidden states before the first block, in batches ``[B, L, d]``.
+
+        Args:
+            tokens: Token ids, ``[segments, L]``.
+            batch_size: Segments in a batch; the last may have fewer.
+        """
+        return [
+            self.family.embed(self.model, ids.to(self.device))[0].cpu()
+            for ids in tokens.split(batch_size)
+        ]
+
+    @torch.inference_mode()
+    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Run one batch ``[B, L, d]`` through a block, on the device."""
+        hidden = hidden.to(self.device)
+        return self.family.run_block(block, hidden, self.family.arguments(self.model, hidden))
+
+    def advance(self, block: nn.Module, batches: list[Tensor]) -> None:
+        """Replace the hidden states of all batches by the block's output."""
+        for i, hidden in enumerate(batches):
+            batches[i] = self.run_block(block, hidden).cpu()

@@ -1,0 +1,259 @@
+"""The walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from aespa_pl.algorithm.adaround import start
+from aespa_pl.algorithm.objectives import keep_better
+from aespa_pl.algorithm.quantizer import dequantize, quantize
+from aespa_pl.artifacts import ModelWriter, write_tensors
+from aespa_pl.errors import UserError
+from aespa_pl.models.family import BlockLayout, Role
+from aespa_pl.models.weights import fold, set_projection_weight
+from aespa_pl.preparation import (
+    PreparedProjection,
+    fit_block_grids,
+    group_zetas,
+    prepare_rounding,
+    state_problem,
+)
+from aespa_pl.progress import WalkProgress
+from aespa_pl.rounding import BlockRounding, BlockStatistics, NonFiniteLossError, RoundingTask
+from aespa_pl.run import Run, checksum
+from aespa_pl.settings import QuantizationSettings
+from aespa_pl.statistics import BlockStatisticTensors, StatisticsCollector
+from aespa_pl.stream import StreamedModel
+from aespa_pl.timing import Stopwatch
+
+MakeTrainer = Callable[[int], Trainer]
+"""Makes the Trainer of a block from its index."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Quantizes a model block by block into the folder of a run."""
+
+    source: StreamedModel
+    run: Run
+    settings: QuantizationSettings
+    batch_size: int
+    make_trainer: MakeTrainer
+    progress: WalkProgress
+    stopwatch: Stopwatch
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Projections of each block."""
+        return self.source.family.layout(self.source.checkpoint.config)
+
+    def quantize(self, tokens: Tensor) -> None:
+        """Quantize all blocks that the run's journal does not name yet, and finish the model folder.
+
+        Args:
+            tokens: Calibration segments, ``[segments, L]``.
+        """
+        count = self.source.block_count
+        writer = ModelWriter(self.run.model_folder, count)
+        writer.write_stem(self.source.checkpoint.stored_stem(self.source.family))
+        hidden = self.source.embed(tokens, self.batch_size)
+        self.progress.begin("Quantizing, blocks", count)
+        for index, block in self.source.blocks():
+            if index in self.run.blocks:
+                self._restore(index, block, writer)
+            else:
+                self._quantize_block(index, block, hidden, writer)
+            if index + 1 < count:
+                self.source.advance(block, hidden)
+            self.progress.advance()
+        self._finish(writer)
+
+    def _quantize_block(
+        self, index: int, block: nn.Module, hidden: list[Tensor], writer: ModelWriter
+    ) -> None:
+        before = dict(self.stopwatch.seconds)
+        with self._measure("statistics"):
+            statistics = self._collect(index, block, hidden)
+        prepared, integers = self._choose_integers(index, block, statistics)
+        with self._measure("writing"):
+            record = self._record(index, prepared, integers)
+            path = self.run.block_file(index)
+            write_tensors(
+                path,
+                _artifact(self.layout, prepared, integers),
+                {"format": "pt", "block": json.dumps(record)},
+            )
+            self._replace_weights(block, prepared, integers)
+            writer.write_block(
+                index, self.source.checkpoint.stored_block(self.source.family, index, block)
+            )
+        seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
+        files = {file.name: checksum(file) for file in (path, writer.block_file(index))}
+        self.run.blocks[index] = {**record, "files": files, "seconds": seconds}
+        self.run.save()
+        self._say(index, record, sum(seconds.values()))
+
+    def _collect(self, index: int, block: nn.Module, hidden: list[Tensor]) -> BlockStatisticTensors:
+        """Step 1."""
+        objective = self.settings.objective
+        collector = StatisticsCollector(
+            self.layout,
+            value=objective.value == "attention",
+            query_key=objective.query_key == "attention",
+        )
+        family, model = self.source.family, self.source.model
+        with collector.watch(block, lambda see: family.observe_attention(model, block, see)):
+            for batch in hidden:
+                self.source.run_block(block, batch)
+        statistics = collector.finish(family.norm_weights(block))
+        for name, tensor in _named_statistics(statistics):
+            if not bool(torch.isfinite(tensor).all()):
+                raise UserError(
+                    f"block {index}: the statistic {name} has NaN or infinite values, so the model's "
+                    f"activations overflow in {self.source.dtype}: try --model.dtype float32"
+                )
+        return statistics
+
+    def _choose_integers(
+        self, index: int, block: nn.Module, statistics: BlockStatisticTensors
+    ) -> tuple[dict[str, PreparedProjection], dict[str, Tensor]]:
+        """Steps 2 to 4; once more with ten times the damping where the loss is not finite."""
+        settings = self.settings
+        while True:
+            try:
+                prepared = self._prepare(block, statistics, settings)
+                with self._measure("rounding"):
+                    return prepared, self._round(index, prepared)
+            except (NonFiniteLossError, ArithmeticError) as error:
+                damping = 10 * settings.damping
+                if settings is not self.settings or damping >= 1:
+                    raise UserError(
+                        f"block {index}: {error}; raise quantization.damping"
+                    ) from error
+                log.warning("block %d: %s; again with damping %g", index, error, damping)
+                settings = replace(settings, damping=damping)
+
+    def _prepare(
+        self, block: nn.Module, statistics: BlockStatisticTensors, settings: QuantizationSettings
+    ) -> dict[str, PreparedProjection]:
+        """Steps 2 and 3."""
+        with self._measure("grid"):
+            problem = state_problem(block, self.layout, statistics, settings.damping)
+            grids = fit_block_grids(problem, settings)
+        with self._measure("optq"):
+            return prepare_rounding(problem, grids, settings)
+
+    def _round(self, index: int, prepared: Mapping[str, PreparedProjection]) -> dict[str, Tensor]:
+        """Step 4: one Trainer.fit."""
+        settings = self.settings.rounding
+        if not settings.enabled:
+            return {name: p.integers for name, p in prepared.items()}
+        tasks = {}
+        for name, p in prepared.items():
+            attention = p.projection.role is not Role.OTHER
+            penalty = settings.penalty_attention if attention else settings.penalty_other
+            tasks[name] = RoundingTask(*start(p.weight, p.updated, p.grid), penalty)
+        module = BlockRounding(tasks, settings, f"block {index}")
+        data = BlockStatistics({n: (p.hessian, p.other_side) for n, p in prepared.items()})
+        self.make_trainer(index).fit(module, datamodule=data)
+        learned = {n: q.to(self.source.device) for n, q in module.integers().items()}
+        if not settings.keep_best:
+            return learned
+        return {
+            name: keep_better(learned[name], p.loss(learned[name]), p.integers, p.loss(p.integers))
+            for name, p in prepared.items()
+        }
+
+    def _record(
+        self,
+        index: int,
+        prepared: Mapping[str, PreparedProjection],
+        integers: Mapping[str, Tensor],
+    ) -> dict[str, Any]:
+        """Return what was measured on a block."""
+        losses = {}
+        for name, p in prepared.items():
+            if p.extra_damping:
+                log.warning(
+                    "block %d, %s: the Hessian needed %g of its mean diagonal as extra damping",
+                    index, name, p.extra_damping,
+                )  # fmt: skip
+            losses[name] = {
+                "nearest": float(p.loss(quantize(p.weight, p.grid)).sum()),
+                "optq": float(p.loss(p.integers).sum()),
+                "final": float(p.loss(integers[name]).sum()),
+                "extra_damping": p.extra_damping,
+            }
+        return {"losses": losses}
+
+    def _replace_weights(
+        self,
+        block: nn.Module,
+        prepared: Mapping[str, PreparedProjection],
+        integers: Mapping[str, Tensor],
+    ) -> None:
+        """Turn the block into the quantized one, rounded to the type that is written to disk."""
+        with torch.no_grad():
+            fold(block, self.layout, group_zetas(self.layout, prepared))
+            for p in prepared.values():
+                folded = replace(p.grid, scale=p.export_scale, zeta=torch.ones_like(p.grid.zeta))
+                weight = dequantize(integers[p.projection.name], folded).flatten(0, 1)
+                set_projection_weight(block, self.layout, p.projection, weight)
+            for tensor in block.state_dict().values():
+                tensor.copy_(tensor.to(self.source.checkpoint.dtype))
+
+    def _restore(self, index: int, block: nn.Module, writer: ModelWriter) -> None:
+        """Load the weights of a block that is complete."""
+        path = writer.block_file(index)
+        names = self.source.checkpoint.block_names(self.source.family, index)
+        tensors = load_file(path)
+        prefix = f"{self.source.family.blocks_path}.{index}."
+        block.load_state_dict({name.removeprefix(prefix): tensors[name] for name in names})
+
+    def _finish(self, writer: ModelWriter) -> None:
+        checkpoint, family = self.source.checkpoint, self.source.family
+        names = {0: checkpoint.stem_names(family)}
+        for index in range(self.source.block_count):
+            names[index + 1] = checkpoint.block_names(family, index)
+        writer.finish(names, checkpoint.config, checkpoint.tokenizer(), checkpoint.folder)
+
+    def _say(self, index: int, record: Mapping[str, Any], seconds: float) -> None:
+        shares = [x["final"] / x["nearest"] for x in record["losses"].values() if x["nearest"] > 0]
+        mean = sum(shares) / max(1, len(shares))
+        self.progress.say(
+            f"block {index + 1}/{self.source.block_count}: loss {mean:.3f} of nearest rounding's, "
+            f"{seconds:.1f} s"
+        )
+
+    def _measure(self, phase: str) -> Any:
+        return self.stopwatch.measure(phase, self.source.device)
+
+
+def _named_statistics(statistics: BlockStatisticTensors) -> list[tuple[str, Tensor]]:
+    named = [(f"H of {name}", tensor) for name, tensor in statistics.inputs.items()]
+    others = {"H_V": statistics.attended, "G_Q": statistics.keys, "G_K": statistics.queries}
+    return named + [(name, tensor) for name, tensor in others.items() if tensor is not None]
+
+
+def _artifact(
+    layout: BlockLayout,
+    prepared: Mapping[str, PreparedProjection],
+    integers: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return the tensors of a block's file: with them the weights are
+    ``scale * (integers - zero_point)``, zeta being folded already."""
+    tensors = {f"{group}.zeta": zeta for group, zeta in group_zetas(layout, prepared).items()}
+    for name, p in prepared.items():
+        tensors[f"{name}.integers"] = integers[name].flatten(0, 1).to(torch.uint8)
+        tensors[f"{name}.scale"] = p.export_scale.flatten(0, 1).to(torch.float16)
+        tensors[f"{name}.zero_point"] = p.grid.zero_point.flatten(0, 1).to(torch.uint8)
+    return tensors

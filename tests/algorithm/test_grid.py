@@ -1,0 +1,93 @@
+"""The search finds what trying every candidate one by one finds."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm import grid as grid_module
+from aespa_pl.algorithm.grid import min_max_grid, search_grid
+from tests import reference
+
+
+def problem(heads: int = 1, rows: int = 3, columns: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    X = torch.randn(heads, columns, 40, dtype=torch.float64)
+    W = torch.randn(heads, rows, columns, dtype=torch.float64)
+    return W, X @ X.transpose(1, 2), torch.rand(columns, dtype=torch.float64) + 0.5
+
+
+def by_hand(w: Tensor, H: Tensor, zeta: Tensor, bits: int, *, symmetric: bool) -> tuple[float, float]:
+    """Return scale and zero point of the best candidate of one row, and nothing clever."""
+    v, levels = w / zeta, 2**bits - 1
+    low, high = min(float(v.min()), 0), max(float(v.max()), 0)
+    if symmetric:
+        high = max(-low, high)
+        low = -high
+    full = (high - low) / levels
+    zeros = [2 ** (bits - 1)] if symmetric else [math.floor(-low / full), math.ceil(-low / full)]
+    best = (math.inf, 0.0, 0.0)
+    for zero in zeros:
+        for percent in range(100, 0, -1):
+            scale = full * percent / 100
+            q = reference.nearest(v, scale, zero, levels)
+            error = zeta * scale * (q - zero) - w
+            best = min(best, (float(error @ H @ error), scale, zero))
+    return best[1], best[2]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_search_equals_trying_every_candidate(bits: int, *, symmetric: bool) -> None:
+    W, H, zeta = problem(heads=2)
+    found = search_grid(W, H, zeta, bits=bits, symmetric=symmetric, group_size=None)
+    for head in range(2):
+        for row in range(3):
+            scale, zero = by_hand(W[head, row], H[head], zeta, bits, symmetric=symmetric)
+            assert float(found.scale[head, row, 0]) == pytest.approx(scale)
+            assert float(found.zero_point[head, row, 0]) == zero
+
+
+def test_groups_are_searched_on_their_own_columns() -> None:
+    W, H, zeta = problem()
+    found = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=4)
+    assert found.scale.shape == (1, 3, 2)
+    for row in range(3):
+        for g, part in enumerate((slice(0, 4), slice(4, 8))):
+            scale, zero = by_hand(W[0, row, part], H[0, part, part], zeta[part], 2, symmetric=False)
+            assert float(found.scale[0, row, g]) == pytest.approx(scale)
+            assert float(found.zero_point[0, row, g]) == zero
+
+
+def test_chunks_of_candidates_do_not_change_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    W, H, zeta = problem(heads=2)
+    whole = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
+    monkeypatch.setattr(grid_module, "CHUNK_ELEMENTS", 1)
+    single = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
+    assert torch.equal(whole.scale, single.scale)
+    assert torch.equal(whole.zero_point, single.zero_point)
+
+
+def test_shared_hessian_equals_one_for_each_head() -> None:
+    W, H, zeta = problem(heads=3)
+    shared = search_grid(W, H[:1], zeta, bits=2, symmetric=False, group_size=None)
+    copied = search_grid(W, H[:1].repeat(3, 1, 1), zeta, bits=2, symmetric=False, group_size=None)
+    assert torch.equal(shared.scale, copied.scale)
+
+
+def test_a_row_of_zeros_gets_a_usable_grid() -> None:
+    W, H, zeta = problem()
+    W[0, 1] = 0
+    for g in (
+        min_max_grid(W, zeta, bits=2, symmetric=False, group_size=None),
+        search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None),
+    ):
+        assert bool((g.scale > 0).all())
+        assert bool(g.scale.isfinite().all())
+
+
+def test_min_max_grid_reaches_both_ends_and_zero() -> None:
+    W = torch.tensor([[[0.5, 1.0, 2.0, 3.0], [-3.0, -1.0, -0.5, 0.0]]], dtype=torch.float64)
+    g = min_max_grid(W, torch.ones(4, dtype=torch.float64), bits=2, symmetric=False, group_size=None)
+    assert g.scale.flatten().tolist() == [1, 1]
+    assert g.zero_point.flatten().tolist() == [0, 3]

@@ -1,0 +1,55 @@
+import pytest
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm.hessian import damp, dead_inputs, inverse_factor
+
+
+def hessian(heads: int = 1, columns: int = 6) -> Tensor:
+    X = torch.randn(heads, columns, 40, dtype=torch.float64)
+    return X @ X.transpose(1, 2)
+
+
+def test_damping_adds_a_share_of_each_heads_own_mean_diagonal() -> None:
+    H = hessian(heads=2)
+    H[1] *= 100
+    damped = damp(H, 0.01)
+    for head in range(2):
+        mean = sum(float(H[head, j, j]) for j in range(6)) / 6
+        expected = H[head] + 0.01 * mean * torch.eye(6, dtype=H.dtype)
+        torch.testing.assert_close(damped[head], expected)
+
+
+def test_dead_inputs_get_their_diagonal_before_damping() -> None:
+    H = hessian()
+    H[0, 2], H[0, :, 2] = 0, 0
+    assert dead_inputs(H)[0].tolist() == [False, False, True, False, False, False]
+    damped = damp(H, 0.01)
+    mean = (float(H[0].diagonal().sum()) + 1 / 2048) / 6
+    assert float(damped[0, 2, 2]) == pytest.approx(1 / 2048 + 0.01 * mean)
+
+
+def test_damping_leaves_its_argument_alone() -> None:
+    H = hessian()
+    before = H.clone()
+    damp(H, 0.5)
+    assert torch.equal(H, before)
+
+
+def test_factor_gives_the_inverse() -> None:
+    H = hessian(heads=3)
+    U, added = inverse_factor(H)
+    assert added == 0
+    torch.testing.assert_close(U.transpose(1, 2) @ U, torch.linalg.inv(H))
+    assert torch.equal(U, U.triu())
+
+
+def test_a_singular_hessian_gets_more_damping_and_says_how_much() -> None:
+    x = torch.randn(1, 6, 1)
+    _, added = inverse_factor(x @ x.transpose(1, 2) - 0.05 * torch.eye(6))
+    assert added >= 0.01
+
+
+def test_a_hessian_beyond_help_is_an_error() -> None:
+    with pytest.raises(ArithmeticError, match="cannot be factored"):
+        inverse_factor(torch.full((1, 3, 3), torch.nan))

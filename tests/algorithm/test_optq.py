@@ -1,0 +1,55 @@
+import pytest
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm import optq
+from aespa_pl.algorithm.grid import search_grid
+from aespa_pl.algorithm.objectives import reconstruction_loss
+from aespa_pl.algorithm.optq import update_weights
+from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
+from tests import reference
+
+
+def problem(heads: int = 2, rows: int = 3, columns: int = 10) -> tuple[Tensor, Tensor, Grid]:
+    X = torch.randn(heads, columns, 60, dtype=torch.float64)
+    X = X * torch.logspace(0, 1, columns, dtype=torch.float64)[torch.randperm(columns)][:, None]
+    H = X @ X.transpose(1, 2)
+    W = torch.randn(heads, rows, columns, dtype=torch.float64)
+    zeta = torch.rand(columns, dtype=torch.float64) + 0.5
+    return W, H, search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
+
+
+@pytest.mark.parametrize("block", [128, 4, 1])
+def test_update_equals_solving_for_the_columns_left(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optq, "BLOCK", block)
+    W, H, grid = problem()
+    updated, integers, added = update_weights(W, H, grid)
+    assert added == 0
+    for head in range(2):
+        for row in range(3):
+            step, zero = grid.step()[head, row], grid.zero()[head, row]
+            expected, q = reference.optq_row(W[head, row], H[head], step, zero, grid.levels)
+            torch.testing.assert_close(updated[head, row], expected)
+            assert torch.equal(integers[head, row], q)
+
+
+def test_heads_with_a_shared_hessian_equal_heads_with_a_copy() -> None:
+    W, H, grid = problem()
+    shared = update_weights(W, H[:1], grid)
+    copied = update_weights(W, H[:1].repeat(2, 1, 1), grid)
+    torch.testing.assert_close(shared[0], copied[0])
+    assert torch.equal(shared[1], copied[1])
+
+
+def test_integers_are_the_rounding_of_the_updated_weights() -> None:
+    W, H, grid = problem()
+    updated, integers, _ = update_weights(W, H, grid)
+    assert torch.equal(integers, quantize(updated, grid))
+
+
+def test_compensation_lowers_the_loss_of_nearest_rounding() -> None:
+    W, H, grid = problem(rows=50, columns=40)
+    _, integers, _ = update_weights(W, H, grid)
+    ours = reconstruction_loss(dequantize(integers, grid) - W, H).sum()
+    nearest = reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum()
+    assert ours < 0.95 * nearest

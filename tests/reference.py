@@ -1,0 +1,85 @@
+"""The mathematics once more, written as loops in float64: slow, plain, and sharing no code with ours."""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+
+def output_error(dW: Tensor, X: Tensor) -> float:
+    """Sum over samples of ``||dW x||^2``; dW ``[rows, d]``, X ``[d, N]``."""
+    total = 0.0
+    for n in range(X.shape[1]):
+        for i in range(dW.shape[0]):
+            y = sum(float(dW[i, j]) * float(X[j, n]) for j in range(dW.shape[1]))
+            total += y * y
+    return total
+
+
+def attention_output_error(dW: Tensor, X: Tensor, A: Tensor) -> float:
+    """Sum over the positions of ``||sum_l A[t, l] dW x_l||^2``, the exact error that V causes."""
+    total = 0.0
+    for t in range(A.shape[0]):
+        mixed = sum(float(A[t, n]) * X[:, n] for n in range(A.shape[1]))
+        total += float((dW @ mixed).square().sum())
+    return total
+
+
+def score_error(dW: Tensor, X: Tensor, others: Tensor) -> float:
+    """Sum over all pairs of ``(others_m . dW x_n)^2``: every query's error meets every key."""
+    total = 0.0
+    for n in range(X.shape[1]):
+        error = dW @ X[:, n]
+        for m in range(others.shape[0]):
+            total += float(others[m] @ error) ** 2
+    return total
+
+
+def rotation_matrix(position: int, head_size: int, base: float) -> Tensor:
+    """RoPE's matrix of one position, pairs ``(i, i + head_size / 2)`` rotated by ``position * f_i``."""
+    R = torch.zeros(head_size, head_size, dtype=torch.float64)
+    half = head_size // 2
+    for i in range(half):
+        angle = position * base ** (-2 * i / head_size)
+        R[i, i] = R[i + half, i + half] = math.cos(angle)
+        R[i, i + half], R[i + half, i] = -math.sin(angle), math.sin(angle)
+    return R
+
+
+def nearest(W: Tensor, scale: float, zero: float, levels: int) -> Tensor:
+    """Round-to-nearest of one row."""
+    return torch.tensor(
+        [min(max(round(float(w) / scale) + zero, 0), levels) for w in W], dtype=torch.float64
+    )
+
+
+def best_rounding(low: Tensor, step: Tensor, zero: Tensor, W: Tensor, H: Tensor, levels: int) -> float:
+    """Least ``dw H dw^T`` over all ``2 ** d`` choices between ``low`` and ``low + 1``."""
+    best = math.inf
+    for ups in itertools.product((0, 1), repeat=W.numel()):
+        q = (low + torch.tensor(ups, dtype=W.dtype)).clamp(0, levels)
+        error = step * (q - zero) - W
+        best = min(best, float(error @ H @ error))
+    return best
+
+
+def optq_row(w: Tensor, H: Tensor, step: Tensor, zero: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """OPTQ of one row by its definition: the optimal update of all columns left after each rounding.
+
+    Minimizes the quadratic form over the columns not yet rounded, by solving the linear system of
+    the columns left, instead of going through a Cholesky factor.
+    """
+    order = sorted(range(w.numel()), key=lambda j: -float(H[j, j]))
+    current, integers = w.clone(), torch.zeros_like(w)
+    left = list(order)
+    for j in order:
+        left.remove(j)
+        q = min(max(round(float(current[j] / step[j])) + float(zero[j]), 0), levels)
+        integers[j] = q
+        error = current[j] - step[j] * (q - zero[j])
+        if left:
+            # d/d delta of (error at j, delta on the columns left) H (...)^T is 0
+            delta = torch.linalg.solve(H[left][:, left], H[left, j] * error)
+            current[left] += delta
+    return current, integers
