@@ -111,12 +111,16 @@ class ModelWriter:
         """Write the tensors of one block under their names in the model."""
         self._write_shard(index + 1, tensors)
 
+    def block_file(self, index: int) -> Path:
+        """Return the shard of a block."""
+        return self._shard(index + 1)
+
     def finish(
         self,
         names: Mapping[int, tuple[str, ...]],
         config: PreTrainedConfig,
         tokenizer: PreTrainedTokenizerBase,
-        generation: Path | None,
+        origin: Path,
     ) -> None:
         """Write what makes the shards a model.
 
@@ -124,12 +128,13 @@ class ModelWriter:
             names: Names of the tensors in shard 0 (outside the blocks), 1, 2 ...
             config: Of the original model.
             tokenizer: Of the original model.
-            generation: The original's generation_config.json, if it has one.
+            origin: Folder of the original; its generation_config.json is taken along.
         """
         with disk_errors(self.folder):
             config.save_pretrained(self.folder)
             tokenizer.save_pretrained(self.folder)
-            if generation is not None:
+            generation = origin / "generation_config.json"
+            if generation.is_file():
                 (self.folder / generation.name).write_bytes(generation.read_bytes())
         size = sum(self._shard(i).stat().st_size for i in names)
         where = {name: self._shard(i).name for i, shard in names.items() for name in shard}

@@ -151,7 +151,7 @@ class AespaCLI(LightningCLI):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a mistake of the user ends with one line and status 2."""
-    _quiet_libraries()
+    quiet_libraries()
     commands_kwargs = {name: {"exit_on_error": False} for name in AespaCLI.subcommands()}
     try:
         AespaCLI(
@@ -202,7 +202,8 @@ def _one_line(message: str) -> str:
     return " ".join(message.split())
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Keep what Lightning says about every Trainer off the screen: a walk makes one a block."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)

@@ -1,11 +1,10 @@
 """What the commands do once their arguments are parsed: ``fit`` quantizes, ``test`` measures."""
 
 import hashlib
-import json
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,12 +22,13 @@ from aespa_pl.data import calibration_tokens, check_vocabulary, default_cache, e
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation import perplexity
 from aespa_pl.models import family_of
-from aespa_pl.models.checkpoint import Checkpoint, resolve
+from aespa_pl.models.checkpoint import Checkpoint
 from aespa_pl.models.family import Family
+from aespa_pl.models.source import resolve
 from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.preparation import nearest_weight
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run import Run, last_run
+from aespa_pl.run import Run, last_run, model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 from aespa_pl.stream import StreamedModel
 from aespa_pl.timing import Stopwatch, peak_bytes
@@ -98,11 +98,9 @@ class Job:
             return chosen
         return torch.float32 if self.device.type == "cpu" else self.checkpoint.dtype
 
-    def stream(self, checkpoint: Checkpoint | None = None) -> StreamedModel:
-        """Return the model (or another checkpoint of the same shape), streamed."""
-        return StreamedModel.open(
-            checkpoint or self.checkpoint, self.family, self.device, self.dtype
-        )
+    def stream(self, checkpoint: Checkpoint) -> StreamedModel:
+        """Return the model, or another checkpoint of its shape, streamed."""
+        return StreamedModel.open(checkpoint, self.family, self.device, self.dtype)
 
     def calibration(self) -> Tensor:
         """Return the calibration segments ``[segments, L]``."""
@@ -128,12 +126,23 @@ class Job:
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
         """Return what the result depends on; a resume with anything else is refused."""
         return {
-            "model": self.checkpoint.fingerprint(),
+            "model": model_fingerprint(
+                {self.checkpoint.folder / "config.json", *self._weight_files}
+            ),
             "dtype": str(self.dtype).removeprefix("torch."),
             "calibration": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
             "batch_size": self.data.batch_size,
             "quantization": asdict(self.quantization),
         }
+
+    @property
+    def size(self) -> int:
+        """Bytes of the checkpoint's weights."""
+        return sum(path.stat().st_size for path in self._weight_files)
+
+    @property
+    def _weight_files(self) -> set[Path]:
+        return {tensor.file for tensor in self.checkpoint.tensors.values()}
 
     @property
     def _cache(self) -> Path:
@@ -187,11 +196,11 @@ def fit(
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
     run = Run.create(Path(job.output.folder) / job.output.name, job.fingerprint(tokens))
-    _check_space(run.folder, job.checkpoint.size())
+    _check_space(run.folder, job.size)
     save_config(run.folder / "config.yaml")
     progress.say(f"run folder: {run.folder}")
     stopwatch = Stopwatch()
-    source = job.stream()
+    source = job.stream(job.checkpoint)
     Walk(
         source,
         run,
@@ -203,7 +212,10 @@ def fit(
     ).quantize(tokens)
     _write_description(job, run)
     quantized = time.perf_counter() - began
-    results = _evaluate_all(job, run, texts, progress) if texts else {}
+    kinds = ("original", "nearest", "quantized")
+    if not job.data.evaluation.round_to_nearest:
+        kinds = ("original", "quantized")
+    results = _compare(job, run.model_folder, texts, kinds, progress) if texts else {}
     seconds = {phase: _total(run, phase) for phase in PHASES}
     metrics = {
         "perplexity": results,
@@ -212,19 +224,6 @@ def fit(
     }
     write_json(run.folder / "metrics.json", metrics)
     return run, metrics
-
-
-def _evaluate_all(
-    job: Job, run: Run, texts: dict[str, Tensor], progress: WalkProgress
-) -> dict[str, dict[str, float]]:
-    results = {"original": _evaluate(job, job.stream(), texts, progress, "original")}
-    if job.data.evaluation.round_to_nearest:
-        results["nearest"] = _evaluate(
-            job, job.stream(), texts, progress, "nearest rounding", nearest=True
-        )
-    quantized = job.stream(Checkpoint.open(run.model_folder))
-    results["quantized"] = _evaluate(job, quantized, texts, progress, "aespa")
-    return results
 
 
 def test(job: Job, run_folder: Path | None, progress: WalkProgress) -> tuple[Path, dict[str, Any]]:
@@ -244,28 +243,49 @@ def test(job: Job, run_folder: Path | None, progress: WalkProgress) -> tuple[Pat
         raise UserError(
             f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path {folder}"
         )
-    quantized = Checkpoint.open(model)
+    Checkpoint.open(model)  # a damaged file is noticed before the original is measured
     texts = job.evaluation()
     if not texts:
         raise UserError("data.evaluation.texts is empty: name at least one text")
-    results = {
-        "original": _evaluate(job, job.stream(), texts, progress, "original"),
-        "quantized": _evaluate(job, job.stream(quantized), texts, progress, "aespa"),
-    }
+    results = _compare(job, model, texts, ("original", "quantized"), progress)
     metrics = {"perplexity": results}
     write_json(folder / "test.json", metrics)
     return folder, metrics
 
 
-def _evaluate(
+def _compare(
+    job: Job, model: Path, texts: Mapping[str, Tensor], kinds: Sequence[str], progress: WalkProgress
+) -> dict[str, dict[str, float]]:
+    results = {}
+    for kind in kinds:
+        progress.begin(f"Perplexity of {kind}, blocks", job.checkpoint.config.num_hidden_layers)
+        results[kind] = evaluate(
+            job,
+            Checkpoint.open(model) if kind == "quantized" else job.checkpoint,
+            texts,
+            nearest=kind == "nearest",
+            after_block=progress.advance,
+        )
+    return results
+
+
+def evaluate(
     job: Job,
-    source: StreamedModel,
-    texts: dict[str, Tensor],
-    progress: WalkProgress,
-    label: str,
+    checkpoint: Checkpoint,
+    texts: Mapping[str, Tensor],
     *,
     nearest: bool = False,
+    after_block: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
+    """Return the perplexity of the job's model, or of another checkpoint of its shape, on each text.
+
+    Args:
+        job: Device, types and quantization settings.
+        checkpoint: The weights.
+        texts: Token ids ``[segments, L]`` by name.
+        nearest: Round the weights to the nearest integers of the min-max grid first.
+        after_block: Called after each block.
+    """
     layout = job.family.layout(job.checkpoint.config)
 
     def round_to_nearest(block: nn.Module) -> None:
@@ -273,13 +293,12 @@ def _evaluate(
             weight = nearest_weight(block, layout, projection, job.quantization)
             set_projection_weight(block, layout, projection, weight)
 
-    progress.begin(f"Perplexity of {label}, blocks", source.block_count)
     return perplexity(
-        source,
+        job.stream(checkpoint),
         texts,
         batch_size=job.data.batch_size,
         change=round_to_nearest if nearest else None,
-        after_block=progress.advance,
+        after_block=after_block,
     )
 
 
@@ -316,8 +335,3 @@ def _check_space(folder: Path, checkpoint_bytes: int) -> None:
             "space there or choose another folder with --output.folder"
         )
 
-
-def read_metrics(folder: Path) -> dict[str, Any]:
-    """Return the metrics of a finished run."""
-    content: dict[str, Any] = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    return content

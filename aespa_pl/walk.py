@@ -17,6 +17,7 @@ from aespa_pl.algorithm.quantizer import dequantize, quantize
 from aespa_pl.artifacts import ModelWriter, write_tensors
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import BlockLayout, Role
+from aespa_pl.models.stored import DTYPES
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.preparation import (
     PreparedProjection,
@@ -64,7 +65,8 @@ class Walk:
         """
         count = self.source.block_count
         writer = ModelWriter(self.run.model_folder, count)
-        writer.write_stem(self.source.checkpoint.stored_stem(self.source.family))
+        checkpoint, family = self.source.checkpoint, self.source.family
+        writer.write_stem({name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)})
         hidden = self.source.embed(tokens, self.batch_size)
         self.progress.begin("Quantizing, blocks", count)
         for index, block in self.source.blocks():
@@ -92,10 +94,7 @@ class Walk:
                 _artifact(self.layout, prepared, integers),
                 {"format": "pt", "block": json.dumps(record)},
             )
-            self._replace_weights(block, prepared, integers)
-            writer.write_block(
-                index, self.source.checkpoint.stored_block(self.source.family, index, block)
-            )
+            writer.write_block(index, self._replace_weights(index, block, prepared, integers))
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
         files = {file.name: checksum(file) for file in (path, writer.block_file(index))}
         self.run.blocks[index] = {**record, "files": files, "seconds": seconds}
@@ -197,27 +196,38 @@ class Walk:
 
     def _replace_weights(
         self,
+        index: int,
         block: nn.Module,
         prepared: Mapping[str, PreparedProjection],
         integers: Mapping[str, Tensor],
-    ) -> None:
-        """Turn the block into the quantized one, rounded to the type that is written to disk."""
+    ) -> dict[str, Tensor]:
+        """Turn the block into the quantized one; return its tensors as they are stored.
+
+        The block gets the stored values back: the hidden states of the blocks to come are those of
+        the model on disk.
+        """
+        checkpoint = self.source.checkpoint
         with torch.no_grad():
             fold(block, self.layout, group_zetas(self.layout, prepared))
             for p in prepared.values():
                 folded = replace(p.grid, scale=p.export_scale, zeta=torch.ones_like(p.grid.zeta))
                 weight = dequantize(integers[p.projection.name], folded).flatten(0, 1)
                 set_projection_weight(block, self.layout, p.projection, weight)
-            for tensor in block.state_dict().values():
-                tensor.copy_(tensor.to(self.source.checkpoint.dtype))
+            stored = {}
+            for name in checkpoint.block_names(self.source.family, index):
+                tensor = block.get_parameter(name.removeprefix(self._prefix(index)))
+                stored[name] = tensor.to(DTYPES[checkpoint.tensors[name].dtype])
+                tensor.copy_(stored[name])
+        return stored
 
     def _restore(self, index: int, block: nn.Module, writer: ModelWriter) -> None:
         """Load the weights of a block that is complete."""
-        path = writer.block_file(index)
-        names = self.source.checkpoint.block_names(self.source.family, index)
-        tensors = load_file(path)
-        prefix = f"{self.source.family.blocks_path}.{index}."
-        block.load_state_dict({name.removeprefix(prefix): tensors[name] for name in names})
+        tensors = load_file(writer.block_file(index))
+        prefix = self._prefix(index)
+        block.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items()})
+
+    def _prefix(self, index: int) -> str:
+        return f"{self.source.family.blocks_path}.{index}."
 
     def _finish(self, writer: ModelWriter) -> None:
         checkpoint, family = self.source.checkpoint, self.source.family

@@ -7,13 +7,13 @@ string, and ends with StopIteration on an empty file.
 import gzip
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
 
 from aespa_pl.errors import UserError
 
@@ -39,8 +39,11 @@ class TextFile:
         Raises:
             UserError: There is no such file, or its name ends in something that we can't read.
         """
-        file = cls(Path(given).expanduser(), key)
-        if not file.path.exists():
+        # Path.expanduser would raise RuntimeError for an unknown ~user
+        file = cls(Path(os.path.expanduser(given)), key)  # noqa: PTH111
+        with file._errors():
+            exists = file.path.exists()
+        if not exists:
             raise UserError(
                 f"{key}: {given} is neither c4, wikitext2, ptb or embedded nor an existing file; "
                 f"looked for {file.path.absolute()}"
@@ -81,7 +84,7 @@ class TextFile:
             raise UserError(f"{self.key}: {self.path} holds no text; name another file")
         return rows
 
-    def _text_rows(self, file: TextIO) -> list[str]:
+    def _text_rows(self, file: TextIOWrapper) -> list[str]:
         if self.name in SENTENCE_FILES:
             return [line.strip() for line in file]
         text = file.read()
@@ -89,20 +92,21 @@ class TextFile:
             raise UserError(f"{self.key}: {self.path} is binary, expected text in UTF-8")
         return [text]
 
-    def _json_rows(self, file: TextIO) -> list[str]:
-        rows, field = [], None
+    def _json_rows(self, file: TextIOWrapper) -> list[str]:
+        rows, field = [], ""
         for place, row in self._objects(file):
             field = field or next((name for name in FIELDS if name in row), FIELDS[0])
-            if not isinstance(row.get(field), str):
-                problem = "is not a string" if field in row else "is missing"
+            text = row.get(field)
+            if not isinstance(text, str) or not _encodable(text):
                 raise UserError(
-                    f"{self.key}: {self.path}, {place}: the field {field!r} {problem}; every row "
-                    f"needs its text in 'text' or 'sentence', found {', '.join(row) or 'no field'}"
+                    f"{self.key}: {self.path}, {place}: the field {field!r} is missing or not a "
+                    "string of valid characters; every row needs its text in 'text' or 'sentence' "
+                    f"(fields found: {', '.join(row) or 'none'})"
                 )
-            rows.append(row[field])
+            rows.append(text)
         return rows
 
-    def _objects(self, file: TextIO) -> Iterator[tuple[str, dict[str, object]]]:
+    def _objects(self, file: TextIOWrapper) -> Iterator[tuple[str, dict[str, object]]]:
         for place, row in self._json_values(file):
             if not isinstance(row, dict):
                 raise UserError(
@@ -111,16 +115,16 @@ class TextFile:
                 )
             yield place, row
 
-    def _json_values(self, file: TextIO) -> Iterator[tuple[str, object]]:
+    def _json_values(self, file: TextIOWrapper) -> Iterator[tuple[str, object]]:
         """Yield where a value stands, and the value, of JSON lines or of one JSON array."""
         number = 0
         try:
             for number, line in enumerate(file, 1):
-                if line.startswith("["):
+                if line.lstrip().startswith("["):
                     array = json.loads(line + file.read())
                     yield from ((f"row {i}", value) for i, value in enumerate(array, 1))
                 elif line.strip():
-                    yield f"line {number}", json.loads(line)
+                    yield f"line {number}", json.loads(line.rstrip())
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{self.key}: {self.path}, line {number + error.lineno - 1}: {error.msg}; expected "
@@ -149,3 +153,12 @@ class TextFile:
 
 def _formats() -> str:
     return f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}, also with .gz"
+
+
+def _encodable(text: str) -> bool:
+    """Return whether no half of a surrogate pair is in the text; JSON can hold one, UTF-8 can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -22,7 +22,7 @@ class HubRows:
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """What decides which rows these are. Known without the hub: cached tokens need no network."""
+        """What decides which rows these are; known without network, so cached tokens need none."""
         identity = asdict(self)
         del identity["local_copy"]
         return identity
@@ -36,7 +36,7 @@ class HubRows:
         Raises:
             UserError: The data set can't be had, for whatever reason.
         """
-        import datasets  # 1 s, and not needed once the tokens are cached
+        import datasets  # noqa: PLC0415 - 1 s, and not needed once the tokens are cached
 
         try:
             rows = datasets.load_dataset(

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
@@ -27,27 +26,26 @@ def default_cache() -> Path:
     return (given if given.is_absolute() else Path.home() / ".cache") / "aespa_pl" / "tokens"
 
 
-@dataclass(frozen=True)
-class TokenCache:
-    """A folder of token ids. It only saves time: no trouble with it stops a run."""
+def cached_tokens(
+    folder: Path, made_from: Mapping[str, object], make: Callable[[], Tensor]
+) -> Tensor:
+    """Return the tokens made from ``made_from``, from the disk if they are there.
 
-    folder: Path
+    The cache only saves time: trouble with it is logged and stops nothing.
 
-    def get(self, made_from: Mapping[str, object], make: Callable[[], Tensor]) -> Tensor:
-        """Return the tokens made from ``made_from``, from the disk if they are there.
-
-        Args:
-            made_from: All that the tokens depend on, as JSON.
-            make: Makes them, if they are not there or damaged.
-        """
-        description = json.dumps({"version": VERSION, **made_from}, sort_keys=True)
-        name = hashlib.sha256(description.encode()).hexdigest()
-        path = self.folder / f"{name}.safetensors"
-        tokens = _read(path, description)
-        if tokens is None:
-            tokens = make()
-            _write(path, tokens, description)
-        return tokens
+    Args:
+        folder: Of the cache.
+        made_from: All that the tokens depend on, as JSON.
+        make: Makes the tokens, if they are not there or damaged.
+    """
+    description = json.dumps({"version": VERSION, **made_from}, sort_keys=True)
+    name = hashlib.sha256(description.encode()).hexdigest()
+    path = folder / f"{name}.safetensors"
+    tokens = _read(path, description)
+    if tokens is None:
+        tokens = make()
+        _write(path, tokens, description)
+    return tokens
 
 
 def _read(path: Path, description: str) -> Tensor | None:

@@ -6,27 +6,20 @@ Special tokens are added as the tokenizer does by default: once, around a whole 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, calibration_text, evaluation_text
-from aespa_pl.data.token_cache import TokenCache
+from aespa_pl.data.sampling import draw_segments
+from aespa_pl.data.texts import EVALUATION_KEY, calibration_text, evaluation_text
+from aespa_pl.data.token_cache import cached_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 
 log = logging.getLogger(__name__)
-
-PATIENCE = 50_000
-"""Documents in a row that may be too short before the text is given up: half a minute. In C4 one in
-some thirty has more than 2,048 tokens."""
-
-Tokenize = Callable[[str], Int64[Tensor, " tokens"]]
 
 
 def calibration_tokens(
@@ -65,7 +58,7 @@ def calibration_tokens(
             segment_length,
         )
 
-    return TokenCache(cache).get(made_from, make)
+    return cached_tokens(cache, made_from, make)
 
 
 def evaluation_tokens(
@@ -75,7 +68,7 @@ def evaluation_tokens(
     max_segments: int | None,
     cache: Path,
 ) -> Int64[Tensor, "segments length"]:
-    """Return a text, tokenized as one string, in whole segments; what is left at its end is dropped.
+    """Return a text, tokenized as one string and cut into whole segments; the rest is dropped.
 
     Args:
         source: One of ``EvaluationSettings.texts``.
@@ -108,9 +101,9 @@ def evaluation_tokens(
                 "text"
             )
         whole = len(tokens) // segment_length * segment_length
-        return tokens[:whole].unflatten(0, (-1, segment_length))[:limit]  # [segments, length]
+        return tokens[:whole].view(-1, segment_length)[:limit]  # [segments, length]
 
-    return TokenCache(cache).get(made_from, make)
+    return cached_tokens(cache, made_from, make)
 
 
 def check_vocabulary(tokens: Int64[Tensor, "segments length"], vocabulary_size: int) -> None:
@@ -124,53 +117,6 @@ def check_vocabulary(tokens: Int64[Tensor, "segments length"], vocabulary_size: 
         raise UserError(
             f"model.pretrained: the tokenizer gives token id {highest}, but the model's vocabulary "
             f"has {vocabulary_size} entries; use the tokenizer that belongs to the model"
-        )
-
-
-def draw_segments(
-    documents: Sequence[str], tokenize: Tokenize, settings: CalibrationSettings, length: int
-) -> Int64[Tensor, "segments length"]:
-    """Return random windows of random documents that have more than ``length`` tokens.
-
-    Each document is used once. If they don't suffice, the other windows are drawn from the same
-    documents, a longer one more often.
-
-    Raises:
-        UserError: No document is long enough, or all that are have fewer tokens than are asked for.
-    """
-    random = Random(settings.seed)
-    long: list[Tensor] = []
-    seen = longest = short_in_a_row = 0
-    for index in random.sample(range(len(documents)), len(documents)):
-        tokens = tokenize(documents[index])
-        seen, longest = seen + 1, max(longest, len(tokens))
-        if len(tokens) > length:
-            long.append(tokens)
-        short_in_a_row = 0 if len(tokens) > length else short_in_a_row + 1
-        if len(long) == settings.segments or short_in_a_row == PATIENCE:
-            break
-    if not long:
-        raise UserError(
-            f"{CALIBRATION_KEY}: {settings.source} has no document of more than {length} tokens "
-            f"(documents read: {seen}, the longest has {longest} tokens); choose a shorter "
-            "data.calibration.segment_length, or another text"
-        )
-    _refuse_short_text(sum(map(len, long)), settings, length)
-    missing = settings.segments - len(long)
-    chosen = long + random.choices(long, [len(tokens) - length for tokens in long], k=missing)
-    starts = [random.randint(0, len(tokens) - length) for tokens in chosen]
-    return torch.stack([t[i : i + length] for t, i in zip(chosen, starts, strict=True)])
-
-
-def _refuse_short_text(available: int, settings: CalibrationSettings, length: int) -> None:
-    needed = settings.segments * length
-    if available < needed:
-        raise UserError(
-            f"{CALIBRATION_KEY}: {settings.source} is too short: {settings.segments} segments of "
-            f"{length} tokens need {needed} tokens, its documents of more than {length} tokens "
-            f"have {available} together; ask for at most {available // length} "
-            "data.calibration.segments, for a shorter data.calibration.segment_length, or name "
-            "another text"
         )
 
 

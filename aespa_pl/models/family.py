@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from aespa_pl.errors import UserError
+
 
 class Role(StrEnum):
     """What a projection does in its block; it decides the objective (Table 7 of the paper)."""
@@ -53,7 +55,7 @@ class FoldIntoRows:
 
 @dataclass(frozen=True)
 class InputGroup:
-    """The projections that see the same input: they share its Hessian and, where one is allowed, zeta."""
+    """The projections that see the same input: they share its Hessian and, where allowed, zeta."""
 
     name: str
     projections: tuple[Projection, ...]
@@ -95,7 +97,7 @@ class Attention:
 
 
 class Family(ABC):
-    """A model family. Stateless: the model, its block or its configuration is handed to each method."""
+    """A model family. Stateless: each method is handed the model, its block or its settings."""
 
     model_types: ClassVar[tuple[str, ...]]
     """The ``config.model_type`` values that this family stands for."""
@@ -104,7 +106,7 @@ class Family(ABC):
 
     @abstractmethod
     def check(self, config: PreTrainedConfig) -> None:
-        """Raise UserError where a configuration of this model type has parts that we can't quantize."""
+        """Raise UserError where the configuration of a model has parts that can't be quantized."""
 
     @abstractmethod
     def positions(self, config: PreTrainedConfig) -> int | None:
@@ -116,7 +118,7 @@ class Family(ABC):
 
     @abstractmethod
     def restore_buffers(self, model: PreTrainedModel) -> None:
-        """Make anew the buffers outside the blocks that no checkpoint stores (RoPE's frequencies)."""
+        """Make anew the buffers outside the blocks that no file stores (RoPE's frequencies)."""
 
     @abstractmethod
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
@@ -133,8 +135,11 @@ class Family(ABC):
 
     @abstractmethod
     def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
-        """Return the keyword arguments of a block for hidden states ``[B, L, d]`` (only its shape,
-        device and type matter)."""
+        """Return the keyword arguments of a block for hidden states ``[B, L, d]``.
+
+        Only shape, device and type of the hidden states matter; the mask is the one that the
+        attention in use wants, so arguments made outside ``observe_attention`` are of no use in it.
+        """
 
     @abstractmethod
     def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
@@ -148,8 +153,19 @@ class Family(ABC):
     def observe_attention(
         self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
     ) -> AbstractContextManager[None]:
-        """Call ``observer`` with what the block's attention does, for each batch run in the context."""
+        """Call ``observer`` with what the block's attention does, for each batch in the context."""
 
     @abstractmethod
     def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
-        """Return the weights ``[d_h]`` of the norms on query and key heads, or None without such norms."""
+        """Return the weights ``[d_h]`` of the norms on query and key heads; None without norms."""
+
+
+def refuse_quantized(config: PreTrainedConfig) -> None:
+    """Raise UserError if the checkpoint holds integers of another quantizer."""
+    other = getattr(config, "quantization_config", None)
+    if other is not None:
+        method = other.get("quant_method") if isinstance(other, dict) else None
+        raise UserError(
+            f"model.pretrained: already quantized ({method or 'quantization_config'} in "
+            "config.json): give the checkpoint that it was made from"
+        )

@@ -1,0 +1,39 @@
+"""Model families: one adapter a file; the only place that knows a family's name.
+
+Read ``family.py`` first: it is the interface. ``checkpoint.py`` reads weights block by block,
+``weights.py`` takes projections out of a block and folds zeta into it.
+"""
+
+from transformers import PreTrainedConfig
+
+from aespa_pl.errors import UserError
+from aespa_pl.models.bloom import BloomFamily
+from aespa_pl.models.family import Family
+from aespa_pl.models.llama import LlamaFamily
+from aespa_pl.models.opt import OptFamily
+
+FAMILIES: tuple[Family, ...] = (OptFamily(), BloomFamily(), LlamaFamily())
+
+MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)
+"""The ``model_type`` values in config.json that can be quantized."""
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """Return the family of a model.
+
+    Raises:
+        UserError: There is none for its ``model_type``, or the family refuses the configuration.
+    """
+    for family in FAMILIES:
+        if config.model_type in family.model_types:
+            family.check(config)
+            return family
+    raise unknown_model_type(config.model_type)
+
+
+def unknown_model_type(found: object) -> UserError:
+    """Return the error for a ``model_type`` that no family has."""
+    return UserError(
+        f"model.pretrained: model_type {found!r} in config.json is not supported: "
+        f"expected one of {', '.join(MODEL_TYPES)}"
+    )

@@ -1,0 +1,152 @@
+"""BLOOM: ALiBi instead of positions, one fused query-key-value matrix, GELU."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import BloomForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+
+from aespa_pl.errors import UserError
+from aespa_pl.models.family import (
+    Attention,
+    BlockLayout,
+    Family,
+    FoldIntoNorm,
+    FoldIntoRows,
+    InputGroup,
+    Projection,
+    Role,
+    refuse_quantized,
+)
+
+FUSED = "self_attention.query_key_value"
+
+
+class BloomFamily(Family):
+    """BLOOM."""
+
+    model_types = ("bloom",)
+    blocks_path = "transformer.h"
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """Refuse what is quantized already, and the emulation of tensor-parallel sums.
+
+        Raises:
+            UserError: ``pretraining_tp`` > 1 with ``slow_but_exact``: the library then runs
+                ``dense`` and ``dense_4h_to_h`` in slices and without their modules, so that their
+                inputs can't be observed.
+        """
+        refuse_quantized(config)
+        if config.pretraining_tp > 1 and config.slow_but_exact:
+            raise UserError(
+                "model.pretrained: slow_but_exact true with pretraining_tp "
+                f"{config.pretraining_tp} in config.json is not supported: set it to false"
+            )
+
+    def positions(self, config: PreTrainedConfig) -> int | None:  # noqa: ARG002 - interface
+        """Return None: ALiBi has no limit."""
+        return None
+
+    def layout(self, config: PreTrainedConfig) -> BlockLayout:
+        """Return the projections of a block."""
+        # With this option the residual is taken after the LayerNorm, so that more than the
+        # projections reads its output.
+        norms = not config.apply_residual_connection_post_layernorm
+        return BlockLayout(
+            groups=(
+                InputGroup(
+                    "attention_input",
+                    (
+                        Projection("query", FUSED, Role.QUERY, (0, 3)),
+                        Projection("key", FUSED, Role.KEY, (1, 3)),
+                        Projection("value", FUSED, Role.VALUE, (2, 3)),
+                    ),
+                    FoldIntoNorm("input_layernorm") if norms else None,
+                ),
+                InputGroup(
+                    "attention_output",
+                    (Projection("dense", "self_attention.dense"),),
+                    FoldIntoRows("value"),
+                ),
+                InputGroup(
+                    "mlp_input",
+                    (Projection("dense_h_to_4h", "mlp.dense_h_to_4h"),),
+                    FoldIntoNorm("post_attention_layernorm") if norms else None,
+                ),
+                InputGroup(
+                    "mlp_hidden",
+                    (Projection("dense_4h_to_h", "mlp.dense_4h_to_h"),),
+                    None,  # GELU(zeta x) is not zeta GELU(x)
+                ),
+            ),
+            heads=config.num_attention_heads,
+            key_value_heads=config.num_attention_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+        )
+
+    def restore_buffers(self, model: PreTrainedModel) -> None:
+        """Do nothing: BLOOM has no buffers."""
+
+    def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
+        """Embed the tokens and normalize them."""
+        transformer = cast(BloomForCausalLM, model).transformer
+        hidden = transformer.word_embeddings_layernorm(transformer.word_embeddings(ids))
+        return hidden, self.arguments(model, hidden)
+
+    def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
+        """Return ALiBi ``[B * n_h, 1, L]`` and the mask."""
+        transformer = cast(BloomForCausalLM, model).transformer
+        nothing_padded = torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        heads = model.config.num_attention_heads
+        mask = create_causal_mask(model.config, hidden, attention_mask=None, past_key_values=None)
+        return {
+            "alibi": transformer.build_alibi_tensor(nothing_padded, heads, hidden.dtype),
+            "attention_mask": mask,
+        }
+
+    def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Run one block, which returns its attention's probabilities as well."""
+        return cast(Tensor, block(hidden, **arguments)[0])
+
+    def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
+        """Run final norm and head."""
+        causal = cast(BloomForCausalLM, model)
+        return cast(Tensor, causal.lm_head(causal.transformer.ln_f(hidden)))
+
+    @contextmanager
+    def observe_attention(
+        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
+    ) -> Iterator[None]:
+        """Call ``observer`` for each batch.
+
+        BLOOM's attention does not go through the library's interface, but always returns its
+        probabilities: hooks see everything.
+        """
+        head_dim = self.layout(model.config).head_dim
+        fused: list[Tensor] = []
+
+        def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+            fused.append(output)
+
+        def report(_module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
+            rows = fused.pop()  # [B, L, n_h * 3 * d_h]
+            parts = rows.view(*rows.shape[:2], -1, 3, head_dim).transpose(1, 2)
+            query, key, _ = parts.unbind(-2)  # [B, n_h, L, d_h]
+            observer(Attention(query, key, output[1]))
+
+        handles = (
+            block.get_submodule(FUSED).register_forward_hook(keep),
+            block.get_submodule("self_attention").register_forward_hook(report),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002 - interface
+        """Return None: queries and keys have no norm."""
+        return None

@@ -1,0 +1,127 @@
+"""OPT: learned positions, ReLU, LayerNorm before each sublayer or, in the 350M model, after it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import OPTForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+
+from aespa_pl.models.attention import observed
+from aespa_pl.models.family import (
+    Attention,
+    BlockLayout,
+    Family,
+    FoldIntoNorm,
+    FoldIntoRows,
+    InputGroup,
+    Projection,
+    Role,
+    refuse_quantized,
+)
+
+
+class OptFamily(Family):
+    """OPT, pre-LN and post-LN."""
+
+    model_types = ("opt",)
+    blocks_path = "model.decoder.layers"
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """Refuse what is quantized already."""
+        refuse_quantized(config)
+
+    def positions(self, config: PreTrainedConfig) -> int | None:
+        """Return the number of learned positions."""
+        return int(config.max_position_embeddings)
+
+    def layout(self, config: PreTrainedConfig) -> BlockLayout:
+        """Return the projections of a block."""
+        # A LayerNorm after the sublayer feeds the residual as well, and one without weights has
+        # nothing that zeta could be multiplied into.
+        norms = config.do_layer_norm_before and config.layer_norm_elementwise_affine
+        # relu(zeta x) = zeta relu(x) for zeta > 0; no other activation of the library has that.
+        homogeneous = config.activation_function == "relu"
+        return BlockLayout(
+            groups=(
+                InputGroup(
+                    "attention_input",
+                    (
+                        Projection("q_proj", "self_attn.q_proj", Role.QUERY),
+                        Projection("k_proj", "self_attn.k_proj", Role.KEY),
+                        Projection("v_proj", "self_attn.v_proj", Role.VALUE),
+                    ),
+                    FoldIntoNorm("self_attn_layer_norm") if norms else None,
+                ),
+                InputGroup(
+                    "attention_output",
+                    (Projection("out_proj", "self_attn.out_proj"),),
+                    FoldIntoRows("v_proj"),
+                ),
+                InputGroup(
+                    "mlp_input",
+                    (Projection("fc1", "fc1"),),
+                    FoldIntoNorm("final_layer_norm") if norms else None,
+                ),
+                InputGroup(
+                    "mlp_hidden",
+                    (Projection("fc2", "fc2"),),
+                    FoldIntoRows("fc1") if homogeneous else None,
+                ),
+            ),
+            heads=config.num_attention_heads,
+            key_value_heads=config.num_attention_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+        )
+
+    def restore_buffers(self, model: PreTrainedModel) -> None:
+        """Do nothing: OPT has no buffers."""
+
+    def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
+        """Add embeddings of tokens (projected to d where theirs is smaller) and positions."""
+        decoder = cast(OPTForCausalLM, model).model.decoder
+        hidden = decoder.embed_tokens(ids)
+        if decoder.project_in is not None:
+            hidden = decoder.project_in(hidden)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, L]
+        hidden = hidden + decoder.embed_positions(torch.ones_like(ids), position_ids=positions)
+        return hidden, self.arguments(model, hidden)
+
+    def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
+        """Return the mask."""
+        mask = create_causal_mask(model.config, hidden, attention_mask=None, past_key_values=None)
+        return {"attention_mask": mask}
+
+    def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Run one block."""
+        return cast(Tensor, block(hidden, **arguments))
+
+    def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
+        """Run final norm and projection, where the model has them, and the head."""
+        decoder = cast(OPTForCausalLM, model).model.decoder
+        if decoder.final_layer_norm is not None:
+            hidden = decoder.final_layer_norm(hidden)
+        if decoder.project_out is not None:
+            hidden = decoder.project_out(hidden)
+        return cast(Tensor, cast(OPTForCausalLM, model).lm_head(hidden))
+
+    @contextmanager
+    def observe_attention(
+        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
+    ) -> Iterator[None]:
+        """Call ``observer`` for each batch."""
+        head_dim = self.layout(model.config).head_dim
+
+        def report(query: Tensor, key: Tensor, probabilities: Tensor) -> None:
+            # OPT's module hands its attention function a query that it has already multiplied by
+            # 1 / sqrt(d_h). G_K = E[Q^T Q] is weighed against lambda, so the factor must go.
+            observer(Attention(query * head_dim**0.5, key, probabilities))
+
+        with observed(model, block.get_submodule("self_attn"), report):
+            yield
+
+    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002 - interface
+        """Return None: queries and keys have no norm."""
+        return None

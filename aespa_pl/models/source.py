@@ -1,0 +1,151 @@
+"""From what ``model.pretrained`` says to a folder on this machine."""
+
+import logging
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from huggingface_hub import HfApi, scan_cache_dir, snapshot_download
+from huggingface_hub.errors import (
+    CacheNotFound,
+    GatedRepoError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from aespa_pl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED = "embedded:"
+
+HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+
+WANTED = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+"""What is downloaded: no pickles and no code."""
+
+CONVERTER = "SFconvertbot"
+"""The hub's account that offers safetensors, in a pull request, to models that have pickles only
+(facebook/opt-125m)."""
+
+
+def resolve(pretrained: str, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, downloading it where necessary.
+
+    Args:
+        pretrained: ``embedded:NAME``, a folder, or a name on the hub.
+        revision: Branch, tag or commit on the hub; None: main, or the hub's own conversion to
+            safetensors where main has none.
+
+    Raises:
+        UserError: There is no such folder or model, it can't be reached, or has no safetensors.
+    """
+    if pretrained.startswith(EMBEDDED):
+        return _embedded(pretrained.removeprefix(EMBEDDED))
+    folder = Path(pretrained).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"model.pretrained: {folder} is a file: give the folder that it lies in")
+    if pretrained.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(pretrained):
+        raise UserError(
+            f"model.pretrained: there is no folder {folder}: give a folder with config.json and "
+            "safetensors, a name on the hub such as org/name, or embedded:NAME"
+        )
+    return _from_hub(pretrained, revision)
+
+
+def _embedded(name: str) -> Path:
+    root = Path(str(files("aespa_pl") / "embedded"))
+    names = sorted(path.parent.name for path in root.glob("*/config.json"))
+    if name not in names:
+        known = ", ".join(EMBEDDED + known for known in names) or "none in this installation"
+        raise UserError(f"model.pretrained: no model {EMBEDDED}{name}: there are {known}")
+    return root / name
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    try:
+        chosen = revision or _revision_with_safetensors(name)
+        return Path(snapshot_download(name, revision=chosen, allow_patterns=list(WANTED)))
+    except GatedRepoError as error:
+        raise UserError(
+            f"model.pretrained: {name} is gated: accept its licence at https://huggingface.co/{name}"
+            " and log in with 'hf auth login', or give model.pretrained a local folder"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(
+            f"model.revision: {name} has no revision {revision!r} on the hub: "
+            f"see https://huggingface.co/{name}/tree/main"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"model.pretrained: {name} is neither a folder here nor a model on the hub (or it is "
+            "private: log in with 'hf auth login'): correct it, or give model.pretrained a local "
+            "folder"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:
+        # No network: which class that is depends on the HTTP library under the hub's client.
+        if (cached := _cached(name, revision)) is not None:
+            logger.warning("%s: the hub cannot be reached, using %s", name, cached)
+            return cached
+        raise UserError(
+            f"model.pretrained: {name} cannot be downloaded ({error}): give model.pretrained a "
+            "local folder, or download it where there is a network and copy the cache (HF_HOME)"
+        ) from error
+
+
+def _revision_with_safetensors(name: str) -> str | None:
+    """Return None for main, or the reference of the conversion's pull request.
+
+    Raises:
+        UserError: Neither has safetensors.
+    """
+    api = HfApi()
+    if _has_safetensors(api.list_repo_files(name)):
+        return None
+    offers = api.get_repo_discussions(name, author=CONVERTER, discussion_type="pull_request")
+    for offer in offers:
+        revision = offer.git_reference
+        if revision and _has_safetensors(api.list_repo_files(name, revision=revision)):
+            logger.warning("%s: main has no safetensors, using %s of %s", name, revision, CONVERTER)
+            return revision
+    raise UserError(
+        f"model.pretrained: {name} has no safetensors on the hub: load it with transformers, save "
+        "it with save_pretrained, and give model.pretrained that folder"
+    )
+
+
+def _has_safetensors(names: list[str]) -> bool:
+    return any(Path(name).match("model*.safetensors") for name in names)
+
+
+def _cached(name: str, revision: str | None) -> Path | None:
+    """Return the newest downloaded snapshot that has safetensors and fits the revision, if any."""
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return None
+    snapshots = [
+        snapshot
+        for repository in repositories
+        if (repository.repo_type, repository.repo_id) == ("model", name)
+        for snapshot in repository.revisions
+        if revision is None or revision in snapshot.refs or revision == snapshot.commit_hash
+        if _has_safetensors([file.file_name for file in snapshot.files])
+    ]
+    newest = max(snapshots, key=lambda snapshot: snapshot.last_modified, default=None)
+    return None if newest is None else newest.snapshot_path

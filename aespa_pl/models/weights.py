@@ -1,0 +1,80 @@
+"""Take projections out of a block, put them back, and fold zeta into what comes before them.
+
+Source: algorithm.md, step 2; Section 3.3 of the paper (Z-Fold).
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+from torch import Tensor, nn
+
+from aespa_pl.models.family import BlockLayout, FoldIntoNorm, FoldIntoRows, Projection
+
+
+def projection_weight(block: nn.Module, layout: BlockLayout, projection: Projection) -> Tensor:
+    """Return the weight ``[rows, d_in]``: the block's own, or a copy if its rows are gathered."""
+    weight = _linear(block, projection).weight.detach()
+    return _rows(weight, layout, projection).flatten(0, 1)
+
+
+def set_projection_weight(
+    block: nn.Module, layout: BlockLayout, projection: Projection, weight: Tensor
+) -> None:
+    """Write a weight ``[rows, d_in]`` into the block, in the block's own type."""
+    target = _rows(_linear(block, projection).weight.detach(), layout, projection)
+    target.copy_(weight.view(target.shape))
+
+
+def fold(block: nn.Module, layout: BlockLayout, zeta: Mapping[str, Tensor]) -> None:
+    """Move zeta from the columns of projections into what comes before; the output stays the same.
+
+    Column and row scalings commute, so the order of the groups is of no matter.
+
+    Args:
+        block: Changed in place.
+        layout: The block's.
+        zeta: ``[d_in]`` by the name of the input group.
+
+    Raises:
+        ValueError: A zeta is not positive, or its group has no fold.
+    """
+    groups = {group.name: group for group in layout.groups}
+    projections = {projection.name: projection for projection in layout.projections}
+    for name, factor in zeta.items():
+        if not bool((factor > 0).all()):
+            raise ValueError(f"zeta of {name} must be positive")  # relu(-x) is not -relu(x)
+        for projection in groups[name].projections:
+            weight = _linear(block, projection).weight.detach()
+            _rows(weight, layout, projection).div_(factor.to(weight.device))
+        match groups[name].fold:
+            case FoldIntoNorm(module):
+                norm = block.get_submodule(module)
+                for parameter in norm.parameters(recurse=False):  # weight, bias where there is one
+                    parameter.detach().mul_(factor.to(parameter.device))
+            case FoldIntoRows(projection_name):
+                _scale_rows(block, layout, projections[projection_name], factor)
+            case None:
+                raise ValueError(f"zeta of {name} has nowhere to go")
+
+
+def _scale_rows(
+    block: nn.Module, layout: BlockLayout, projection: Projection, factor: Tensor
+) -> None:
+    for parameter in _linear(block, projection).parameters(recurse=False):
+        rows = _rows(parameter.detach(), layout, projection)  # [heads, d_head, ...]
+        scale = factor.to(rows.device).view(rows.shape[:2])
+        rows.mul_(scale.view(*rows.shape[:2], *[1] * (rows.dim() - 2)))
+
+
+def _rows(tensor: Tensor, layout: BlockLayout, projection: Projection) -> Tensor:
+    """Return the projection's rows of its module's weight or bias: a view ``[heads, d_head, ...]``.
+
+    A projection with a module of its own counts as one head.
+    """
+    index, parts = projection.part
+    rows = tensor.shape[0] if parts == 1 else layout.head_dim
+    return tensor.view(-1, parts, rows, *tensor.shape[1:])[:, index]
+
+
+def _linear(block: nn.Module, projection: Projection) -> nn.Linear:
+    return cast(nn.Linear, block.get_submodule(projection.module))

@@ -1,0 +1,129 @@
+"""Perplexity of a model after quantization, from stored token ids: the table of ``docs/results.md``.
+
+python benchmarks/accuracy.py MODEL EVAL.safetensors CALIB_0.safetensors CALIB_1.safetensors ...
+
+Each safetensors file holds ``ids``, ``[segments, L]`` for calibration and ``[1, tokens]`` for
+evaluation. Options are those of the ``quantization`` section, for example
+``--quantization.bits 3 --quantization.rounding.enabled false``.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import auto_cli
+from lightning.pytorch import Trainer
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+
+from aespa_pl.cli import quiet_libraries
+from aespa_pl.commands import Job, evaluate
+from aespa_pl.models.checkpoint import Checkpoint
+from aespa_pl.progress import WalkProgress
+from aespa_pl.run import Run
+from aespa_pl.settings import (
+    CalibrationSettings,
+    DataSettings,
+    ModelSettings,
+    OutputSettings,
+    QuantizationSettings,
+)
+from aespa_pl.timing import Stopwatch
+from aespa_pl.walk import Walk
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Perplexity and seconds of one calibration set."""
+
+    perplexity: float
+    seconds: dict[str, float]
+    losses: dict[str, Any]
+
+
+def main(
+    model: str,
+    evaluation: str,
+    calibration: list[str],
+    quantization: QuantizationSettings = QuantizationSettings(),
+    label: str = "",
+    threads: int = 1,
+    segments: int | None = None,
+    nearest: bool = False,
+    output: str | None = None,
+) -> None:
+    """Quantize with each calibration set and print the perplexities.
+
+    Args:
+        model: As model.pretrained.
+        evaluation: File with the token ids of the held-out text.
+        calibration: Files with the token ids of the calibration segments.
+        quantization: What to do.
+        label: Name of the row.
+        threads: Threads of torch.
+        segments: Use only the first so many calibration segments.
+        nearest: Measure the original and round-to-nearest as well.
+        output: JSON lines are appended to this file.
+    """
+    quiet_libraries()
+    torch.set_num_threads(threads)
+    sets = [load_file(path)["ids"].long()[:segments] for path in calibration]
+    length = sets[0].shape[1]
+    ids = load_file(evaluation)["ids"].long().view(-1, length)
+    job = Job.prepare(
+        ModelSettings(model),
+        DataSettings(CalibrationSettings(segment_length=length), batch_size=8),
+        quantization,
+        OutputSettings(),
+        torch.device("cpu"),
+    )
+    if nearest:
+        print(label, "original", evaluate(job, job.checkpoint, {"": ids})[""])
+        print(label, "nearest", evaluate(job, job.checkpoint, {"": ids}, nearest=True)[""])
+    results = [_measure(job, tokens, ids) for tokens in sets]
+    values = [result.perplexity for result in results]
+    spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    phases = {k: round(v, 1) for k, v in results[0].seconds.items()}
+    print(f"{label} {[round(v, 3) for v in values]} mean {statistics.mean(values):.3f}{spread} {phases}")
+    if output:
+        with Path(output).open("a", encoding="utf-8") as file:
+            row = {"label": label, "command": sys.argv[1:], "perplexity": values, "seconds": phases}
+            file.write(json.dumps(row | {"losses": results[0].losses}) + "\n")
+
+
+def _measure(job: Job, tokens: Tensor, ids: Tensor) -> Measured:
+    stopwatch = Stopwatch()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run.create(Path(folder), {})
+
+        def trainer(index: int) -> Trainer:
+            return Trainer(
+                accelerator="cpu",
+                devices=1,
+                max_steps=job.quantization.rounding.iterations,
+                max_epochs=-1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                log_every_n_steps=1000,
+            )
+
+        progress = WalkProgress(Console(quiet=True))
+        Walk(job.stream(job.checkpoint), run, job.quantization, 8, trainer, progress, stopwatch).quantize(tokens)
+        seconds = {"total": time.perf_counter() - start, **stopwatch.seconds}
+        value = evaluate(job, Checkpoint.open(run.model_folder), {"": ids})[""]
+        losses = {str(i): record["losses"] for i, record in run.blocks.items()}
+    return Measured(value, seconds, losses)
+
+
+if __name__ == "__main__":
+    auto_cli(main)

@@ -1,0 +1,171 @@
+"""Every kind of local file, and every way in which one can be wrong."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from aespa_pl.data.files import TextFile
+from aespa_pl.errors import UserError
+
+KEY = "data.calibration.source"
+
+
+def rows_of(path: Path) -> list[str]:
+    return TextFile.find(str(path), KEY).rows()
+
+
+def write(path: Path, content: str) -> Path:
+    """Write a file, compressed if its name says so."""
+    data = content.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_txt_is_one_row_as_it_is(tmp_path: Path, name: str) -> None:
+    content = " first line\r\n\n second\u2028line é \n"
+    assert rows_of(write(tmp_path / name, content)) == [content]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("layout", ["lines", "array", "indented array"])
+def test_json_lines_and_arrays_are_read_under_either_name(
+    tmp_path: Path, name: str, layout: str
+) -> None:
+    texts = ["one", "", "two\u2028three\n", "é"]
+    rows = [{"url": 3, "text": text} for text in texts]
+    if layout == "lines":
+        content = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n"
+    else:
+        content = json.dumps(rows, indent=2 if layout == "indented array" else None)
+    assert rows_of(write(tmp_path / name, content)) == texts
+
+
+def test_an_array_may_be_indented_as_a_whole(tmp_path: Path) -> None:
+    assert rows_of(write(tmp_path / "a.json", '\n  [{"text":\n"a"}]\n')) == ["a"]
+
+
+def test_the_field_may_be_called_sentence(tmp_path: Path) -> None:
+    path = write(tmp_path / "ptb.json", '{"sentence": "a b"}\n{"sentence": "c"}')
+    assert rows_of(path) == ["a b", "c"]
+
+
+@pytest.mark.parametrize("name", ["ptb.test.txt", "ptb.train.txt.gz"])
+def test_lines_of_a_ptb_file_are_rows(tmp_path: Path, name: str) -> None:
+    assert rows_of(write(tmp_path / name, " a <unk> b \n c \n")) == ["a <unk> b", "c"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    assert rows_of(write(tmp_path / "a.jsonl", '\ufeff{"text": "a"}')) == ["a"]
+
+
+def test_the_home_folder_may_be_written_as_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.txt", "text")
+    assert TextFile.find("~/a.txt", KEY).rows() == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "a"}\n{"url": 1, "body": "b"}', "line 2: the field 'text' is missing"),
+        ('{"url": 1, "body": "b"}', r"fields found: url, body\)"),
+        ('{"sentence": "a"}\n{"text": "b"}', "line 2: the field 'sentence' is missing"),
+        ("{}", r"fields found: none\)"),
+        ('{"text": null}', "line 1: the field 'text' is missing or not a string"),
+        ('[{"text": "a"}, {"text": 3}]', "row 2: the field 'text' is missing or not a string"),
+        (r'{"text": "\ud800"}', "not a string of valid characters"),
+        ('"a"', "line 1: expected an object .* found str"),
+        ('["a"]', "row 1: expected an object .* found str"),
+        ('{"text": "a"}\n{"text": "b', "line 2: .*expected JSON lines, or one JSON array"),
+        ('{\n"text": "a"\n}', "line 1: .*expected JSON lines, or one JSON array"),
+        ('[{"text": "a"},\n{"text": ]', "line 2: .*expected JSON lines, or one JSON array"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, content: str, words: str) -> None:
+    path = write(tmp_path / "rows.jsonl", content)
+    with pytest.raises(UserError, match=words) as caught:
+        rows_of(path)
+    assert str(caught.value).startswith(f"{KEY}: {path}, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.txt", b"", "holds no text"),
+        ("blank.txt", b" \n\n", "holds no text"),
+        ("empty.json", b"", "holds no text"),
+        ("array.json", b"[]", "holds no text"),
+        ("rows.jsonl", b'{"text": " "}', "holds no text"),
+        ("empty.txt.gz", gzip.compress(b""), "holds no text"),
+        ("latin.txt", "é".encode("latin-1"), "is not text in UTF-8"),
+        ("latin.jsonl", '{"text": "é"}'.encode("latin-1"), "is not text in UTF-8"),
+        ("wide.txt", "text".encode("utf-16-le"), "is binary"),
+        ("short.txt.gz", gzip.compress(b"text" * 999)[:-9], "is not a whole gzip file"),
+        ("short.json.gz", gzip.compress(b'{"text": "a"}')[:15], "is not a whole gzip file"),
+        ("plain.txt.gz", b"text", "is not a whole gzip file"),
+        ("broken.txt.gz", gzip.compress(b"text")[:10] + b"\xff" * 20, "is not a whole gzip file"),
+    ],
+)
+def test_a_file_that_holds_no_text_is_refused(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=words) as caught:
+        rows_of(path)
+    assert str(caught.value).startswith(f"{KEY}: {path} ")
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "c5", "missing/a.txt", "x" * 300 + ".txt"])
+def test_a_wrong_path_is_named_with_the_key(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with pytest.raises(UserError) as caught:
+        TextFile.find(str(path), KEY)
+    assert str(caught.value).startswith(f"{KEY}: ")
+    assert str(path) in str(caught.value)
+
+
+def test_a_relative_path_is_shown_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="neither c4, wikitext2, ptb or embedded nor") as caught:
+        TextFile.find("wikitext", KEY)
+    assert str(tmp_path / "wikitext") in str(caught.value)
+
+
+def test_an_unknown_user_is_a_wrong_path() -> None:
+    with pytest.raises(UserError, match=r"~nobody-of-that-name/a\.txt is neither"):
+        TextFile.find("~nobody-of-that-name/a.txt", KEY)
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder; name one file in it"):
+        TextFile.find(str(tmp_path), KEY)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a", "a.parquet.gz", "a.gz"])
+def test_another_extension_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, "text")
+    with pytest.raises(UserError, match=r"must end in \.txt, \.json or \.jsonl, also with \.gz"):
+        TextFile.find(str(path), KEY)
+
+
+def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "text")
+    file = TextFile.find(str(path), KEY)
+    path.unlink()
+    for read in [file.rows, file.checksum]:
+        with pytest.raises(UserError, match=f"^{KEY}: cannot read {path}: No such file"):
+            read()
+
+
+def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "abc")
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2
+    assert TextFile.find(str(path), KEY).checksum() == expected

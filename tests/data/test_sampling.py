@@ -1,0 +1,141 @@
+"""Calibration segments: windows of long documents, each checked against the words of the text."""
+
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from aespa_pl.data import sampling
+from aespa_pl.data.sampling import draw_segments
+from aespa_pl.errors import UserError
+from aespa_pl.settings import CalibrationSettings
+
+LENGTH = 16
+
+
+class Words:
+    """A tokenizer that remembers what it was asked for; the word 7 is token 7."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __call__(self, document: str) -> Tensor:
+        self.asked.append(document)
+        return torch.tensor([int(word) for word in document.split()], dtype=torch.int64)
+
+
+def make_documents(lengths: list[int]) -> list[str]:
+    """Words never repeat, in a document or between documents: a window tells where it is from."""
+    first, documents = 0, []
+    for length in lengths:
+        documents.append(" ".join(str(i) for i in range(first, first + length)))
+        first += length
+    return documents
+
+
+def draw(documents: list[str], segments: int, seed: int = 0) -> list[list[int]]:
+    settings = CalibrationSettings(source="a.txt", segments=segments, seed=seed)
+    tokens = draw_segments(documents, Words(), settings, LENGTH)
+    assert tokens.dtype == torch.int64
+    assert tokens.shape == (segments, LENGTH)
+    return tokens.tolist()
+
+
+def origin(segment: list[int], documents: list[str]) -> int:
+    """Return the one document that the segment is a contiguous piece of."""
+    piece = f" {' '.join(map(str, segment))} "
+    (index,) = [i for i, document in enumerate(documents) if piece in f" {document} "]
+    return index
+
+
+def test_every_segment_is_a_window_of_a_document_longer_than_itself() -> None:
+    random = Random(1)
+    documents = make_documents([random.randint(0, 4 * LENGTH) for _ in range(300)])
+    origins = [origin(segment, documents) for segment in draw(documents, 40)]
+    assert len(set(origins)) == 40  # enough long documents: each is used once
+    assert all(len(documents[i].split()) > LENGTH for i in origins)
+
+
+def test_a_document_as_long_as_a_segment_is_skipped() -> None:
+    documents = make_documents([LENGTH, LENGTH + 1])
+    assert origin(draw(documents, 1)[0], documents) == 1
+
+
+def test_one_document_gives_windows_anywhere_in_it() -> None:
+    documents = make_documents([LENGTH * 100])
+    starts = [segment[0] for segment in draw(documents, 100)]
+    assert all(
+        segment == list(range(segment[0], segment[0] + LENGTH)) for segment in draw(documents, 100)
+    )
+    assert min(starts) < 10 * LENGTH
+    assert max(starts) > 90 * LENGTH
+    assert len(set(starts)) > 80
+
+
+def test_first_and_last_window_of_a_document_can_be_drawn() -> None:
+    documents = make_documents([LENGTH + 1])
+    assert {draw(documents, 1, seed)[0][0] for seed in range(30)} == {0, 1}
+
+
+def test_few_long_documents_are_all_used_and_the_longer_ones_more_often() -> None:
+    documents = make_documents([LENGTH + 1, 100 * LENGTH, 3, LENGTH + 1])
+    origins = [origin(segment, documents) for segment in draw(documents, 50)]
+    assert {0, 1, 3} == set(origins)
+    assert origins.count(1) > 40
+
+
+def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
+    documents = make_documents([3 * LENGTH] * 50)
+    assert draw(documents, 20, seed=3) == draw(documents, 20, seed=3)
+    assert draw(documents, 20, seed=3) != draw(documents, 20, seed=4)
+
+
+def test_the_choice_does_not_depend_on_the_global_generators() -> None:
+    documents = make_documents([3 * LENGTH] * 50)
+    first = draw(documents, 20)
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    assert draw(documents, 20) == first
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_documents_that_are_not_drawn_are_not_tokenized() -> None:
+    words = Words()
+    documents = make_documents([2 * LENGTH] * 1000)
+    draw_segments(documents, words, CalibrationSettings(segments=10), LENGTH)
+    assert len(words.asked) == 10
+
+
+def test_too_short_documents_are_refused_with_the_numbers() -> None:
+    with pytest.raises(UserError) as caught:
+        draw(make_documents([5, LENGTH, 7]), 2)
+    assert str(caught.value) == (
+        "data.calibration.source: a.txt has no document of more than 16 tokens (documents read: 3, "
+        "the longest has 16 tokens); choose a shorter data.calibration.segment_length, or another "
+        "text (a .txt is one document)"
+    )
+
+
+def test_no_document_at_all_is_refused() -> None:
+    with pytest.raises(UserError, match="documents read: 0"):
+        draw([], 1)
+
+
+def test_fewer_tokens_than_asked_for_are_refused_with_the_numbers() -> None:
+    with pytest.raises(UserError) as caught:
+        draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 6)
+    assert str(caught.value) == (
+        "data.calibration.source: a.txt is too short: 6 segments of 16 tokens need 96 tokens, its "
+        "documents of more than 16 tokens have 81 together; set data.calibration.segments to 5 at "
+        "most, choose a shorter data.calibration.segment_length, or another text"
+    )
+    assert len(draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 5)) == 5
+
+
+def test_a_text_of_short_documents_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "PATIENCE", 20)
+    words = Words()
+    with pytest.raises(UserError, match="documents read: 20"):
+        draw_segments(["1 2"] * 1000, words, CalibrationSettings(segments=1), LENGTH)
+    assert len(words.asked) == 20

@@ -1,0 +1,105 @@
+"""Tiny models with random weights, one of each kind that a family has to deal with."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY, LENGTH, WINDOW = 40, 9, 4
+"""A window is shorter than a segment."""
+
+OPT = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "num_attention_heads": 4, "ffn_dim": 20,
+    "num_hidden_layers": 3, "max_position_embeddings": 16, "word_embed_proj_dim": 24,
+}  # fmt: skip
+BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 24, "n_head": 4, "n_layer": 3}
+LLAMA = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 20,
+    "num_hidden_layers": 3, "max_position_embeddings": 16, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def config(kind: type[PreTrainedConfig], *options: dict[str, Any]) -> PreTrainedConfig:
+    return kind(**{key: value for option in options for key, value in option.items()})
+
+
+EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "opt": lambda: config(OPTConfig, OPT),
+    "opt-350m": lambda: config(
+        OPTConfig, OPT, {"do_layer_norm_before": False, "word_embed_proj_dim": 16}
+    ),
+    "opt-bare": lambda: config(
+        OPTConfig,
+        OPT,
+        {
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "activation_function": "gelu",
+        },
+    ),
+    "bloom": lambda: config(BloomConfig, BLOOM),
+    "bloom-post-residual": lambda: config(
+        BloomConfig, BLOOM, {"apply_residual_connection_post_layernorm": True}
+    ),
+    "llama": lambda: config(
+        LlamaConfig, LLAMA, {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
+    ),
+    "llama-grouped": lambda: config(LlamaConfig, LLAMA, {"tie_word_embeddings": True}),
+    "mistral-window": lambda: config(MistralConfig, LLAMA, {"sliding_window": WINDOW}),
+    "mistral": lambda: config(MistralConfig, LLAMA, {"sliding_window": None, "head_dim": 8}),
+    "qwen2": lambda: config(Qwen2Config, LLAMA),
+    "qwen2-window": lambda: config(
+        Qwen2Config,
+        LLAMA,
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0},
+    ),
+    "qwen3": lambda: config(Qwen3Config, LLAMA, {"head_dim": 8}),
+    "qwen3-mixed": lambda: config(
+        Qwen3Config,
+        LLAMA,
+        {
+            "head_dim": 8,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """Return a model of which every weight, bias and norm is random."""
+    model = AutoModelForCausalLM.from_config(EXAMPLES[name]()).to(dtype).eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(requires_grad=False)
+        noise = torch.randn_like(parameter)
+        parameter.copy_(noise * 0.3 if parameter.dim() > 1 else 1 + 0.4 * noise)
+    return model
+
+
+def make_ids(segments: int = 2) -> Tensor:
+    return torch.randint(3, VOCABULARY, (segments, LENGTH))
+
+
+def save(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
+    """Write a checkpoint with a tokenizer of one word a token."""
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    words = WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)
+    return folder

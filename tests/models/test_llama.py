@@ -1,0 +1,175 @@
+"""LLaMA-type: rotation, norms on heads, windows, where zeta may go, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from aespa_pl.errors import UserError
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Attention
+from tests.models.examples import EXAMPLES, LENGTH, LLAMA, WINDOW, config, make_ids, make_model
+
+
+@pytest.mark.parametrize(
+    ("name", "folds_values"), [("llama", True), ("llama-grouped", False), ("qwen3", False)]
+)
+def test_zeta_folds_into_values_only_without_shared_heads(name: str, folds_values: bool) -> None:
+    settings = EXAMPLES[name]()
+    groups = {group.name: group.fold for group in family_of(settings).layout(settings).groups}
+    assert (groups.pop("attention_output") is not None) == folds_values
+    assert None not in groups.values()
+    assert set(groups) == {"attention_input", "mlp_input", "mlp_hidden"}
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen2", 6), ("qwen3", 8), ("mistral", 8)])
+def test_head_size_is_the_configurations(name: str, size: int) -> None:
+    settings = EXAMPLES[name]()
+    assert family_of(settings).layout(settings).head_dim == size
+
+
+def test_positions_are_those_of_rope() -> None:
+    settings = EXAMPLES["llama"]()
+    assert family_of(settings).positions(settings) == 16
+
+
+def rotate(heads: Tensor, base: float = 10000.0) -> Tensor:
+    """Turn each pair ``(i, i + d_h / 2)`` of ``[L, d_h]`` by ``t base^(-2 i / d_h)``."""
+    length, size = heads.shape
+    turned = torch.zeros_like(heads)
+    for t in range(length):
+        for i in range(size // 2):
+            angle = torch.tensor(t * base ** (-2 * i / size), dtype=torch.float64)
+            a, b = heads[t, i], heads[t, i + size // 2]
+            turned[t, i] = a * angle.cos() - b * angle.sin()
+            turned[t, i + size // 2] = b * angle.cos() + a * angle.sin()
+    return turned
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-grouped", "mistral", "qwen2", "qwen3"])
+def test_observed_queries_and_keys_are_rotated(name: str) -> None:
+    model, ids = make_model(name), make_ids(1)
+    family = family_of(model.config)
+    layout = family.layout(model.config)
+    block: Any = model.get_submodule(family.blocks_path)[0]
+    attention = block.self_attn
+    before: dict[str, Tensor] = {}
+    for part in ("q", "k"):
+        last = f"{part}_norm" if name == "qwen3" else f"{part}_proj"
+        getattr(attention, last).register_forward_hook(
+            lambda _, x, y, part=part: before.__setitem__(part, y[0].view(LENGTH, -1))
+        )
+    seen: list[Attention] = []
+    with family.observe_attention(model, block, seen.append):
+        hidden, arguments = family.embed(model, ids)
+        family.run_block(block, hidden, arguments)
+    size = layout.head_dim
+    for part, observed in (("q", seen[0].query[0]), ("k", seen[0].key[0])):
+        for head, rotated in enumerate(observed):
+            expected = rotate(before[part][:, size * head : size * (head + 1)])
+            # the library has cos and sin in float32
+            torch.testing.assert_close(rotated, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rotation_is_the_one_that_was_applied() -> None:
+    model, ids = make_model("llama"), make_ids(1)
+    family = family_of(model.config)
+    block = model.get_submodule(family.blocks_path)[0]
+    seen: list[Attention] = []
+    with family.observe_attention(model, block, seen.append):
+        hidden, arguments = family.embed(model, ids)
+        family.run_block(block, hidden, arguments)
+    assert seen[0].rotation is not None
+    cos, sin = (part.double() for part in seen[0].rotation)
+    assert cos.shape == sin.shape == (LENGTH, 6)
+    x = torch.randn(LENGTH, 6, dtype=torch.float64)
+    half = torch.cat([-x[:, 3:], x[:, :3]], dim=1)
+    torch.testing.assert_close(x * cos + half * sin, rotate(x), rtol=1e-5, atol=1e-5)
+
+
+def test_scale_of_head_norms_is_observed() -> None:
+    model, ids = make_model("qwen3"), make_ids()
+    family = family_of(model.config)
+    block: Any = model.get_submodule(family.blocks_path)[1]
+    attention = block.self_attn
+    outputs: dict[str, Tensor] = {}
+    for part in ("q", "k"):
+        getattr(attention, f"{part}_proj").register_forward_hook(
+            lambda _, x, y, part=part: outputs.__setitem__(part, y)
+        )
+    seen: list[Attention] = []
+    with family.observe_attention(model, block, seen.append):
+        hidden, arguments = family.embed(model, ids)
+        family.run_block(block, hidden, arguments)
+    for part, heads, scale in (
+        ("q", 4, seen[0].query_inverse_square),
+        ("k", 2, seen[0].key_inverse_square),
+    ):
+        assert scale is not None
+        assert scale.shape == (2, heads, LENGTH)
+        for head in range(heads):
+            x = outputs[part][..., 8 * head : 8 * (head + 1)]
+            expected = 1 / (x.pow(2).sum(-1) / 8 + model.config.rms_norm_eps)
+            torch.testing.assert_close(
+                scale[:, head], expected, rtol=1e-5, atol=1e-5, check_dtype=False
+            )
+    weights = family.norm_weights(block)
+    assert weights is not None
+    assert torch.equal(weights[0], attention.q_norm.weight)
+    assert torch.equal(weights[1], attention.k_norm.weight)
+
+
+def test_models_without_head_norms_have_no_scale() -> None:
+    model, ids = make_model("llama"), make_ids()
+    family = family_of(model.config)
+    block = model.get_submodule(family.blocks_path)[0]
+    seen: list[Attention] = []
+    with family.observe_attention(model, block, seen.append):
+        hidden, arguments = family.embed(model, ids)
+        family.run_block(block, hidden, arguments)
+    assert seen[0].query_inverse_square is None
+    assert family.norm_weights(block) is None
+
+
+def test_window_changes_the_logits() -> None:
+    """Or the tests of windows would show nothing."""
+    model, ids = make_model("mistral-window"), make_ids()
+    narrow = model(ids, use_cache=False).logits
+    model.config.sliding_window = None
+    assert not torch.allclose(model(ids, use_cache=False).logits, narrow, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            lambda: config(Qwen3Config, LLAMA, {"layer_types": ["chunked_attention"] * 3}),
+            "layer_types chunked_attention in config.json is not supported: expected full_",
+        ),
+        (
+            lambda: config(Qwen2Config, LLAMA, {"layer_types": ["sliding_attention"] * 3}),
+            "layer_types in config.json has sliding_attention, but there is no sliding_window",
+        ),
+        (
+            lambda: config(
+                MistralConfig,
+                LLAMA,
+                {
+                    "sliding_window": WINDOW,
+                    "layer_types": ["full_attention"] + ["sliding_attention"] * 2,
+                },
+            ),
+            "transformers runs sliding_attention in every block of a mistral, got full_attention, "
+            "sliding_attention: correct layer_types or model_type",
+        ),
+        (
+            lambda: config(LlamaConfig, LLAMA, {"layer_types": ["sliding_attention"] * 3}),
+            "transformers runs full_attention in every block of a llama, got sliding_attention",
+        ),
+    ],
+)
+def test_unknown_attention_is_refused_with_the_field(settings: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        family_of(settings())

@@ -1,0 +1,220 @@
+"""Statistics against sums over explicit samples, in float64, on a tiny model of each kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Attention
+from aespa_pl.statistics import BlockStatisticTensors, StatisticsCollector, rotate_back, through_norm
+from tests import reference
+
+LENGTH, SEGMENTS, HEADS, HEAD_SIZE = 7, 8, 4, 6
+WIDTH = HEADS * HEAD_SIZE
+LLAMA = {
+    "hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 20, "vocab_size": 50,
+    "num_hidden_layers": 1, "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def opt() -> PreTrainedModel:
+    return OPTForCausalLM(
+        OPTConfig(
+            hidden_size=WIDTH, num_attention_heads=HEADS, ffn_dim=20, vocab_size=50, num_hidden_layers=1,
+            max_position_embeddings=16, word_embed_proj_dim=WIDTH, dropout=0.0, attention_dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def bloom() -> PreTrainedModel:
+    return BloomForCausalLM(BloomConfig(hidden_size=WIDTH, n_head=HEADS, n_layer=1, vocab_size=50))
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA, num_key_value_heads=HEADS))
+
+
+def grouped() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA, num_key_value_heads=2))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=HEAD_SIZE))
+
+
+MODELS = [opt, bloom, llama, grouped, qwen3]
+
+
+def make(model_of: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    model = model_of().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.4 if parameter.dim() > 1 else 1.0))
+    return model.requires_grad_(requires_grad=False)
+
+
+def collect(
+    model: PreTrainedModel, ids: Tensor, batch_size: int
+) -> tuple[BlockStatisticTensors, list[Attention], Tensor]:
+    """Return the statistics, what was observed, and the attention input ``[tokens, d]``."""
+    family = family_of(model.config)
+    block = model.get_submodule(family.blocks_path)[0]
+    layout = family.layout(model.config)
+    seen: list[Attention] = []
+    inputs: list[Tensor] = []
+    collector = StatisticsCollector(layout, value=True, query_key=True)
+
+    def observe(report: Callable[[Attention], None]) -> Any:
+        def both(attention: Attention) -> None:
+            seen.append(attention)
+            report(attention)
+
+        return family.observe_attention(model, block, both)
+
+    module = block.get_submodule(layout.groups[0].projections[0].module)
+    handle = module.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
+    with collector.watch(block, observe):
+        for part in ids.split(batch_size):
+            hidden, _ = family.embed(model, part)
+            family.run_block(block, hidden, family.arguments(model, hidden))
+    handle.remove()
+    statistics = collector.finish(family.norm_weights(block))
+    return statistics, seen, torch.cat([x.flatten(0, 1) for x in inputs])
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, 50, (SEGMENTS, LENGTH))
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_batches_of_one_and_of_eight_agree(model_of: Callable[[], PreTrainedModel]) -> None:
+    model, ids = make(model_of), tokens()
+    single, _, _ = collect(model, ids, 1)
+    whole, _, _ = collect(model, ids, 8)
+    for name, H in single.inputs.items():
+        torch.testing.assert_close(H, whole.inputs[name])
+    for kind in ("attended", "keys", "queries"):
+        torch.testing.assert_close(getattr(single, kind), getattr(whole, kind))
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_input_hessian_is_the_squared_error_of_the_output(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    statistics, _, X = collect(make(model_of), tokens(), 3)
+    dW = torch.randn(2, WIDTH, dtype=torch.float64)
+    expected = 2 * reference.output_error(dW, X.T) / X.shape[0]
+    H = statistics.inputs["attention_input"].double()
+    assert float(torch.trace(dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_value_hessian_is_the_squared_error_of_the_attention_output(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    """Summed over the query heads of a value head, whose number the mean divides by."""
+    model = make(model_of)
+    statistics, seen, X = collect(model, tokens(), 8)
+    X = X.view(SEGMENTS, LENGTH, WIDTH)
+    value_heads = statistics.attended.shape[0]
+    shared = HEADS // value_heads
+    for head in range(value_heads):
+        dW = torch.randn(3, WIDTH, dtype=torch.float64)
+        expected = 0.0
+        for segment in range(SEGMENTS):
+            for h in range(head * shared, (head + 1) * shared):
+                A = seen[0].probabilities[segment, h]
+                expected += reference.attention_output_error(dW, X[segment].T, A)
+        H = statistics.attended[head].double()
+        found = float(torch.trace(dW @ H @ dW.T)) * X.shape[0] * LENGTH / 2 * shared
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def scores_by_hand(others: Tensor, dW: Tensor, X: Tensor, rotations: list[Tensor]) -> float:
+    """Mean over all positions of the squared scores between errors there and all ``others``.
+
+    Under the Kronecker approximation the input x and the position are independent of each other.
+    """
+    total = 0.0
+    for R in rotations:
+        total += reference.score_error(R @ dW, X.T, others)
+    return total / len(rotations)
+
+
+@pytest.mark.parametrize("model_of", [opt, bloom, llama, grouped])
+def test_query_and_key_objectives_are_the_squared_error_of_the_scores(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    model = make(model_of)
+    ids = tokens()[:2]
+    statistics, seen, X = collect(model, ids, 2)
+    rotations = [torch.eye(HEAD_SIZE, dtype=torch.float64)]
+    if seen[0].rotation is not None:
+        base = model.config.rope_parameters["rope_theta"]
+        rotations = [reference.rotation_matrix(t, HEAD_SIZE, base) for t in range(LENGTH)]
+    N, H = X.shape[0], statistics.inputs["attention_input"].double()
+    shared = HEADS // seen[0].key.shape[1]
+    dW = torch.randn(HEAD_SIZE, WIDTH, dtype=torch.float64)
+    K = seen[0].key.transpose(0, 1).flatten(1, 2)  # [n_kv, tokens, d_h]
+    Q = seen[0].query.transpose(0, 1).flatten(1, 2)
+    for h in range(HEADS):
+        G = statistics.keys[h].double()
+        expected = 4 * scores_by_hand(K[h // shared], dW, X, rotations) / N**2
+        assert float(torch.trace(G @ dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-4)
+    for h in range(HEADS // shared):
+        G = statistics.queries[h].double()
+        group = range(h * shared, (h + 1) * shared)
+        expected = sum(4 * scores_by_hand(Q[g], dW, X, rotations) / N**2 for g in group) / shared
+        assert float(torch.trace(G @ dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_observed_query_has_no_scale() -> None:
+    """OPT hands its attention function a query that is scaled already."""
+    for model_of in (opt, llama):
+        model = make(model_of)
+        _, seen, _ = collect(model, tokens()[:1], 1)
+        scores = seen[0].query[0] @ seen[0].key[0].transpose(1, 2) / HEAD_SIZE**0.5
+        scores = scores + torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
+        torch.testing.assert_close(torch.softmax(scores, -1), seen[0].probabilities[0].double())
+
+
+def test_rotating_back_equals_the_mean_over_positions() -> None:
+    G = torch.randn(3, 8, 8, dtype=torch.float64)
+    G = G @ G.transpose(1, 2)
+    rotations = [reference.rotation_matrix(t, 8, 100.0) for t in range(5)]
+    cos = torch.stack([R.diagonal() for R in rotations])
+    sin = torch.stack([torch.cat([-R[:4, 4:].diagonal()] * 2) for R in rotations])
+    expected = sum(R.T @ G @ R for R in rotations) / 5
+    torch.testing.assert_close(rotate_back(G, cos, sin), expected)
+
+
+def test_norm_on_heads_scales_the_error_of_each_token() -> None:
+    """Against the derivative of the norm by autograd, without the part that changes its rms."""
+    model = make(qwen3)
+    statistics, seen, _ = collect(model, tokens(), 8)
+    assert seen[0].query_inverse_square is not None
+    assert statistics.keys.shape == (HEADS, HEAD_SIZE, HEAD_SIZE)
+    weight, x = torch.randn(6, dtype=torch.float64), torch.randn(30, 6, dtype=torch.float64)
+    K = torch.randn(9, 6, dtype=torch.float64)
+    d = torch.randn(6, dtype=torch.float64)
+    expected = 0.0
+    for token in x:
+        rms = token.square().mean().sqrt()  # held fixed: the part that is left out
+        expected += float((K @ (weight * d / rms)).square().sum()) / 30
+    inverse = (1 / x.square().mean(-1)).mean()[None]
+    G = through_norm((K.T @ K)[None], weight, inverse)[0]
+    assert float(d @ G @ d) == pytest.approx(expected)
