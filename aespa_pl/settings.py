@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     PenaltyExponent = float
 else:
     Bits = restricted_number_type("Bits", int, [(">=", 2), ("<=", 8)])
-    PenaltyExponent = restricted_number_type("PenaltyExponent", float, (">=", 1))
+    PenaltyExponent = restricted_number_type("PenaltyExponent", float, (">=", 2))
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,9 @@ class Walk:
         for name, p in prepared.items():
             attention = p.projection.role is not Role.OTHER
             penalty = settings.penalty_attention if attention else settings.penalty_other
-            tasks[name] = RoundingTask(*start(p.weight, p.updated, p.grid), penalty)
+            tasks[name] = RoundingTask(
+                *start(p.weight, p.updated, p.grid), quantize(p.weight, p.grid), penalty
+            )
         module = BlockRounding(tasks, settings, f"block {index}")
         data = BlockStatistics({n: (p.hessian, p.other_side) for n, p in prepared.items()})
         self.make_trainer(index).fit(module, datamodule=data)

@@ -19,13 +19,18 @@ STRETCH = 1.2
 
 @dataclass(frozen=True)
 class SoftRounding:
-    """What stays fixed while the rounding of one projection is learned."""
+    """What stays fixed while the rounding of one projection is learned.
+
+    ``clamp(lower + h, 0, levels)`` is either linear in h or does not depend on it, since lower is an
+    integer. So the error is ``dW = base + gain * h``, with gain 0 where the clamp holds the weight.
+    """
 
     lower: Float[Tensor, "heads rows d_in"]
     """The integer below each weight, ``floor(W' / step) + zero_point``; may lie outside the range."""
-    step: Float[Tensor, "heads rows d_in"]
-    target: Float[Tensor, "heads rows d_in"]
-    """``W + step * zero_point``, so that ``dW = step * q - target``; W is the original weight."""
+    base: Float[Tensor, "heads rows d_in"]
+    """Error of the weight at h = 0, against the original weight W."""
+    gain: Float[Tensor, "heads rows d_in"]
+    """Step of the weight, or 0."""
     levels: int
 
 
@@ -55,8 +60,10 @@ def start(
     ratio = updated / step
     below = ratio.floor()
     sigmoid = (ratio - below + (STRETCH - 1) / 2) / STRETCH
-    rounding = SoftRounding(below + zero, step, W + step * zero, grid.levels)
-    return rounding, torch.logit(sigmoid)
+    lower = below + zero
+    base = step * (lower.clamp(0, grid.levels) - zero) - W
+    gain = step * ((lower >= 0) & (lower < grid.levels))
+    return SoftRounding(lower, base, gain, grid.levels), torch.logit(sigmoid)
 
 
 def rectified_sigmoid(B: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -102,22 +109,21 @@ def rounding_loss(
         beta: Its exponent; None: no rounding loss.
     """
     sigmoid = torch.sigmoid(B)
-    stretched = STRETCH * sigmoid - (STRETCH - 1) / 2
+    stretched = (STRETCH * sigmoid).sub_((STRETCH - 1) / 2)
     h = stretched.clamp(0, 1)
-    soft = rounding.lower + h
-    dW = rounding.step * soft.clamp(0, rounding.levels) - rounding.target
+    dW = torch.addcmul(rounding.base, rounding.gain, h)
     P = error_product(dW, H, G)
-    inside = (soft >= 0) & (soft <= rounding.levels)
-    gradient = 2 * P * rounding.step * inside  # d reconstruction / d h
-    penalty = dW.new_zeros(())
+    reconstruction = _dot(dW, P)
+    gradient = P.mul_(rounding.gain).mul_(2)  # d reconstruction / d h
+    penalty = torch.zeros_like(reconstruction)
     if beta is not None:
-        centred = 2 * h - 1
-        power = centred.abs().pow(beta - 1)
-        penalty = weight * (1 - power * centred.abs()).sum()
-        gradient = gradient - (2 * weight * beta) * power * centred.sign()
-    undecided = (stretched >= 0) & (stretched <= 1)
-    gradient = gradient * (STRETCH * sigmoid * (1 - sigmoid)) * undecided
-    return RoundingLoss((dW * P).sum(), penalty, gradient)
+        centred = (2 * h).sub_(1)
+        power = centred.abs().pow_(beta - 2).mul_(centred)  # sign(c) |c| ** (beta - 1)
+        penalty = weight * (B.numel() - _dot(centred, power))
+        gradient.sub_(power, alpha=2 * weight * beta)
+    slope = torch.addcmul(sigmoid, sigmoid, sigmoid, value=-1).mul_(STRETCH)
+    gradient.mul_(slope).masked_fill_(h != stretched, 0)
+    return RoundingLoss(reconstruction, penalty, gradient)
 
 
 def decide(
@@ -126,3 +132,7 @@ def decide(
     """Return the integers: h(B) rounded to 0 or 1."""
     up = (rectified_sigmoid(B) >= 0.5).to(B.dtype)
     return (rounding.lower + up).clamp(0, rounding.levels)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.flatten(), b.flatten())

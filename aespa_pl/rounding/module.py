@@ -19,9 +19,9 @@ from aespa_pl.algorithm.adaround import (
 from aespa_pl.rounding.data import StatisticsBatch
 from aespa_pl.settings import RoundingSettings
 
-FIXED = ("lower", "step", "target")
-"""Tensors of SoftRounding; they follow the module to its device but are not in its checkpoints,
-since they follow from the weights and the statistics."""
+FIXED = ("lower", "base", "gain", "nearest")
+"""Tensors of a projection that go with the module to its device, but not into its checkpoints: they
+follow from the weights and the statistics."""
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -35,6 +35,8 @@ class RoundingTask:
     rounding: SoftRounding
     start: Tensor
     """Rounding variables at iteration 0, ``[heads, rows, d_in]``."""
+    nearest: Tensor
+    """Integers of nearest rounding, which the curves compare with."""
     penalty: float
     """lambda."""
 
@@ -79,13 +81,13 @@ class BlockRounding(LightningModule):
             {name: nn.Parameter(task.start.clone()) for name, task in tasks.items()}
         )
         for name, task in tasks.items():
-            for kind in FIXED:
-                tensor = getattr(task.rounding, kind)
+            fixed = (task.rounding.lower, task.rounding.base, task.rounding.gain, task.nearest)
+            for kind, tensor in zip(FIXED, fixed, strict=True):
                 self.register_buffer(f"{name}_{kind}", tensor, persistent=False)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam on the rounding variables (Section 4.1)."""
-        return torch.optim.Adam(self.parameters(), lr=self.settings.learning_rate)
+        return torch.optim.Adam(self.parameters(), lr=self.settings.learning_rate, fused=True)
 
     def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
         """Return the loss of all projections together."""
@@ -108,8 +110,8 @@ class BlockRounding(LightningModule):
 
     def rounding(self, name: str) -> SoftRounding:
         """Return the fixed part of a projection, on the module's device."""
-        lower, step, target = (self.get_buffer(f"{name}_{kind}") for kind in FIXED)
-        return SoftRounding(lower, step, target, self.levels[name])
+        lower, base, gain, _ = (self.get_buffer(f"{name}_{kind}") for kind in FIXED)
+        return SoftRounding(lower, base, gain, self.levels[name])
 
     @torch.no_grad()
     def integers(self) -> dict[str, Tensor]:
@@ -137,8 +139,7 @@ class BlockRounding(LightningModule):
             curves[f"reconstruction_loss/{name}"] = loss.reconstruction
             curves[f"rounding_loss/{name}"] = loss.penalty
             curves[f"undecided/{name}"] = ((h > 0.1) & (h < 0.9)).float().mean()
-            rounding = self.rounding(name)
-            nearest = (rounding.target / rounding.step).round().clamp(0, rounding.levels)
-            chosen = decide(self.variables[name].detach(), rounding)
-            curves[f"differs_from_nearest/{name}"] = (chosen != nearest).float().mean()
+            chosen = decide(self.variables[name].detach(), self.rounding(name))
+            differs = chosen != self.get_buffer(f"{name}_nearest")
+            curves[f"differs_from_nearest/{name}"] = differs.float().mean()
         self.log_dict(curves)

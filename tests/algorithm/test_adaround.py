@@ -30,17 +30,20 @@ def problem(heads: int, rows: int, columns: int, bits: int = 2) -> tuple[Tensor,
     return W, H, search_grid(W, H, zeta, bits=bits, symmetric=False, group_size=None)
 
 
-def autograd_loss(B: Tensor, rounding: SoftRounding, H: Tensor, G: Tensor | None, weight: float, beta: float | None) -> Tensor:
-    """The definition, left to autograd."""
+def autograd_loss(
+    B: Tensor, W: Tensor, updated: Tensor, grid: Grid, H: Tensor, G: Tensor | None, beta: float | None
+) -> Tensor:
+    """The definition, with lambda 1.5, left to autograd."""
     h = torch.clamp(1.2 * torch.sigmoid(B) - 0.1, 0, 1)
-    q = torch.clamp(rounding.lower + h, 0, rounding.levels)
-    dW = rounding.step * q - rounding.target
+    step, zero = grid.step(), grid.zero()
+    q = torch.clamp(torch.floor(updated / step) + h + zero, 0, grid.levels)
+    dW = step * (q - zero) - W
     total = B.new_zeros(())
     for head in range(dW.shape[0]):
         inner = dW[head] @ H[min(head, H.shape[0] - 1)] @ dW[head].T
         total = total + torch.trace(inner if G is None else G[head] @ inner)
     if beta is not None:
-        total = total + weight * (1 - (2 * h - 1).abs() ** beta).sum()
+        total = total + 1.5 * (1 - (2 * h - 1).abs() ** beta).sum()
     return total
 
 
@@ -55,9 +58,11 @@ def test_closed_form_equals_autograd(kind: str, beta: float | None) -> None:
     if kind == "query":
         K = torch.randn(heads, 9, rows, dtype=torch.float64)
         G = K.transpose(1, 2) @ K
-    rounding, B = start(W, W + 0.1 * torch.randn_like(W), grid)
+    updated = W + torch.randn_like(W)  # far enough to leave the range of the integers
+    rounding, B = start(W, updated, grid)
+    assert 0 < int((rounding.gain == 0).sum()) < W.numel()
     B = (B + torch.randn_like(B)).requires_grad_()
-    expected = autograd_loss(B, rounding, H, G, 1.5, beta)
+    expected = autograd_loss(B, W, updated, grid, H, G, beta)
     (gradient,) = torch.autograd.grad(expected, B)
     found = rounding_loss(B.detach(), rounding, H, G, weight=1.5, beta=beta)
     torch.testing.assert_close(found.reconstruction + found.penalty, expected.detach())
