@@ -132,7 +132,7 @@ class AespaCLI(LightningCLI):
 
     def _loggers(self, run: Run, index: int) -> list[Logger] | bool:
         """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
-        chosen = self.settings.trainer.logger
+        chosen: list[Logger] | bool | None = self.settings.trainer.logger
         if chosen is None or chosen is True:
             parent = run.folder.parent
             return [

@@ -212,9 +212,8 @@ def fit(
     ).quantize(tokens)
     _write_description(job, run)
     quantized = time.perf_counter() - began
-    kinds = ("original", "nearest", "quantized")
-    if not job.data.evaluation.round_to_nearest:
-        kinds = ("original", "quantized")
+    nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
+    kinds = ("original", *nearest, "quantized")
     results = _compare(job, run.model_folder, texts, kinds, progress) if texts else {}
     seconds = {phase: _total(run, phase) for phase in PHASES}
     metrics = {
@@ -334,4 +333,3 @@ def _check_space(folder: Path, checkpoint_bytes: int) -> None:
             f"{folder} has {free / 1e9:.1f} GB free, the run needs about {needed / 1e9:.1f} GB: free "
             "space there or choose another folder with --output.folder"
         )
-

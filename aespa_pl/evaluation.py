@@ -53,9 +53,11 @@ def _head_perplexity(
 ) -> float:
     mean = MeanMetric().set_dtype(torch.float64).to(source.device)
     for hidden, ids in zip(batches, tokens.split(batch_size), strict=True):
-        for segment, labels in zip(hidden, ids, strict=True):  # logits of one segment at a time
+        for segment, segment_ids in zip(
+            hidden, ids, strict=True
+        ):  # logits of one segment at a time
             logits = source.family.head(source.model, segment[None].to(source.device))[0]
-            labels = labels.to(source.device)
+            labels = segment_ids.to(source.device)
             mean.update(cross_entropy(logits[:-1].float(), labels[1:], reduction="none"))
     average = float(mean.compute())
     return math.exp(average) if average < 700 else math.inf

@@ -87,7 +87,7 @@ def state_problem(
 
 def fit_block_grids(problem: BlockProblem, settings: QuantizationSettings) -> dict[str, Grid]:
     """Run step 2: the grids of all projections, the input groups one after the other."""
-    grids = {}
+    grids: dict[str, Grid] = {}
     for group in problem.layout.groups:
         names = [p.name for p in group.projections]
         fitted = fit_grids(
@@ -181,8 +181,8 @@ def _prepare(
     H: Tensor,
     G: Tensor | None,
     fitted: Grid,
-    row_factor: Tensor | None,
     *,
+    row_factor: Tensor | None,
     use_optq: bool,
 ) -> PreparedProjection:
     factor = W.new_ones(W.shape[:2]) if row_factor is None else row_factor.view(W.shape[:2])

@@ -86,6 +86,7 @@ class IterationProgress(Callback):
     ) -> None:
         """Show iteration and loss, as often as the losses are logged."""
         done = trainer.global_step
-        if done % trainer.log_every_n_steps == 0 or done == trainer.max_steps:
+        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if done % interval == 0 or done == trainer.max_steps:
             loss = float(outputs["loss"])
             self.progress.step(f"  rounding, loss {loss:.5g}", done, trainer.max_steps)

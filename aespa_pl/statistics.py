@@ -86,7 +86,7 @@ class StatisticsCollector:
         return BlockStatisticTensors(inputs, attended, keys, queries)
 
     def _input_hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             X = arguments[0].flatten(0, -2).float()  # [tokens, d_in]
             self._inputs[name] = self._inputs.get(name, 0) + X.T @ X
             if name == self.layout.groups[0].name:

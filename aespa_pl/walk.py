@@ -102,7 +102,7 @@ class Walk:
         self._say(index, record, sum(seconds.values()))
 
     def _collect(self, index: int, block: nn.Module, hidden: list[Tensor]) -> BlockStatisticTensors:
-        """Step 1."""
+        """Run step 1."""
         objective = self.settings.objective
         collector = StatisticsCollector(
             self.layout,
@@ -125,7 +125,7 @@ class Walk:
     def _choose_integers(
         self, index: int, block: nn.Module, statistics: BlockStatisticTensors
     ) -> tuple[dict[str, PreparedProjection], dict[str, Tensor]]:
-        """Steps 2 to 4; once more with ten times the damping where the loss is not finite."""
+        """Run steps 2 to 4; once more with ten times the damping where the loss is not finite."""
         settings = self.settings
         while True:
             try:
@@ -144,7 +144,7 @@ class Walk:
     def _prepare(
         self, block: nn.Module, statistics: BlockStatisticTensors, settings: QuantizationSettings
     ) -> dict[str, PreparedProjection]:
-        """Steps 2 and 3."""
+        """Run steps 2 and 3."""
         with self._measure("grid"):
             problem = state_problem(block, self.layout, statistics, settings.damping)
             grids = fit_block_grids(problem, settings)
@@ -152,7 +152,7 @@ class Walk:
             return prepare_rounding(problem, grids, settings)
 
     def _round(self, index: int, prepared: Mapping[str, PreparedProjection]) -> dict[str, Tensor]:
-        """Step 4: one Trainer.fit."""
+        """Run step 4: one Trainer.fit."""
         settings = self.settings.rounding
         if not settings.enabled:
             return {name: p.integers for name, p in prepared.items()}
@@ -261,8 +261,10 @@ def _artifact(
     prepared: Mapping[str, PreparedProjection],
     integers: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the tensors of a block's file: with them the weights are
-    ``scale * (integers - zero_point)``, zeta being folded already."""
+    """Return the tensors of a block's file.
+
+    The weights are ``scale * (integers - zero_point)``: zeta is folded into them already.
+    """
     tensors = {f"{group}.zeta": zeta for group, zeta in group_zetas(layout, prepared).items()}
     for name, p in prepared.items():
         tensors[f"{name}.integers"] = integers[name].flatten(0, 1).to(torch.uint8)

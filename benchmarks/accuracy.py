@@ -2,8 +2,9 @@
 
 python benchmarks/accuracy.py MODEL EVAL.safetensors CALIB_0.safetensors CALIB_1.safetensors ...
 
-Each safetensors file holds ``ids``, ``[segments, L]`` for calibration and ``[1, tokens]`` for
-evaluation. Options are those of the ``quantization`` section, for example
+Each safetensors file holds ``ids``, ``[segments, 256]`` for calibration and ``[1, tokens]`` for
+evaluation; instead, ``SOURCE@SEED`` samples 128 segments of a text, and EVAL may be a text as well
+(``embedded`` and ``embedded@0`` for the models that come with the package). Options are those of the ``quantization`` section, for example
 ``--quantization.bits 3 --quantization.rounding.enabled false``.
 """
 
@@ -12,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ from aespa_pl.timing import Stopwatch
 from aespa_pl.walk import Walk
 
 
+DEFAULTS = QuantizationSettings()
+
+
 @dataclass(frozen=True)
 class Measured:
     """Perplexity and seconds of one calibration set."""
@@ -52,7 +56,8 @@ def main(
     model: str,
     evaluation: str,
     calibration: list[str],
-    quantization: QuantizationSettings = QuantizationSettings(),
+    *,
+    quantization: QuantizationSettings = DEFAULTS,
     label: str = "",
     threads: int = 1,
     segments: int | None = None,
@@ -74,9 +79,7 @@ def main(
     """
     quiet_libraries()
     torch.set_num_threads(threads)
-    sets = [load_file(path)["ids"].long()[:segments] for path in calibration]
-    length = sets[0].shape[1]
-    ids = load_file(evaluation)["ids"].long().view(-1, length)
+    length = 256
     job = Job.prepare(
         ModelSettings(model),
         DataSettings(CalibrationSettings(segment_length=length), batch_size=8),
@@ -84,6 +87,8 @@ def main(
         OutputSettings(),
         torch.device("cpu"),
     )
+    sets = [_calibration(job, name)[:segments] for name in calibration]
+    ids = _evaluation(job, evaluation)
     if nearest:
         print(label, "original", evaluate(job, job.checkpoint, {"": ids})[""])
         print(label, "nearest", evaluate(job, job.checkpoint, {"": ids}, nearest=True)[""])
@@ -91,11 +96,28 @@ def main(
     values = [result.perplexity for result in results]
     spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     phases = {k: round(v, 1) for k, v in results[0].seconds.items()}
-    print(f"{label} {[round(v, 3) for v in values]} mean {statistics.mean(values):.3f}{spread} {phases}")
+    print(
+        f"{label} {[round(v, 3) for v in values]} mean {statistics.mean(values):.3f}{spread} {phases}"
+    )
     if output:
         with Path(output).open("a", encoding="utf-8") as file:
             row = {"label": label, "command": sys.argv[1:], "perplexity": values, "seconds": phases}
             file.write(json.dumps(row | {"losses": results[0].losses}) + "\n")
+
+
+def _calibration(job: Job, name: str) -> Tensor:
+    if name.endswith(".safetensors"):
+        return load_file(name)["ids"].long()
+    source, _, seed = name.partition("@")
+    settings = replace(job.data.calibration, source=source, seed=int(seed or 0))
+    return replace(job, data=replace(job.data, calibration=settings)).calibration()
+
+
+def _evaluation(job: Job, name: str) -> Tensor:
+    if name.endswith(".safetensors"):
+        return load_file(name)["ids"].long().view(-1, job.segment_length)
+    settings = replace(job.data.evaluation, texts=[name])
+    return replace(job, data=replace(job.data, evaluation=settings)).evaluation()[name]
 
 
 def _measure(job: Job, tokens: Tensor, ids: Tensor) -> Measured:
@@ -104,7 +126,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         run = Run.create(Path(folder), {})
 
-        def trainer(index: int) -> Trainer:
+        def trainer(_: int) -> Trainer:
             return Trainer(
                 accelerator="cpu",
                 devices=1,
@@ -118,7 +140,9 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor) -> Measured:
             )
 
         progress = WalkProgress(Console(quiet=True))
-        Walk(job.stream(job.checkpoint), run, job.quantization, 8, trainer, progress, stopwatch).quantize(tokens)
+        Walk(
+            job.stream(job.checkpoint), run, job.quantization, 8, trainer, progress, stopwatch
+        ).quantize(tokens)
         seconds = {"total": time.perf_counter() - start, **stopwatch.seconds}
         value = evaluate(job, Checkpoint.open(run.model_folder), {"": ids})[""]
         losses = {str(i): record["losses"] for i, record in run.blocks.items()}

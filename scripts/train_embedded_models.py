@@ -14,11 +14,11 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Literal
 
 import torch
 from jsonargparse import auto_cli
-from pydoc_data.topics import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -130,7 +130,8 @@ def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[*SPECIAL.values()], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY, special_tokens=[*SPECIAL.values()], initial_alphabet=alphabet,
+        show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(documents, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
@@ -188,7 +189,10 @@ def nearest_perplexity(family: Family, segments: Tensor) -> float:
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
                 W = module.weight
-                low, high = W.amin(1, keepdim=True).clamp(max=0), W.amax(1, keepdim=True).clamp(min=0)
+                low, high = (
+                    W.amin(1, keepdim=True).clamp(max=0),
+                    W.amax(1, keepdim=True).clamp(min=0),
+                )
                 scale = (high - low) / 3
                 zero = (-low / scale).round()
                 W.copy_(scale * ((W / scale).round().add(zero).clamp(0, 3) - zero))

@@ -54,7 +54,9 @@ def nearest(W: Tensor, scale: float, zero: float, levels: int) -> Tensor:
     )
 
 
-def best_rounding(low: Tensor, step: Tensor, zero: Tensor, W: Tensor, H: Tensor, levels: int) -> float:
+def best_rounding(
+    low: Tensor, step: Tensor, zero: Tensor, W: Tensor, H: Tensor, levels: int
+) -> float:
     """Least ``dw H dw^T`` over all ``2 ** d`` choices between ``low`` and ``low + 1``."""
     best = math.inf
     for ups in itertools.product((0, 1), repeat=W.numel()):
@@ -64,7 +66,9 @@ def best_rounding(low: Tensor, step: Tensor, zero: Tensor, W: Tensor, H: Tensor,
     return best
 
 
-def optq_row(w: Tensor, H: Tensor, step: Tensor, zero: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+def optq_row(
+    w: Tensor, H: Tensor, step: Tensor, zero: Tensor, levels: int
+) -> tuple[Tensor, Tensor]:
     """OPTQ of one row by its definition: the optimal update of all columns left after each rounding.
 
     Minimizes the quadratic form over the columns not yet rounded, by solving the linear system of

@@ -20,7 +20,12 @@ from transformers import (
 
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Attention
-from aespa_pl.statistics import BlockStatisticTensors, StatisticsCollector, rotate_back, through_norm
+from aespa_pl.statistics import (
+    BlockStatisticTensors,
+    StatisticsCollector,
+    rotate_back,
+    through_norm,
+)
 from tests import reference
 
 LENGTH, SEGMENTS, HEADS, HEAD_SIZE = 7, 8, 4, 6

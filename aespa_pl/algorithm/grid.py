@@ -45,7 +45,7 @@ def search_grid(
         (zeta[:, None] * H * zeta).unflatten(-1, (groups, columns)).unflatten(-3, (groups, columns))
     )
     blocks = scaled.diagonal(dim1=-4, dim2=-2).movedim(-1, 1)  # [#heads, groups, columns, columns]
-    scale, zero_point = _range(V, bits, symmetric)
+    scale, zero_point = _range(V, bits, symmetric=symmetric)
     best_scale, best_zero = _search(
         V.transpose(1, 2), blocks, scale.transpose(1, 2), zero_point.transpose(1, 2), bits
     )
@@ -54,10 +54,11 @@ def search_grid(
 
 def _split(V: Tensor, group_size: int | None) -> Tensor:
     """``[heads, rows, d_in]`` to ``[heads, rows, groups, columns]``."""
-    return V.unflatten(-1, (-1, group_size or V.shape[-1]))
+    size = group_size or V.shape[-1]
+    return V.view(*V.shape[:-1], -1, size)
 
 
-def _range(V: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+def _range(V: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Return scale and (not yet rounded) zero point of the min-max range, which contains 0."""
     levels = 2**bits - 1
     low, high = V.amin(-1).clamp(max=0), V.amax(-1).clamp(min=0)

@@ -1,8 +1,8 @@
 """Dead inputs, damping and the inverse of a Hessian."""
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-import torch
 
 DEAD_DIAGONAL = 1 / 2048
 """Diagonal given to an input that is always 0 (algorithm.md)."""

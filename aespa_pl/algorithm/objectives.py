@@ -24,10 +24,8 @@ def error_product(
         G: Second moment of the *other* side of the attention score, keys for the query projection
             and queries for the key projection; None for every other projection.
     """
-    if H.shape[0] == 1:  # one large product instead of a batch of small ones
-        P = (dW.flatten(0, 1) @ H[0]).view_as(dW)
-    else:
-        P = dW @ H
+    # with one H for all heads: one large product instead of a batch of small ones
+    P = (dW.flatten(0, 1) @ H[0]).view_as(dW) if H.shape[0] == 1 else dW @ H
     return P if G is None else G @ P
 
 

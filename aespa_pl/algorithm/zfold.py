@@ -37,7 +37,6 @@ def fit_grids(
         max_rounds: Alternations at most. They end when the loss of all projections together,
             ``tr(dW H dW^T)`` under nearest rounding, no longer falls; the best grids are kept.
     """
-    shape = {"bits": bits, "symmetric": symmetric, "group_size": group_size}
     zeta = torch.ones_like(weights[0][0, 0])
 
     def search(zeta: Tensor) -> tuple[list[Grid], float]:

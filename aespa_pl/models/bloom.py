@@ -46,7 +46,7 @@ class BloomFamily(Family):
                 f"{config.pretraining_tp} in config.json is not supported: set it to false"
             )
 
-    def positions(self, config: PreTrainedConfig) -> int | None:  # noqa: ARG002 - interface
+    def positions(self, config: PreTrainedConfig) -> int | None:
         """Return None: ALiBi has no limit."""
         return None
 
@@ -147,6 +147,6 @@ class BloomFamily(Family):
             for handle in handles:
                 handle.remove()
 
-    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002 - interface
+    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Return None: queries and keys have no norm."""
         return None

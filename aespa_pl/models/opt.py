@@ -122,6 +122,6 @@ class OptFamily(Family):
         with observed(model, block.get_submodule("self_attn"), report):
             yield
 
-    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002 - interface
+    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Return None: queries and keys have no norm."""
         return None

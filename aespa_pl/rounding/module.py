@@ -45,7 +45,7 @@ class _ClosedFormLoss(torch.autograd.Function):
     """A loss whose gradient is known already, so that Lightning's ``backward`` finds it."""
 
     @staticmethod
-    def forward(ctx: Any, variables: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, _variables: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
         return loss.clone()
 
@@ -103,8 +103,9 @@ class BlockRounding(LightningModule):
             )
             losses[name] = loss
             value = loss.reconstruction + loss.penalty
-            total = total + _ClosedFormLoss.apply(B, value, loss.gradient)
-        if self.global_step % self.trainer.log_every_n_steps == 0:
+            total = total + _ClosedFormLoss.apply(B, value, loss.gradient)  # type: ignore[no-untyped-call]
+        interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.global_step % interval == 0:
             self._report(losses)
         return total
 

@@ -31,7 +31,13 @@ def problem(heads: int, rows: int, columns: int, bits: int = 2) -> tuple[Tensor,
 
 
 def autograd_loss(
-    B: Tensor, W: Tensor, updated: Tensor, grid: Grid, H: Tensor, G: Tensor | None, beta: float | None
+    B: Tensor,
+    W: Tensor,
+    updated: Tensor,
+    grid: Grid,
+    H: Tensor,
+    G: Tensor | None,
+    beta: float | None,
 ) -> Tensor:
     """The definition, with lambda 1.5, left to autograd."""
     h = torch.clamp(1.2 * torch.sigmoid(B) - 0.1, 0, 1)
@@ -74,7 +80,9 @@ def test_start_has_the_fraction_of_the_updated_weight() -> None:
     W, _, grid = problem(1, 4, 6)
     updated = W + 0.3 * torch.randn_like(W)
     rounding, B = start(W, updated, grid)
-    torch.testing.assert_close(rounding.lower - grid.zero() + rectified_sigmoid(B), updated / grid.step())
+    torch.testing.assert_close(
+        rounding.lower - grid.zero() + rectified_sigmoid(B), updated / grid.step()
+    )
 
 
 def test_loss_is_measured_against_the_original_weight() -> None:

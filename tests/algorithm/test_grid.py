@@ -17,7 +17,9 @@ def problem(heads: int = 1, rows: int = 3, columns: int = 8) -> tuple[Tensor, Te
     return W, X @ X.transpose(1, 2), torch.rand(columns, dtype=torch.float64) + 0.5
 
 
-def by_hand(w: Tensor, H: Tensor, zeta: Tensor, bits: int, *, symmetric: bool) -> tuple[float, float]:
+def by_hand(
+    w: Tensor, H: Tensor, zeta: Tensor, bits: int, *, symmetric: bool
+) -> tuple[float, float]:
     """Return scale and zero point of the best candidate of one row, and nothing clever."""
     v, levels = w / zeta, 2**bits - 1
     low, high = min(float(v.min()), 0), max(float(v.max()), 0)
@@ -88,6 +90,8 @@ def test_a_row_of_zeros_gets_a_usable_grid() -> None:
 
 def test_min_max_grid_reaches_both_ends_and_zero() -> None:
     W = torch.tensor([[[0.5, 1.0, 2.0, 3.0], [-3.0, -1.0, -0.5, 0.0]]], dtype=torch.float64)
-    g = min_max_grid(W, torch.ones(4, dtype=torch.float64), bits=2, symmetric=False, group_size=None)
+    g = min_max_grid(
+        W, torch.ones(4, dtype=torch.float64), bits=2, symmetric=False, group_size=None
+    )
     assert g.scale.flatten().tolist() == [1, 1]
     assert g.zero_point.flatten().tolist() == [0, 3]

@@ -22,7 +22,7 @@ def test_value_objective_is_the_squared_error_of_the_attention_output() -> None:
     dW, X = random(3, 4, 6), random(6, 10)
     A = torch.softmax(random(3, 10, 10), -1)
     H = torch.stack([X @ a.T @ a @ X.T for a in A])
-    loss = reconstruction_loss(dW, H).sum((1))
+    loss = reconstruction_loss(dW, H).sum(1)
     for head in range(3):
         expected = reference.attention_output_error(dW[head], X, A[head])
         assert float(loss[head]) == pytest.approx(expected, rel=1e-12)

@@ -20,7 +20,9 @@ def problem(heads: int = 2, rows: int = 3, columns: int = 10) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("block", [128, 4, 1])
-def test_update_equals_solving_for_the_columns_left(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_equals_solving_for_the_columns_left(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(optq, "BLOCK", block)
     W, H, grid = problem()
     updated, integers, added = update_weights(W, H, grid)

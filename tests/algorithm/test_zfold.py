@@ -32,7 +32,10 @@ def test_zeta_is_the_least_squares_factor_of_each_column() -> None:
     for j in range(12):
         w = torch.cat([W[0, :, j] for W in weights])
         value = torch.cat(
-            [(dequantize(quantize(W, g), g) / zeta)[0, :, j] for W, g in zip(weights, grids, strict=True)]
+            [
+                (dequantize(quantize(W, g), g) / zeta)[0, :, j]
+                for W, g in zip(weights, grids, strict=True)
+            ]
         )
         # Least squares by the library; a column that is quantized to 0 everywhere keeps its factor.
         expected = torch.linalg.lstsq(value[:, None], w[:, None]).solution.item() or float(zeta[j])

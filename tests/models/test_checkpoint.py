@@ -144,6 +144,17 @@ def test_only_the_block_in_use_is_real(tmp_path: Path) -> None:
     assert {name for name, p in model.named_parameters() if not p.is_meta} == stem
 
 
+def test_block_loaded_in_inference_mode_can_be_released_outside(tmp_path: Path) -> None:
+    """As a generator that is abandoned in the middle of an evaluation does it."""
+    checkpoint = Checkpoint.open(save(make_model("opt", torch.float32), tmp_path))
+    model = checkpoint.skeleton()
+    family = family_of(model.config)
+    with torch.inference_mode():
+        block = checkpoint.load_block(model, family, 0, CPU, torch.float32)
+    checkpoint.release_block(model, family, 0)
+    assert all(parameter.is_meta for parameter in block.parameters())
+
+
 def test_loaded_weights_are_free_of_the_file(tmp_path: Path) -> None:
     """They are changed in place, and the file may go."""
     checkpoint = Checkpoint.open(save(make_model("opt", torch.float32), tmp_path))

@@ -119,6 +119,24 @@ def test_observed_block_gives_the_same_output(name: str) -> None:
         torch.testing.assert_close(observed, plain, **SINGLE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every_example
+def test_observed_block_gives_the_same_output_in_half_precision(
+    name: str, dtype: torch.dtype
+) -> None:
+    model, ids = make_model(name, dtype), make_ids()
+    family = family_of(model.config)
+    hidden, arguments = family.embed(model, ids)
+    block = model.get_submodule(family.blocks_path)[0]
+    plain = family.run_block(block, hidden, arguments)
+    with family.observe_attention(model, block, lambda _: None):
+        observed = family.run_block(block, hidden, family.arguments(model, hidden))
+    assert observed.dtype == dtype
+    # a few roundings of the type, of values that reach 8
+    tolerance = 32 * torch.finfo(dtype).eps
+    torch.testing.assert_close(observed, plain, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("name", ["opt", "bloom", "qwen3-mixed"])
 def test_observation_ends_with_its_context(name: str) -> None:
     model, ids = make_model(name), make_ids()

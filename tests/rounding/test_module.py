@@ -37,7 +37,9 @@ def trainer(iterations: int = SETTINGS.iterations, **more: object) -> Trainer:
     return Trainer(max_steps=iterations, max_epochs=-1, **(quiet | defaults | more))
 
 
-def plain_loop(tasks: dict[str, RoundingTask], batch: dict[str, tuple[Tensor, Tensor | None]]) -> dict[str, Tensor]:
+def plain_loop(
+    tasks: dict[str, RoundingTask], batch: dict[str, tuple[Tensor, Tensor | None]]
+) -> dict[str, Tensor]:
     learned = {}
     for name, task in tasks.items():
         B = task.start.clone().requires_grad_()
@@ -45,7 +47,9 @@ def plain_loop(tasks: dict[str, RoundingTask], batch: dict[str, tuple[Tensor, Te
         for i in range(SETTINGS.iterations):
             beta = penalty_exponent(i, SETTINGS.iterations, warmup=0.2, start=20.0, end=2.0)
             H, G = batch[name]
-            B.grad = rounding_loss(B.detach(), task.rounding, H, G, weight=task.penalty, beta=beta).gradient
+            B.grad = rounding_loss(
+                B.detach(), task.rounding, H, G, weight=task.penalty, beta=beta
+            ).gradient
             adam.step()
         learned[name] = B.detach()
     return learned
@@ -66,7 +70,9 @@ def test_training_equals_a_plain_adam_loop() -> None:
 def test_curves_of_every_projection_are_logged(tmp_path: Path) -> None:
     tasks, batch = problem()
     logger = CSVLogger(tmp_path)
-    trainer(logger=logger).fit(BlockRounding(tasks, SETTINGS, "block 0"), datamodule=BlockStatistics(batch))
+    trainer(logger=logger).fit(
+        BlockRounding(tasks, SETTINGS, "block 0"), datamodule=BlockStatistics(batch)
+    )
     lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     for curve in ("reconstruction_loss", "rounding_loss", "undecided", "differs_from_nearest"):
         for name in tasks:
@@ -82,7 +88,12 @@ def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     first.fit(BlockRounding(tasks, SETTINGS, "block 0"), datamodule=BlockStatistics(batch))
     first.save_checkpoint(tmp_path / "half.ckpt")
     resumed = BlockRounding(tasks, SETTINGS, "block 0")
-    trainer().fit(resumed, datamodule=BlockStatistics(batch), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    trainer().fit(
+        resumed,
+        datamodule=BlockStatistics(batch),
+        ckpt_path=tmp_path / "half.ckpt",
+        weights_only=True,
+    )
     for name in tasks:
         assert torch.equal(resumed.variables[name], whole.variables[name])
 
@@ -92,6 +103,10 @@ def test_a_loss_that_is_not_finite_is_named(log_every_n_steps: int) -> None:
     tasks, batch = problem()
     batch["fc"] = (batch["fc"][0] * torch.inf, None)
     module = BlockRounding(tasks, SETTINGS, "block 7")
-    with pytest.raises(NonFiniteLossError, match="block 7.* fc "):
+
+    def run() -> None:
         trainer(log_every_n_steps=log_every_n_steps).fit(module, datamodule=BlockStatistics(batch))
         module.integers()
+
+    with pytest.raises(NonFiniteLossError, match=r"block 7.* fc "):
+        run()
