@@ -119,7 +119,7 @@ def prepare_rounding(
             problem.hessians[p.name],
             _other_side(p, problem.statistics),
             grids[p.name],
-            factors.get(p.name),
+            row_factor=factors.get(p.name),
             use_optq=settings.optq.enabled,
         )
         for p in problem.layout.projections

@@ -21,7 +21,7 @@ def min_max_grid(
     group_size: int | None,
 ) -> Grid:
     """Return the grid from the smallest to the largest weight of each row (and group of columns)."""
-    scale, zero_point = _range(_split(W / zeta, group_size), bits, symmetric)
+    scale, zero_point = _range(_split(W / zeta, group_size), bits, symmetric=symmetric)
     return Grid(scale, zero_point.round(), zeta, bits)
 
 
