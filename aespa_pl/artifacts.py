@@ -59,10 +59,31 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
             temporary.unlink()
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_whole(path, write)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write readable JSON, whole or not at all."""
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    write_whole(path, lambda temporary: _write_text(temporary, text))
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file.
+
+    Raises:
+        UserError: It can't be read.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): remove it") from error
+    return content
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -148,10 +169,6 @@ class ModelWriter:
 
     def _write_shard(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         write_tensors(self._shard(number), tensors, {"format": "pt"})
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _flush_folder(folder: Path) -> None:

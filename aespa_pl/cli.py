@@ -1,12 +1,15 @@
 """The command line: ``aespa-pl fit`` quantizes a model, ``aespa-pl test`` measures it."""
 
 import logging
+import shlex
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from jsonargparse import ArgumentError
 from lightning.pytorch import Trainer
@@ -16,7 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl import commands
+from aespa_pl.artifacts import write_text
+from aespa_pl.checkpoints import JournaledCheckpointIO, StopAtIteration, periodic_checkpoints
 from aespa_pl.errors import UserError
+from aespa_pl.interruption import Interruption, RunInterrupted
 from aespa_pl.progress import IterationProgress, WalkProgress
 from aespa_pl.run import Run
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
@@ -33,7 +39,7 @@ TRAINER_DEFAULTS = {
     "devices": 1,
     "enable_progress_bar": False,
     "enable_model_summary": False,
-    "enable_checkpointing": False,
+    "enable_checkpointing": True,
     "log_every_n_steps": 20,
 }
 
@@ -52,6 +58,16 @@ class BlockTrainer(Trainer):
 
 class AespaCLI(LightningCLI):
     """Sections ``model``, ``data``, ``quantization``, ``output`` and ``trainer`` of a YAML file."""
+
+    def __init__(self, interruption: Interruption, **kwargs: Any) -> None:
+        """Parse the arguments and run the command.
+
+        Args:
+            interruption: Tells when the user or the system wants us to stop.
+            kwargs: Those of LightningCLI.
+        """
+        self.interruption = interruption
+        super().__init__(**kwargs)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -88,17 +104,13 @@ class AespaCLI(LightningCLI):
         """Quantize, and print what came out."""
         console = Console()
         with WalkProgress(console) as progress:
-
-            def make_trainer(run: Run, index: int) -> Trainer:
-                callbacks = [*(self.settings.trainer.callbacks or []), IterationProgress(progress)]
-                return self.instantiate_trainer(
-                    logger=self._loggers(run, index),
-                    callbacks=callbacks,
-                    max_steps=self.settings.quantization.rounding.iterations,
-                    max_epochs=-1,
-                )
-
-            run, metrics = commands.fit(self._job(), make_trainer, self._save_config, progress)
+            run, metrics = commands.fit(
+                self._job(),
+                self.settings.ckpt_path,
+                partial(self._block_trainer, progress),
+                self._save_config,
+                progress,
+            )
         _print_perplexities(console, metrics["perplexity"])
         console.print(
             f"{metrics['seconds']['quantization']:.0f} s for the quantization", highlight=False
@@ -109,25 +121,47 @@ class AespaCLI(LightningCLI):
     def test(self, **_: Any) -> None:
         """Measure, and print what came out."""
         console = Console()
-        folder = self.settings.run_folder
+        which = self.settings.ckpt_path or commands.LAST
         with WalkProgress(console) as progress:
-            folder, metrics = commands.test(self._job(), Path(folder) if folder else None, progress)
+            folder, metrics = commands.test(self._job(), which, progress)
         _print_perplexities(console, metrics["perplexity"])
         console.print(str(folder), highlight=False, soft_wrap=True)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what only some commands have."""
+        """Add the run to go on with."""
         parser.add_argument(
-            "--run_folder",
+            "--ckpt_path",
             type=str | None,
             default=None,
-            help="test: folder of the run to measure (default: the last of output.folder/output.name).",
+            help="last (the newest of output.folder/output.name) or the folder of a run. fit: continue "
+            "this run; without it, a new one starts. test: measure this run; without it, the last.",
         )
 
     def _job(self) -> commands.Job:
         s = self.settings
         return commands.Job.prepare(
             s.model, s.data, s.quantization, s.output, self.trainer.strategy.root_device
+        )
+
+    def _block_trainer(self, progress: WalkProgress, run: Run, index: int) -> Trainer:
+        """Return the Trainer of one block: the ``trainer`` section, and what the walk adds to it."""
+        chosen, folder = self.settings.trainer, run.checkpoint_folder(index)
+        saving = periodic_checkpoints(self.settings.output, folder)
+        return self.instantiate_trainer(
+            logger=self._loggers(run, index),
+            callbacks=[
+                *(chosen.callbacks or []),
+                *(saving if chosen.enable_checkpointing else []),
+                IterationProgress(progress),
+                StopAtIteration(self.interruption, folder),
+            ],
+            plugins=[*(chosen.plugins or []), JournaledCheckpointIO(run, index)],
+            enable_checkpointing=bool(saving) and chosen.enable_checkpointing,
+            # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or
+            # the next block would start from it
+            default_root_dir=folder,
+            max_steps=self.settings.quantization.rounding.iterations,
+            max_epochs=-1,
         )
 
     def _loggers(self, run: Run, index: int) -> list[Logger] | bool:
@@ -142,38 +176,64 @@ class AespaCLI(LightningCLI):
             ]
         return chosen
 
-    def _save_config(self, path: Path) -> None:
-        """Write the configuration as it was run; the file runs again."""
+    def _save_config(self, folder: Path) -> None:
+        """Write the configuration as it was run; the file runs again, and continues this run."""
         text = self.parser.dump(self.config, skip_none=False)
         content = yaml.safe_load(text)[self.subcommand]
-        path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        for key in ("config", "ckpt_path"):
+            content.pop(key, None)
+        path = folder / "config.yaml"
+        write_text(path, yaml.safe_dump(content, sort_keys=False))
+        self.interruption.how_to_continue = (
+            f"aespa-pl fit --config {shlex.quote(str(path))} --ckpt_path {shlex.quote(str(folder))}"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a mistake of the user ends with one line and status 2."""
     quiet_libraries()
     commands_kwargs = {name: {"exit_on_error": False} for name in AespaCLI.subcommands()}
+    interruption = Interruption()
     try:
-        AespaCLI(
-            trainer_class=BlockTrainer,
-            save_config_callback=None,
-            seed_everything_default=False,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            parser_kwargs={
-                "prog": "aespa-pl",
-                "description": "Quantize the weights of a language model with aespa.",
-                "exit_on_error": False,
-                "allow_abbrev": False,
-                **commands_kwargs,
-            },
-            args=list(arguments) if arguments is not None else None,
-        )
+        with interruption.watching():
+            AespaCLI(
+                interruption,
+                trainer_class=BlockTrainer,
+                save_config_callback=None,
+                seed_everything_default=False,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                parser_kwargs={
+                    "prog": "aespa-pl",
+                    "description": "Quantize the weights of a language model with aespa.",
+                    "exit_on_error": False,
+                    "allow_abbrev": False,
+                    **commands_kwargs,
+                },
+                args=list(arguments) if arguments is not None else None,
+            )
     except (ArgumentError, UserError) as error:
-        sys.stderr.write(f"aespa-pl: {_one_line(str(error))}\n")
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        _stop(str(error), 2)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _stop(f"{where}{error.strerror or error}", 2)
+    except torch.OutOfMemoryError as error:
+        _stop(f"out of memory on the device: {error}. Lower data.batch_size", 2)
+    except MemoryError:
+        _stop("out of memory: lower data.batch_size or data.calibration.segments", 2)
+    except RunInterrupted as error:
+        advice = interruption.how_to_continue
+        _stop(
+            f"stopped by {error}; "
+            + (f"continue with: {advice}" if advice else "no run had begun"),
+            128 + error.number,
+        )
+
+
+def _stop(message: str, status: int) -> None:
+    """End with one line."""
+    sys.stderr.write(f"aespa-pl: {' '.join(message.split())}\n")
+    sys.exit(status)
 
 
 def _check_trainer(trainer: Mapping[str, Any]) -> None:
@@ -198,12 +258,9 @@ def _print_perplexities(console: Console, results: Mapping[str, Mapping[str, flo
     console.print(table)
 
 
-def _one_line(message: str) -> str:
-    return " ".join(message.split())
-
-
 def quiet_libraries() -> None:
     """Keep what Lightning says about every Trainer off the screen: a walk makes one a block."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # a continued block
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)

@@ -3,6 +3,7 @@
 import hashlib
 import platform
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 import aespa_pl
-from aespa_pl.artifacts import write_json
+from aespa_pl.artifacts import disk_errors, read_json, write_json
 from aespa_pl.data import calibration_tokens, check_vocabulary, default_cache, evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation import perplexity
@@ -34,6 +35,8 @@ from aespa_pl.stream import StreamedModel
 from aespa_pl.timing import Stopwatch, peak_bytes
 from aespa_pl.walk import Walk
 
+LAST = "last"
+"""``--ckpt_path last``: the newest run."""
 PHASES = ("statistics", "grid", "optq", "rounding")
 FREE_SPACE_FACTOR = 1.6
 """Disk that a run needs, in sizes of the checkpoint: the model again, one byte a weight beside it."""
@@ -124,16 +127,31 @@ class Job:
         return texts
 
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
-        """Return what the result depends on; a resume with anything else is refused."""
+        """Return what the result depends on; a resume with anything else is refused.
+
+        The number of iterations may change: it then holds for the blocks to come.
+        """
+        quantization = asdict(self.quantization)
+        del quantization["rounding"]["iterations"]
         return {
             "model": model_fingerprint(
                 {self.checkpoint.folder / "config.json", *self._weight_files}
             ),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "calibration": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
-            "batch_size": self.data.batch_size,
-            "quantization": asdict(self.quantization),
+            "calibration": {
+                "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+                "segments": self.data.calibration.segments,
+                "segment_length": self.segment_length,
+                "seed": self.data.calibration.seed,
+            },
+            "data": {"batch_size": self.data.batch_size},
+            "quantization": quantization,
         }
+
+    @property
+    def runs_folder(self) -> Path:
+        """Folder of the runs of this name."""
+        return Path(self.output.folder).expanduser() / self.output.name
 
     @property
     def size(self) -> int:
@@ -177,6 +195,7 @@ class Job:
 
 def fit(
     job: Job,
+    resume: str | None,
     make_trainer: Callable[[Run, int], Trainer],
     save_config: Callable[[Path], None],
     progress: WalkProgress,
@@ -185,58 +204,102 @@ def fit(
 
     Args:
         job: What to do.
+        resume: ``last`` or the folder of a run to continue; None: a new run.
         make_trainer: Makes the Trainer of a block.
-        save_config: Writes the configuration to a file.
+        save_config: Writes the configuration into the folder of the run.
         progress: Where to show how far it is.
 
     Raises:
         UserError: See the message; finished blocks stay on disk.
     """
     began = time.perf_counter()
+    _check_output(job)
+    earlier = _run_to_continue(job, resume, progress)
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
-    run = Run.create(Path(job.output.folder) / job.output.name, job.fingerprint(tokens))
-    _check_space(run.folder, job.size)
-    save_config(run.folder / "config.yaml")
-    progress.say(f"run folder: {run.folder}")
-    stopwatch = Stopwatch()
-    source = job.stream(job.checkpoint)
-    Walk(
-        source,
-        run,
-        job.quantization,
-        job.data.batch_size,
-        partial(make_trainer, run),
-        progress,
-        stopwatch,
-    ).quantize(tokens)
-    _write_description(job, run)
-    quantized = time.perf_counter() - began
-    nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
-    kinds = ("original", *nearest, "quantized")
-    results = _compare(job, run.model_folder, texts, kinds, progress) if texts else {}
-    seconds = {phase: _total(run, phase) for phase in PHASES}
-    metrics = {
-        "perplexity": results,
-        "seconds": {"quantization": quantized, "total": time.perf_counter() - began, **seconds},
-        "peak_bytes": peak_bytes(job.device),
-    }
-    write_json(run.folder / "metrics.json", metrics)
+    fingerprint = job.fingerprint(tokens)
+    if earlier is None:
+        _check_weights(job, progress)
+        run = Run.create(job.runs_folder, fingerprint)
+    else:
+        run = earlier
+    with run.locked():
+        if earlier is not None:
+            run = Run.open(run.folder)  # again: until now another process may have worked on it
+            run.refuse_changes(fingerprint)
+            if run.metrics_file.is_file():
+                progress.say(f"{run.folder} is finished already: nothing to do")
+                return run, read_json(run.metrics_file)
+        save_config(run.folder)
+        progress.say(f"run folder: {run.folder}")
+        _quantize(job, run, tokens, make_trainer, progress)
+        quantized = time.perf_counter() - began
+        nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
+        kinds = ("original", *nearest, "quantized")
+        results = _compare(job, run.model_folder, texts, kinds, progress) if texts else {}
+        seconds = {phase: _total(run, phase) for phase in PHASES}
+        metrics = {
+            "perplexity": results,
+            "seconds": {"total": time.perf_counter() - began, "quantization": quantized, **seconds},
+            "peak_bytes": peak_bytes(job.device),
+        }
+        write_json(run.metrics_file, metrics)
     return run, metrics
 
 
-def test(job: Job, run_folder: Path | None, progress: WalkProgress) -> tuple[Path, dict[str, Any]]:
+def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Run | None:
+    """Return the run that ``--ckpt_path`` names; ``last`` before the first run means a new one."""
+    if resume is None:
+        return None
+    if resume != LAST:
+        return Run.open(Path(resume))
+    folder = last_run(job.runs_folder)
+    if folder is None:
+        progress.say(f"no run in {job.runs_folder} yet: this is the first")
+        return None
+    return Run.open(folder)
+
+
+def _check_weights(job: Job, progress: WalkProgress) -> None:
+    """Read all weights once: a NaN in the last block is noticed before hours of work."""
+    names = list(job.checkpoint.tensors)
+    progress.begin("Checking weights, tensors", len(names))
+    for name in names:
+        job.checkpoint.tensor(name)
+        progress.advance()
+
+
+def _quantize(
+    job: Job,
+    run: Run,
+    tokens: Tensor,
+    make_trainer: Callable[[Run, int], Trainer],
+    progress: WalkProgress,
+) -> None:
+    source = job.stream(job.checkpoint)
+    trainer = partial(make_trainer, run)
+    walk = Walk(source, run, job.quantization, job.data.batch_size, trainer, progress, Stopwatch())
+    walk.quantize(tokens)
+    _write_description(job, run)
+
+
+def test(job: Job, which: str, progress: WalkProgress) -> tuple[Path, dict[str, Any]]:
     """Measure the perplexity of the original and of the quantized model; return run and metrics.
 
     Args:
         job: Which model and texts.
-        run_folder: Folder of a finished run; None: the last of ``output.folder/output.name``.
+        which: Folder of a finished run; ``last``: the newest of ``output.folder/output.name``.
         progress: Where to show how far it is.
 
     Raises:
         UserError: There is no finished run, or a text can't be had.
     """
-    folder = run_folder or last_run(Path(job.output.folder) / job.output.name)
+    folder = last_run(job.runs_folder) if which == LAST else Path(which)
+    if folder is None:
+        raise UserError(
+            f"no run in {job.runs_folder}: check output.folder and output.name, or start with "
+            "aespa-pl fit"
+        )
     model = Run.open(folder).model_folder
     if not (model / "model.safetensors.index.json").is_file():
         raise UserError(
@@ -326,8 +389,14 @@ def _total(run: Run, phase: str) -> float:
     return sum(float(record["seconds"].get(phase, 0)) for record in run.blocks.values())
 
 
-def _check_space(folder: Path, checkpoint_bytes: int) -> None:
-    free, needed = shutil.disk_usage(folder).free, FREE_SPACE_FACTOR * checkpoint_bytes
+def _check_output(job: Job) -> None:
+    """Refuse a folder that cannot be written to or is too small, before anything is computed."""
+    folder = job.runs_folder
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    free, needed = shutil.disk_usage(folder).free, FREE_SPACE_FACTOR * job.size
     if free < needed:
         raise UserError(
             f"{folder} has {free / 1e9:.1f} GB free, the run needs about {needed / 1e9:.1f} GB: free "

@@ -36,7 +36,7 @@ def perplexity(
         after_block: Called after each block, for a progress bar.
     """
     streams = {name: source.embed(tokens, batch_size) for name, tokens in texts.items()}
-    for _, block in source.blocks():
+    for block in source.blocks():
         if change is not None:
             change(block)
         for batches in streams.values():

@@ -2,10 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from aespa_pl.artifacts import next_version, version_number, write_json
 from aespa_pl.errors import UserError
@@ -17,12 +20,20 @@ MEBIBYTE = 2**20
 
 @dataclass
 class Run:
-    """One run: its folder, the fingerprint of its inputs and the blocks that are complete."""
+    """One run: its folder, the fingerprint of its inputs and what is complete.
+
+    The journal is written after the files that it names, and each write replaces it whole: what it
+    names is on the disk, and what it does not name is not used.
+    """
 
     folder: Path
     fingerprint: Mapping[str, Any]
     blocks: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By block index: checksums of its files and what was measured."""
+    checkpoint: dict[str, Any] | None = None
+    """Lightning's checkpoint of the block under way: its ``block``, ``file`` and ``checksum``."""
+    damping: dict[int, float] = field(default_factory=dict)
+    """By block index: the damping of a second attempt, where the first one diverged."""
 
     @property
     def journal(self) -> Path:
@@ -34,9 +45,18 @@ class Run:
         """The quantized model."""
         return self.folder / "model"
 
+    @property
+    def metrics_file(self) -> Path:
+        """What was measured; written last, so a run that has it is finished."""
+        return self.folder / "metrics.json"
+
     def block_file(self, index: int) -> Path:
         """Integers, scales, zero points and zeta of a block."""
         return self.folder / "blocks" / f"block_{index:03}.safetensors"
+
+    def checkpoint_folder(self, index: int) -> Path:
+        """Lightning's checkpoints of a block, while it is under way."""
+        return self.folder / "checkpoints" / f"block_{index:03}"
 
     @classmethod
     def create(cls, parent: Path, fingerprint: Mapping[str, Any]) -> "Run":
@@ -59,8 +79,13 @@ class Run:
                 raise UserError(
                     f"{path} was written by a newer version of aespa-pl: update aespa-pl"
                 )
-            blocks = {int(index): record for index, record in content["blocks"].items()}
-            return cls(folder, content["fingerprint"], blocks)
+            return cls(
+                folder,
+                content["fingerprint"],
+                {int(index): dict(record) for index, record in content["blocks"].items()},
+                content["checkpoint"],
+                {int(index): float(share) for index, share in content["damping"].items()},
+            )
         except OSError as error:
             raise UserError(
                 f"{folder} is not the folder of a run: {path.name} cannot be read"
@@ -76,22 +101,110 @@ class Run:
                 "format": FORMAT,
                 "fingerprint": self.fingerprint,
                 "blocks": {str(index): record for index, record in self.blocks.items()},
+                "checkpoint": self.checkpoint,
+                "damping": {str(index): share for index, share in self.damping.items()},
             },
         )
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes off this run; the operating system frees a dead process's lock.
 
-def last_run(parent: Path) -> Path:
-    """Return the newest run in ``parent``.
+        Raises:
+            UserError: Another process has it.
+        """
+        lock = FileLock(self.folder / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"{self.folder} is in use by another process: wait for it, or start a new run "
+                "without --ckpt_path"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
-    Raises:
-        UserError: There is none.
-    """
+    def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
+        """Refuse to continue with other inputs.
+
+        Raises:
+            UserError: Something that the result depends on has changed; the message lists all of it.
+        """
+        changes = differences(self.fingerprint, fingerprint)
+        if changes:
+            raise UserError(
+                f"{self.folder} cannot be continued, for {'; '.join(changes)}: restore these, or start "
+                "a new run without --ckpt_path"
+            )
+
+    def finish_block(self, index: int, record: Mapping[str, Any], files: Iterable[Path]) -> None:
+        """Note that a block is complete; its checkpoints are of no more use."""
+        self.blocks[index] = {**record, "files": {file.name: checksum(file) for file in files}}
+        self.forget_checkpoint(index)
+
+    def damaged(self, index: int, files: Iterable[Path]) -> list[Path]:
+        """Return the files of a complete block that are missing or not what the journal knows."""
+        known = self.blocks[index]["files"]
+        return [
+            file for file in files if not file.is_file() or checksum(file) != known.get(file.name)
+        ]
+
+    def note_checkpoint(self, index: int, file: Path) -> None:
+        """Note a checkpoint of the block under way that is on the disk."""
+        self.checkpoint = {
+            "block": index,
+            "file": file.relative_to(self.folder).as_posix(),
+            "checksum": checksum(file),
+        }
+        self.save()
+
+    def usable_checkpoint(self, index: int) -> Path | None:
+        """Return the checkpoint of a block, if the journal has one.
+
+        Raises:
+            DamagedFileError: The file is missing or not what the journal knows.
+        """
+        if self.checkpoint is None or self.checkpoint["block"] != index:
+            return None
+        file = self.folder / str(self.checkpoint["file"])
+        if not file.is_file() or checksum(file) != self.checkpoint["checksum"]:
+            raise DamagedFileError(str(file))
+        return file
+
+    def forget_checkpoint(self, index: int) -> None:
+        """Remove a block's checkpoints."""
+        self.checkpoint = None
+        self.save()
+        folder = self.checkpoint_folder(index)
+        for file in folder.glob("*"):
+            file.unlink()
+        for empty in (folder, folder.parent):
+            if empty.is_dir() and not any(empty.iterdir()):
+                empty.rmdir()
+
+
+class DamagedFileError(Exception):
+    """A file is not what the journal says of it."""
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return ``key was x and is y`` for each leaf of nested mappings that differs."""
+    found = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} was {_short(old)} and is {_short(new)}")
+    return found
+
+
+def last_run(parent: Path) -> Path | None:
+    """Return the newest run in ``parent``, None if there is none."""
     runs = [path for path in parent.glob("version_*") if (path / "journal.json").is_file()]
-    if not runs:
-        raise UserError(
-            f"no run in {parent}: check output.folder and output.name, or start with aespa-pl fit"
-        )
-    return max(runs, key=version_number)
+    return max(runs, key=version_number, default=None)
 
 
 def checksum(path: Path) -> str:
@@ -114,3 +227,9 @@ def model_fingerprint(files: Iterable[Path]) -> str:
             file.seek(max(0, size - MEBIBYTE))
             digest.update(file.read())
     return digest.hexdigest()
+
+
+def _short(value: Any) -> str:
+    """Return a value for a message; of a checksum the beginning."""
+    text = str(value)
+    return f"{text[:8]}..." if len(text) == hashlib.sha256().digest_size * 2 else text

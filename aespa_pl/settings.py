@@ -171,3 +171,8 @@ class OutputSettings:
     """Folder of all runs; the one to give to tensorboard --logdir."""
     name: str = "aespa"
     """Name of the run. Every run gets a folder NAME/version_N of its own."""
+    checkpoint_seconds: PositiveFloat | None = 60.0
+    """Seconds between two checkpoints of the block under way; null: none by time. One takes 12 bytes
+    for each weight of the block, and the time to write them."""
+    checkpoint_iterations: PositiveInt | None = None
+    """Iterations between two checkpoints of the block under way; null: none by iterations."""

@@ -5,6 +5,7 @@ states of all segments wait in host memory, in the type that the blocks run in.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -40,16 +41,26 @@ class StreamedModel:
         """Number of Transformer blocks."""
         return int(self.checkpoint.config.num_hidden_layers)
 
-    def blocks(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield index and block, first to last, each in memory only until the next is asked for."""
+    @contextmanager
+    def block(self, index: int, checkpoint: Checkpoint | None = None) -> Iterator[nn.Module]:
+        """Have a block in memory for the time of this context.
+
+        Args:
+            index: Which.
+            checkpoint: Where to read it from instead of the model's own checkpoint.
+        """
+        checkpoint = checkpoint or self.checkpoint
+        block = checkpoint.load_block(self.model, self.family, index, self.device, self.dtype)
+        try:
+            yield block
+        finally:
+            checkpoint.release_block(self.model, self.family, index)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        """Yield the blocks, first to last, each in memory only until the next is asked for."""
         for index in range(self.block_count):
-            block = self.checkpoint.load_block(
-                self.model, self.family, index, self.device, self.dtype
-            )
-            try:
-                yield index, block
-            finally:
-                self.checkpoint.release_block(self.model, self.family, index)
+            with self.block(index) as block:
+                yield block
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor, batch_size: int) -> list[Tensor]:

@@ -2,13 +2,13 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.adaround import start
@@ -16,6 +16,7 @@ from aespa_pl.algorithm.objectives import keep_better
 from aespa_pl.algorithm.quantizer import dequantize, quantize
 from aespa_pl.artifacts import ModelWriter, write_tensors
 from aespa_pl.errors import UserError
+from aespa_pl.models.checkpoint import Checkpoint
 from aespa_pl.models.family import BlockLayout, Role
 from aespa_pl.models.stored import DTYPES
 from aespa_pl.models.weights import fold, set_projection_weight
@@ -28,7 +29,7 @@ from aespa_pl.preparation import (
 )
 from aespa_pl.progress import WalkProgress
 from aespa_pl.rounding import BlockRounding, BlockStatistics, NonFiniteLossError, RoundingTask
-from aespa_pl.run import Run, checksum
+from aespa_pl.run import DamagedFileError, Run
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.statistics import BlockStatisticTensors, StatisticsCollector
 from aespa_pl.stream import StreamedModel
@@ -36,6 +37,9 @@ from aespa_pl.timing import Stopwatch
 
 MakeTrainer = Callable[[int], Trainer]
 """Makes the Trainer of a block from its index."""
+
+DAMPING_GROWTH = 10
+"""Factor of the damping in the second attempt at a block whose loss was not finite."""
 
 log = logging.getLogger(__name__)
 
@@ -58,26 +62,64 @@ class Walk:
         return self.source.family.layout(self.source.checkpoint.config)
 
     def quantize(self, tokens: Tensor) -> None:
-        """Quantize all blocks that the run's journal does not name yet, and finish the model folder.
+        """Quantize all blocks that are not complete yet, and finish the model folder.
+
+        Hidden states are not stored: those of a continued run are computed anew by replay through
+        the blocks that are complete, which gives the same bits for a fraction of the time.
 
         Args:
             tokens: Calibration segments, ``[segments, L]``.
         """
-        count = self.source.block_count
-        writer = ModelWriter(self.run.model_folder, count)
         checkpoint, family = self.source.checkpoint, self.source.family
+        writer = ModelWriter(self.run.model_folder, self.source.block_count)
+        self._drop_damaged_blocks(writer)
         writer.write_stem({name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)})
-        hidden = self.source.embed(tokens, self.batch_size)
-        self.progress.begin("Quantizing, blocks", count)
-        for index, block in self.source.blocks():
-            if index in self.run.blocks:
-                self._restore(index, block, writer)
-            else:
-                self._quantize_block(index, block, hidden, writer)
-            if index + 1 < count:
-                self.source.advance(block, hidden)
-            self.progress.advance()
+        missing = [i for i in range(self.source.block_count) if i not in self.run.blocks]
+        if missing:
+            self._walk(tokens, missing, writer)
         self._finish(writer)
+
+    def _walk(self, tokens: Tensor, missing: Sequence[int], writer: ModelWriter) -> None:
+        hidden = self.source.embed(tokens, self.batch_size)
+        self.progress.begin("Quantizing, blocks", self.source.block_count)
+        for index in range(missing[-1] + 1):
+            complete = index in self.run.blocks
+            origin = self._quantized(index, writer) if complete else self.source.checkpoint
+            with self.source.block(index, origin) as block:
+                if not complete:
+                    self._quantize_block(index, block, hidden, writer)
+                if index < missing[-1]:
+                    with self._measure("forward"):
+                        self.source.advance(block, hidden)
+            self.progress.advance()
+
+    def _drop_damaged_blocks(self, writer: ModelWriter) -> None:
+        """Forget the blocks whose files are not what the journal says; they are done again."""
+        for index in sorted(self.run.blocks):
+            damaged = self.run.damaged(index, self._files(index, writer))
+            if damaged:
+                names = ", ".join(str(file) for file in damaged)
+                self.progress.say(
+                    f"block {index + 1}/{self.source.block_count}: {names} is damaged or missing: the "
+                    "block is quantized again"
+                )
+                del self.run.blocks[index]
+        if self.run.blocks:
+            self.progress.say(
+                f"{len(self.run.blocks)} of {self.source.block_count} blocks are complete already"
+            )
+
+    def _files(self, index: int, writer: ModelWriter) -> tuple[Path, Path]:
+        return self.run.block_file(index), writer.block_file(index)
+
+    def _quantized(self, index: int, writer: ModelWriter) -> Checkpoint:
+        """Return the model's checkpoint, with a block's tensors where their quantized values lie."""
+        checkpoint = self.source.checkpoint
+        moved = {
+            name: replace(checkpoint.tensors[name], file=writer.block_file(index), name=name)
+            for name in checkpoint.block_names(self.source.family, index)
+        }
+        return replace(checkpoint, tensors={**checkpoint.tensors, **moved})
 
     def _quantize_block(
         self, index: int, block: nn.Module, hidden: list[Tensor], writer: ModelWriter
@@ -88,17 +130,14 @@ class Walk:
         prepared, integers = self._choose_integers(index, block, statistics)
         with self._measure("writing"):
             record = self._record(index, prepared, integers)
-            path = self.run.block_file(index)
             write_tensors(
-                path,
+                self.run.block_file(index),
                 _artifact(self.layout, prepared, integers),
                 {"format": "pt", "block": json.dumps(record)},
             )
             writer.write_block(index, self._replace_weights(index, block, prepared, integers))
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
-        files = {file.name: checksum(file) for file in (path, writer.block_file(index))}
-        self.run.blocks[index] = {**record, "files": files, "seconds": seconds}
-        self.run.save()
+        self.run.finish_block(index, {**record, "seconds": seconds}, self._files(index, writer))
         self._say(index, record, sum(seconds.values()))
 
     def _collect(self, index: int, block: nn.Module, hidden: list[Tensor]) -> BlockStatisticTensors:
@@ -126,20 +165,26 @@ class Walk:
         self, index: int, block: nn.Module, statistics: BlockStatisticTensors
     ) -> tuple[dict[str, PreparedProjection], dict[str, Tensor]]:
         """Run steps 2 to 4; once more with ten times the damping where the loss is not finite."""
-        settings = self.settings
-        while True:
-            try:
-                prepared = self._prepare(block, statistics, settings)
-                with self._measure("rounding"):
-                    return prepared, self._round(index, prepared)
-            except (NonFiniteLossError, ArithmeticError) as error:
-                damping = 10 * settings.damping
-                if settings is not self.settings or damping >= 1:
-                    raise UserError(
-                        f"block {index}: {error}; raise quantization.damping"
-                    ) from error
-                log.warning("block %d: %s; again with damping %g", index, error, damping)
-                settings = replace(settings, damping=damping)
+        damping = self.run.damping.get(index, self.settings.damping)
+        try:
+            return self._attempt(index, block, statistics, damping)
+        except (NonFiniteLossError, ArithmeticError) as error:
+            stronger = DAMPING_GROWTH * damping
+            if damping != self.settings.damping or stronger >= 1:
+                raise UserError(
+                    f"block {index}: {error}; raise quantization.damping in a new run"
+                ) from error
+            log.warning("block %d: %s; again with damping %g", index, error, stronger)
+        self.run.damping[index] = stronger
+        self.run.forget_checkpoint(index)
+        return self._attempt(index, block, statistics, stronger)
+
+    def _attempt(
+        self, index: int, block: nn.Module, statistics: BlockStatisticTensors, damping: float
+    ) -> tuple[dict[str, PreparedProjection], dict[str, Tensor]]:
+        prepared = self._prepare(block, statistics, replace(self.settings, damping=damping))
+        with self._measure("rounding"):
+            return prepared, self._round(index, prepared)
 
     def _prepare(
         self, block: nn.Module, statistics: BlockStatisticTensors, settings: QuantizationSettings
@@ -165,7 +210,7 @@ class Walk:
             )
         module = BlockRounding(tasks, settings, f"block {index}")
         data = BlockStatistics({n: (p.hessian, p.other_side) for n, p in prepared.items()})
-        self.make_trainer(index).fit(module, datamodule=data)
+        self.make_trainer(index).fit(module, datamodule=data, ckpt_path=self._checkpoint(index))
         learned = {n: q.to(self.source.device) for n, q in module.integers().items()}
         if not settings.keep_best:
             return learned
@@ -173,6 +218,15 @@ class Walk:
             name: keep_better(learned[name], p.loss(learned[name]), p.integers, p.loss(p.integers))
             for name, p in prepared.items()
         }
+
+    def _checkpoint(self, index: int) -> Path | None:
+        """Return where the rounding of a block was interrupted."""
+        try:
+            return self.run.usable_checkpoint(index)
+        except DamagedFileError as error:
+            log.warning("block %d: %s is damaged or missing: it is not used", index, error)
+            self.run.forget_checkpoint(index)
+            return None
 
     def _record(
         self,
@@ -221,12 +275,6 @@ class Walk:
                 stored[name] = tensor.to(DTYPES[checkpoint.tensors[name].dtype])
                 tensor.copy_(stored[name])
         return stored
-
-    def _restore(self, index: int, block: nn.Module, writer: ModelWriter) -> None:
-        """Load the weights of a block that is complete."""
-        tensors = load_file(writer.block_file(index))
-        prefix = self._prefix(index)
-        block.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items()})
 
     def _prefix(self, index: int) -> str:
         return f"{self.source.family.blocks_path}.{index}."

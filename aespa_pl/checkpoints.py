@@ -1,0 +1,105 @@
+"""Lightning's checkpoints inside a block: when they are written is Lightning's, how is ours."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from aespa_pl.artifacts import write_whole
+from aespa_pl.interruption import Interruption
+from aespa_pl.run import Run
+from aespa_pl.settings import OutputSettings
+
+
+class JournaledCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint whole or not at all, and then names it in the run's journal."""
+
+    def __init__(self, run: Run, index: int) -> None:
+        """Write checkpoints of the block ``index``."""
+        super().__init__()
+        self.run = run
+        self.index = index
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            UserError: The disk is full or the folder not writable.
+        """
+        path = Path(path)
+        write_whole(path, lambda temporary: torch.save(checkpoint, temporary))
+        if path.is_relative_to(self.run.checkpoint_folder(self.index)):
+            self.run.note_checkpoint(self.index, path)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = None,
+        weights_only: bool | None = None,  # noqa: FBT001  (Lightning's signature)
+    ) -> dict[str, Any]:
+        """Read a checkpoint without unpickling objects."""
+        content: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
+        return content
+
+
+class StopAtIteration(Callback):
+    """Saves and stops at the end of the iteration in which a signal came."""
+
+    def __init__(self, interruption: Interruption, folder: Path) -> None:
+        """Look at ``interruption``; save under ``folder``."""
+        self.interruption = interruption
+        self.folder = folder
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let signals wait."""
+        self.interruption.defer(active=True)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Save and stop, if a signal came.
+
+        Raises:
+            RunInterrupted: The checkpoint is on the disk.
+        """
+        if self.interruption.received is not None:
+            trainer.save_checkpoint(self.folder / f"step_{trainer.global_step}-interrupted.ckpt")
+            self.interruption.check()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let signals through again."""
+        self.interruption.defer(active=False)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Let signals through again."""
+        self.interruption.defer(active=False)
+
+
+def periodic_checkpoints(settings: OutputSettings, folder: Path) -> list[Callback]:
+    """Return the callbacks that save the block under way by time and by iterations."""
+    intervals: list[dict[str, Any]] = []
+    if settings.checkpoint_seconds is not None:
+        interval = timedelta(seconds=settings.checkpoint_seconds)
+        intervals.append({"train_time_interval": interval, "filename": "{step}-time"})
+    if settings.checkpoint_iterations is not None:
+        every = settings.checkpoint_iterations
+        intervals.append({"every_n_train_steps": every, "filename": "{step}-iterations"})
+    return [
+        ModelCheckpoint(
+            folder, save_top_k=1, save_on_train_epoch_end=False, save_last=False, **interval
+        )
+        for interval in intervals
+    ]

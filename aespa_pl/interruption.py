@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM: at once where nothing is lost, at the next iteration while a block is rounded."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class RunInterrupted(BaseException):
+    """The user or the system asked us to stop; like KeyboardInterrupt no error to be handled."""
+
+    def __init__(self, number: int) -> None:
+        """Keep the number of the signal."""
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Interruption:
+    """Turns signals into exceptions; between :meth:`defer` they wait for :meth:`check`."""
+
+    def __init__(self) -> None:
+        """Nothing has been asked for."""
+        self.received: int | None = None
+        self.how_to_continue: str | None = None
+        self._deferred = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Handle the signals in this context; elsewhere than in the main thread nothing can be."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def defer(self, *, active: bool) -> None:
+        """Let signals wait for :meth:`check`, or no longer."""
+        self._deferred = active
+
+    def check(self) -> None:
+        """Raise what has been asked for.
+
+        Raises:
+            RunInterrupted: A signal came.
+        """
+        if self.received is not None:
+            raise RunInterrupted(self.received)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        again = self.received is not None
+        self.received = number
+        if again or not self._deferred:  # a second Ctrl-C does not wait
+            self.check()
