@@ -7,7 +7,7 @@ that is there is complete.
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,8 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
             temporary.replace(path)
             _flush_folder(path.parent)
     finally:
-        if temporary.exists():
-            temporary.unlink()
+        with suppress(OSError):  # the error that brought us here is the one to report
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -114,7 +114,7 @@ def next_version(folder: Path) -> Path:
 def version_number(path: Path) -> int:
     """Return N of a folder named version_N, -1 for any other name."""
     number = path.name.removeprefix("version_")
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() else -1
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,7 @@ def _flush_folder(folder: Path) -> None:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with suppress(OSError):
+            os.fsync(handle)
     finally:
         os.close(handle)

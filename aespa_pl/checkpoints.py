@@ -73,19 +73,27 @@ class StopAtIteration(Callback):
         Raises:
             RunInterrupted: The checkpoint is on the disk.
         """
-        if self.interruption.received is not None:
-            trainer.save_checkpoint(self.folder / f"step_{trainer.global_step}-interrupted.ckpt")
-            self.interruption.check()
+        self._save_and_stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let signals through again."""
+        """Let signals through again; one may have come after the last iteration.
+
+        Raises:
+            RunInterrupted: The checkpoint is on the disk.
+        """
         self.interruption.defer(active=False)
+        self._save_and_stop(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Let signals through again."""
         self.interruption.defer(active=False)
+
+    def _save_and_stop(self, trainer: Trainer) -> None:
+        if self.interruption.received is not None:
+            trainer.save_checkpoint(self.folder / f"step_{trainer.global_step}-interrupted.ckpt")
+            self.interruption.check()
 
 
 def periodic_checkpoints(settings: OutputSettings, folder: Path) -> list[Callback]:

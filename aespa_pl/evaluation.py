@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 
+from aespa_pl.errors import UserError
 from aespa_pl.stream import StreamedModel
+
+LARGEST_EXPONENT = 700
+"""exp() of more than 709 is no double."""
 
 BlockChange = Callable[[nn.Module], None]
 
@@ -34,6 +38,9 @@ def perplexity(
         batch_size: Segments that run through a block at once.
         change: Applied to each block before it is used (round-to-nearest, for example).
         after_block: Called after each block, for a progress bar.
+
+    Raises:
+        UserError: It is not a finite number.
     """
     streams = {name: source.embed(tokens, batch_size) for name, tokens in texts.items()}
     for block in source.blocks():
@@ -51,7 +58,7 @@ def perplexity(
 def _head_perplexity(
     source: StreamedModel, batches: list[Tensor], tokens: Tensor, batch_size: int
 ) -> float:
-    mean = MeanMetric().set_dtype(torch.float64).to(source.device)
+    mean = MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(source.device)
     for hidden, ids in zip(batches, tokens.split(batch_size), strict=True):
         for segment, segment_ids in zip(
             hidden, ids, strict=True
@@ -60,4 +67,9 @@ def _head_perplexity(
             labels = segment_ids.to(source.device)
             mean.update(cross_entropy(logits[:-1].float(), labels[1:], reduction="none"))
     average = float(mean.compute())
-    return math.exp(average) if average < 700 else math.inf
+    if not average < LARGEST_EXPONENT:
+        raise UserError(
+            f"the perplexity of {source.checkpoint.folder} is not a finite number in {source.dtype}: try "
+            "--model.dtype float32"
+        )
+    return math.exp(average)

@@ -26,6 +26,7 @@ class Interruption:
         self.received: int | None = None
         self.how_to_continue: str | None = None
         self._deferred = False
+        self._watching = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -33,16 +34,23 @@ class Interruption:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._watching = True
+        self._take_signals()
         try:
             yield
         finally:
+            self._watching = False
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def defer(self, *, active: bool) -> None:
         """Let signals wait for :meth:`check`, or no longer."""
         self._deferred = active
+        if active and self._watching:
+            # Lightning's Trainer put itself before us: at a SIGTERM that comes after our callbacks
+            # it would end the process with status 0 and without a checkpoint
+            self._take_signals()
 
     def check(self) -> None:
         """Raise what has been asked for.
@@ -52,6 +60,10 @@ class Interruption:
         """
         if self.received is not None:
             raise RunInterrupted(self.received)
+
+    def _take_signals(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         again = self.received is not None

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class Run:
 
     def checkpoint_folder(self, index: int) -> Path:
         """Lightning's checkpoints of a block, while it is under way."""
-        return self.folder / "checkpoints" / f"block_{index:03}"
+        return self._checkpoints / f"block_{index:03}"
 
     @classmethod
     def create(cls, parent: Path, fingerprint: Mapping[str, Any]) -> "Run":
@@ -142,7 +143,7 @@ class Run:
     def finish_block(self, index: int, record: Mapping[str, Any], files: Iterable[Path]) -> None:
         """Note that a block is complete; its checkpoints are of no more use."""
         self.blocks[index] = {**record, "files": {file.name: checksum(file) for file in files}}
-        self.forget_checkpoint(index)
+        self.forget_checkpoint()
 
     def damaged(self, index: int, files: Iterable[Path]) -> list[Path]:
         """Return the files of a complete block that are missing or not what the journal knows."""
@@ -173,16 +174,15 @@ class Run:
             raise DamagedFileError(str(file))
         return file
 
-    def forget_checkpoint(self, index: int) -> None:
-        """Remove a block's checkpoints."""
+    def forget_checkpoint(self) -> None:
+        """Remove the checkpoints, also what a removal that was interrupted has left."""
         self.checkpoint = None
         self.save()
-        folder = self.checkpoint_folder(index)
-        for file in folder.glob("*"):
-            file.unlink()
-        for empty in (folder, folder.parent):
-            if empty.is_dir() and not any(empty.iterdir()):
-                empty.rmdir()
+        shutil.rmtree(self._checkpoints, ignore_errors=True)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
 
 
 class DamagedFileError(Exception):

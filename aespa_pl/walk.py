@@ -28,7 +28,7 @@ from aespa_pl.preparation import (
     state_problem,
 )
 from aespa_pl.progress import WalkProgress
-from aespa_pl.rounding import BlockRounding, BlockStatistics, NonFiniteLossError, RoundingTask
+from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask
 from aespa_pl.run import DamagedFileError, Run
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.statistics import BlockStatisticTensors, StatisticsCollector
@@ -133,7 +133,7 @@ class Walk:
             write_tensors(
                 self.run.block_file(index),
                 _artifact(self.layout, prepared, integers),
-                {"format": "pt", "block": json.dumps(record)},
+                {"block": json.dumps(record)},  # one key: safetensors writes several in any order
             )
             writer.write_block(index, self._replace_weights(index, block, prepared, integers))
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
@@ -155,9 +155,13 @@ class Walk:
         statistics = collector.finish(family.norm_weights(block))
         for name, tensor in _named_statistics(statistics):
             if not bool(torch.isfinite(tensor).all()):
+                dtype = str(self.source.dtype).removeprefix("torch.")
+                advice = (
+                    "check model.pretrained" if dtype == "float32" else "try model.dtype float32"
+                )
                 raise UserError(
                     f"block {index}: the statistic {name} has NaN or infinite values, so the model's "
-                    f"activations overflow in {self.source.dtype}: try --model.dtype float32"
+                    f"activations overflow in {dtype}: {advice}"
                 )
         return statistics
 
@@ -168,21 +172,22 @@ class Walk:
         damping = self.run.damping.get(index, self.settings.damping)
         try:
             return self._attempt(index, block, statistics, damping)
-        except (NonFiniteLossError, ArithmeticError) as error:
+        except ArithmeticError as error:  # NonFiniteLossError is one
             stronger = DAMPING_GROWTH * damping
             if damping != self.settings.damping or stronger >= 1:
-                raise UserError(
-                    f"block {index}: {error}; raise quantization.damping in a new run"
-                ) from error
-            log.warning("block %d: %s; again with damping %g", index, error, stronger)
+                raise UserError(f"{error}; raise quantization.damping in a new run") from error
+            log.warning("%s; again with damping %g", error, stronger)
         self.run.damping[index] = stronger
-        self.run.forget_checkpoint(index)
-        return self._attempt(index, block, statistics, stronger)
+        self.run.forget_checkpoint()
+        return self._choose_integers(index, block, statistics)
 
     def _attempt(
         self, index: int, block: nn.Module, statistics: BlockStatisticTensors, damping: float
     ) -> tuple[dict[str, PreparedProjection], dict[str, Tensor]]:
-        prepared = self._prepare(block, statistics, replace(self.settings, damping=damping))
+        try:
+            prepared = self._prepare(block, statistics, replace(self.settings, damping=damping))
+        except ArithmeticError as error:
+            raise ArithmeticError(f"block {index}, {error}") from error
         with self._measure("rounding"):
             return prepared, self._round(index, prepared)
 
@@ -225,7 +230,7 @@ class Walk:
             return self.run.usable_checkpoint(index)
         except DamagedFileError as error:
             log.warning("block %d: %s is damaged or missing: it is not used", index, error)
-            self.run.forget_checkpoint(index)
+            self.run.forget_checkpoint()
             return None
 
     def _record(
@@ -285,6 +290,7 @@ class Walk:
         for index in range(self.source.block_count):
             names[index + 1] = checkpoint.block_names(family, index)
         writer.finish(names, checkpoint.config, checkpoint.tokenizer(), checkpoint.folder)
+        self.run.forget_checkpoint()
 
     def _say(self, index: int, record: Mapping[str, Any], seconds: float) -> None:
         shares = [x["final"] / x["nearest"] for x in record["losses"].values() if x["nearest"] > 0]

@@ -70,7 +70,7 @@ def _range(V: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
     scale = (high - low) / levels
     if symmetric:
         return scale, torch.full_like(scale, 2 ** (bits - 1))
-    return scale, -low / scale
+    return scale, (-low / scale).clamp(max=levels)  # the quotient may be a rounding error above
 
 
 def _search(

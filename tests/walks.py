@@ -1,0 +1,163 @@
+"""Walks over tiny models: what the tests of the walk, of runs and of resuming share."""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from rich.console import Console
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from aespa_pl.models import family_of
+from aespa_pl.models.checkpoint import Checkpoint
+from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection
+from aespa_pl.progress import WalkProgress
+from aespa_pl.run import Run
+from aespa_pl.settings import QuantizationSettings, RoundingSettings
+from aespa_pl.stream import StreamedModel
+from aespa_pl.timing import Stopwatch
+from aespa_pl.walk import MakeTrainer, Walk
+from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save
+
+SEGMENTS = 6
+BASE = QuantizationSettings(rounding=RoundingSettings(iterations=24, learning_rate=0.12))
+"""So few iterations want larger steps, or the rounding stays where OPTQ left it."""
+
+
+def changed(changes: Mapping[str, Any], settings: Any = BASE) -> Any:
+    """Return ``settings`` with ``{"rounding.iterations": 3}`` and the like in it."""
+    for key, value in changes.items():
+        name, _, rest = key.partition(".")
+        inner = changed({rest: value}, getattr(settings, name)) if rest else value
+        settings = replace(settings, **{name: inner})
+    return settings
+
+
+def trainers(settings: QuantizationSettings, callbacks: Sequence[Callback] = ()) -> MakeTrainer:
+    """Return what makes a silent Trainer for each block."""
+
+    def make(_index: int) -> Trainer:
+        return Trainer(
+            accelerator="cpu",
+            max_steps=settings.rounding.iterations,
+            max_epochs=-1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=12,
+            callbacks=list(callbacks),
+        )
+
+    return make
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What a walk was given and what it left."""
+
+    original: PreTrainedModel
+    ids: Tensor
+    run: Run
+    layout: BlockLayout
+    said: str
+
+    @property
+    def blocks_path(self) -> str:
+        return family_of(self.original.config).blocks_path
+
+    @property
+    def journal(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self.run.journal.read_text())
+        return content
+
+    def losses(self, index: int) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = self.journal["blocks"][str(index)]["losses"]
+        return found
+
+    def file(self, index: int) -> dict[str, Tensor]:
+        """Return the tensors of blocks/block_NNN.safetensors."""
+        return load_file(self.run.folder / "blocks" / f"block_{index:03}.safetensors")
+
+    def exported(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """Return the model folder as the library loads it."""
+        model = AutoModelForCausalLM.from_pretrained(self.run.model_folder, dtype=dtype)
+        return model.eval().requires_grad_(requires_grad=False)
+
+    def group(self, projection: Projection) -> InputGroup:
+        return next(group for group in self.layout.groups if projection in group.projections)
+
+    def row_factor(self, index: int, projection: Projection) -> Tensor:
+        """Return the zeta ``[rows, 1]`` that is folded into the rows of a projection."""
+        for group in self.layout.groups:
+            if group.fold == FoldIntoRows(projection.name):
+                return self.file(index)[f"{group.name}.zeta"][:, None]
+        return torch.ones(1, 1)
+
+    def zeta(self, index: int, projection: Projection) -> Tensor:
+        """Return the zeta ``[columns]`` of a projection's columns."""
+        return self.file(index).get(f"{self.group(projection).name}.zeta", torch.ones(1))
+
+
+def walk(
+    name: str,
+    folder: Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    model: PreTrainedModel | None = None,
+    ids: Tensor | None = None,
+    callbacks: Sequence[Callback] = (),
+    run: Run | None = None,
+) -> Quantized:
+    """Quantize an example; the same name gives the same weights and the same text.
+
+    Args:
+        name: Of the example.
+        folder: For the model and the runs.
+        changes: Of the settings.
+        model: The model instead of that of the example.
+        ids: Calibration text instead of random words.
+        callbacks: Of each block's Trainer.
+        run: One to go on with.
+    """
+    torch.manual_seed(0)
+    model = make_model(name, torch.float32) if model is None else model
+    ids = make_ids(SEGMENTS) if ids is None else ids
+    settings = changed(changes or {})
+    checkpoint = Checkpoint.open(save(model, folder / "original"))
+    source = StreamedModel.open(
+        checkpoint, family_of(checkpoint.config), torch.device("cpu"), torch.float32
+    )
+    run = run or Run.create(folder / "runs", {})
+    said = io.StringIO()
+    walker = Walk(
+        source=source,
+        run=run,
+        settings=settings,
+        batch_size=4,
+        make_trainer=trainers(settings, callbacks),
+        progress=WalkProgress(Console(file=said, width=200)),
+        stopwatch=Stopwatch(),
+    )
+    walker.quantize(ids)
+    return Quantized(model, ids, run, walker.layout, said.getvalue())
+
+
+def save_with_words(model: PreTrainedModel, folder: Path) -> Path:
+    """Write a checkpoint whose tokenizer takes w3 for 3; ``words.txt`` beside it is text for it."""
+    save(model, folder)
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    ids = torch.randint(1, VOCABULARY, (4 * SEGMENTS * LENGTH,)).tolist()
+    (folder.parent / "words.txt").write_text(" ".join(f"w{i}" for i in ids))
+    return folder
