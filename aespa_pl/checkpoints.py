@@ -33,6 +33,10 @@ class JournaledCheckpointIO(TorchCheckpointIO):
             UserError: The disk is full or the folder not writable.
         """
         path = Path(path)
+        for state in checkpoint.get("optimizer_states", []):
+            for group in state["param_groups"]:
+                # jsonargparse's PositiveFloat is an object, which load_checkpoint would refuse
+                group["lr"] = float(group["lr"])
         write_whole(path, lambda temporary: torch.save(checkpoint, temporary))
         if path.is_relative_to(self.run.checkpoint_folder(self.index)):
             self.run.note_checkpoint(self.index, path)

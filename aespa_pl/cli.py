@@ -94,7 +94,7 @@ class AespaCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Make the settings, and one Trainer that tells the device; each block gets its own later."""
-        self.config_init = self.parser.instantiate_classes(self.config)
+        self.config_init = self.parser.instantiate(self.config)
         self.settings = self.config_init[self.subcommand]
         _check_trainer(self.settings.trainer)
         self.model = self.datamodule = None
@@ -178,7 +178,7 @@ class AespaCLI(LightningCLI):
 
     def _save_config(self, folder: Path) -> None:
         """Write the configuration as it was run; the file runs again, and continues this run."""
-        text = self.parser.dump(self.config, skip_none=False)
+        text = self.parser.dump(self.config, skip_unset=False)
         content = yaml.safe_load(text)[self.subcommand]
         for key in ("config", "ckpt_path"):
             content.pop(key, None)

@@ -28,7 +28,7 @@ from aespa_pl.timing import Stopwatch
 from aespa_pl.walk import MakeTrainer, Walk
 from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save
 
-SEGMENTS = 6
+SEGMENTS, BLOCKS = 6, 2
 BASE = QuantizationSettings(rounding=RoundingSettings(iterations=24, learning_rate=0.12))
 """So few iterations want larger steps, or the rounding stays where OPTQ left it."""
 
@@ -130,7 +130,7 @@ def walk(
         run: One to go on with.
     """
     torch.manual_seed(0)
-    model = make_model(name, torch.float32) if model is None else model
+    model = shortened(make_model(name, torch.float32)) if model is None else model
     ids = make_ids(SEGMENTS) if ids is None else ids
     settings = changed(changes or {})
     checkpoint = Checkpoint.open(save(model, folder / "original"))
@@ -150,6 +150,15 @@ def walk(
     )
     walker.quantize(ids)
     return Quantized(model, ids, run, walker.layout, said.getvalue())
+
+
+def shortened(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with its first ``BLOCKS`` blocks: a second block sees quantized ones before."""
+    del model.get_submodule(family_of(model.config).blocks_path)[BLOCKS:]
+    model.config.num_hidden_layers = BLOCKS
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:BLOCKS]
+    return model
 
 
 def save_with_words(model: PreTrainedModel, folder: Path) -> Path:

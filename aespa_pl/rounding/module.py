@@ -105,7 +105,7 @@ class BlockRounding(LightningModule):
             value = loss.reconstruction + loss.penalty
             total = total + _ClosedFormLoss.apply(B, value, loss.gradient)  # type: ignore[no-untyped-call]
         interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self.global_step % interval == 0:
+        if (self.global_step + 1) % interval == 0:  # the iterations that Lightning logs
             self._report(losses)
         return total
 

@@ -1,0 +1,298 @@
+"""The command line, as a user types it."""
+
+import json
+import math
+import re
+import shutil
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from aespa_pl import cli, settings
+from aespa_pl.data.texts import EMBEDDED
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random model and the embedded tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1,
+        num_hidden_layers=2, max_position_embeddings=LENGTH, vocab_size=1024,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for path in (EMBEDDED / "llama").iterdir():
+        if path.name.startswith("tokenizer"):
+            (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+class CommandLine:
+    """Runs ``aespa-pl`` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch = monkeypatch
+        self.capsys = capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        """Return status, stdout and stderr."""
+        self.monkeypatch.setattr(sys, "argv", ["aespa-pl", *(str(word) for word in arguments)])
+        self.capsys.readouterr()
+        status: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            status = end.code or 0
+        out, err = self.capsys.readouterr()
+        return status, out, err
+
+
+@pytest.fixture
+def aespa(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> CommandLine:
+    """The command, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return CommandLine(monkeypatch, capsys)
+
+
+def small(model: Path) -> list[object]:
+    """Return the arguments of a run that takes a second."""
+    return [
+        "--model.pretrained", model, "--data.calibration.source", "embedded",
+        "--data.calibration.segments", 4, "--data.calibration.segment_length", LENGTH,
+        "--data.evaluation.texts", "[embedded]", "--data.evaluation.max_segments", 3,
+        "--data.cache", "cache", "--quantization.rounding.iterations", 10,
+        "--output.checkpoint_seconds", "null", "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", 5,
+    ]  # fmt: skip
+
+
+def all_keys(kind: Any, prefix: str) -> list[str]:
+    """Return the keys of a section."""
+    found = []
+    for field in fields(kind):
+        inner = field.default_factory if is_dataclass(field.default_factory) else None
+        key = f"{prefix}.{field.name}"
+        found += all_keys(inner, key) if inner else [key]
+    return found
+
+
+KEYS = (
+    all_keys(settings.ModelSettings, "model")
+    + all_keys(settings.DataSettings, "data")
+    + all_keys(settings.QuantizationSettings, "quantization")
+    + all_keys(settings.OutputSettings, "output")
+    + ["ckpt_path", "trainer.precision"]
+)
+
+
+def test_help_explains_every_key(aespa: CommandLine) -> None:
+    status, out, _ = aespa("fit", "--help")
+    assert status == 0
+    assert len(KEYS) > 35
+    explained = re.findall(r"^  --([\w.]+)[^\n]*?(?:\n {8,}|  +)(?!\(type)([A-Za-z].*)$", out, re.M)
+    assert not set(KEYS) - {key for key, _ in explained}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_shipped_configurations_are_valid(aespa: CommandLine, path: Path) -> None:
+    status, out, err = aespa("fit", "--config", path, "--print_config")
+    assert (status, err) == (0, "")
+    printed = yaml.safe_load(out)
+    assert printed["model"]["pretrained"] == yaml.safe_load(path.read_text())["model"]["pretrained"]
+    assert printed["quantization"]["bits"] in (2, 3)
+    Path("again.yaml").write_text(out)
+    assert yaml.safe_load(aespa("fit", "--config", "again.yaml", "--print_config")[1]) == printed
+
+
+def test_fit_test_and_the_saved_configuration(aespa: CommandLine, model: Path) -> None:
+    status, out, err = aespa("fit", *small(model))
+    assert (status, err) == (0, "")
+    run = Path(out.splitlines()[-1])
+    assert run == Path("lightning_logs/aespa/version_0")
+    for row in ("original", "round-to-nearest", "aespa"):
+        assert re.search(rf"{row} +│ +\d+\.\d+", out)
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert set(metrics) == {"perplexity", "seconds", "peak_bytes"}
+    assert set(metrics["perplexity"]) == {"original", "nearest", "quantized"}
+    assert {"total", "statistics", "grid", "optq", "rounding"} <= set(metrics["seconds"])
+    AutoModelForCausalLM.from_pretrained(run / "model")
+    description = json.loads((run / "model" / "quantization.json").read_text())
+    assert description["quantization"]["bits"] == 2
+    assert set(description["losses"]) == {"0", "1"}
+    assert {"aespa_pl", "torch", "transformers"} <= set(description["versions"])
+
+    status, out, _ = aespa("test", *small(model))
+    assert status == 0
+    assert Path(out.splitlines()[-1]) == run
+    assert f"{metrics['perplexity']['quantized']['embedded']:.3f}" in out
+
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert saved["output"]["checkpoint_seconds"] is None  # whose default is a number
+    assert saved["trainer"]["log_every_n_steps"] == 5
+    status, out, err = aespa("fit", "--config", run / "config.yaml")
+    assert (status, err) == (0, "")
+    again = Path(out.splitlines()[-1])
+    assert again.name == "version_1"
+    for file in sorted((run / "blocks").iterdir()):
+        assert file.read_bytes() == (again / "blocks" / file.name).read_bytes()
+
+
+def test_curves_of_every_projection_of_every_block(aespa: CommandLine, model: Path) -> None:
+    aespa("fit", *small(model))
+    for block in ("block_000", "block_001"):
+        events = EventAccumulator(f"lightning_logs/aespa/version_0/{block}")
+        events.Reload()
+        tags = events.Tags()["scalars"]
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+            points = events.Scalars(f"reconstruction_loss/{name}")
+            assert [point.step for point in points] == [4, 9]  # every 5th
+            assert all(math.isfinite(point.value) for point in points)
+            assert f"undecided/{name}" in tags
+
+
+def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> None:
+    status, out, _ = aespa("fit", *small(model), "--data.evaluation.texts", "[]")
+    assert status == 0
+    assert "perplexity" not in out
+    assert Path(out.splitlines()[-1], "model", "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quantization.bits", 1], r"quantization\.bits.*v>=2 and v<=8"),
+        (["--quantization.bits", 9], r"quantization\.bits.*v>=2 and v<=8"),
+        (["--quantization.bit", 3], r"unrecognized arguments: --quantization\.bit"),
+        (["--quantization.rounding.iterations", 0], r"rounding\.iterations.*v>0"),
+        (["--quantization.group_size", 7], r"group_size is 7, but q_proj has 16 columns"),
+        (["--data.calibration.segment_length", 64], r"segment_length is 64, but .* has 32 posi"),
+        (["--data.evaluation.segment_length", 64], r"segment_length is 64, but .* has 32 posi"),
+        (["--data.calibration.segments", 100000], r"too short: 100000 segments"),
+        (["--data.calibration.source", "no.txt"], r"calibration\.source: no\.txt is neither"),
+        (["--data.evaluation.texts", "[no.txt]"], r"evaluation\.texts: no\.txt is neither"),
+        (["--model.pretrained", "./no"], r"model\.pretrained: there is no folder no:"),
+        (["--config", "no.yaml"], r"does not exist.*no\.yaml"),
+        (["--trainer.max_steps", 5], r"trainer\.max_steps.*rounding\.iterations instead"),
+        (["--trainer.devices", 2], r"trainer\.devices must be 1"),
+        (["--output.folder", "file"], r"cannot write to file/aespa.*--output\.folder"),
+        (["--ckpt_path", "no"], r"no is not the folder of a run"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    aespa: CommandLine, model: Path, arguments: list[object], message: str
+) -> None:
+    Path("file").write_text("not a folder")
+    status, out, err = aespa("fit", *small(model), *arguments)
+    assert status == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("aespa-pl: ")
+    assert re.search(message, err)
+    assert not list(Path().glob("lightning_logs/aespa/*"))
+
+
+def test_required_key_and_yaml_mistakes(aespa: CommandLine, model: Path) -> None:
+    assert aespa("fit")[0] == 2
+    Path("wrong.yaml").write_text(f"model:\n  pretrained: {model}\nquantization:\n  bit: 3\n")
+    status, _, err = aespa("fit", "--config", "wrong.yaml")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "quantization.bit" in err
+    Path("broken.yaml").write_text("model: [\n")
+    status, _, err = aespa("fit", "--config", "broken.yaml")
+    assert (status, err.count("\n")) == (2, 1)
+
+
+def damage_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def damage_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def damage_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def damage_family(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def put_nan(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 2] = math.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_config, r"no config\.json"),
+        (damage_weights, r"model\.pretrained: .*safetensors"),
+        (damage_tokenizer, r"tokenizer"),
+        (damage_family, r"gpt2.*opt, bloom, llama"),
+        (truncate, r"model\.safetensors"),
+        (put_nan, r"layers\.1\.mlp\.down_proj\.weight .*NaN or infinite"),
+    ],
+)
+def test_damaged_model_is_refused_before_calibration(
+    aespa: CommandLine, model: Path, damage: Any, message: str
+) -> None:
+    shutil.copytree(model, "model")
+    damage(Path("model"))
+    status, out, err = aespa("fit", *small(Path("model")))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message, err)
+
+
+def test_full_disk_is_said_before_anything_is_computed(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    status, out, err = aespa("fit", *small(model))
+    assert (status, out) == (2, "")
+    assert re.search(r"GB free, the run needs about .* --output\.folder", err)
+
+
+def test_unfinished_run_is_not_measured(aespa: CommandLine, model: Path) -> None:
+    aespa("fit", *small(model), "--data.evaluation.texts", "[]")
+    (Path("lightning_logs/aespa/version_0/model") / "model.safetensors.index.json").unlink()
+    status, _, err = aespa("test", *small(model))
+    assert status == 2
+    assert "not finished: continue it" in err
+
+
+def test_finished_run_is_not_done_again(aespa: CommandLine, model: Path) -> None:
+    aespa("fit", *small(model))
+    status, out, _ = aespa("fit", *small(model), "--ckpt_path", "last")
+    assert status == 0
+    assert "finished already" in out
+    assert out.splitlines()[-1] == "lightning_logs/aespa/version_0"
+
+
+def test_last_without_a_run_begins_the_first(aespa: CommandLine, model: Path) -> None:
+    status, out, _ = aespa("fit", *small(model), "--ckpt_path", "last")
+    assert status == 0
+    assert "this is the first" in out
