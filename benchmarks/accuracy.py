@@ -88,9 +88,11 @@ def main(
     )
     sets = [_calibration(job, name)[:segments] for name in calibration]
     ids = _evaluation(job, evaluation)
+    bars = {}
     if nearest:
-        print(label, "original", evaluate(job, job.checkpoint, {"": ids})[""])
-        print(label, "nearest", evaluate(job, job.checkpoint, {"": ids}, nearest=True)[""])
+        bars["original"] = evaluate(job, job.checkpoint, {"": ids})[""]
+        bars["nearest"] = evaluate(job, job.checkpoint, {"": ids}, nearest=True)[""]
+        print(label, bars)
     results = [_measure(job, tokens, ids) for tokens in sets]
     values = [result.perplexity for result in results]
     spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
@@ -100,8 +102,9 @@ def main(
     )
     if output:
         with Path(output).open("a", encoding="utf-8") as file:
-            row = {"label": label, "command": sys.argv[1:], "perplexity": values, "seconds": phases}
-            file.write(json.dumps(row | {"losses": results[0].losses}) + "\n")
+            row = {"label": label, "command": sys.argv[1:], "perplexity": values, **bars}
+            row |= {"seconds": phases, "losses": results[0].losses}
+            file.write(json.dumps(row) + "\n")
 
 
 def _calibration(job: Job, name: str) -> Tensor:

@@ -19,14 +19,6 @@ from pathlib import Path
 
 LONGEST = 120.0
 """Seconds after which a command is killed, whatever it does."""
-WARM = (
-    "lightning.pytorch.loggers.tensorboard",
-    "tensorboard.summary.writer.event_file_writer",
-    "torch.utils.tensorboard",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.opt.modeling_opt",
-)
-"""Imported before the first fork, beside the command line: what a command imports on its way."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +85,10 @@ def started(folder: Path) -> Iterator[Forks]:
 def _serve() -> None:
     from aespa_pl.cli import main  # noqa: PLC0415
 
-    for name in WARM:
-        with suppress(ImportError):
-            importlib.import_module(name)
+    warm = False
     for line in sys.stdin:
         request = Request(**json.loads(line))
+        imported = Path(f"{request.log}.imported")
         start = time.monotonic()
         child = os.fork()
         if child == 0:
@@ -105,18 +96,24 @@ def _serve() -> None:
             status = 1
             try:
                 main(request.arguments)
+                imported.write_text("\n".join(sys.modules))
                 status = 0
             except SystemExit as error:
                 status = int(error.code or 0)
-            except BaseException:
+            except BaseException:  # noqa: BLE001
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)
         status = _wait(child, request, start)
-        answer = {"status": status, "seconds": time.monotonic() - start}
-        sys.stdout.write(json.dumps(answer) + "\n")
+        seconds = time.monotonic() - start
+        if not warm and imported.is_file():  # what the first imported, the others need not
+            warm = True
+            for name in imported.read_text().splitlines():
+                with suppress(Exception):
+                    importlib.import_module(name)
+        sys.stdout.write(json.dumps({"status": status, "seconds": seconds}) + "\n")
         sys.stdout.flush()
 
 

@@ -77,7 +77,8 @@ def small(model: Path) -> list[object]:
         "--data.calibration.segments", 4, "--data.calibration.segment_length", LENGTH,
         "--data.evaluation.texts", "[embedded]", "--data.evaluation.max_segments", 3,
         "--data.cache", "cache", "--quantization.rounding.iterations", 10,
-        "--output.checkpoint_seconds", "null", "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", 5,
+        "--output.checkpoint_seconds", "null",
+        "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", 5,
     ]  # fmt: skip
 
 

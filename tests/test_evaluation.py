@@ -153,7 +153,7 @@ def test_perplexity_that_is_no_number_is_refused(tmp_path: Path, factor: float) 
     model = make_model("llama", torch.float32)
     source = open_stream(save(model, tmp_path))
     set_head(factor)(source.model)
-    with pytest.raises(UserError, match="not a finite number in torch.float32"):
+    with pytest.raises(UserError, match=r"not a finite number in torch\.float32"):
         perplexity(source, {"text": make_ids(2)}, batch_size=2)
 
 

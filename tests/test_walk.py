@@ -381,6 +381,9 @@ class Poison(Callback):
         self.times = times
         self.trainings = 0
 
+    def options(self, _run: Run, _index: int) -> dict[str, Any]:
+        return {"callbacks": [self]}
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trainings += 1
         if self.trainings <= self.times:
@@ -392,7 +395,7 @@ def test_block_that_diverges_is_done_again_with_more_damping(
 ) -> None:
     poison = Poison(times=1)
     with caplog.at_level(logging.WARNING):
-        quantized = walk("opt", tmp_path, callbacks=[poison])
+        quantized = walk("opt", tmp_path, options=poison.options)
     assert poison.trainings == BLOCKS + 1
     assert "block 0: the loss of fc1 is not finite; again with damping 0.1" in caplog.messages
     assert quantized.journal["damping"] == {"0": 0.1}
@@ -405,11 +408,11 @@ def test_block_that_diverges_twice_is_refused(tmp_path: Path) -> None:
     poison = Poison(times=9)
     message = "^block 0: the loss of fc1 is not finite; raise quantization.damping in a new run$"
     with pytest.raises(UserError, match=message):
-        walk("opt", tmp_path, callbacks=[poison])
+        walk("opt", tmp_path, options=poison.options)
     assert poison.trainings == 2
     run = Run.open(tmp_path / "runs" / "version_0")
     with pytest.raises(UserError, match=message):  # continued: not with 100 times the damping
-        walk("opt", tmp_path, callbacks=[poison], run=run)
+        walk("opt", tmp_path, options=poison.options, run=run)
     assert poison.trainings == 3
 
 

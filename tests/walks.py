@@ -2,13 +2,13 @@
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from rich.console import Console
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -33,6 +33,10 @@ BASE = QuantizationSettings(rounding=RoundingSettings(iterations=24, learning_ra
 """So few iterations want larger steps, or the rounding stays where OPTQ left it."""
 
 
+TrainerOptions = Callable[[Run, int], Mapping[str, Any]]
+"""Arguments of a block's Trainer, beside those of ``trainers``."""
+
+
 def changed(changes: Mapping[str, Any], settings: Any = BASE) -> Any:
     """Return ``settings`` with ``{"rounding.iterations": 3}`` and the like in it."""
     for key, value in changes.items():
@@ -42,21 +46,21 @@ def changed(changes: Mapping[str, Any], settings: Any = BASE) -> Any:
     return settings
 
 
-def trainers(settings: QuantizationSettings, callbacks: Sequence[Callback] = ()) -> MakeTrainer:
+def trainers(settings: QuantizationSettings, run: Run, options: TrainerOptions) -> MakeTrainer:
     """Return what makes a silent Trainer for each block."""
 
-    def make(_index: int) -> Trainer:
-        return Trainer(
-            accelerator="cpu",
-            max_steps=settings.rounding.iterations,
-            max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            log_every_n_steps=12,
-            callbacks=list(callbacks),
-        )
+    def make(index: int) -> Trainer:
+        silent = {
+            "accelerator": "cpu",
+            "max_steps": settings.rounding.iterations,
+            "max_epochs": -1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "log_every_n_steps": 12,
+        }
+        return Trainer(**{**silent, **options(run, index)})
 
     return make
 
@@ -115,7 +119,7 @@ def walk(
     *,
     model: PreTrainedModel | None = None,
     ids: Tensor | None = None,
-    callbacks: Sequence[Callback] = (),
+    options: TrainerOptions = lambda _run, _index: {},
     run: Run | None = None,
 ) -> Quantized:
     """Quantize an example; the same name gives the same weights and the same text.
@@ -126,7 +130,7 @@ def walk(
         changes: Of the settings.
         model: The model instead of that of the example.
         ids: Calibration text instead of random words.
-        callbacks: Of each block's Trainer.
+        options: Of each block's Trainer.
         run: One to go on with.
     """
     torch.manual_seed(0)
@@ -144,7 +148,7 @@ def walk(
         run=run,
         settings=settings,
         batch_size=4,
-        make_trainer=trainers(settings, callbacks),
+        make_trainer=trainers(settings, run, options),
         progress=WalkProgress(Console(file=said, width=200)),
         stopwatch=Stopwatch(),
     )
