@@ -1,6 +1,16 @@
-"""``python -m aespa_pl`` is ``aespa-pl``."""
+"""``aespa-pl`` and ``python -m aespa_pl``."""
 
-from aespa_pl.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C while the libraries are being imported ends quietly as well."""
+    try:
+        from aespa_pl import cli  # noqa: PLC0415  (seconds of imports)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

@@ -129,7 +129,7 @@ class Job:
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
         """Return what the result depends on; a resume with anything else is refused.
 
-        The number of iterations may change: it then holds for the blocks to come.
+        The number of iterations may change: it then holds for the block under way and those to come.
         """
         quantization = asdict(self.quantization)
         del quantization["rounding"]["iterations"]

@@ -127,13 +127,16 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
     choose = random.Random(0)
     kills, number, inside = 0, 0, 0
     while kills < KILLS:
-        name = f"killed_{number}"
-        outcome = Outcome(-signal.SIGKILL, 0.0, "")
+        name, outcome = f"killed_{number}", Outcome(-signal.SIGKILL, 0.0, "")
         while outcome.status == -signal.SIGKILL:
-            delay = choose.uniform(0.35, 0.75) * duration if kills < KILLS else 2 * duration
-            outcome = bench.fit(name, *LAST, number=signal.SIGKILL, delay=delay)
+            kill = signal.SIGKILL if kills < KILLS else 0
+            delay = choose.uniform(0.35, 0.75) * duration
+            outcome = bench.fit(name, *LAST, number=kill, delay=delay)
             kills += outcome.status == -signal.SIGKILL
-            inside += any((bench.runs / name).glob("version_*/checkpoints/*/*.ckpt"))
+            if any((bench.runs / name).glob("version_*/checkpoints/*/*.ckpt")):
+                inside += 1
+            elif outcome.status:  # the machine may be busier than when the duration was measured
+                duration *= 1.1
         check(bench, name, outcome, whole)
         number += 1
     assert inside > KILLS / 5  # kills while a block was under way that had a checkpoint
@@ -141,16 +144,13 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
 
 MOMENTS = [
     "*/journal.json",
-    "*/model/model-00001-of-00003.safetensors",
     "*/checkpoints/block_000/*.ckpt",
     f"*/checkpoints/block_000/*={ITERATIONS}-iterations.ckpt",
     "*/blocks/block_000.safetensors",
     "*/model/model-00002-of-00003.safetensors",
-    "*/checkpoints/block_001",
     f"*/checkpoints/block_001/*={2 * EVERY}-iterations.ckpt",
     f"*/checkpoints/block_001/*={ITERATIONS}-iterations.ckpt",
     "*/blocks/block_001.safetensors",
-    "*/model/config.json",
     "*/model/model.safetensors.index.json",
 ]
 """What has just appeared when the run is killed."""

@@ -358,6 +358,21 @@ def test_what_was_measured_is_in_journal_and_block_file(walked: Walked) -> None:
         assert f"block {index + 1}/{BLOCKS}: loss {mean:.3f} of nearest" in quantized.said
 
 
+@pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
+def test_block_after_replay_is_the_same(name: str, tmp_path: Path) -> None:
+    """The first time its inputs come from the block in memory, the second time from its file."""
+    torch.manual_seed(1)
+    model = shortened(make_model(name, torch.float16))  # the file holds less than float32 does
+    first = walk(name, tmp_path, model=model)
+    tensors, losses = first.file(1), first.losses(1)
+    run = Run.open(first.run.folder)
+    del run.blocks[1]
+    again = walk(name, tmp_path, model=model, run=run)
+    assert again.losses(1) == losses
+    assert all(torch.equal(tensor, tensors[key]) for key, tensor in again.file(1).items())
+    assert "1 of 2 blocks are complete already" in again.said
+
+
 def overflowing(index: int) -> PreTrainedModel:
     """Return a model whose feed-forward overflows in one block; each weight is a finite number."""
     torch.manual_seed(0)
