@@ -223,3 +223,60 @@ def test_norm_on_heads_scales_the_error_of_each_token() -> None:
     inverse = (1 / x.square().mean(-1)).mean()[None]
     G = through_norm((K.T @ K)[None], weight, inverse)[0]
     assert float(d @ G @ d) == pytest.approx(expected)
+
+
+def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores() -> None:
+    """As above; the norm's factor ``weight / rms`` comes before the rotation.
+
+    In the approximation the token's x, its position and its rms are independent of each other.
+    """
+    model = make(qwen3)
+    statistics, seen, X = collect(model, tokens()[:2], 2)
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    base = model.config.rope_parameters["rope_theta"]
+    N, H = X.shape[0], statistics.inputs["attention_input"].double()
+    dW = torch.randn(HEAD_SIZE, WIDTH, dtype=torch.float64)
+    sides = (
+        (statistics.keys, seen[0].key, attention.q_proj, attention.q_norm),
+        (statistics.queries, seen[0].query, attention.k_proj, attention.k_norm),
+    )
+    for G, other_side, projection, norm in sides:
+        heads = G.shape[0]
+        rotations = [
+            reference.rotation_matrix(t, HEAD_SIZE, base) @ torch.diag(norm.weight)
+            for t in range(LENGTH)
+        ]
+        square = projection(X).view(N, heads, HEAD_SIZE).square().mean(-1)
+        gain = (1 / (square + norm.variance_epsilon)).mean(0)
+        others = other_side.transpose(0, 1).flatten(1, 2)  # [its heads, tokens, d_h]
+        for h in range(heads):
+            group = [h // 2] if heads == HEADS else [2 * h, 2 * h + 1]
+            error = sum(scores_by_hand(others[g], dW, X, rotations) for g in group) / len(group)
+            expected = float(gain[h]) * 4 * error / N**2
+            found = float(torch.trace(G[h].double() @ dW @ H @ dW.T))
+            assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_statistics_of_a_model_in_half_precision_are_summed_in_float32(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    """What was seen, once more in float64; sums in bfloat16 would be off by a per cent."""
+    model = make(model_of).bfloat16()
+    statistics, seen, X = collect(model, tokens(), 8)
+    N = X.shape[0]
+    found = {"attended": statistics.attended, **statistics.inputs}
+    if seen[0].rotation is None:
+        found |= {"keys": statistics.keys, "queries": statistics.queries}
+        for name, heads in (("keys", seen[0].key), ("queries", seen[0].query)):
+            rows = heads.double().transpose(0, 1).flatten(1, 2)
+            expected = 2 / N * torch.stack([x.T @ x for x in rows])
+            torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-4)
+    assert {statistic.dtype for statistic in found.values()} == {torch.float32}
+    expected = 2 / N * (X.double().T @ X.double())
+    H = statistics.inputs["attention_input"].double()
+    torch.testing.assert_close(H, expected, rtol=1e-4, atol=1e-4)
+    A = seen[0].probabilities.double().unflatten(1, (statistics.attended.shape[0], -1))
+    AX = A @ X.double().view(SEGMENTS, 1, 1, LENGTH, WIDTH)
+    expected = 2 / N * torch.einsum("bhsld,bhsle->hde", AX, AX) / A.shape[2]
+    torch.testing.assert_close(statistics.attended.double(), expected, rtol=1e-4, atol=1e-4)

@@ -95,3 +95,43 @@ def test_min_max_grid_reaches_both_ends_and_zero() -> None:
     )
     assert g.scale.flatten().tolist() == [1, 1]
     assert g.zero_point.flatten().tolist() == [0, 3]
+
+
+def test_min_max_grid_covers_the_weights_divided_by_zeta_and_rounds_the_zero_point() -> None:
+    v = torch.tensor([[-1.0, 0.2, 1.5, 2.0], [0.5, 1.0, 2.0, 3.0], [-3.0, -2.0, -1.0, -0.5]])
+    zeta = torch.tensor([2.0, 0.5, 1.0, 4.0])
+    g = min_max_grid((v * zeta)[None], zeta, bits=3, symmetric=False, group_size=None)
+    # 0 is always covered, also where all weights of a row have one sign
+    torch.testing.assert_close(g.scale.flatten(), torch.tensor([3.0, 3.0, 3.0]) / 7)
+    assert g.zero_point.flatten().tolist() == [2, 0, 7]  # 7 / 3 is rounded
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_of_one_sign_are_searched_like_all_others(sign: int) -> None:
+    """Floor and ceiling of their zero point are the same, but not those of the other rows."""
+    W, H, zeta = problem(rows=12)
+    W[0, :4] = sign * W[0, :4].abs() - sign * 0.1 * W[0, :4].abs().amin(-1, keepdim=True)
+    found = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
+    for row in range(12):
+        scale, zero = by_hand(W[0, row], H[0], zeta, 2, symmetric=False)
+        assert float(found.scale[0, row, 0]) == pytest.approx(scale)
+        assert float(found.zero_point[0, row, 0]) == zero
+
+
+def test_zero_points_are_integers_of_the_range() -> None:
+    """In float32 -low / (-low / 7) may be 7.0000005, whose ceiling is 8."""
+    W = -torch.rand(1, 500, 4) - 0.3
+    low = W.amin(-1)
+    assert bool((low / (low / 7) > 7).any())
+    H, zeta = torch.eye(4)[None], torch.ones(4)
+    found = search_grid(W, H, zeta, bits=3, symmetric=False, group_size=None)
+    assert bool((found.zero_point <= 7).all())
+
+
+def test_the_whole_range_and_a_hundredth_of_it_can_be_the_best() -> None:
+    W = torch.tensor([[[-1.0, 0.0, 1.0, 2.0], [100.0, 1.0, 2 / 3, 1 / 3]]], dtype=torch.float64)
+    H = torch.eye(4, dtype=torch.float64)[None]
+    H[0, 0, 0] = 1e-9  # the second row's outlier is of no matter
+    zeta = torch.ones(4, dtype=torch.float64)
+    found = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
+    torch.testing.assert_close(found.scale.flatten().tolist(), [1.0, 1 / 3])

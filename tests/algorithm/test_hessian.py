@@ -50,6 +50,22 @@ def test_a_singular_hessian_gets_more_damping_and_says_how_much() -> None:
     assert added >= 0.01
 
 
+@pytest.mark.parametrize(("lowest", "expected"), [(-0.005, 0.01), (-0.05, 0.1), (-0.5, 1)])
+def test_extra_damping_is_the_first_power_of_ten_that_helps_times_each_heads_mean_diagonal(
+    lowest: float, expected: float
+) -> None:
+    H = hessian(heads=2)
+    vectors = torch.linalg.eigh(H[0]).eigenvectors
+    values = torch.tensor([lowest, 1, 1, 1, 1, 1], dtype=torch.float64)
+    H[0] = vectors @ torch.diag(values * 6 / values.sum()) @ vectors.T  # mean diagonal 1
+    U, added = inverse_factor(H)
+    assert added == pytest.approx(expected)
+    for head in range(2):
+        mean = sum(float(H[head, j, j]) for j in range(6)) / 6
+        damped = H[head] + expected * mean * torch.eye(6, dtype=H.dtype)
+        torch.testing.assert_close(U[head].T @ U[head] @ damped, torch.eye(6, dtype=H.dtype))
+
+
 def test_a_hessian_beyond_help_is_an_error() -> None:
     with pytest.raises(ArithmeticError, match="cannot be factored"):
         inverse_factor(torch.full((1, 3, 3), torch.nan))

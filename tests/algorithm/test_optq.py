@@ -10,21 +10,26 @@ from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
 from tests import reference
 
 
-def problem(heads: int = 2, rows: int = 3, columns: int = 10) -> tuple[Tensor, Tensor, Grid]:
+def problem(
+    heads: int = 2, rows: int = 3, columns: int = 10, group_size: int | None = None
+) -> tuple[Tensor, Tensor, Grid]:
+    """Columns of very different sizes, in an order that each head has for itself."""
     X = torch.randn(heads, columns, 60, dtype=torch.float64)
-    X = X * torch.logspace(0, 1, columns, dtype=torch.float64)[torch.randperm(columns)][:, None]
+    orders = torch.stack([torch.randperm(columns) for _ in range(heads)])
+    X = X * torch.logspace(0, 1, columns, dtype=torch.float64)[orders][..., None]
     H = X @ X.transpose(1, 2)
     W = torch.randn(heads, rows, columns, dtype=torch.float64)
     zeta = torch.rand(columns, dtype=torch.float64) + 0.5
-    return W, H, search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
+    return W, H, search_grid(W, H, zeta, bits=2, symmetric=False, group_size=group_size)
 
 
+@pytest.mark.parametrize("group_size", [None, 5])
 @pytest.mark.parametrize("block", [128, 4, 1])
 def test_update_equals_solving_for_the_columns_left(
-    block: int, monkeypatch: pytest.MonkeyPatch
+    block: int, group_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optq, "BLOCK", block)
-    W, H, grid = problem()
+    W, H, grid = problem(group_size=group_size)
     updated, integers, added = update_weights(W, H, grid)
     assert added == 0
     for head in range(2):
@@ -55,3 +60,10 @@ def test_compensation_lowers_the_loss_of_nearest_rounding() -> None:
     ours = reconstruction_loss(dequantize(integers, grid) - W, H).sum()
     nearest = reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum()
     assert ours < 0.95 * nearest
+
+
+def test_extra_damping_of_a_hessian_that_cannot_be_factored_is_reported() -> None:
+    W, H, grid = problem()
+    lowest = torch.linalg.eigvalsh(H).amin(-1)[:, None, None]
+    _, _, added = update_weights(W, H - 1.01 * lowest * torch.eye(10), grid)
+    assert added == 0.01

@@ -22,6 +22,13 @@ def test_integers_are_those_of_plain_nearest_rounding(bits: int) -> None:
         assert torch.equal(q[0, row], expected)
 
 
+def test_halves_go_to_the_even_neighbour_whatever_the_zero_point() -> None:
+    W = torch.tensor([[[-1.5, -0.5, 0.5, 1.5, 2.5]] * 2])
+    ones = torch.ones(1, 2, 1)
+    q = quantize(W, Grid(ones, torch.tensor([[[2.0], [3.0]]]), torch.ones(5), 3))
+    assert q[0].tolist() == [[0, 2, 2, 4, 4], [1, 3, 3, 5, 5]]
+
+
 def test_each_group_of_columns_has_its_own_scale_and_zero_point() -> None:
     g = grid(groups=4)
     q = torch.randint(0, 4, (1, 3, 8)).double()

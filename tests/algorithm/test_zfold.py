@@ -1,10 +1,14 @@
+from itertools import pairwise
+
+import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.grid import min_max_grid
-from aespa_pl.algorithm.objectives import reconstruction_loss
+from aespa_pl.algorithm import zfold
+from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
 from aespa_pl.algorithm.zfold import fit_grids, least_squares_zeta
+from tests import reference
 
 FORM = {"bits": 2, "symmetric": False, "group_size": None}
 
@@ -18,10 +22,11 @@ def problem() -> tuple[list[Tensor], list[Tensor]]:
 
 
 def loss(weights: list[Tensor], hessians: list[Tensor], grids: list[Grid]) -> float:
-    return sum(
-        float(reconstruction_loss(dequantize(quantize(W, g), g) - W, H).sum())
-        for W, H, g in zip(weights, hessians, grids, strict=True)
-    )
+    total = 0.0
+    for W, H, g in zip(weights, hessians, grids, strict=True):
+        error = (dequantize(quantize(W, g), g) - W)[0]
+        total += float(torch.trace(error @ H[0] @ error.T))
+    return total
 
 
 def test_zeta_is_the_least_squares_factor_of_each_column() -> None:
@@ -77,3 +82,61 @@ def test_more_rounds_never_end_above_fewer() -> None:
         for n in (1, 2, 5, 30)
     ]
     assert losses == sorted(losses, reverse=True)
+
+
+def test_first_zeta_is_that_of_the_min_max_grid() -> None:
+    weights, hessians = problem()
+    found = fit_grids(weights, hessians, **FORM, with_zeta=True, max_rounds=1)
+    rounded = []
+    for w in torch.cat(weights, 1)[0]:
+        low, high = min(float(w.min()), 0), max(float(w.max()), 0)
+        scale = (high - low) / 3
+        zero = round(-low / scale)
+        rounded.append(scale * (reference.nearest(w, scale, zero, 3) - zero))
+    value, W = torch.stack(rounded), torch.cat(weights, 1)[0]
+    for j in range(12):
+        fitted = torch.linalg.lstsq(value[:, j, None], W[:, j, None]).solution.item()
+        torch.testing.assert_close(float(found[0].zeta[j]), fitted or 1.0)
+
+
+@pytest.mark.parametrize("max_rounds", [1, 2, 30])
+def test_alternation_ends_when_the_loss_no_longer_falls_and_keeps_the_best(
+    max_rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several problems; each round's loss is measured here, on the grids that it searched."""
+    searched: list[tuple[Tensor, Tensor, Grid]] = []
+
+    def remember(W: Tensor, H: Tensor, zeta: Tensor, **form: int | None) -> Grid:
+        grid = search_grid(W, H, zeta, **form)
+        searched.append((W, H, grid))
+        return grid
+
+    monkeypatch.setattr(zfold, "search_grid", remember)
+    best_rounds = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        weights, _ = problem()
+        if seed % 2:  # columns of one size: zeta may not help at all
+            weights = [torch.randn_like(W) for W in weights]
+        X = torch.randn(2, 12, 80, dtype=torch.float64) * torch.logspace(0, 1, 12)[:, None]
+        hessians = list((X @ X.transpose(1, 2))[:, None])
+        searched.clear()
+        found = fit_grids(weights, hessians, **FORM, with_zeta=True, max_rounds=max_rounds)
+        rounds = [searched[i : i + 2] for i in range(0, len(searched), 2)]
+        losses = []
+        for pair in rounds:
+            for (W, H, _), weight, hessian in zip(pair, weights, hessians, strict=True):
+                assert W is weight
+                assert H is hessian
+            losses.append(loss(weights, hessians, [grid for _, _, grid in pair]))
+        # the first search is without zeta; the alternation comes after it
+        falls = [after < before for before, after in pairwise(losses[1:])]
+        assert all(falls[:-1])
+        assert len(rounds) == max_rounds + 1 or not falls[-1]
+        best = losses.index(min(losses))
+        best_rounds.add(best)
+        for grid, (_, _, chosen) in zip(found, rounds[best], strict=True):
+            assert grid is chosen
+    # the problems are such that the best is not always the last, nor always one with zeta
+    assert max_rounds > 1 or best_rounds == {0, 1}
+    assert max_rounds < 30 or len(best_rounds) > 1

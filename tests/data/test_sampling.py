@@ -57,6 +57,15 @@ def test_every_segment_is_a_window_of_a_document_longer_than_itself() -> None:
     assert all(len(documents[i].split()) > LENGTH for i in origins)
 
 
+def test_documents_are_chosen_at_random_from_the_whole_text() -> None:
+    documents = make_documents([2 * LENGTH] * 500)
+    chosen = [{origin(s, documents) for s in draw(documents, 20, seed)} for seed in range(2)]
+    for origins in chosen:
+        assert min(origins) < 150
+        assert max(origins) > 350
+    assert len(chosen[0] & chosen[1]) < 10
+
+
 def test_a_document_as_long_as_a_segment_is_skipped() -> None:
     documents = make_documents([LENGTH, LENGTH + 1])
     assert origin(draw(documents, 1)[0], documents) == 1
@@ -83,6 +92,13 @@ def test_few_long_documents_are_all_used_and_the_longer_ones_more_often() -> Non
     origins = [origin(segment, documents) for segment in draw(documents, 50)]
     assert {0, 1, 3} == set(origins)
     assert origins.count(1) > 40
+
+
+def test_every_window_of_a_text_of_few_documents_is_equally_likely() -> None:
+    """Of three segments the third is one of the 2 windows of the first document and 16 of the other."""
+    documents = make_documents([LENGTH + 1, 2 * LENGTH - 1])
+    thirds = [origin(draw(documents, 3, seed)[2], documents) for seed in range(1500)]
+    assert thirds.count(0) / 1500 == pytest.approx(2 / 18, abs=0.03)
 
 
 def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
@@ -131,6 +147,7 @@ def test_fewer_tokens_than_asked_for_are_refused_with_the_numbers() -> None:
         "most, choose a shorter data.calibration.segment_length, or another text"
     )
     assert len(draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 5)) == 5
+    assert len(draw(make_documents([4 * LENGTH - 1, 2 * LENGTH + 1]), 6)) == 6  # not one to spare
 
 
 def test_a_text_of_short_documents_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +156,11 @@ def test_a_text_of_short_documents_is_given_up_in_time(monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="documents read: 20"):
         draw_segments(["1 2"] * 1000, words, CalibrationSettings(segments=1), LENGTH)
     assert len(words.asked) == 20
+
+
+def test_short_documents_between_long_ones_do_not_end_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampling, "PATIENCE", 60)
+    documents = make_documents([5, 5, 2 * LENGTH] * 100)
+    assert len({origin(segment, documents) for segment in draw(documents, 100)}) == 100

@@ -137,6 +137,21 @@ def test_observed_block_gives_the_same_output_in_half_precision(
     torch.testing.assert_close(observed, plain, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama-grouped", "qwen3-mixed"])
+def test_probabilities_are_computed_in_float32_from_queries_in_half_precision(
+    name: str, dtype: torch.dtype
+) -> None:
+    model, ids = make_model(name, dtype), make_ids(1)
+    for attention, window in zip(observe(model, ids), windows(model), strict=True):
+        assert attention.query.dtype == attention.key.dtype == dtype
+        query, key = attention.query[0].double(), attention.key[0].double()
+        for head in range(4):
+            expected = explicit_probabilities(query[head], key[head // 2], window)
+            found = attention.probabilities[0, head].double()
+            torch.testing.assert_close(found, expected, **SINGLE)
+
+
 @pytest.mark.parametrize("name", ["opt", "bloom", "qwen3-mixed"])
 def test_observation_ends_with_its_context(name: str) -> None:
     model, ids = make_model(name), make_ids()
@@ -183,6 +198,18 @@ def test_every_matrix_of_a_block_is_a_projection(name: str) -> None:
         linear = {path for path, m in block.named_modules() if isinstance(m, nn.Linear)}
         assert {projection.module for projection in projections} == linear
     assert len({projection.name for projection in projections}) == len(projections)
+
+
+@every_example
+def test_roles_are_those_of_the_names(name: str) -> None:
+    settings = EXAMPLES[name]()
+    roles = {
+        "query": "query", "key": "key", "value": "value",
+        "q_proj": "query", "k_proj": "key", "v_proj": "value",
+    }  # fmt: skip
+    found = {p.name: p.role.value for p in family_of(settings).layout(settings).projections}
+    assert found == {projection: roles.get(projection, "other") for projection in found}
+    assert len(set(found.values())) == 4
 
 
 @every_example

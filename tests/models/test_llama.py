@@ -94,6 +94,7 @@ def test_scale_of_head_norms_is_observed() -> None:
     family = family_of(model.config)
     block: Any = model.get_submodule(family.blocks_path)[1]
     attention = block.self_attn
+    attention.q_norm.variance_epsilon, attention.k_norm.variance_epsilon = 0.3, 0.7
     outputs: dict[str, Tensor] = {}
     for part in ("q", "k"):
         getattr(attention, f"{part}_proj").register_forward_hook(
@@ -103,15 +104,15 @@ def test_scale_of_head_norms_is_observed() -> None:
     with family.observe_attention(model, block, seen.append):
         hidden, arguments = family.embed(model, ids)
         family.run_block(block, hidden, arguments)
-    for part, heads, scale in (
-        ("q", 4, seen[0].query_inverse_square),
-        ("k", 2, seen[0].key_inverse_square),
+    for part, heads, epsilon, scale in (
+        ("q", 4, 0.3, seen[0].query_inverse_square),
+        ("k", 2, 0.7, seen[0].key_inverse_square),
     ):
         assert scale is not None
         assert scale.shape == (2, heads, LENGTH)
         for head in range(heads):
             x = outputs[part][..., 8 * head : 8 * (head + 1)]
-            expected = 1 / (x.pow(2).sum(-1) / 8 + model.config.rms_norm_eps)
+            expected = 1 / (x.pow(2).sum(-1) / 8 + epsilon)
             torch.testing.assert_close(
                 scale[:, head], expected, rtol=1e-5, atol=1e-5, check_dtype=False
             )

@@ -96,7 +96,10 @@ def test_zeta_must_be_positive_and_have_somewhere_to_go() -> None:
     family = family_of(model.config)
     layout = family.layout(model.config)
     block = model.get_submodule(family.blocks_path)[0]
-    with pytest.raises(ValueError, match="zeta of mlp_input must be positive"):
-        fold(block, layout, {"mlp_input": torch.zeros(24)})
+    for wrong in (0, -1):
+        zeta = torch.ones(24)
+        zeta[5] = wrong
+        with pytest.raises(ValueError, match="zeta of mlp_input must be positive"):
+            fold(block, layout, {"mlp_input": zeta})
     with pytest.raises(ValueError, match="zeta of attention_output has nowhere to go"):
         fold(block, layout, {"attention_output": torch.ones(24)})

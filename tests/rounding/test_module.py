@@ -1,10 +1,12 @@
 """A Trainer over BlockRounding does what a plain Adam loop on the closed-form gradient does."""
 
+import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
@@ -14,7 +16,9 @@ from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.rounding import BlockRounding, BlockStatistics, NonFiniteLossError, RoundingTask
 from aespa_pl.settings import RoundingSettings
 
-SETTINGS = RoundingSettings(iterations=60)
+SETTINGS = RoundingSettings(
+    iterations=60, learning_rate=0.02, warmup=0.3, beta_start=12.0, beta_end=3.0
+)
 Problem = tuple[dict[str, RoundingTask], dict[str, tuple[Tensor, Tensor | None]]]
 
 
@@ -38,14 +42,17 @@ def trainer(iterations: int = SETTINGS.iterations, **more: object) -> Trainer:
 
 
 def plain_loop(
-    tasks: dict[str, RoundingTask], batch: dict[str, tuple[Tensor, Tensor | None]]
+    tasks: dict[str, RoundingTask],
+    batch: dict[str, tuple[Tensor, Tensor | None]],
+    iterations: int = SETTINGS.iterations,
 ) -> dict[str, Tensor]:
+    """Return the rounding variables after the first ``iterations`` of the schedule of SETTINGS."""
     learned = {}
     for name, task in tasks.items():
         B = task.start.clone().requires_grad_()
-        adam = torch.optim.Adam([B], lr=SETTINGS.learning_rate)
-        for i in range(SETTINGS.iterations):
-            beta = penalty_exponent(i, SETTINGS.iterations, warmup=0.2, start=20.0, end=2.0)
+        adam = torch.optim.Adam([B], lr=0.02)
+        for i in range(iterations):
+            beta = penalty_exponent(i, 60, warmup=0.3, start=12.0, end=3.0)
             H, G = batch[name]
             B.grad = rounding_loss(
                 B.detach(), task.rounding, H, G, weight=task.penalty, beta=beta
@@ -80,6 +87,56 @@ def test_curves_of_every_projection_are_logged(tmp_path: Path) -> None:
     assert len(lines) == 1 + SETTINGS.iterations // 10
 
 
+class Losses(Callback):
+    """Remembers what the training steps return."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.seen.append(float(arguments[2]["loss"]))
+
+
+def test_curves_are_those_of_the_variables_at_their_iteration(tmp_path: Path) -> None:
+    tasks, batch = problem()
+    logger, losses = CSVLogger(tmp_path), Losses()
+    trainer(logger=logger, callbacks=[losses]).fit(
+        BlockRounding(tasks, SETTINGS, "block 0"), datamodule=BlockStatistics(batch)
+    )
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    for row, iteration, beta in ((rows[0], 9, None), (rows[-1], 59, 3 + 9 / 42)):
+        assert int(row["step"]) == iteration
+        total = 0.0
+        for name, B in plain_loop(tasks, batch, iteration).items():
+            rounding, (H, G) = tasks[name].rounding, batch[name]
+            h = torch.clamp(1.2 * torch.sigmoid(B) - 0.1, 0, 1)
+            dW = rounding.base + rounding.gain * h
+            inner = dW @ H @ dW.transpose(1, 2)
+            products = inner if G is None else G @ inner
+            penalty = 0.0
+            if beta is not None:
+                penalty = tasks[name].penalty * float((1 - (2 * h - 1).abs() ** beta).sum())
+            integers = (rounding.lower + h.round()).clamp(0, 3)
+            undecided = sum(0.1 < float(x) < 0.9 for x in h.flatten()) / h.numel()
+            assert 0 < undecided < 1
+            expected = {
+                "reconstruction_loss": sum(float(torch.trace(one)) for one in products),
+                "rounding_loss": penalty,
+                "undecided": undecided,
+                "differs_from_nearest": float((integers != tasks[name].nearest).sum()) / h.numel(),
+            }
+            for curve, value in expected.items():
+                assert float(row[f"{curve}/{name}"]) == pytest.approx(value, rel=1e-4), curve
+            total += expected["reconstruction_loss"] + expected["rounding_loss"]
+        assert losses.seen[iteration] == pytest.approx(total, rel=1e-4)
+
+
+def test_checkpoints_hold_the_rounding_variables_only() -> None:
+    tasks, _ = problem()
+    module = BlockRounding(tasks, SETTINGS, "block 0")
+    assert set(module.state_dict()) == {f"variables.{name}" for name in tasks}
+
+
 def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     tasks, batch = problem()
     whole = BlockRounding(tasks, SETTINGS, "block 0")
@@ -106,6 +163,7 @@ def test_a_loss_that_is_not_finite_is_named(log_every_n_steps: int) -> None:
 
     def run() -> None:
         trainer(log_every_n_steps=log_every_n_steps).fit(module, datamodule=BlockStatistics(batch))
+        assert log_every_n_steps > 1  # or it is noticed while learning
         module.integers()
 
     with pytest.raises(NonFiniteLossError, match=r"block 7.* fc "):
