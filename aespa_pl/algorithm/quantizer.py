@@ -55,4 +55,5 @@ def round_to_half(scale: Tensor) -> Tensor:
     exact. What float16 cannot hold becomes its nearest positive number.
     """
     half = torch.finfo(torch.float16)
-    return scale.clamp(half.smallest_normal, half.max).to(torch.float16).to(scale.dtype)
+    smallest = half.smallest_normal * half.eps  # subnormal numbers hold scales of tiny weights
+    return scale.clamp(smallest, half.max).to(torch.float16).to(scale.dtype)

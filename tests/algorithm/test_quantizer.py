@@ -47,9 +47,10 @@ def test_what_the_grid_holds_is_quantized_without_error() -> None:
 
 
 def test_rounded_scales_survive_float16_and_stay_positive() -> None:
-    scale = torch.tensor([1e-12, 3.14159, 1e9])
+    scale = torch.tensor([1e-12, 3.14159, 1e9, 2e-5])
     rounded = round_to_half(scale)
     assert torch.equal(rounded.half().float(), rounded)
     assert bool((rounded > 0).all())
     assert bool(rounded.isfinite().all())
     assert float(rounded[1]) == pytest.approx(3.14159, rel=1e-3)
+    assert float(rounded[3]) == pytest.approx(2e-5, rel=1e-2)  # subnormal
