@@ -37,7 +37,7 @@ from aespa_pl.walk import Walk
 
 LAST = "last"
 """``--ckpt_path last``: the newest run."""
-PHASES = ("statistics", "grid", "optq", "rounding")
+PHASES = ("statistics", "grid", "optq", "rounding", "polish")
 FREE_SPACE_FACTOR = 1.6
 """Disk that a run needs, in sizes of the checkpoint: the model again, one byte a weight beside it."""
 

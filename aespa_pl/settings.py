@@ -142,6 +142,17 @@ class RoundingSettings:
 
 
 @dataclass(frozen=True)
+class PolishSettings:
+    """Coordinate descent on the integers after step 4; not in the paper."""
+
+    enabled: bool = False
+    """Move each integer to its best value with all others fixed, again and again; it never raises the
+    objective. off: as in the paper."""
+    passes: PositiveInt = 10
+    """Visits of all integers at most; a pass that changes nothing is the last."""
+
+
+@dataclass(frozen=True)
 class QuantizationSettings:
     """How the weights become integers."""
 
@@ -161,6 +172,8 @@ class QuantizationSettings:
     """What is minimized."""
     rounding: RoundingSettings = field(default_factory=RoundingSettings)
     """Step 4, the rounding."""
+    polish: PolishSettings = field(default_factory=PolishSettings)
+    """Coordinate descent after step 4 (or after step 3, with rounding off)."""
 
 
 @dataclass(frozen=True)

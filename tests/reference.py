@@ -87,3 +87,47 @@ def optq_row(
             delta = torch.linalg.solve(H[left][:, left], H[left, j] * error)
             current[left] += delta
     return current, integers
+
+
+def best_integers(step: Tensor, zero: Tensor, W: Tensor, H: Tensor, levels: int) -> float:
+    """Least ``dw H dw^T`` of one row over all ``(levels + 1) ** d`` integers."""
+    candidates = torch.tensor(
+        list(itertools.product(range(levels + 1), repeat=W.numel())), dtype=W.dtype
+    )
+    error = step * (candidates - zero) - W
+    return float(((error @ H) * error).sum(1).min())
+
+
+def coordinate_descent(
+    integers: Tensor,
+    step: Tensor,
+    zero: Tensor,
+    W: Tensor,
+    H: Tensor,
+    G: Tensor,
+    levels: int,
+    passes: int,
+) -> tuple[Tensor, int]:
+    """Try every value of every integer of one head, row by row and column by column.
+
+    Returns:
+        The integers ``[rows, d]``, and how many passes it took; the last of them moved nothing, or
+        it was the limit.
+    """
+
+    def objective(q: Tensor) -> float:
+        error = step * (q - zero) - W
+        return float(torch.trace(G @ error @ H @ error.T))
+
+    current, least = integers.clone(), objective(integers)
+    for done in range(1, passes + 1):
+        before = current.clone()
+        for i, j in itertools.product(*map(range, current.shape)):
+            for value in range(levels + 1):
+                other = current.clone()
+                other[i, j] = value
+                if objective(other) < least * (1 - 1e-12):
+                    current, least = other, objective(other)
+        if torch.equal(current, before):
+            break
+    return current, done
