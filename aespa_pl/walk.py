@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.adaround import start
+from aespa_pl.algorithm.descent import Descent, descend
 from aespa_pl.algorithm.objectives import keep_better
 from aespa_pl.algorithm.quantizer import dequantize, quantize
 from aespa_pl.artifacts import ModelWriter, write_tensors
@@ -128,8 +129,10 @@ class Walk:
         with self._measure("statistics"):
             statistics = self._collect(index, block, hidden)
         prepared, integers = self._choose_integers(index, block, statistics)
+        descents = self._polish(prepared, integers)
+        integers |= {name: descent.integers for name, descent in descents.items()}
         with self._measure("writing"):
-            record = self._record(index, prepared, integers)
+            record = self._record(index, prepared, integers, descents)
             write_tensors(
                 self.run.block_file(index),
                 _artifact(self.layout, prepared, integers),
@@ -224,6 +227,26 @@ class Walk:
             for name, p in prepared.items()
         }
 
+    def _polish(
+        self, prepared: Mapping[str, PreparedProjection], integers: Mapping[str, Tensor]
+    ) -> dict[str, Descent]:
+        """Run the coordinate descent, which is not in the paper; where it is off, return nothing."""
+        settings = self.settings.polish
+        if not settings.enabled:
+            return {}
+        with self._measure("polish"):
+            return {
+                name: descend(
+                    integers[name],
+                    p.weight,
+                    p.grid,
+                    p.hessian,
+                    p.other_side,
+                    passes=settings.passes,
+                )
+                for name, p in prepared.items()
+            }
+
     def _checkpoint(self, index: int) -> Path | None:
         """Return where the rounding of a block was interrupted."""
         try:
@@ -238,9 +261,10 @@ class Walk:
         index: int,
         prepared: Mapping[str, PreparedProjection],
         integers: Mapping[str, Tensor],
+        descents: Mapping[str, Descent],
     ) -> dict[str, Any]:
         """Return what was measured on a block."""
-        losses = {}
+        losses: dict[str, dict[str, float]] = {}
         for name, p in prepared.items():
             if p.extra_damping:
                 log.warning(
@@ -252,6 +276,12 @@ class Walk:
                 "optq": float(p.loss(p.integers).sum()),
                 "final": float(p.loss(integers[name]).sum()),
                 "extra_damping": p.extra_damping,
+            }
+        for name, descent in descents.items():
+            losses[name] |= {
+                "before_polish": descent.loss_before,
+                "polish_passes": descent.passes,
+                "polish_changed": descent.changed,
             }
         return {"losses": losses}
 
@@ -293,12 +323,15 @@ class Walk:
         self.run.forget_checkpoint()
 
     def _say(self, index: int, record: Mapping[str, Any], seconds: float) -> None:
-        shares = [x["final"] / x["nearest"] for x in record["losses"].values() if x["nearest"] > 0]
+        losses = record["losses"].values()
+        line = f"block {index + 1}/{self.source.block_count}: "
+        if self.settings.polish.enabled:
+            changed = sum(x["polish_changed"] for x in losses)
+            passes = max(x["polish_passes"] for x in losses)
+            line += f"polish changed {changed} integers in {passes} passes; "
+        shares = [x["final"] / x["nearest"] for x in losses if x["nearest"] > 0]
         mean = sum(shares) / max(1, len(shares))
-        self.progress.say(
-            f"block {index + 1}/{self.source.block_count}: loss {mean:.3f} of nearest rounding's, "
-            f"{seconds:.1f} s"
-        )
+        self.progress.say(f"{line}loss {mean:.3f} of nearest rounding's, {seconds:.1f} s")
 
     def _measure(self, phase: str) -> Any:
         return self.stopwatch.measure(phase, self.source.device)

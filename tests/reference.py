@@ -119,15 +119,14 @@ def coordinate_descent(
         error = step * (q - zero) - W
         return float(torch.trace(G @ error @ H @ error.T))
 
-    current, least = integers.clone(), objective(integers)
-    for done in range(1, passes + 1):
-        before = current.clone()
+    current, least, done = integers.clone(), objective(integers), 0
+    before = None
+    while done < passes and (before is None or not torch.equal(current, before)):
+        before, done = current.clone(), done + 1
         for i, j in itertools.product(*map(range, current.shape)):
             for value in range(levels + 1):
                 other = current.clone()
                 other[i, j] = value
                 if objective(other) < least * (1 - 1e-12):
                     current, least = other, objective(other)
-        if torch.equal(current, before):
-            break
     return current, done

@@ -237,6 +237,39 @@ def test_keep_best_takes_the_better_of_learned_and_optq(walked: Walked) -> None:
     assert better
 
 
+POLISH = {"polish.enabled": True}
+
+
+@pytest.mark.parametrize("others", [{}, NOT_LEARNED, {"group_size": 4}], ids=str)
+@every_family
+def test_polish_lowers_the_losses_and_never_raises_one(
+    name: str, others: dict[str, Any], walked: Walked
+) -> None:
+    """Block 0 is the same with and without; block 1 sees the other hidden states."""
+    off, on = walked(name, others), walked(name, {**others, **POLISH})
+    check_export(on, bits=2)
+    before = off.losses(0)
+    changed = 0
+    for index in range(BLOCKS):
+        for projection, loss in on.losses(index).items():
+            if index == 0:
+                assert loss["before_polish"] == before[projection]["final"]
+                assert loss["optq"] == before[projection]["optq"]
+            assert loss["final"] <= loss["before_polish"]
+            assert 1 <= loss["polish_passes"] <= 10
+            if loss["polish_changed"]:
+                assert loss["final"] < loss["before_polish"]
+                assert loss["polish_passes"] > 1
+        changed += sum(loss["polish_changed"] for loss in on.losses(index).values())
+        total = {
+            k: sum(x[k] for x in on.losses(index).values()) for k in ("before_polish", "final")
+        }
+        assert total["final"] < 0.97 * total["before_polish"]
+    for projection in (p.name for p in on.layout.projections):
+        one, two = (walk.file(0)[f"{projection}.integers"] for walk in (off, on))
+        assert int((one != two).sum()) == on.losses(0)[projection]["polish_changed"]
+
+
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama"])
 def test_zfold_off_leaves_zeta_1_and_norms_alone(name: str, walked: Walked) -> None:
     for changes, fitted in (({}, True), (OFF, False)):
@@ -335,6 +368,8 @@ def test_switch_changes_what_it_names_and_nothing_else(
         ({"rounding.beta_end": 19.0}, {"rounding.penalty_attention": 9.0}),
         ({"rounding.keep_best": False}, {}),
         ({"damping": 0.2}, {}),
+        ({"polish.enabled": True}, {}),
+        ({"polish.passes": 1}, {"polish.enabled": True}),
     ],
 )
 def test_switch_acts(switch: dict[str, Any], others: dict[str, Any], walked: Walked) -> None:
@@ -371,6 +406,24 @@ def test_block_after_replay_is_the_same(name: str, tmp_path: Path) -> None:
     assert again.losses(1) == losses
     assert all(torch.equal(tensor, tensors[key]) for key, tensor in again.file(1).items())
     assert "1 of 2 blocks are complete already" in again.said
+
+
+def test_what_polish_did_is_in_journal_and_printed(walked: Walked) -> None:
+    quantized = walked("opt", POLISH)
+    for index in range(BLOCKS):
+        record = quantized.journal["blocks"][str(index)]
+        losses = record["losses"].values()
+        for loss in losses:
+            assert loss.keys() == {
+                "nearest", "optq", "final", "extra_damping",
+                "before_polish", "polish_passes", "polish_changed",
+            }  # fmt: skip
+        assert record["seconds"]["polish"] > 0
+        changed = sum(x["polish_changed"] for x in losses)
+        passes = max(x["polish_passes"] for x in losses)
+        line = f"block {index + 1}/{BLOCKS}: polish changed {changed} integers in {passes} passes; "
+        assert line in quantized.said
+    assert "polish" not in walked("opt").journal["blocks"]["0"]["seconds"]
 
 
 def overflowing(index: int) -> PreTrainedModel:

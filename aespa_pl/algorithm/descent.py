@@ -36,6 +36,8 @@ class Descent:
     """Visits of all columns; the last of them moved nothing, unless the limit came first."""
     changed: int
     """Integers that differ from those that it began with."""
+    loss_before: float
+    """Objective of those that it began with."""
 
 
 def descend(
@@ -62,40 +64,38 @@ def descend(
         G: Second moment of the other side (query and key projections), or None.
         passes: Visits of all columns at most.
     """
-    step, current, done = grid.step(), integers, 0
-    for done in range(1, passes + 1):
+    current, done, moving = integers, 0, True
+    while moving and done < passes:
         R = error_product(dequantize(current, grid) - W, H)
         if G is None:
-            moved = _visit(current, R, step, H, grid.levels)
+            moved = _visit(current, R, grid.step(), H, grid.levels)
         else:
-            moved = _visit_row_by_row(current, R, step, H, G, grid.levels)
-        if torch.equal(moved, current):
-            break
-        current = moved
+            moved = _visit_row_by_row(current, R, grid, H, G)
+        moving = not torch.equal(moved, current)
+        current, done = moved, done + 1
     before, after = (
         reconstruction_loss(dequantize(q, grid) - W, H, G) for q in (integers, current)
     )
     kept = keep_better(integers, before, current, after)
-    return Descent(kept, done, int((kept != integers).sum()))
+    return Descent(kept, done, int((kept != integers).sum()), float(before.sum()))
 
 
 def _visit_row_by_row(
     integers: Float[Tensor, "heads rows d_in"],
     R: Float[Tensor, "heads rows d_in"],
-    step: Float[Tensor, "heads rows d_in"],
+    grid: Grid,
     H: Float[Tensor, "#heads d_in d_in"],
     G: Float[Tensor, "heads rows rows"],
-    levels: int,
 ) -> Float[Tensor, "heads rows d_in"]:
     """Return the integers after a pass; R is ``dW H``.
 
     Over ``G_ii``, row i's part of ``G dW H`` changes with the row's own moves as if there were no G.
     """
-    q, R = integers.clone(), R.clone()
+    q, R, step = integers.clone(), R.clone(), grid.step()
     tiny = torch.finfo(G.dtype).tiny  # where G_ii is 0, so is its row: nothing moves
     for i in range(q.shape[1]):
         P = (G[:, i, None] @ R)[:, 0] / G[:, i, i, None].clamp(min=tiny)  # [heads, d_in]
-        moved = _visit(q[:, i], P, step[:, i], H, levels)
+        moved = _visit(q[:, i], P, step[:, i], H, grid.levels)
         delta = step[:, i] * (moved - q[:, i])
         R[:, i] += error_product(delta[:, None], H)[:, 0]
         q[:, i] = moved

@@ -59,7 +59,7 @@ def starts(W: Tensor, H: Tensor, grid: Grid) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("passes", [1, 10])
+@pytest.mark.parametrize("passes", [1, 4])
 @pytest.mark.parametrize(("bits", "group_size"), [(2, None), (4, None), (2, 6)])
 @every_kind
 def test_objective_never_rises_and_integers_stay_in_range(
@@ -72,10 +72,11 @@ def test_objective_never_rises_and_integers_stay_in_range(
         found = descend(q, W, grid, H, G, passes=passes)
         before, after = loss(q, W, H, G, grid), loss(found.integers, W, H, G, grid)
         assert bool((after <= before).all())  # each row, with G each head; no tolerance
-        assert float(after.sum()) < 0.97 * float(before.sum())
+        assert float(after.sum()) < 0.98 * float(before.sum())
         assert bool(((found.integers >= 0) & (found.integers <= grid.levels)).all())
         assert torch.equal(found.integers, found.integers.round())
         assert found.changed == int((found.integers != q).sum()) > 0
+        assert found.loss_before == pytest.approx(float(before.sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("block", [128, 3, 1])
