@@ -240,8 +240,11 @@ def test_keep_best_takes_the_better_of_learned_and_optq(walked: Walked) -> None:
 POLISH = {"polish.enabled": True}
 
 
-@pytest.mark.parametrize("others", [{}, NOT_LEARNED, {"group_size": 4}], ids=str)
-@every_family
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [(name, others) for name in FAMILIES for others in ({}, NOT_LEARNED)]
+    + [("llama-grouped", {"group_size": 4})],
+)
 def test_polish_lowers_the_losses_and_never_raises_one(
     name: str, others: dict[str, Any], walked: Walked
 ) -> None:
@@ -424,6 +427,31 @@ def test_what_polish_did_is_in_journal_and_printed(walked: Walked) -> None:
         line = f"block {index + 1}/{BLOCKS}: polish changed {changed} integers in {passes} passes; "
         assert line in quantized.said
     assert "polish" not in walked("opt").journal["blocks"]["0"]["seconds"]
+
+
+class Stop(Callback):
+    """Ends the second training."""
+
+    def __init__(self) -> None:
+        self.trainings = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trainings += 1
+        if self.trainings == 2:
+            raise InterruptedError
+
+
+def test_run_with_polish_goes_on_to_the_same_bits(tmp_path: Path, walked: Walked) -> None:
+    with pytest.raises(InterruptedError):
+        walk(
+            "opt", tmp_path, POLISH, options=lambda _run, _index, stop=Stop(): {"callbacks": [stop]}
+        )
+    run = Run.open(tmp_path / "runs" / "version_0")
+    assert set(run.blocks) == {0}
+    continued, whole = walk("opt", tmp_path, POLISH, run=run), walked("opt", POLISH)
+    for index in range(BLOCKS):
+        assert not differing(continued, whole, index)
+        assert continued.losses(index) == whole.losses(index)
 
 
 def overflowing(index: int) -> PreTrainedModel:

@@ -149,13 +149,13 @@ def _visit_block(
     newton = (-1 / (step * H.diagonal(dim1=1, dim2=2)[:, None])).flatten(0, 1)
     q, s, P = integers.flatten(0, 1).clone(), step.flatten(0, 1), P.flatten(0, 1).clone()
     down, up = -q, levels - q
-    while True:
+    for _ in columns:  # a row visits each once; NaN would go on for ever
         moves = (P * newton).round_().clamp_(down, up)
         at = (moves != 0).view(torch.uint8).argmax(-1, keepdim=True)  # the first that is not 0
         move = moves.gather(1, at)
         active = move[:, 0].nonzero()[:, 0]
         if not active.numel():
-            return q.view_as(integers)
+            break
         q[rows, at[:, 0]] += move[:, 0]
         P.addcmul_(move * s.gather(1, at), H[problem, at[:, 0]])
         newton.masked_fill_(columns <= at, 0)  # visited
@@ -163,3 +163,4 @@ def _visit_block(
             P, newton, down, up, s, rows, problem = (
                 x[active] for x in (P, newton, down, up, s, rows, problem)
             )
+    return q.view_as(integers)

@@ -140,6 +140,14 @@ def test_start_is_kept_where_the_objective_would_rise() -> None:
     assert bool((loss(found.integers, W, H, None, grid) <= loss(q, W, H, None, grid)).all())
 
 
+@pytest.mark.parametrize("kind", ["query", "other"])
+def test_overflow_ends_and_keeps_the_start(kind: str) -> None:
+    W, H, G, grid = problem(kind, dtype=torch.float32)
+    q = quantize(W, grid)
+    found = descend(q, W, grid, H * 1e38 * 10 ** torch.arange(8), G, passes=2)
+    assert torch.equal(found.integers, q)
+
+
 def test_side_that_is_always_zero_moves_nothing() -> None:
     """A key whose element is always 0: whatever the query's row is, no score sees it."""
     W, H, G, grid = problem("query")
