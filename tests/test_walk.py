@@ -435,6 +435,9 @@ class Stop(Callback):
     def __init__(self) -> None:
         self.trainings = 0
 
+    def options(self, _run: Run, _index: int) -> dict[str, Any]:
+        return {"callbacks": [self]}
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trainings += 1
         if self.trainings == 2:
@@ -443,9 +446,7 @@ class Stop(Callback):
 
 def test_run_with_polish_goes_on_to_the_same_bits(tmp_path: Path, walked: Walked) -> None:
     with pytest.raises(InterruptedError):
-        walk(
-            "opt", tmp_path, POLISH, options=lambda _run, _index, stop=Stop(): {"callbacks": [stop]}
-        )
+        walk("opt", tmp_path, POLISH, options=Stop().options)
     run = Run.open(tmp_path / "runs" / "version_0")
     assert set(run.blocks) == {0}
     continued, whole = walk("opt", tmp_path, POLISH, run=run), walked("opt", POLISH)
