@@ -1,5 +1,6 @@
 """Lightning's checkpoints inside a block: when they are written is Lightning's, how is ours."""
 
+import errno
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,14 @@ class JournaledCheckpointIO(TorchCheckpointIO):
             UserError: The disk is full or the folder not writable.
         """
         path = Path(path)
-        for state in checkpoint.get("optimizer_states", []):
-            for group in state["param_groups"]:
-                # jsonargparse's PositiveFloat is an object, which load_checkpoint would refuse
-                group["lr"] = float(group["lr"])
-        write_whole(path, lambda temporary: torch.save(checkpoint, temporary))
+
+        def write(temporary: Path) -> None:
+            try:
+                torch.save(checkpoint, temporary)
+            except RuntimeError as error:  # what torch makes of a write that failed
+                raise OSError(errno.EIO, "a write failed, the disk may be full") from error
+
+        write_whole(path, write)
         if path.is_relative_to(self.run.checkpoint_folder(self.index)):
             self.run.note_checkpoint(self.index, path)
 

@@ -1,5 +1,6 @@
 """The command line: ``aespa-pl fit`` quantizes a model, ``aespa-pl test`` measures it."""
 
+import inspect
 import logging
 import shlex
 import sys
@@ -14,7 +15,8 @@ import yaml
 from jsonargparse import ArgumentError
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.table import Table
 
@@ -27,13 +29,13 @@ from aespa_pl.progress import IterationProgress, WalkProgress
 from aespa_pl.run import Run
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 
-OWN_KEYS = {
-    "max_steps": "quantization.rounding.iterations",
-    "max_epochs": "quantization.rounding.iterations",
-    "max_time": "quantization.rounding.iterations",
-    "fast_dev_run": "quantization.rounding.iterations",
-}
-"""Keys of the Trainer that the walk decides, with the key to use instead."""
+OWN_KEYS = (
+    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "fast_dev_run",
+    "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
+)  # fmt: skip
+"""Keys of the Trainer that would change how many iterations are made: the walk decides that."""
+PRECISIONS = (None, 32, "32", "32-true")
+"""Of the rounding; that of the model's own forward passes is model.dtype."""
 TRAINER_DEFAULTS = {
     "accelerator": "auto",
     "devices": 1,
@@ -98,7 +100,10 @@ class AespaCLI(LightningCLI):
         self.settings = self.config_init[self.subcommand]
         _check_trainer(self.settings.trainer)
         self.model = self.datamodule = None
-        self.trainer = self.instantiate_trainer(logger=False, callbacks=[])
+        try:
+            self.trainer = self.instantiate_trainer(logger=False, callbacks=[])
+        except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
+            raise UserError(f"trainer: {error}") from error
 
     def fit(self, **_: Any) -> None:
         """Quantize, and print what came out."""
@@ -145,17 +150,19 @@ class AespaCLI(LightningCLI):
 
     def _block_trainer(self, progress: WalkProgress, run: Run, index: int) -> Trainer:
         """Return the Trainer of one block: the ``trainer`` section, and what the walk adds to it."""
-        chosen, folder = self.settings.trainer, run.checkpoint_folder(index)
+        # made anew for each block: loggers and callbacks keep a state
+        chosen = self.parser.instantiate(self.config)[self.subcommand].trainer
+        folder = run.checkpoint_folder(index)
         saving = periodic_checkpoints(self.settings.output, folder)
         return self.instantiate_trainer(
-            logger=self._loggers(run, index),
+            logger=_loggers(chosen.logger, run, index),
             callbacks=[
-                *(chosen.callbacks or []),
+                *_listed(chosen.callbacks),
                 *(saving if chosen.enable_checkpointing else []),
                 IterationProgress(progress),
                 StopAtIteration(self.interruption, folder),
             ],
-            plugins=[*(chosen.plugins or []), JournaledCheckpointIO(run, index)],
+            plugins=[*_listed(chosen.plugins), JournaledCheckpointIO(run, index)],
             enable_checkpointing=bool(saving) and chosen.enable_checkpointing,
             # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or
             # the next block would start from it
@@ -163,18 +170,6 @@ class AespaCLI(LightningCLI):
             max_steps=self.settings.quantization.rounding.iterations,
             max_epochs=-1,
         )
-
-    def _loggers(self, run: Run, index: int) -> list[Logger] | bool:
-        """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
-        chosen: list[Logger] | bool | None = self.settings.trainer.logger
-        if chosen is None or chosen is True:
-            parent = run.folder.parent
-            return [
-                TensorBoardLogger(
-                    parent.parent, parent.name, run.folder.name, sub_dir=f"block_{index:03}"
-                )
-            ]
-        return chosen
 
     def _save_config(self, folder: Path) -> None:
         """Write the configuration as it was run; the file runs again, and continues this run."""
@@ -216,7 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _stop(str(error), 2)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _stop(f"{where}{error.strerror or error}", 2)
+        advice = interruption.how_to_continue
+        _stop(
+            f"{where}{error.strerror or error}"
+            + (f"; once that is mended, continue with: {advice}" if advice else ""),
+            2,
+        )
     except torch.OutOfMemoryError as error:
         _stop(f"out of memory on the device: {error}. Lower data.batch_size", 2)
     except MemoryError:
@@ -237,11 +237,36 @@ def _stop(message: str, status: int) -> None:
 
 
 def _check_trainer(trainer: Mapping[str, Any]) -> None:
-    for key, instead in OWN_KEYS.items():
-        if trainer[key] not in (None, False, -1):
-            raise UserError(f"trainer.{key} is decided by the walk: set {instead} instead")
+    parameters = inspect.signature(Trainer).parameters
+    for key in OWN_KEYS:
+        default = parameters[key].default
+        if trainer[key] != default or (default is None and trainer[key] is not None):
+            raise UserError(
+                f"trainer.{key} is decided by the walk: set quantization.rounding.iterations instead"
+            )
+    if trainer["precision"] not in PRECISIONS:
+        raise UserError(
+            f"trainer.precision is {trainer['precision']}, but rounding is float32 in any case: leave it "
+            "out, and set model.dtype for the model's own passes"
+        )
     if trainer["devices"] not in (1, "1", "auto", [0]) or trainer["num_nodes"] != 1:
         raise UserError("trainer.devices must be 1: this version runs on one device")
+
+
+def _loggers(chosen: Any, run: Run, index: int) -> Any:
+    """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
+    if chosen is None or chosen is True:
+        parent = run.folder.parent
+        name, version = parent.name, run.folder.name
+        return TensorBoardLogger(parent.parent, name, version, sub_dir=f"block_{index:03}")
+    return chosen
+
+
+def _listed(one_or_more: Any) -> list[Any]:
+    """Return what Lightning takes alone or in a list as a list."""
+    if one_or_more is None:
+        return []
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 
 def _print_perplexities(console: Console, results: Mapping[str, Mapping[str, float]]) -> None:
@@ -261,6 +286,7 @@ def _print_perplexities(console: Console, results: Mapping[str, Mapping[str, flo
 def quiet_libraries() -> None:
     """Keep what Lightning says about every Trainer off the screen: a walk makes one a block."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # eight lines of retries
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # a continued block
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)

@@ -1,6 +1,7 @@
 """What the commands do once their arguments are parsed: ``fit`` quantizes, ``test`` measures."""
 
 import hashlib
+import math
 import platform
 import shutil
 import tempfile
@@ -35,6 +36,11 @@ from aespa_pl.stream import StreamedModel
 from aespa_pl.timing import Stopwatch, peak_bytes
 from aespa_pl.walk import Walk
 
+CHECKPOINT_BYTES = 24
+"""Of a checkpoint for each weight of a block: rounding variable and two moments of Adam in float32, and
+the same again while a new checkpoint replaces the old one."""
+EVALUATION_LENGTH = 2048
+"""Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
 LAST = "last"
 """``--ckpt_path last``: the newest run."""
 PHASES = ("statistics", "grid", "optq", "rounding", "polish")
@@ -91,7 +97,8 @@ class Job:
     @property
     def evaluation_length(self) -> int:
         """Tokens in a segment of held-out text."""
-        return self.data.evaluation.segment_length or self.segment_length
+        positions = self.family.positions(self.checkpoint.config) or EVALUATION_LENGTH
+        return self.data.evaluation.segment_length or min(positions, EVALUATION_LENGTH)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,14 +136,13 @@ class Job:
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
         """Return what the result depends on; a resume with anything else is refused.
 
-        The number of iterations may change: it then holds for the block under way and those to come.
+        The number of iterations may change (it then holds for the block under way and those to come),
+        and so may the batch size (sums are then rounded in another order).
         """
         quantization = asdict(self.quantization)
         del quantization["rounding"]["iterations"]
         return {
-            "model": model_fingerprint(
-                {self.checkpoint.folder / "config.json", *self._weight_files}
-            ),
+            "model": self.model_fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
             "calibration": {
                 "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
@@ -144,9 +150,23 @@ class Job:
                 "segment_length": self.segment_length,
                 "seed": self.data.calibration.seed,
             },
-            "data": {"batch_size": self.data.batch_size},
             "quantization": quantization,
         }
+
+    @property
+    def model_fingerprint(self) -> str:
+        """What tells one checkpoint from another."""
+        return model_fingerprint({self.checkpoint.folder / "config.json", *self._weight_files})
+
+    @property
+    def largest_block(self) -> int:
+        """Weights of the largest block."""
+        tensors = self.checkpoint.tensors
+        blocks = range(self.checkpoint.config.num_hidden_layers)
+        return max(
+            sum(math.prod(tensors[name].shape) for name in names)
+            for names in (self.checkpoint.block_names(self.family, index) for index in blocks)
+        )
 
     @property
     def runs_folder(self) -> Path:
@@ -172,6 +192,8 @@ class Job:
             ("data.calibration.segment_length", self.segment_length),
             ("data.evaluation.segment_length", self.evaluation_length),
         ):
+            if length < 2:
+                raise UserError(f"{key} is {length}: at least 2 tokens, one predicts the next")
             if limit is not None and length > limit:
                 raise UserError(
                     f"{key} is {length}, but {self.model.pretrained} has {limit} positions: "
@@ -232,15 +254,20 @@ def fit(
                 return run, read_json(run.metrics_file)
         save_config(run.folder)
         progress.say(f"run folder: {run.folder}")
+        before = sum(sum(record["seconds"].values()) for record in run.blocks.values())
         _quantize(job, run, tokens, make_trainer, progress)
-        quantized = time.perf_counter() - began
+        quantized = before + time.perf_counter() - began
         nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
         kinds = ("original", *nearest, "quantized")
         results = _compare(job, run.model_folder, texts, kinds, progress) if texts else {}
         seconds = {phase: _total(run, phase) for phase in PHASES}
         metrics = {
             "perplexity": results,
-            "seconds": {"total": time.perf_counter() - began, "quantization": quantized, **seconds},
+            "seconds": {
+                "total": before + time.perf_counter() - began,
+                "quantization": quantized,
+                **seconds,
+            },
             "peak_bytes": peak_bytes(job.device),
         }
         write_json(run.metrics_file, metrics)
@@ -252,7 +279,7 @@ def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Ru
     if resume is None:
         return None
     if resume != LAST:
-        return Run.open(Path(resume))
+        return Run.open(Path(resume).expanduser())
     folder = last_run(job.runs_folder)
     if folder is None:
         progress.say(f"no run in {job.runs_folder} yet: this is the first")
@@ -294,13 +321,19 @@ def test(job: Job, which: str, progress: WalkProgress) -> tuple[Path, dict[str, 
     Raises:
         UserError: There is no finished run, or a text can't be had.
     """
-    folder = last_run(job.runs_folder) if which == LAST else Path(which)
+    folder = last_run(job.runs_folder) if which == LAST else Path(which).expanduser()
     if folder is None:
         raise UserError(
             f"no run in {job.runs_folder}: check output.folder and output.name, or start with "
             "aespa-pl fit"
         )
-    model = Run.open(folder).model_folder
+    run = Run.open(folder)
+    model = run.model_folder
+    if run.fingerprint["model"] != job.model_fingerprint:
+        raise UserError(
+            f"the run {folder} was made from another model than {job.model.pretrained}: give its "
+            "model.pretrained, or another run with --ckpt_path"
+        )
     if not (model / "model.safetensors.index.json").is_file():
         raise UserError(
             f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path {folder}"
@@ -396,7 +429,10 @@ def _check_output(job: Job) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    free, needed = shutil.disk_usage(folder).free, FREE_SPACE_FACTOR * job.size
+    needed = FREE_SPACE_FACTOR * job.size
+    if job.quantization.rounding.enabled:
+        needed += CHECKPOINT_BYTES * job.largest_block
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
             f"{folder} has {free / 1e9:.1f} GB free, the run needs about {needed / 1e9:.1f} GB: free "

@@ -68,8 +68,9 @@ def _head_perplexity(
             mean.update(cross_entropy(logits[:-1].float(), labels[1:], reduction="none"))
     average = float(mean.compute())
     if not average < LARGEST_EXPONENT:
+        advice = "" if source.dtype == torch.float32 else ": try --model.dtype float32"
         raise UserError(
-            f"the perplexity of {source.checkpoint.folder} is not a finite number in {source.dtype}: try "
-            "--model.dtype float32"
+            f"the perplexity of {source.checkpoint.folder} is not a finite number in {source.dtype}"
+            f"{advice}"
         )
     return math.exp(average)

@@ -89,7 +89,8 @@ class Run:
             )
         except OSError as error:
             raise UserError(
-                f"{folder} is not the folder of a run: {path.name} cannot be read"
+                f"{folder} is not the folder of a run: {path.name} cannot be read; give the folder of a "
+                "run (NAME/version_N), or last"
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is damaged ({error}): start a new run") from error

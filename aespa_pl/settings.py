@@ -65,7 +65,7 @@ class EvaluationSettings:
     """Any of wikitext2, ptb, c4 (from the hub), embedded, or local files; an empty list: no
     evaluation."""
     segment_length: PositiveInt | None = None
-    """Tokens in a segment; null: the length of a calibration segment."""
+    """Tokens in a segment; null: as many as the model has positions, 2048 at most (Section 4.1)."""
     max_segments: PositiveInt | None = None
     """Evaluate only the first so many segments of each text; null: all of them (c4: 256)."""
     round_to_nearest: bool = True
@@ -81,7 +81,7 @@ class DataSettings:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     """Held-out text."""
     batch_size: PositiveInt = 4
-    """Segments that run through a block at once; changes memory and speed only."""
+    """Segments that run through a block at once; changes memory and speed, and the order of sums."""
     cache: str | None = None
     """Folder for tokenized text; null: aespa_pl/tokens under $XDG_CACHE_HOME or ~/.cache."""
 

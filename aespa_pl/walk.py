@@ -218,7 +218,13 @@ class Walk:
             )
         module = BlockRounding(tasks, settings, f"block {index}")
         data = BlockStatistics({n: (p.hessian, p.other_side) for n, p in prepared.items()})
-        self.make_trainer(index).fit(module, datamodule=data, ckpt_path=self._checkpoint(index))
+        trainer = self.make_trainer(index)
+        trainer.fit(module, datamodule=data, ckpt_path=self._checkpoint(index))
+        if trainer.global_step < settings.iterations:
+            raise UserError(
+                f"block {index}: learning ended after {trainer.global_step} of {settings.iterations} "
+                "iterations: remove from the trainer section what ends it early"
+            )
         learned = {n: q.to(self.source.device) for n, q in module.integers().items()}
         if not settings.keep_best:
             return learned

@@ -189,6 +189,10 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
         (["--model.pretrained", "./no"], r"model\.pretrained: there is no folder no:"),
         (["--config", "no.yaml"], r"does not exist.*no\.yaml"),
         (["--trainer.max_steps", 5], r"trainer\.max_steps.*rounding\.iterations instead"),
+        (["--trainer.limit_train_batches", 0], r"limit_train_batches.*rounding\.iterations"),
+        (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true.*model\.dtype"),
+        (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
+        (["--data.evaluation.segment_length", 1], r"segment_length is 1: at least 2"),
         (["--trainer.devices", 2], r"trainer\.devices must be 1"),
         (["--output.folder", "file"], r"cannot write to file/aespa.*--output\.folder"),
         (["--ckpt_path", "no"], r"no is not the folder of a run"),
@@ -283,6 +287,43 @@ def test_unfinished_run_is_not_measured(aespa: CommandLine, model: Path) -> None
     status, _, err = aespa("test", *small(model))
     assert status == 2
     assert "not finished: continue it" in err
+
+
+def test_run_of_another_model_is_not_measured(aespa: CommandLine, model: Path) -> None:
+    aespa("fit", *small(model), "--data.evaluation.texts", "[]")
+    status, _, err = aespa("test", *small(model), "--model.pretrained", "embedded:llama")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "made from another model than embedded:llama" in err
+
+
+def test_loggers_and_callbacks_of_the_user_are_made_for_each_block(
+    aespa: CommandLine, model: Path
+) -> None:
+    status, _, err = aespa(
+        "fit", *small(model), "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "csv",
+        "--trainer.callbacks", "LearningRateMonitor",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    for version in ("version_0", "version_1"):
+        lines = Path("csv", "lightning_logs", version, "metrics.csv").read_text().splitlines()
+        assert "lr-Adam" in lines[0]
+        assert len(lines) > 2
+
+
+def test_write_that_fails_in_a_checkpoint_is_one_line(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*small(model), "--output.checkpoint_iterations", 4]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail_to_write)
+        status, _, err = aespa("fit", *arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(r"cannot write to .*checkpoints.*--output\.folder", err)
+    assert aespa("fit", *arguments, "--ckpt_path", "last")[0] == 0
+
+
+def fail_to_write(*_: object) -> None:
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5440 vs 5334")
 
 
 def test_finished_run_is_not_done_again(aespa: CommandLine, model: Path) -> None:

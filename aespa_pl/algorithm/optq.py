@@ -13,6 +13,8 @@ from aespa_pl.algorithm.quantizer import Grid
 
 BLOCK = 128
 """Columns whose updates reach the rest of the matrix together (lazy batch updates)."""
+CHUNK_ELEMENTS = 2**28
+"""Elements of the Hessians that are factored at once; six matrices of that size exist meanwhile."""
 
 
 def update_weights(
@@ -27,6 +29,18 @@ def update_weights(
     Raises:
         ArithmeticError: H cannot be factored.
     """
+    size = max(1, CHUNK_ELEMENTS // W.shape[-1] ** 2) if H.shape[0] > 1 else W.shape[0]
+    parts = [
+        _update_heads(
+            W[i : i + size], H if H.shape[0] == 1 else H[i : i + size], grid.heads(i, size)
+        )
+        for i in range(0, W.shape[0], size)
+    ]
+    visited, integers, added = zip(*parts, strict=True)
+    return torch.cat(visited), torch.cat(integers), max(added)
+
+
+def _update_heads(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor, float]:
     heads, rows, d_in = W.shape
     order = H.diagonal(dim1=-2, dim2=-1).argsort(
         dim=-1, descending=True, stable=True

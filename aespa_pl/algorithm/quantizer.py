@@ -32,6 +32,11 @@ class Grid:
         """Return the zero point of each weight."""
         return self._each_column(self.zero_point)
 
+    def heads(self, first: int, count: int) -> "Grid":
+        """Return the grid of the heads ``first .. first + count - 1``."""
+        chosen = slice(first, first + count)
+        return Grid(self.scale[chosen], self.zero_point[chosen], self.zeta, self.bits)
+
     def _each_column(self, value: Tensor) -> Tensor:
         return value.repeat_interleave(self.zeta.numel() // value.shape[-1], dim=-1)
 

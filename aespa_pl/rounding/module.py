@@ -87,7 +87,9 @@ class BlockRounding(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam on the rounding variables (Section 4.1)."""
-        return torch.optim.Adam(self.parameters(), lr=self.settings.learning_rate, fused=True)
+        return torch.optim.Adam(
+            self.parameters(), lr=float(self.settings.learning_rate), fused=True
+        )
 
     def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
         """Return the loss of all projections together."""
