@@ -11,7 +11,7 @@ quickstart: install
 install: $(VENV)/installed
 
 test: $(VENV)/installed-dev
-	$(VENV)/bin/python -m pytest -n 2
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
