@@ -5,9 +5,8 @@ import os
 # Two workers of two threads each on two cores wait for each other most of the time; children inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
+import pytest
+import torch
 
 torch.set_num_threads(1)
 
