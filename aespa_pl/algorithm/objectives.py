@@ -15,6 +15,8 @@ def error_product(
     dW: Float[Tensor, "heads rows d_in"],
     H: Float[Tensor, "#heads d_in d_in"],
     G: Float[Tensor, "heads rows rows"] | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Float[Tensor, "heads rows d_in"]:
     """Return ``G dW H``, or ``dW H`` without G.
 
@@ -23,9 +25,13 @@ def error_product(
         H: Hessian; one for all heads, or one a head (the value projection).
         G: Second moment of the *other* side of the attention score, keys for the query projection
             and queries for the key projection; None for every other projection.
+        out: Where ``dW H`` goes, contiguous; None: new memory.
     """
-    # with one H for all heads: one large product instead of a batch of small ones
-    P = (dW.flatten(0, 1) @ H[0]).view_as(dW) if H.shape[0] == 1 else dW @ H
+    if H.shape[0] == 1:  # one large product instead of a batch of small ones
+        flat = None if out is None else out.view(-1, out.shape[-1])
+        P = torch.mm(dW.flatten(0, 1), H[0], out=flat).view_as(dW)
+    else:
+        P = torch.bmm(dW, H, out=out)
     return P if G is None else G @ P
 
 

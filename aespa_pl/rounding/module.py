@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.adaround import (
     RoundingLoss,
     SoftRounding,
+    Workspace,
     decide,
     penalty_exponent,
     rectified_sigmoid,
@@ -39,20 +40,6 @@ class RoundingTask:
     """Integers of nearest rounding, which the curves compare with."""
     penalty: float
     """lambda."""
-
-
-class _ClosedFormLoss(torch.autograd.Function):
-    """A loss whose gradient is known already, so that Lightning's ``backward`` finds it."""
-
-    @staticmethod
-    def forward(ctx: Any, _variables: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * outer[0], None, None
 
 
 class BlockRounding(LightningModule):
@@ -84,6 +71,8 @@ class BlockRounding(LightningModule):
             fixed = (task.rounding.lower, task.rounding.base, task.rounding.gain, task.nearest)
             for kind, tensor in zip(FIXED, fixed, strict=True):
                 self.register_buffer(f"{name}_{kind}", tensor, persistent=False)
+        self._workspace = Workspace()
+        self._gradients: dict[str, Tensor] = {}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam on the rounding variables (Section 4.1)."""
@@ -100,16 +89,27 @@ class BlockRounding(LightningModule):
         losses, total = {}, torch.zeros((), device=self.device)
         for name, B in self.variables.items():
             H, G = batch[name]
-            loss = rounding_loss(
-                B.detach(), self.rounding(name), H, G, weight=self.penalties[name], beta=beta
+            losses[name] = loss = rounding_loss(
+                B.detach(),
+                self.rounding(name),
+                H,
+                G,
+                weight=self.penalties[name],
+                beta=beta,
+                workspace=self._workspace,
+                gradient=self._workspace.like(f"gradient of {name}", B.detach()),
             )
-            losses[name] = loss
-            value = loss.reconstruction + loss.penalty
-            total = total + _ClosedFormLoss.apply(B, value, loss.gradient)  # type: ignore[no-untyped-call]
+            total += loss.reconstruction + loss.penalty
+        self._gradients = {name: loss.gradient for name, loss in losses.items()}
         interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.global_step + 1) % interval == 0:  # the iterations that Lightning logs
             self._report(losses)
         return total
+
+    def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+        """Hand over the gradients, which came with the loss: there is nothing for autograd to do."""
+        for name, B in self.variables.items():
+            B.grad = self._gradients[name]
 
     def rounding(self, name: str) -> SoftRounding:
         """Return the fixed part of a projection, on the module's device."""
