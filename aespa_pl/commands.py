@@ -402,7 +402,7 @@ def _write_description(job: Job, run: Run) -> None:
     write_json(
         run.model_folder / "quantization.json",
         {
-            "method": "aespa",
+            "method": job.quantization.method,
             "model": asdict(job.model),
             "calibration": asdict(job.data.calibration),
             "quantization": asdict(job.quantization),
@@ -430,7 +430,7 @@ def _check_output(job: Job) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     needed = FREE_SPACE_FACTOR * job.size
-    if job.quantization.rounding.enabled:
+    if job.quantization.method != "aespa-fast":
         needed += CHECKPOINT_BYTES * job.largest_block
     free = shutil.disk_usage(folder).free
     if free < needed:

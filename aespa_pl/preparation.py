@@ -3,12 +3,14 @@
 Source: algorithm.md, steps 2 and 3.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.correction import corrected_weights
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.hessian import damp, dead_inputs
 from aespa_pl.algorithm.objectives import reconstruction_loss
@@ -27,7 +29,8 @@ class PreparedProjection:
 
     projection: Projection
     weight: Tensor
-    """Original weight ``[heads, rows, d_in]``, float32; columns of dead inputs are 0."""
+    """What is quantized, ``[heads, rows, d_in]``, float32: the original weight, or with input_correction
+    the one that makes up for the errors of earlier blocks; columns of dead inputs are 0."""
     hessian: Tensor
     """Damped, ``[heads or 1, d_in, d_in]``."""
     other_side: Tensor | None
@@ -68,9 +71,25 @@ class BlockProblem:
 
 
 def state_problem(
-    block: nn.Module, layout: BlockLayout, statistics: BlockStatisticTensors, damping: float
+    block: nn.Module,
+    layout: BlockLayout,
+    statistics: BlockStatisticTensors,
+    damping: float,
+    correction: float = 0,
 ) -> BlockProblem:
-    """Bring weights and statistics of a block into the shapes of ``algorithm/``."""
+    """Bring weights and statistics of a block into the shapes of ``algorithm/``.
+
+    Args:
+        block: With its original weights.
+        layout: Of the block.
+        statistics: Of the block.
+        damping: Share of its mean diagonal that is added to the diagonal of each Hessian.
+        correction: Share of earlier blocks' errors that the weights make up for; above 0 the
+            statistics must have the shifts.
+
+    Raises:
+        ArithmeticError: A Hessian cannot be factored; the message names the projection.
+    """
     weights, hessians = {}, {}
     for group in layout.groups:
         for p in group.projections:
@@ -80,8 +99,12 @@ def state_problem(
                 .float()
                 .unflatten(0, (head_count(layout, p), -1))
             )
-            weights[p.name] = W.masked_fill(dead_inputs(raw)[:, None], 0)
             hessians[p.name] = damp(raw, damping)
+            if correction:
+                shift = _shift(p, group, statistics)
+                with _naming(p):
+                    W = corrected_weights(W, shift, hessians[p.name], correction)
+            weights[p.name] = W.masked_fill(dead_inputs(raw)[:, None], 0)
     return BlockProblem(layout, weights, hessians, statistics)
 
 
@@ -160,6 +183,21 @@ def _hessian(
     return statistics.inputs[group.name][None]
 
 
+def _shift(projection: Projection, group: InputGroup, statistics: BlockStatisticTensors) -> Tensor:
+    if projection.role is Role.VALUE and statistics.attended_shift is not None:
+        return statistics.attended_shift
+    return statistics.shifts[group.name][None]
+
+
+@contextmanager
+def _naming(projection: Projection) -> Iterator[None]:
+    """Put the name of the projection into what goes wrong with its numbers."""
+    try:
+        yield
+    except ArithmeticError as error:
+        raise ArithmeticError(f"{projection.name}: {error}") from error
+
+
 def _other_side(projection: Projection, statistics: BlockStatisticTensors) -> Tensor | None:
     if projection.role is Role.QUERY:
         return statistics.keys
@@ -190,10 +228,8 @@ def _prepare(
     grid = Grid(export_scale / factor[..., None], fitted.zero_point, fitted.zeta, fitted.bits)
     updated, integers, extra_damping = W, quantize(W, grid), 0.0
     if use_optq:
-        try:
+        with _naming(projection):
             updated, integers, extra_damping = update_weights(W, H, grid)
-        except ArithmeticError as error:
-            raise ArithmeticError(f"{projection.name}: {error}") from error
     return PreparedProjection(
         projection, W, H, G, grid, export_scale, updated, integers, extra_damping
     )

@@ -118,10 +118,8 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class RoundingSettings:
-    """Step 4: AdaRound."""
+    """Step 4: AdaRound, for the projections that the method learns."""
 
-    enabled: bool = True
-    """Learn the rounding; off: the integers of the OPTQ update (or of nearest rounding) are kept."""
     iterations: PositiveInt = 2000
     """Optimizer steps of each block (Section 4.1)."""
     learning_rate: PositiveFloat = 0.015
@@ -156,6 +154,10 @@ class PolishSettings:
 class QuantizationSettings:
     """How the weights become integers."""
 
+    method: Literal["aespa", "aespa-hybrid", "aespa-fast"] = "aespa"
+    """Which projections learn their rounding: all (aespa, the paper's), Q, K and V (aespa-hybrid), or
+    none (aespa-fast). The others keep the integers of the OPTQ update (of nearest rounding, with OPTQ
+    off); polish works on all of them."""
     bits: Bits = 2
     """Bits of a weight, 2 to 8."""
     symmetric: bool = False
@@ -164,6 +166,9 @@ class QuantizationSettings:
     """Columns that share a scale and a zero point; null: one pair for each output channel."""
     damping: OpenUnitInterval = 0.01
     """Share of the mean diagonal that is added to each Hessian's diagonal (OPTQ)."""
+    input_correction: ClosedUnitInterval = 0.0
+    """Share alpha of the error of earlier blocks that each projection's target makes up for; it takes a
+    second stream of hidden states through the original model. 0: none, as in the paper."""
     grid: GridSettings = field(default_factory=GridSettings)
     """Step 2, the grid."""
     optq: OptqSettings = field(default_factory=OptqSettings)
@@ -173,7 +178,7 @@ class QuantizationSettings:
     rounding: RoundingSettings = field(default_factory=RoundingSettings)
     """Step 4, the rounding."""
     polish: PolishSettings = field(default_factory=PolishSettings)
-    """Coordinate descent after step 4 (or after step 3, with rounding off)."""
+    """Coordinate descent after step 4 (after step 3 where nothing is learned)."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,17 @@ Source: algorithm.md, step 1; Eq. 17 to 22 of the paper.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from aespa_pl.models.family import Attention, BlockLayout
+
+InputHook = Callable[[nn.Module, tuple[Tensor, ...]], None]
+ObserveAttention = Callable[[Callable[[Attention], None]], AbstractContextManager[None]]
+"""Opens a context in which its argument is called with what the block's attention does."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,12 @@ class BlockStatisticTensors:
     """``G_Q = E[K^T K] [n_h, d_h, d_h]``, as each query projection's head sees it."""
     queries: Tensor | None
     """``G_K = E[Q^T Q] [n_kv, d_h, d_h]``; the mean over the query heads that share a key head."""
+    shifts: Mapping[str, Tensor] = field(default_factory=dict)
+    """``E[(X_fp - X) X^T] [d_in, d_in]`` for each input group, X_fp being the input in the original
+    model; empty where it was not watched."""
+    attended_shift: Tensor | None = None
+    """``E[(X_fp A_fp^T - X A^T) A X^T] [n_kv, d, d]``, A_fp being the probabilities in the original
+    model; the mean over the query heads that share a value head."""
 
 
 class StatisticsCollector:
@@ -44,20 +53,36 @@ class StatisticsCollector:
         self.query_key = query_key
         self.tokens = 0
         self._inputs: dict[str, Tensor] = {}
+        self._shifts: dict[str, Tensor] = {}
+        self._original_inputs: dict[str, Tensor] = {}
+        self._original_probabilities: Tensor | None = None
         self._attention = _AttentionSums()
 
     @contextmanager
-    def watch(
-        self,
-        block: nn.Module,
-        observe_attention: Callable[[Callable[[Attention], None]], Any],
+    def watch_original(
+        self, block: nn.Module, observe_attention: ObserveAttention
     ) -> Iterator[None]:
+        """Remember what ``block`` does with one batch of the original model's hidden states.
+
+        The same segments, as the quantized blocks have changed them, must be the next that ``watch``
+        sees.
+        """
+
+        def remember(attention: Attention) -> None:
+            self._original_probabilities = attention.probabilities
+
+        with ExitStack() as stack:
+            self._hook_inputs(stack, block, self._original_hook)
+            stack.enter_context(
+                observe_attention(remember)
+            )  # also where A is not needed: same bits
+            yield
+
+    @contextmanager
+    def watch(self, block: nn.Module, observe_attention: ObserveAttention) -> Iterator[None]:
         """Take in everything that runs through ``block`` in this context."""
         with ExitStack() as stack:
-            for group in self.layout.groups:
-                module = block.get_submodule(group.projections[0].module)
-                handle = module.register_forward_pre_hook(self._input_hook(group.name))
-                stack.callback(handle.remove)
+            self._hook_inputs(stack, block, self._input_hook)
             if self.value or self.query_key:
                 stack.enter_context(observe_attention(self._observe))
             yield
@@ -71,9 +96,11 @@ class StatisticsCollector:
         """
         factor = 2 / self.tokens
         sums = self._attention
-        attended = keys = queries = None
+        attended = attended_shift = keys = queries = None
         if self.value:
             attended = sums.attended * factor
+            if self._shifts:
+                attended_shift = sums.attended_shift * factor
         if self.query_key:
             keys, queries = sums.keys * factor, sums.queries * factor
             if sums.rotation is not None:
@@ -83,21 +110,46 @@ class StatisticsCollector:
                 keys = through_norm(keys, query_weight, sums.query_gain / self.tokens)
                 queries = through_norm(queries, key_weight, sums.key_gain / self.tokens)
         inputs = {name: total * factor for name, total in self._inputs.items()}
-        return BlockStatisticTensors(inputs, attended, keys, queries)
+        shifts = {name: total * factor for name, total in self._shifts.items()}
+        return BlockStatisticTensors(inputs, attended, keys, queries, shifts, attended_shift)
 
-    def _input_hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def _hook_inputs(
+        self, stack: ExitStack, block: nn.Module, make_hook: Callable[[str], InputHook]
+    ) -> None:
+        for group in self.layout.groups:
+            module = block.get_submodule(group.projections[0].module)
+            stack.callback(module.register_forward_pre_hook(make_hook(group.name)).remove)
+
+    def _original_hook(self, name: str) -> InputHook:
+        def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            self._original_inputs[name] = arguments[0]
+
+        return hook
+
+    def _input_hook(self, name: str) -> InputHook:
         def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             X = arguments[0].flatten(0, -2).float()  # [tokens, d_in]
             self._inputs[name] = self._inputs.get(name, 0) + X.T @ X
+            original = self._original_inputs.pop(name, None)
+            if original is not None:
+                shift = (original.flatten(0, -2).float() - X).T @ X
+                self._shifts[name] = self._shifts.get(name, 0) + shift
             if name == self.layout.groups[0].name:
                 self.tokens += X.shape[0]
-                self._attention_input = arguments[0]
+                self._attention_input, self._original_input = arguments[0], original
 
         return hook
 
     def _observe(self, attention: Attention) -> None:
         if self.value:
-            self._attention.add_values(attention, self._attention_input, self.layout)
+            AX = attended_inputs(attention.probabilities, self._attention_input, self.layout)
+            original = None
+            if self._original_input is not None and self._original_probabilities is not None:
+                original = attended_inputs(
+                    self._original_probabilities, self._original_input, self.layout
+                )
+            shared = self.layout.heads // self.layout.key_value_heads
+            self._attention.add_values(AX, original, shared)
         if self.query_key:
             self._attention.add_scores(attention, self.layout)
 
@@ -107,22 +159,24 @@ class _AttentionSums:
     """Running sums of what only the attention knows."""
 
     attended: Tensor = field(default_factory=lambda: torch.zeros(()))
+    attended_shift: Tensor = field(default_factory=lambda: torch.zeros(()))
     keys: Tensor = field(default_factory=lambda: torch.zeros(()))
     queries: Tensor = field(default_factory=lambda: torch.zeros(()))
     query_gain: Tensor = field(default_factory=lambda: torch.zeros(()))
     key_gain: Tensor = field(default_factory=lambda: torch.zeros(()))
     rotation: tuple[Tensor, Tensor] | None = None
 
-    def add_values(self, attention: Attention, X: Tensor, layout: BlockLayout) -> None:
-        shared = layout.heads // layout.key_value_heads
-        A = attention.probabilities.float().unflatten(1, (-1, shared))  # [B, n_kv, shared, L, L]
-        X = X.float()[:, None]  # [B, 1, L, d]
-        total = self.attended.to(X.device)
-        parts = []
-        for head in range(layout.key_value_heads):  # one head at a time: A X is L x d for each
-            AX = (A[:, head] @ X).flatten(0, -2)  # [B * shared * L, d]
+    def add_values(
+        self, heads: Iterator[Tensor], originals: Iterator[Tensor] | None, shared: int
+    ) -> None:
+        parts, shifts = [], []
+        for AX in heads:
             parts.append(AX.T @ AX / shared)
-        self.attended = total + torch.stack(parts)
+            if originals is not None:
+                shifts.append((next(originals) - AX).T @ AX / shared)
+        self.attended = self.attended.to(parts[0].device) + torch.stack(parts)
+        if shifts:
+            self.attended_shift = self.attended_shift.to(shifts[0].device) + torch.stack(shifts)
 
     def add_scores(self, attention: Attention, layout: BlockLayout) -> None:
         shared = layout.heads // layout.key_value_heads
@@ -137,6 +191,21 @@ class _AttentionSums:
             key_gain = attention.key_inverse_square.float().sum((0, 2))
             self.query_gain = self.query_gain.to(Q.device) + query_gain
             self.key_gain = self.key_gain.to(Q.device) + key_gain
+
+
+def attended_inputs(probabilities: Tensor, X: Tensor, layout: BlockLayout) -> Iterator[Tensor]:
+    """Yield ``A X`` for each value head, ``[tokens * query heads that share it, d]``, in float32.
+
+    One head at a time, for each is as large as X.
+
+    Args:
+        probabilities: A, ``[B, n_h, L, L]``.
+        X: ``[B, L, d]``.
+        layout: Of the block.
+    """
+    A = probabilities.float().unflatten(1, (layout.key_value_heads, -1))
+    for head in range(layout.key_value_heads):
+        yield (A[:, head] @ X.float()[:, None]).flatten(0, -2)
 
 
 def rotate_back(G: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

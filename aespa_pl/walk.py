@@ -3,7 +3,9 @@
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from aespa_pl.algorithm.quantizer import dequantize, quantize
 from aespa_pl.artifacts import ModelWriter, write_tensors
 from aespa_pl.errors import UserError
 from aespa_pl.models.checkpoint import Checkpoint
-from aespa_pl.models.family import BlockLayout, Role
+from aespa_pl.models.family import Attention, BlockLayout, Projection, Role
 from aespa_pl.models.stored import DTYPES
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.preparation import (
@@ -43,6 +45,16 @@ DAMPING_GROWTH = 10
 """Factor of the damping in the second attempt at a block whose loss was not finite."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Streams:
+    """Hidden states of the calibration segments before the block under way, in batches."""
+
+    quantized: list[Tensor]
+    """As the blocks quantized so far have made them."""
+    original: list[Tensor] | None
+    """As in the original model; None without input_correction."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +93,27 @@ class Walk:
         self._finish(writer)
 
     def _walk(self, tokens: Tensor, missing: Sequence[int], writer: ModelWriter) -> None:
-        hidden = self.source.embed(tokens, self.batch_size)
+        streams = Streams(self.source.embed(tokens, self.batch_size), None)
+        if self.settings.input_correction:
+            streams.original = list(streams.quantized)
         self.progress.begin("Quantizing, blocks", self.source.block_count)
         for index in range(missing[-1] + 1):
             complete = index in self.run.blocks
             origin = self._quantized(index, writer) if complete else self.source.checkpoint
             with self.source.block(index, origin) as block:
                 if not complete:
-                    self._quantize_block(index, block, hidden, writer)
+                    self._quantize_block(index, block, streams, writer)
                 if index < missing[-1]:
                     with self._measure("forward"):
-                        self.source.advance(block, hidden)
+                        self.source.advance(block, streams.quantized)
+            if complete and streams.original is not None and index < missing[-1]:
+                with (
+                    self._measure("forward"),
+                    self.source.block(index) as block,
+                    # as in step 1, for the library's own attention rounds differently
+                    self._observe_attention(block, lambda _: None),
+                ):
+                    self.source.advance(block, streams.original)
             self.progress.advance()
 
     def _drop_damaged_blocks(self, writer: ModelWriter) -> None:
@@ -123,11 +145,11 @@ class Walk:
         return replace(checkpoint, tensors={**checkpoint.tensors, **moved})
 
     def _quantize_block(
-        self, index: int, block: nn.Module, hidden: list[Tensor], writer: ModelWriter
+        self, index: int, block: nn.Module, streams: Streams, writer: ModelWriter
     ) -> None:
         before = dict(self.stopwatch.seconds)
         with self._measure("statistics"):
-            statistics = self._collect(index, block, hidden)
+            statistics = self._collect(index, block, streams)
         prepared, integers = self._choose_integers(index, block, statistics)
         descents = self._polish(prepared, integers)
         integers |= {name: descent.integers for name, descent in descents.items()}
@@ -143,19 +165,22 @@ class Walk:
         self.run.finish_block(index, {**record, "seconds": seconds}, self._files(index, writer))
         self._say(index, record, sum(seconds.values()))
 
-    def _collect(self, index: int, block: nn.Module, hidden: list[Tensor]) -> BlockStatisticTensors:
-        """Run step 1."""
+    def _collect(self, index: int, block: nn.Module, streams: Streams) -> BlockStatisticTensors:
+        """Run step 1; the original model's hidden states, if there are any, go on to the next block."""
         objective = self.settings.objective
         collector = StatisticsCollector(
             self.layout,
             value=objective.value == "attention",
             query_key=objective.query_key == "attention",
         )
-        family, model = self.source.family, self.source.model
-        with collector.watch(block, lambda see: family.observe_attention(model, block, see)):
-            for batch in hidden:
+        observe = partial(self._observe_attention, block)
+        for i, batch in enumerate(streams.quantized):
+            if streams.original is not None:
+                with collector.watch_original(block, observe):
+                    streams.original[i] = self.source.run_block(block, streams.original[i]).cpu()
+            with collector.watch(block, observe):
                 self.source.run_block(block, batch)
-        statistics = collector.finish(family.norm_weights(block))
+        statistics = collector.finish(self.source.family.norm_weights(block))
         for name, tensor in _named_statistics(statistics):
             if not bool(torch.isfinite(tensor).all()):
                 dtype = str(self.source.dtype).removeprefix("torch.")
@@ -167,6 +192,11 @@ class Walk:
                     f"activations overflow in {dtype}: {advice}"
                 )
         return statistics
+
+    def _observe_attention(
+        self, block: nn.Module, see: Callable[[Attention], None]
+    ) -> AbstractContextManager[None]:
+        return self.source.family.observe_attention(self.source.model, block, see)
 
     def _choose_integers(
         self, index: int, block: nn.Module, statistics: BlockStatisticTensors
@@ -199,7 +229,9 @@ class Walk:
     ) -> dict[str, PreparedProjection]:
         """Run steps 2 and 3."""
         with self._measure("grid"):
-            problem = state_problem(block, self.layout, statistics, settings.damping)
+            problem = state_problem(
+                block, self.layout, statistics, settings.damping, settings.input_correction
+            )
             grids = fit_block_grids(problem, settings)
         with self._measure("optq"):
             return prepare_rounding(problem, grids, settings)
@@ -207,17 +239,19 @@ class Walk:
     def _round(self, index: int, prepared: Mapping[str, PreparedProjection]) -> dict[str, Tensor]:
         """Run step 4: one Trainer.fit."""
         settings = self.settings.rounding
-        if not settings.enabled:
-            return {name: p.integers for name, p in prepared.items()}
+        integers = {name: p.integers for name, p in prepared.items()}
+        learning = {n: p for n, p in prepared.items() if self._learns(p.projection)}
+        if not learning:
+            return integers
         tasks = {}
-        for name, p in prepared.items():
+        for name, p in learning.items():
             attention = p.projection.role is not Role.OTHER
             penalty = settings.penalty_attention if attention else settings.penalty_other
             tasks[name] = RoundingTask(
                 *start(p.weight, p.updated, p.grid), quantize(p.weight, p.grid), penalty
             )
         module = BlockRounding(tasks, settings, f"block {index}")
-        data = BlockStatistics({n: (p.hessian, p.other_side) for n, p in prepared.items()})
+        data = BlockStatistics({n: (p.hessian, p.other_side) for n, p in learning.items()})
         trainer = self.make_trainer(index)
         trainer.fit(module, datamodule=data, ckpt_path=self._checkpoint(index))
         if trainer.global_step < settings.iterations:
@@ -227,11 +261,16 @@ class Walk:
             )
         learned = {n: q.to(self.source.device) for n, q in module.integers().items()}
         if not settings.keep_best:
-            return learned
-        return {
+            return integers | learned
+        return integers | {
             name: keep_better(learned[name], p.loss(learned[name]), p.integers, p.loss(p.integers))
-            for name, p in prepared.items()
+            for name, p in learning.items()
         }
+
+    def _learns(self, projection: Projection) -> bool:
+        """Return whether the method learns the rounding of a projection."""
+        method = self.settings.method
+        return method == "aespa" or (method == "aespa-hybrid" and projection.role is not Role.OTHER)
 
     def _polish(
         self, prepared: Mapping[str, PreparedProjection], integers: Mapping[str, Tensor]
@@ -345,7 +384,13 @@ class Walk:
 
 def _named_statistics(statistics: BlockStatisticTensors) -> list[tuple[str, Tensor]]:
     named = [(f"H of {name}", tensor) for name, tensor in statistics.inputs.items()]
-    others = {"H_V": statistics.attended, "G_Q": statistics.keys, "G_K": statistics.queries}
+    others = {
+        "H_V": statistics.attended,
+        "G_Q": statistics.keys,
+        "G_K": statistics.queries,
+        "the shift of H_V": statistics.attended_shift,
+    }
+    named += [(f"the shift of {name}", tensor) for name, tensor in statistics.shifts.items()]
     return named + [(name, tensor) for name, tensor in others.items() if tensor is not None]
 
 

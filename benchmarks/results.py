@@ -18,7 +18,7 @@ from typing import Any
 from jsonargparse import auto_cli
 
 METHODS = {
-    "Z-Fold + OPTQ": ["--quantization.rounding.enabled", "false"],
+    "Z-Fold + OPTQ": ["--quantization.method", "aespa-fast", "--quantization.polish.enabled", "false"],
     "aespa": [],
     "layer-wise": [
         "--quantization.objective.query_key", "layer", "--quantization.objective.value", "layer",

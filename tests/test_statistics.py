@@ -271,12 +271,100 @@ def test_statistics_of_a_model_in_half_precision_are_summed_in_float32(
         for name, heads in (("keys", seen[0].key), ("queries", seen[0].query)):
             rows = heads.double().transpose(0, 1).flatten(1, 2)
             expected = 2 / N * torch.stack([x.T @ x for x in rows])
-            torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-3)
     assert {statistic.dtype for statistic in found.values()} == {torch.float32}
     expected = 2 / N * (X.double().T @ X.double())
     H = statistics.inputs["attention_input"].double()
-    torch.testing.assert_close(H, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(H, expected, rtol=1e-4, atol=1e-3)
     A = seen[0].probabilities.double().unflatten(1, (statistics.attended.shape[0], -1))
     AX = A @ X.double().view(SEGMENTS, 1, 1, LENGTH, WIDTH)
     expected = 2 / N * torch.einsum("bhsld,bhsle->hde", AX, AX) / A.shape[2]
-    torch.testing.assert_close(statistics.attended.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(statistics.attended.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def collect_both(
+    model: PreTrainedModel, ids: Tensor, other: Tensor, batch_size: int, *, value: bool = True
+) -> tuple[BlockStatisticTensors, dict[str, list[Tensor]], list[Attention]]:
+    """Return the statistics of ids as the quantized and of ``other`` as the original stream.
+
+    Also the inputs of each group, in pairs of original and quantized, and what attention did.
+    """
+    family = family_of(model.config)
+    block = model.get_submodule(family.blocks_path)[0]
+    layout = family.layout(model.config)
+    collector = StatisticsCollector(layout, value=value, query_key=True)
+    inputs: dict[str, list[Tensor]] = {group.name: [] for group in layout.groups}
+    seen: list[Attention] = []
+    for group in layout.groups:
+        block.get_submodule(group.projections[0].module).register_forward_pre_hook(
+            lambda _, x, name=group.name: inputs[name].append(x[0])
+        )
+
+    def observe(report: Callable[[Attention], None]) -> Any:
+        def both(attention: Attention) -> None:
+            seen.append(attention)
+            report(attention)
+
+        return family.observe_attention(model, block, both)
+
+    for part, original in zip(ids.split(batch_size), other.split(batch_size), strict=True):
+        for watch, words in ((collector.watch_original, original), (collector.watch, part)):
+            with watch(block, observe):
+                hidden, _ = family.embed(model, words)
+                family.run_block(block, hidden, family.arguments(model, hidden))
+    return collector.finish(family.norm_weights(block)), inputs, seen
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_shifts_are_the_mean_product_of_difference_and_input(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    model, ids, other = make(model_of), tokens(), tokens()
+    plain, _, _ = collect(model, ids, 3)
+    statistics, inputs, _ = collect_both(model, ids, other, 3)
+    assert statistics.shifts.keys() == statistics.inputs.keys()
+    for name, seen in inputs.items():
+        original, X = (torch.cat([x.flatten(0, 1) for x in seen[i::2]]).T for i in (0, 1))
+        expected = (
+            2
+            / X.shape[1]
+            * sum(torch.outer(original[:, t] - X[:, t], X[:, t]) for t in range(X.shape[1]))
+        )
+        torch.testing.assert_close(statistics.shifts[name].double(), expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(statistics.inputs[name], plain.inputs[name])
+    for kind in ("attended", "keys", "queries"):  # those of the quantized stream, as without
+        torch.testing.assert_close(getattr(statistics, kind), getattr(plain, kind))
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_value_shift_is_that_of_the_attention_output(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    model = make(model_of)
+    statistics, inputs, seen = collect_both(model, tokens(), tokens(), SEGMENTS)
+    original, X = inputs["attention_input"]
+    value_heads = statistics.attended_shift.shape[0]
+    shared = HEADS // value_heads
+    for head in range(value_heads):
+        expected = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+        for segment in range(SEGMENTS):
+            for h in range(head * shared, (head + 1) * shared):
+                AX_original = seen[0].probabilities[segment, h] @ original[segment]
+                AX = seen[1].probabilities[segment, h] @ X[segment]
+                expected += (AX_original - AX).T @ AX
+        expected *= 2 / (SEGMENTS * LENGTH) / shared
+        torch.testing.assert_close(
+            statistics.attended_shift[head].double(), expected, rtol=1e-4, atol=1e-3
+        )
+
+
+def test_without_the_original_stream_there_are_no_shifts() -> None:
+    statistics, _, _ = collect(make(opt), tokens(), 3)
+    assert statistics.shifts == {}
+    assert statistics.attended_shift is None
+
+
+def test_layerwise_values_have_no_shift_of_their_own() -> None:
+    statistics, _, _ = collect_both(make(opt), tokens(), tokens(), 3, value=False)
+    assert statistics.attended_shift is None
+    assert len(statistics.shifts) == 4

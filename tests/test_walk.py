@@ -23,7 +23,7 @@ from tests.walks import BASE, BLOCKS, Quantized, changed, shortened, walk
 
 FAMILIES = ["opt", "opt-350m", "bloom", "llama", "llama-grouped", "qwen3"]
 OFF = {"grid.zfold": False}
-NOT_LEARNED = {"rounding.enabled": False}
+NOT_LEARNED = {"method": "aespa-fast"}
 every_family = pytest.mark.parametrize("name", FAMILIES)
 Walked = Callable[..., Quantized]
 
@@ -166,9 +166,17 @@ def test_group_size_gives_each_group_a_scale(walked: Walked) -> None:
         assert len(tensors[f"{p.name}.scale"][0].unique()) > 1
 
 
-def inputs_of_block(quantized: Quantized, index: int) -> dict[str, Tensor]:
-    """Return ``X [N, d]`` of each group: the block is the original's, what is before it is not."""
-    model = copy.deepcopy(quantized.exported())
+def inputs_of_block(
+    quantized: Quantized, index: int, *, original: bool = False
+) -> dict[str, Tensor]:
+    """Return ``X [N, d]`` of each group: the block is the original's, what is before it is not.
+
+    Args:
+        quantized: The walk.
+        index: Of the block.
+        original: What is before the block is the original's as well.
+    """
+    model = copy.deepcopy(quantized.original if original else quantized.exported())
     path = f"{quantized.blocks_path}.{index}"
     block = model.get_submodule(path)
     block.load_state_dict(quantized.original.get_submodule(path).state_dict())
@@ -238,6 +246,57 @@ def test_keep_best_takes_the_better_of_learned_and_optq(walked: Walked) -> None:
 
 
 POLISH = {"polish.enabled": True}
+CORRECT = {"input_correction": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("method", "learned"),
+    [("aespa", 6), ("aespa-hybrid", 3), ("aespa-fast", 0)],
+)
+def test_method_says_which_projections_learn(method: str, learned: int, walked: Walked) -> None:
+    """The others keep OPTQ's integers; learning moves some of each of the learned ones."""
+    quantized, plain = walked("opt", {"method": method}), walked("opt", NOT_LEARNED)
+    names = [p.name for p in quantized.layout.projections]
+    assert names[:3] == ["q_proj", "k_proj", "v_proj"]
+    assert differing(plain, quantized) == set(names[:learned])
+
+
+@every_family
+def test_correction_aims_at_the_output_of_the_original_model(name: str, walked: Walked) -> None:
+    """Of the first projections of block 1, by least squares on their inputs in both models.
+
+    Block 0 has nothing to make up for. With nearest rounding on the grid that was found, the
+    integers of the second tell what their target was.
+    """
+    plain = {**OFF, **NOT_LEARNED, "optq.enabled": False, "objective.value": "layer"}
+    off, on = walked(name, plain), walked(name, {**plain, **CORRECT})
+    assert differing(off, on) == set()
+    assert differing(off, on, 1)
+    group = on.layout.groups[0]
+    X, original = (inputs_of_block(on, 1, original=kind)[group.name] for kind in (False, True))
+    H = damped_hessian(X)
+    shift = (original - X).T @ X * 2 / X.shape[0]
+    tensors = on.file(1)
+    for p in group.projections:
+        W = weight(on.original, on, 1, p).double()
+        target = W + 0.5 * W @ shift @ torch.linalg.inv(H)
+        target = without_dead(target, X)
+        scale, zero = (tensors[f"{p.name}.{kind}"].double() for kind in ("scale", "zero_point"))
+        integers = (torch.round(target / scale) + zero).clamp(0, 3)
+        assert float((integers == tensors[f"{p.name}.integers"]).double().mean()) > 0.99
+        missed = (torch.round(W / scale) + zero).clamp(0, 3)
+        assert not torch.equal(missed, integers)
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
+def test_block_after_replay_with_correction_is_the_same(name: str, tmp_path: Path) -> None:
+    """Both streams go through the complete blocks again."""
+    first = walk(name, tmp_path, {**CORRECT, **NOT_LEARNED})
+    tensors = first.file(1)
+    run = Run.open(first.run.folder)
+    del run.blocks[1]
+    again = walk(name, tmp_path, {**CORRECT, **NOT_LEARNED}, run=run)
+    assert all(torch.equal(tensor, tensors[key]) for key, tensor in again.file(1).items())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.objectives import error_product
 from aespa_pl.algorithm.quantizer import Grid
+from aespa_pl.algorithm.workspace import Workspace, chunk_elements
 
 STRETCH = 1.2
 """Width of the stretched sigmoid: it reaches from -0.1 to 1.1 and is cut at 0 and 1 (AdaRound)."""
@@ -93,24 +94,6 @@ def penalty_exponent(
     return end + (start - end) * max(0.0, 1 - (iteration - first) / (iterations - first))
 
 
-class Workspace:
-    """Memory for intermediate results, kept from one call to the next.
-
-    New memory costs a CPU more than what is computed in it.
-    """
-
-    def __init__(self) -> None:
-        """Begin with nothing; a buffer is made when it is first asked for, or too small."""
-        self._buffers: dict[str, Tensor] = {}
-
-    def like(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the buffer of this name in the shape and type of ``tensor``; it holds anything."""
-        found = self._buffers.get(name)
-        if found is None or found.numel() < tensor.numel() or found.device != tensor.device:
-            found = self._buffers[name] = torch.empty_like(tensor).view(-1)
-        return found[: tensor.numel()].view_as(tensor)
-
-
 def rounding_loss(
     B: Float[Tensor, "heads rows d_in"],
     rounding: SoftRounding,
@@ -138,7 +121,8 @@ def rounding_loss(
     gradient = torch.empty_like(B) if gradient is None else gradient
     dW = workspace.like("error", B)
     # Element by element in chunks that stay in the processor's cache.
-    flat = (x.view(-1).split(_chunk(B)) for x in (B, rounding.base, rounding.gain, dW, gradient))
+    size = chunk_elements(B, cpu=CPU_CHUNK, accelerator=B.numel())
+    flat = (x.view(-1).split(size) for x in (B, rounding.base, rounding.gain, dW, gradient))
     chunks = list(zip(*flat, strict=True))
     for b, base, gain, error, _ in chunks:
         h = workspace.like("h", b)
@@ -177,8 +161,3 @@ def decide(
     """Return the integers: h(B) rounded to 0 or 1."""
     up = (rectified_sigmoid(B) >= 0.5).to(B.dtype)
     return (rounding.lower + up).clamp(0, rounding.levels)
-
-
-def _chunk(B: Tensor) -> int:
-    """Return how many elements are worked on at once."""
-    return CPU_CHUNK * torch.get_num_threads() if B.device.type == "cpu" else B.numel()

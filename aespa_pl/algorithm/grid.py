@@ -5,11 +5,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import Grid
+from aespa_pl.algorithm.workspace import chunk_elements
 
 CLIP_RATIOS = 100
 """Ratios 1.00, 0.99 ... 0.01 of the min-max range (algorithm.md)."""
-CHUNK_ELEMENTS = 2**22
-"""Candidate weights held at once: 16 MB a tensor, more was not faster on a CPU."""
+CPU_CHUNK = 2**18
+"""Candidate weights at once, for each thread; 2**14 to 2**22 were tried."""
+ACCELERATOR_CHUNK = 2**26
+"""Candidate weights at once: 256 MB a tensor."""
 
 
 def min_max_grid(
@@ -83,7 +86,8 @@ def _search(
         zero_points = zero_points[:1]
     best_loss = torch.full_like(scale, torch.inf)
     best_scale, best_zero = scale.clone(), zero_points[0].clone()
-    size = max(1, CHUNK_ELEMENTS // V.numel())
+    elements = chunk_elements(V, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
+    size = max(1, elements // V.numel())
     for zero in zero_points:
         for chunk in ratios.split(size):
             candidates = scale[:, :, None] * chunk[:, None]  # [heads, groups, candidates, rows]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.adaround import (
     RoundingLoss,
     SoftRounding,
-    Workspace,
     decide,
     penalty_exponent,
     rectified_sigmoid,
     rounding_loss,
 )
+from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.rounding.data import StatisticsBatch
 from aespa_pl.settings import RoundingSettings
 

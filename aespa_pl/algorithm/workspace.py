@@ -1,0 +1,33 @@
+"""Memory for intermediate results, and how much of a tensor to work on at once."""
+
+import torch
+from torch import Tensor
+
+
+class Workspace:
+    """Memory for intermediate results, kept from one call to the next.
+
+    New memory costs a CPU more than what is computed in it.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing; a buffer is made when it is first asked for, or too small."""
+        self._buffers: dict[str, Tensor] = {}
+
+    def like(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the buffer of this name in the shape and type of ``tensor``; it holds anything."""
+        found = self._buffers.get(name)
+        if found is None or found.numel() < tensor.numel() or found.device != tensor.device:
+            found = self._buffers[name] = torch.empty_like(tensor).view(-1)
+        return found[: tensor.numel()].view_as(tensor)
+
+
+def chunk_elements(tensor: Tensor, *, cpu: int, accelerator: int) -> int:
+    """Return how many elements to work on at once.
+
+    Args:
+        tensor: What is worked on; its device decides.
+        cpu: Elements for each thread, so that what they need stays in its cache.
+        accelerator: Elements: many, for each call costs the same time, but within its memory.
+    """
+    return cpu * torch.get_num_threads() if tensor.device.type == "cpu" else accelerator

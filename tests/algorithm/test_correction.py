@@ -1,0 +1,72 @@
+"""Corrected weights against least squares on the samples themselves."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm.correction import corrected_weights
+from aespa_pl.algorithm.hessian import solve
+
+D, TOKENS = 6, 50
+
+
+def samples(heads: int = 1) -> tuple[Tensor, Tensor]:
+    """Return inputs of the quantized and of the original stream, ``[heads, d, tokens]``."""
+    X = torch.randn(heads, D, TOKENS, dtype=torch.float64)
+    return X, X + 0.4 * torch.randn_like(X)
+
+
+def statistics(X: Tensor, original: Tensor) -> tuple[Tensor, Tensor]:
+    return (original - X) @ X.transpose(1, 2) / TOKENS, X @ X.transpose(1, 2) / TOKENS
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_the_whole_correction_is_the_least_squares_fit_of_the_originals_output(heads: int) -> None:
+    X, original = samples(heads)
+    W = torch.randn(heads, 4, D, dtype=torch.float64)
+    target = corrected_weights(W, *statistics(X, original), share=1.0)
+    for head in range(heads):
+        expected = torch.linalg.lstsq(X[head].T, (W[head] @ original[head]).T).solution.T
+        torch.testing.assert_close(target[head], expected)
+
+
+def test_one_hessian_serves_all_heads() -> None:
+    X, original = samples()
+    shift, H = statistics(X, original)
+    W = torch.randn(3, 4, D, dtype=torch.float64)
+    each = corrected_weights(W, shift.expand(3, D, D), H.expand(3, D, D), share=0.7)
+    torch.testing.assert_close(corrected_weights(W, shift, H, share=0.7), each)
+
+
+def test_a_share_is_that_share_of_the_change() -> None:
+    X, original = samples()
+    shift, H = statistics(X, original)
+    W = torch.randn(1, 4, D, dtype=torch.float64)
+    whole = corrected_weights(W, shift, H, share=1.0)
+    torch.testing.assert_close(corrected_weights(W, shift, H, share=0.25) - W, 0.25 * (whole - W))
+
+
+def test_without_a_shift_nothing_changes() -> None:
+    X, _ = samples()
+    _, H = statistics(X, X)
+    W = torch.randn(1, 4, D, dtype=torch.float64)
+    assert torch.equal(corrected_weights(W, torch.zeros_like(H), H, share=1.0), W)
+
+
+def test_solution_times_hessian_is_the_right_hand_side() -> None:
+    _, H = statistics(*samples(3))
+    B = torch.randn(3, 5, D, dtype=torch.float64)
+    torch.testing.assert_close(solve(H, B) @ H, B)
+
+
+def test_a_singular_hessian_is_damped_more() -> None:
+    x = torch.randn(1, D, 1, dtype=torch.float64)
+    H = x @ x.transpose(1, 2) - 0.001 * torch.eye(D)
+    assert bool(torch.isfinite(solve(H, torch.randn(1, 5, D, dtype=torch.float64))).all())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_cannot_be_factored_is_refused(value: float) -> None:
+    H = torch.full((1, D, D), value)
+    with pytest.raises(ArithmeticError, match="cannot be factored"):
+        solve(H, torch.ones(1, 2, D))
