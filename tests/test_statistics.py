@@ -324,7 +324,7 @@ def test_shifts_are_the_mean_product_of_difference_and_input(
     statistics, inputs, _ = collect_both(model, ids, other, 3)
     assert statistics.shifts.keys() == statistics.inputs.keys()
     for name, seen in inputs.items():
-        original, X = (torch.cat([x.flatten(0, 1) for x in seen[i::2]]).T for i in (0, 1))
+        original, X = (torch.cat([x.flatten(0, -2) for x in seen[i::2]]).T for i in (0, 1))
         expected = (
             2
             / X.shape[1]
