@@ -16,7 +16,7 @@ from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from rich.console import Console
 from rich.table import Table
 
@@ -112,9 +112,10 @@ class AespaCLI(LightningCLI):
             run, metrics = commands.fit(
                 self._job(),
                 self.settings.ckpt_path,
-                partial(self._block_trainer, progress),
-                self._save_config,
-                progress,
+                make_trainer=partial(self._block_trainer, progress),
+                make_loggers=self._walk_loggers,
+                save_config=self._save_config,
+                progress=progress,
             )
         _print_perplexities(console, metrics["perplexity"])
         console.print(
@@ -170,6 +171,12 @@ class AespaCLI(LightningCLI):
             max_steps=self.settings.quantization.rounding.iterations,
             max_epochs=-1,
         )
+
+    def _walk_loggers(self, run: Run) -> list[Logger]:
+        """Return what takes the curves over the blocks: TensorBoard, unless other loggers were chosen."""
+        if self.settings.trainer.logger not in (None, True):
+            return []
+        return [_tensorboard(run, "walk")]
 
     def _save_config(self, folder: Path) -> None:
         """Write the configuration as it was run; the file runs again, and continues this run."""
@@ -256,10 +263,13 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
 def _loggers(chosen: Any, run: Run, index: int) -> Any:
     """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
     if chosen is None or chosen is True:
-        parent = run.folder.parent
-        name, version = parent.name, run.folder.name
-        return TensorBoardLogger(parent.parent, name, version, sub_dir=f"block_{index:03}")
+        return _tensorboard(run, f"block_{index:03}")
     return chosen
+
+
+def _tensorboard(run: Run, part: str) -> TensorBoardLogger:
+    parent = run.folder.parent
+    return TensorBoardLogger(parent.parent, parent.name, run.folder.name, sub_dir=part)
 
 
 def _listed(one_or_more: Any) -> list[Any]:

@@ -16,6 +16,7 @@ import lightning
 import torch
 import transformers
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
 import aespa_pl
@@ -218,7 +219,9 @@ class Job:
 def fit(
     job: Job,
     resume: str | None,
+    *,
     make_trainer: Callable[[Run, int], Trainer],
+    make_loggers: Callable[[Run], Sequence[Logger]],
     save_config: Callable[[Path], None],
     progress: WalkProgress,
 ) -> tuple[Run, dict[str, Any]]:
@@ -228,6 +231,7 @@ def fit(
         job: What to do.
         resume: ``last`` or the folder of a run to continue; None: a new run.
         make_trainer: Makes the Trainer of a block.
+        make_loggers: Makes what takes the curves over the blocks.
         save_config: Writes the configuration into the folder of the run.
         progress: Where to show how far it is.
 
@@ -255,7 +259,14 @@ def fit(
         save_config(run.folder)
         progress.say(f"run folder: {run.folder}")
         before = sum(sum(record["seconds"].values()) for record in run.blocks.values())
-        _quantize(job, run, tokens, make_trainer, progress)
+        _quantize(
+            job,
+            run,
+            tokens,
+            make_trainer=make_trainer,
+            loggers=make_loggers(run),
+            progress=progress,
+        )
         quantized = before + time.perf_counter() - began
         nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
         kinds = ("original", *nearest, "quantized")
@@ -300,13 +311,26 @@ def _quantize(
     job: Job,
     run: Run,
     tokens: Tensor,
+    *,
     make_trainer: Callable[[Run, int], Trainer],
+    loggers: Sequence[Logger],
     progress: WalkProgress,
 ) -> None:
     source = job.stream(job.checkpoint)
     trainer = partial(make_trainer, run)
-    walk = Walk(source, run, job.quantization, job.data.batch_size, trainer, progress, Stopwatch())
+    walk = Walk(
+        source=source,
+        run=run,
+        settings=job.quantization,
+        batch_size=job.data.batch_size,
+        make_trainer=trainer,
+        progress=progress,
+        stopwatch=Stopwatch(),
+        loggers=loggers,
+    )
     walk.quantize(tokens)
+    for logger in loggers:
+        logger.finalize("success")
     _write_description(job, run)
 
 

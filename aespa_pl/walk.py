@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.adaround import start
@@ -68,6 +69,8 @@ class Walk:
     make_trainer: MakeTrainer
     progress: WalkProgress
     stopwatch: Stopwatch
+    loggers: Sequence[Logger] = ()
+    """Take curves over the blocks; those over the iterations go to the Trainers' own loggers."""
 
     @property
     def layout(self) -> BlockLayout:
@@ -163,6 +166,9 @@ class Walk:
             writer.write_block(index, self._replace_weights(index, block, prepared, integers))
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
         self.run.finish_block(index, {**record, "seconds": seconds}, self._files(index, writer))
+        for logger in self.loggers:
+            logger.log_metrics(_curves(record, seconds), step=index)
+            logger.save()
         self._say(index, record, sum(seconds.values()))
 
     def _collect(self, index: int, block: nn.Module, streams: Streams) -> BlockStatisticTensors:
@@ -380,6 +386,19 @@ class Walk:
 
     def _measure(self, phase: str) -> Any:
         return self.stopwatch.measure(phase, self.source.device)
+
+
+def _curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return what was measured on a block as the points of curves over the blocks."""
+    curves = {f"seconds/{phase}": value for phase, value in seconds.items()}
+    for name, losses in record["losses"].items():
+        if losses["nearest"] > 0:
+            curves[f"loss_of_nearest/{name}"] = losses["final"] / losses["nearest"]
+        if losses.get("before_polish", 0) > 0:
+            curves[f"polish_loss_of_before/{name}"] = losses["final"] / losses["before_polish"]
+            curves[f"polish_changed/{name}"] = losses["polish_changed"]
+            curves[f"polish_passes/{name}"] = losses["polish_passes"]
+    return curves
 
 
 def _named_statistics(statistics: BlockStatisticTensors) -> list[tuple[str, Tensor]]:

@@ -166,6 +166,37 @@ def test_curves_of_every_projection_of_every_block(aespa: CommandLine, model: Pa
             assert f"undecided/{name}" in tags
 
 
+@pytest.mark.parametrize("method", ["aespa", "aespa-fast"])
+def test_curves_over_the_blocks(aespa: CommandLine, model: Path, method: str) -> None:
+    polish = ("--quantization.polish.enabled", "true", "--quantization.method", method)
+    assert aespa("fit", *small(model), *polish)[0] == 0
+    run = Path("lightning_logs/aespa/version_0")
+    journal = json.loads((run / "journal.json").read_text())
+    events = EventAccumulator(str(run / "walk"))
+    events.Reload()
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        for block, points in enumerate(
+            zip(
+                events.Scalars(f"loss_of_nearest/{name}"),
+                events.Scalars(f"polish_loss_of_before/{name}"),
+                events.Scalars(f"polish_changed/{name}"),
+                events.Scalars(f"polish_passes/{name}"),
+                strict=True,
+            )
+        ):
+            assert [point.step for point in points] == [block] * 4
+            losses = journal["blocks"][str(block)]["losses"][name]
+            expected = [
+                losses["final"] / losses["nearest"],
+                losses["final"] / losses["before_polish"],
+                losses["polish_changed"],
+                losses["polish_passes"],
+            ]
+            assert [point.value for point in points] == pytest.approx(expected)
+    assert len(events.Scalars("seconds/statistics")) == 2
+    assert (run / "block_000").exists() is (method == "aespa")
+
+
 def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> None:
     status, out, _ = aespa("fit", *small(model), "--data.evaluation.texts", "[]")
     assert status == 0
