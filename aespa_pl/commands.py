@@ -111,7 +111,14 @@ class Job:
 
     def stream(self, checkpoint: Checkpoint) -> StreamedModel:
         """Return the model, or another checkpoint of its shape, streamed."""
-        return StreamedModel.open(checkpoint, self.family, self.device, self.dtype)
+        on_disk = self.data.hidden_states == "disk"
+        return StreamedModel.open(
+            checkpoint,
+            self.family,
+            self.device,
+            self.dtype,
+            hidden_folder=self.runs_folder if on_disk else None,
+        )
 
     def calibration(self) -> Tensor:
         """Return the calibration segments ``[segments, L]``."""

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 
 from aespa_pl.errors import UserError
+from aespa_pl.hidden import Batches
 from aespa_pl.stream import StreamedModel
 
 LARGEST_EXPONENT = 700
@@ -56,10 +57,11 @@ def perplexity(
 
 
 def _head_perplexity(
-    source: StreamedModel, batches: list[Tensor], tokens: Tensor, batch_size: int
+    source: StreamedModel, batches: Batches, tokens: Tensor, batch_size: int
 ) -> float:
     mean = MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(source.device)
-    for hidden, ids in zip(batches, tokens.split(batch_size), strict=True):
+    for i, ids in enumerate(tokens.split(batch_size)):
+        hidden = batches[i]
         for segment, segment_ids in zip(
             hidden, ids, strict=True
         ):  # logits of one segment at a time

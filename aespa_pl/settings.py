@@ -82,6 +82,10 @@ class DataSettings:
     """Held-out text."""
     batch_size: PositiveInt = 4
     """Segments that run through a block at once; changes memory and speed, and the order of sums."""
+    hidden_states: Literal["memory", "disk"] = "memory"
+    """Where the hidden states of all segments wait for the next block: in host memory, or in a file in
+    output.folder that is gone with the process. One stream takes segments * segment_length * hidden
+    size numbers of model.dtype."""
     cache: str | None = None
     """Folder for tokenized text; null: aespa_pl/tokens under $XDG_CACHE_HOME or ~/.cache."""
 
@@ -143,9 +147,9 @@ class RoundingSettings:
 class PolishSettings:
     """Coordinate descent on the integers after step 4; not in the paper."""
 
-    enabled: bool = False
+    enabled: bool = True
     """Move each integer to its best value with all others fixed, again and again; it never raises the
-    objective. off: as in the paper."""
+    objective. off: as in the paper (docs/polish.md)."""
     passes: PositiveInt = 10
     """Visits of all integers at most; a pass that changes nothing is the last."""
 
@@ -166,9 +170,10 @@ class QuantizationSettings:
     """Columns that share a scale and a zero point; null: one pair for each output channel."""
     damping: OpenUnitInterval = 0.01
     """Share of the mean diagonal that is added to each Hessian's diagonal (OPTQ)."""
-    input_correction: ClosedUnitInterval = 0.0
+    input_correction: ClosedUnitInterval = 0.5
     """Share alpha of the error of earlier blocks that each projection's target makes up for; it takes a
-    second stream of hidden states through the original model. 0: none, as in the paper."""
+    second stream of hidden states through the original model. 0: none, as in the paper
+    (docs/correction.md; 0.5 was the best of 0, 0.25, 0.5, 0.75 and 1)."""
     grid: GridSettings = field(default_factory=GridSettings)
     """Step 2, the grid."""
     optq: OptqSettings = field(default_factory=OptqSettings)

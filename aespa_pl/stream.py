@@ -1,17 +1,19 @@
 """Hidden states of many segments, carried through a model one block at a time.
 
 Only the stem (embedding, final norm, head), one block and one batch are on the device; the hidden
-states of all segments wait in host memory, in the type that the blocks run in.
+states of all segments wait in host memory or on disk, in the type that the blocks run in.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from aespa_pl.hidden import Batches, BatchesOnDisk
 from aespa_pl.models.checkpoint import Checkpoint
 from aespa_pl.models.family import Family
 
@@ -26,15 +28,22 @@ class StreamedModel:
     """Stem on ``device``; blocks on the meta device but for the one in use."""
     device: torch.device
     dtype: torch.dtype
+    hidden_folder: Path | None = None
+    """Where the hidden states of all segments are kept in files; None: in host memory."""
 
     @classmethod
     def open(
-        cls, checkpoint: Checkpoint, family: Family, device: torch.device, dtype: torch.dtype
+        cls,
+        checkpoint: Checkpoint,
+        family: Family,
+        device: torch.device,
+        dtype: torch.dtype,
+        hidden_folder: Path | None = None,
     ) -> "StreamedModel":
         """Make the skeleton and read what lies outside the blocks."""
         model = checkpoint.skeleton()
         checkpoint.load_stem(model, family, device, dtype)
-        return cls(checkpoint, family, model, device, dtype)
+        return cls(checkpoint, family, model, device, dtype, hidden_folder)
 
     @property
     def block_count(self) -> int:
@@ -63,17 +72,20 @@ class StreamedModel:
                 yield block
 
     @torch.inference_mode()
-    def embed(self, tokens: Tensor, batch_size: int) -> list[Tensor]:
+    def embed(self, tokens: Tensor, batch_size: int) -> Batches:
         """Return the hidden states before the first block, in batches ``[B, L, d]``.
 
         Args:
             tokens: Token ids, ``[segments, L]``.
             batch_size: Segments in a batch; the last may have fewer.
         """
-        return [
+        batches = (
             self.family.embed(self.model, ids.to(self.device))[0].cpu()
             for ids in tokens.split(batch_size)
-        ]
+        )
+        if self.hidden_folder is None:
+            return list(batches)
+        return BatchesOnDisk(self.hidden_folder, batches)
 
     @torch.inference_mode()
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
@@ -81,7 +93,7 @@ class StreamedModel:
         hidden = hidden.to(self.device)
         return self.family.run_block(block, hidden, self.family.arguments(self.model, hidden))
 
-    def advance(self, block: nn.Module, batches: list[Tensor]) -> None:
+    def advance(self, block: nn.Module, batches: Batches) -> None:
         """Replace the hidden states of all batches by the block's output."""
-        for i, hidden in enumerate(batches):
-            batches[i] = self.run_block(block, hidden).cpu()
+        for i in range(len(batches)):
+            batches[i] = self.run_block(block, batches[i]).cpu()

@@ -20,6 +20,7 @@ from aespa_pl.algorithm.objectives import keep_better
 from aespa_pl.algorithm.quantizer import dequantize, quantize
 from aespa_pl.artifacts import ModelWriter, write_tensors
 from aespa_pl.errors import UserError
+from aespa_pl.hidden import Batches
 from aespa_pl.models.checkpoint import Checkpoint
 from aespa_pl.models.family import Attention, BlockLayout, Projection, Role
 from aespa_pl.models.stored import DTYPES
@@ -52,9 +53,9 @@ log = logging.getLogger(__name__)
 class Streams:
     """Hidden states of the calibration segments before the block under way, in batches."""
 
-    quantized: list[Tensor]
+    quantized: Batches
     """As the blocks quantized so far have made them."""
-    original: list[Tensor] | None
+    original: Batches | None
     """As in the original model; None without input_correction."""
 
 
@@ -98,7 +99,7 @@ class Walk:
     def _walk(self, tokens: Tensor, missing: Sequence[int], writer: ModelWriter) -> None:
         streams = Streams(self.source.embed(tokens, self.batch_size), None)
         if self.settings.input_correction:
-            streams.original = list(streams.quantized)
+            streams.original = self.source.embed(tokens, self.batch_size)
         self.progress.begin("Quantizing, blocks", self.source.block_count)
         for index in range(missing[-1] + 1):
             complete = index in self.run.blocks
@@ -180,12 +181,12 @@ class Walk:
             query_key=objective.query_key == "attention",
         )
         observe = partial(self._observe_attention, block)
-        for i, batch in enumerate(streams.quantized):
+        for i in range(len(streams.quantized)):
             if streams.original is not None:
                 with collector.watch_original(block, observe):
                     streams.original[i] = self.source.run_block(block, streams.original[i]).cpu()
             with collector.watch(block, observe):
-                self.source.run_block(block, batch)
+                self.source.run_block(block, streams.quantized[i])
         statistics = collector.finish(self.source.family.norm_weights(block))
         for name, tensor in _named_statistics(statistics):
             if not bool(torch.isfinite(tensor).all()):

@@ -120,6 +120,23 @@ def test_shipped_configurations_are_valid(aespa: CommandLine, path: Path) -> Non
     assert yaml.safe_load(aespa("fit", "--config", "again.yaml", "--print_config")[1]) == printed
 
 
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem.startswith("paper_")])
+def test_papers_configurations_differ_in_the_algorithm_alone(path: Path) -> None:
+    paper = yaml.safe_load(path.read_text())
+    other = yaml.safe_load(path.with_name(path.name.removeprefix("paper_")).read_text())
+    algorithm = {
+        key: paper["quantization"].pop(key) for key in set(paper["quantization"]) - {"bits"}
+    }
+    assert algorithm == {
+        "method": "aespa",
+        "polish": {"enabled": False},
+        "input_correction": 0,
+        "rounding": {"keep_best": False},
+    }
+    assert paper["output"].pop("name") == f"paper_{other['output'].pop('name')}"
+    assert paper == other
+
+
 def test_fit_test_and_the_saved_configuration(aespa: CommandLine, model: Path) -> None:
     status, out, err = aespa("fit", *small(model))
     assert (status, err) == (0, "")
@@ -164,6 +181,19 @@ def test_curves_of_every_projection_of_every_block(aespa: CommandLine, model: Pa
             assert [point.step for point in points] == [4, 9]  # every 5th
             assert all(math.isfinite(point.value) for point in points)
             assert f"undecided/{name}" in tags
+
+
+def test_hidden_states_on_disk(aespa: CommandLine, model: Path) -> None:
+    status, out, _ = aespa("fit", *small(model), "--data.hidden_states", "disk")
+    assert status == 0
+    run = Path(out.splitlines()[-1])
+    assert aespa("fit", *small(model), "--output.name", "memory")[0] == 0
+    metrics = [
+        json.loads((folder / "metrics.json").read_text())["perplexity"]
+        for folder in (run, Path("lightning_logs/memory/version_0"))
+    ]
+    assert metrics[0] == metrics[1]
+    assert sorted(path.name for path in run.parent.iterdir()) == ["version_0"]
 
 
 @pytest.mark.parametrize("method", ["aespa", "aespa-fast"])

@@ -25,13 +25,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "artifacts": {"errors"},
     "rounding": {"algorithm", "settings"},
     "statistics": {"models"},
-    "stream": {"models"},
+    "hidden": {"artifacts"},
+    "stream": {"hidden", "models"},
     "preparation": {"algorithm", "models", "settings", "statistics"},
-    "evaluation": {"errors", "stream"},
+    "evaluation": {"errors", "hidden", "stream"},
     "run": {"artifacts", "errors"},
     "checkpoints": {"artifacts", "interruption", "run", "settings"},
     "walk": {
-        "algorithm", "artifacts", "errors", "models", "preparation", "progress", "rounding",
+        "algorithm", "artifacts", "errors", "hidden", "models", "preparation", "progress", "rounding",
         "run", "settings", "statistics", "stream", "timing",
     },
     "commands": {

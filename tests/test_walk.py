@@ -288,6 +288,16 @@ def test_correction_aims_at_the_output_of_the_original_model(name: str, walked: 
         assert not torch.equal(missed, integers)
 
 
+@pytest.mark.parametrize("changes", [NOT_LEARNED, {**CORRECT, **NOT_LEARNED}])
+def test_hidden_states_on_disk_give_the_same(
+    changes: dict[str, Any], walked: Walked, tmp_path: Path
+) -> None:
+    expected = walked("llama-grouped", changes)
+    found = walk("llama-grouped", tmp_path, changes, hidden_folder=tmp_path / "hidden")
+    assert differing(expected, found) == differing(expected, found, 1) == set()
+    assert list((tmp_path / "hidden").iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
 def test_block_after_replay_with_correction_is_the_same(name: str, tmp_path: Path) -> None:
     """Both streams go through the complete blocks again."""
@@ -606,4 +616,6 @@ def test_hessian_that_cannot_be_factored_is_refused(
 
 
 def test_settings_of_these_tests_are_the_packages(walked: Walked) -> None:
-    assert changed({"rounding.iterations": 2000, "rounding.learning_rate": 0.015}) == type(BASE)()
+    package = {"rounding.iterations": 2000, "rounding.learning_rate": 0.015}
+    package |= {"polish.enabled": True, "input_correction": 0.5}
+    assert changed(package) == type(BASE)()

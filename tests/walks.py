@@ -22,15 +22,20 @@ from aespa_pl.models.checkpoint import Checkpoint
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run import Run
-from aespa_pl.settings import QuantizationSettings, RoundingSettings
+from aespa_pl.settings import PolishSettings, QuantizationSettings, RoundingSettings
 from aespa_pl.stream import StreamedModel
 from aespa_pl.timing import Stopwatch
 from aespa_pl.walk import MakeTrainer, Walk
 from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save
 
 SEGMENTS, BLOCKS = 6, 2
-BASE = QuantizationSettings(rounding=RoundingSettings(iterations=24, learning_rate=0.12))
-"""So few iterations want larger steps, or the rounding stays where OPTQ left it."""
+BASE = QuantizationSettings(
+    method="aespa",
+    rounding=RoundingSettings(iterations=24, learning_rate=0.12),
+    polish=PolishSettings(enabled=False),
+    input_correction=0,
+)
+"""The paper's parts alone; so few iterations want larger steps, or the rounding stays where OPTQ left it."""
 
 
 TrainerOptions = Callable[[Run, int], Mapping[str, Any]]
@@ -121,6 +126,7 @@ def walk(
     ids: Tensor | None = None,
     options: TrainerOptions = lambda _run, _index: {},
     run: Run | None = None,
+    hidden_folder: Path | None = None,
 ) -> Quantized:
     """Quantize an example; the same name gives the same weights and the same text.
 
@@ -132,6 +138,7 @@ def walk(
         ids: Calibration text instead of random words.
         options: Of each block's Trainer.
         run: One to go on with.
+        hidden_folder: For hidden states on disk.
     """
     torch.manual_seed(0)
     model = shortened(make_model(name, torch.float32)) if model is None else model
@@ -139,7 +146,11 @@ def walk(
     settings = changed(changes or {})
     checkpoint = Checkpoint.open(save(model, folder / "original"))
     source = StreamedModel.open(
-        checkpoint, family_of(checkpoint.config), torch.device("cpu"), torch.float32
+        checkpoint,
+        family_of(checkpoint.config),
+        torch.device("cpu"),
+        torch.float32,
+        hidden_folder=hidden_folder,
     )
     run = run or Run.create(folder / "runs", {})
     said = io.StringIO()
