@@ -50,10 +50,11 @@ def perplexity(
         for batches in streams.values():
             source.advance(block, batches)
         after_block()
-    return {
-        name: _head_perplexity(source, batches, texts[name], batch_size)
-        for name, batches in streams.items()
-    }
+    with source.stem():
+        return {
+            name: _head_perplexity(source, batches, texts[name], batch_size)
+            for name, batches in streams.items()
+        }
 
 
 def _head_perplexity(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.correction import corrected_weights
 from aespa_pl.algorithm.grid import min_max_grid
-from aespa_pl.algorithm.hessian import damp, dead_inputs
+from aespa_pl.algorithm.hessian import damp
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.optq import update_weights
 from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize, round_to_half
@@ -43,7 +43,7 @@ class PreparedProjection:
     updated: Tensor
     """OPTQ's W': the weights at the moment they were about to be rounded."""
     integers: Tensor
-    """What OPTQ (or nearest rounding, with OPTQ off) chose."""
+    """What OPTQ (or nearest rounding, with OPTQ off) chose, uint8."""
     extra_damping: float
     """Share of the mean diagonal that OPTQ's factorization needed beyond the setting."""
 
@@ -79,6 +79,9 @@ def state_problem(
 ) -> BlockProblem:
     """Bring weights and statistics of a block into the shapes of ``algorithm/``.
 
+    The Hessians of the statistics are damped in place, for a copy would take as much memory as they
+    do; a second call starts from what they were.
+
     Args:
         block: With its original weights.
         layout: Of the block.
@@ -93,18 +96,19 @@ def state_problem(
     weights, hessians = {}, {}
     for group in layout.groups:
         for p in group.projections:
-            raw = _hessian(p, group, statistics)
+            H, raw = _damped(p, group, statistics, damping)
             W = (
                 projection_weight(block, layout, p)
                 .float()
                 .unflatten(0, (head_count(layout, p), -1))
             )
-            hessians[p.name] = damp(raw, damping)
+            hessians[p.name] = H
             if correction:
                 shift = _shift(p, group, statistics)
                 with _naming(p):
-                    W = corrected_weights(W, shift, hessians[p.name], correction)
-            weights[p.name] = W.masked_fill(dead_inputs(raw)[:, None], 0)
+                    W = corrected_weights(W, shift, H, correction)
+            dead = raw == 0
+            weights[p.name] = W.masked_fill(dead[:, None], 0) if bool(dead.any()) else W
     return BlockProblem(layout, weights, hessians, statistics)
 
 
@@ -175,12 +179,17 @@ def nearest_weight(
     return dequantize(quantize(W, grid), grid)[0]
 
 
-def _hessian(
-    projection: Projection, group: InputGroup, statistics: BlockStatisticTensors
-) -> Tensor:
+def _damped(
+    projection: Projection, group: InputGroup, statistics: BlockStatisticTensors, damping: float
+) -> tuple[Tensor, Tensor]:
+    """Return a projection's Hessian, damped in place, and its diagonal before."""
+    name, H = group.name, statistics.inputs[group.name][None]
     if projection.role is Role.VALUE and statistics.attended is not None:
-        return statistics.attended
-    return statistics.inputs[group.name][None]
+        name, H = f"{group.name} of values", statistics.attended
+    diagonal = H.diagonal(dim1=-2, dim2=-1)  # a view
+    raw = statistics.diagonals.setdefault(name, diagonal.clone())
+    diagonal.copy_(damp(raw, damping))
+    return H, raw
 
 
 def _shift(projection: Projection, group: InputGroup, statistics: BlockStatisticTensors) -> Tensor:
@@ -231,5 +240,5 @@ def _prepare(
         with _naming(projection):
             updated, integers, extra_damping = update_weights(W, H, grid)
     return PreparedProjection(
-        projection, W, H, G, grid, export_scale, updated, integers, extra_damping
+        projection, W, H, G, grid, export_scale, updated, integers.to(torch.uint8), extra_damping
     )

@@ -25,7 +25,7 @@ ObserveAttention = Callable[[Callable[[Attention], None]], AbstractContextManage
 
 @dataclass(frozen=True)
 class BlockStatisticTensors:
-    """The statistics of one block, in float32, not damped."""
+    """The statistics of one block, in float32; not damped before ``state_problem``."""
 
     inputs: Mapping[str, Tensor]
     """``H = E[X X^T] [d_in, d_in]`` for each input group of the layout, by its name."""
@@ -41,6 +41,8 @@ class BlockStatisticTensors:
     attended_shift: Tensor | None = None
     """``E[(X_fp A_fp^T - X A^T) A X^T] [n_kv, d, d]``, A_fp being the probabilities in the original
     model; the mean over the query heads that share a value head."""
+    diagonals: dict[str, Tensor] = field(default_factory=dict)
+    """Of the Hessians as they were before ``state_problem`` damped them, by group; of H_V under its name."""
 
 
 class StatisticsCollector:

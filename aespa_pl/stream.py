@@ -1,6 +1,7 @@
 """Hidden states of many segments, carried through a model one block at a time.
 
-Only the stem (embedding, final norm, head), one block and one batch are on the device; the hidden
+Only one block and one batch are on the device, before the first and after the last block also the stem
+(embedding, final norm, head); the hidden
 states of all segments wait in host memory or on disk, in the type that the blocks run in.
 """
 
@@ -25,7 +26,7 @@ class StreamedModel:
     checkpoint: Checkpoint
     family: Family
     model: PreTrainedModel
-    """Stem on ``device``; blocks on the meta device but for the one in use."""
+    """On the meta device but for the part in use, which is on ``device``, and for buffers."""
     device: torch.device
     dtype: torch.dtype
     hidden_folder: Path | None = None
@@ -40,9 +41,9 @@ class StreamedModel:
         dtype: torch.dtype,
         hidden_folder: Path | None = None,
     ) -> "StreamedModel":
-        """Make the skeleton and read what lies outside the blocks."""
+        """Make the skeleton; no weight is read."""
         model = checkpoint.skeleton()
-        checkpoint.load_stem(model, family, device, dtype)
+        family.restore_buffers(model, device)
         return cls(checkpoint, family, model, device, dtype, hidden_folder)
 
     @property
@@ -65,6 +66,15 @@ class StreamedModel:
         finally:
             checkpoint.release_block(self.model, self.family, index)
 
+    @contextmanager
+    def stem(self) -> Iterator[None]:
+        """Have what lies outside the blocks in memory for the time of this context."""
+        self.checkpoint.load_stem(self.model, self.family, self.device, self.dtype)
+        try:
+            yield
+        finally:
+            self.checkpoint.release_stem(self.model, self.family)
+
     def blocks(self) -> Iterator[nn.Module]:
         """Yield the blocks, first to last, each in memory only until the next is asked for."""
         for index in range(self.block_count):
@@ -83,9 +93,10 @@ class StreamedModel:
             self.family.embed(self.model, ids.to(self.device))[0].cpu()
             for ids in tokens.split(batch_size)
         )
-        if self.hidden_folder is None:
-            return list(batches)
-        return BatchesOnDisk(self.hidden_folder, batches)
+        with self.stem():
+            if self.hidden_folder is None:
+                return list(batches)
+            return BatchesOnDisk(self.hidden_folder, batches)
 
     @torch.inference_mode()
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
+import gc
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from aespa_pl.preparation import (
     state_problem,
 )
 from aespa_pl.progress import WalkProgress
-from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask
+from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask, StatisticsBatch
 from aespa_pl.run import DamagedFileError, Run
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.statistics import BlockStatisticTensors, StatisticsCollector
@@ -243,36 +244,51 @@ class Walk:
         with self._measure("optq"):
             return prepare_rounding(problem, grids, settings)
 
-    def _round(self, index: int, prepared: Mapping[str, PreparedProjection]) -> dict[str, Tensor]:
-        """Run step 4: one Trainer.fit."""
-        settings = self.settings.rounding
-        integers = {name: p.integers for name, p in prepared.items()}
-        learning = {n: p for n, p in prepared.items() if self._learns(p.projection)}
-        if not learning:
-            return integers
+    def _round(self, index: int, prepared: dict[str, PreparedProjection]) -> dict[str, Tensor]:
+        """Run step 4 on what the method learns; W' is forgotten, for only its start needs it."""
         tasks = {}
-        for name, p in learning.items():
-            attention = p.projection.role is not Role.OTHER
-            penalty = settings.penalty_attention if attention else settings.penalty_other
-            tasks[name] = RoundingTask(
-                *start(p.weight, p.updated, p.grid), quantize(p.weight, p.grid), penalty
-            )
+        for name, p in list(prepared.items()):
+            if self._learns(p.projection):
+                tasks[name] = self._task(p)
+            prepared[name] = replace(p, updated=p.weight)
+        integers = {name: p.integers for name, p in prepared.items()}
+        if not tasks:
+            return integers
+        statistics = {n: (prepared[n].hessian, prepared[n].other_side) for n in tasks}
+        learned = self._learn(index, tasks, statistics)
+        gc.collect()  # Trainer, module and optimizer refer to each other
+        if not self.settings.rounding.keep_best:
+            return integers | learned
+        for name, found in learned.items():
+            p = prepared[name]
+            integers[name] = keep_better(found, p.loss(found), p.integers, p.loss(p.integers))
+        return integers
+
+    def _task(self, p: PreparedProjection) -> RoundingTask:
+        settings = self.settings.rounding
+        attention = p.projection.role is not Role.OTHER
+        return RoundingTask(
+            *start(p.weight, p.updated, p.grid),
+            nearest=quantize(p.weight, p.grid).to(torch.uint8),
+            penalty=settings.penalty_attention if attention else settings.penalty_other,
+        )
+
+    def _learn(
+        self, index: int, tasks: Mapping[str, RoundingTask], statistics: StatisticsBatch
+    ) -> dict[str, Tensor]:
+        """Run one Trainer.fit."""
+        settings = self.settings.rounding
         module = BlockRounding(tasks, settings, f"block {index}")
-        data = BlockStatistics({n: (p.hessian, p.other_side) for n, p in learning.items()})
         trainer = self.make_trainer(index)
-        trainer.fit(module, datamodule=data, ckpt_path=self._checkpoint(index))
+        trainer.fit(
+            module, datamodule=BlockStatistics(statistics), ckpt_path=self._checkpoint(index)
+        )
         if trainer.global_step < settings.iterations:
             raise UserError(
                 f"block {index}: learning ended after {trainer.global_step} of {settings.iterations} "
                 "iterations: remove from the trainer section what ends it early"
             )
-        learned = {n: q.to(self.source.device) for n, q in module.integers().items()}
-        if not settings.keep_best:
-            return integers | learned
-        return integers | {
-            name: keep_better(learned[name], p.loss(learned[name]), p.integers, p.loss(p.integers))
-            for name, p in learning.items()
-        }
+        return {name: q.to(self.source.device) for name, q in module.integers().items()}
 
     def _learns(self, projection: Projection) -> bool:
         """Return whether the method learns the rounding of a projection."""

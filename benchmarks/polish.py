@@ -105,7 +105,9 @@ def _statistics(shape: Shape) -> tuple[Tensor, Tensor | None]:
     d, samples = shape.columns, 2 * shape.columns
     spectrum = torch.logspace(0, -1.5, d)[:, None] * torch.randn(d, d) / d**0.5
     X = torch.randn(problems, samples, d) @ spectrum
-    H = damp(X.transpose(1, 2) @ X / samples, 0.01)
+    H = X.transpose(1, 2) @ X / samples
+    diagonal = H.diagonal(dim1=-2, dim2=-1)
+    diagonal.copy_(damp(diagonal, 0.01))
     if shape.attention != "G":
         return H, None
     K = torch.randn(shape.heads, 4 * shape.rows, shape.rows) @ torch.randn(shape.rows, shape.rows)

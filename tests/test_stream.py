@@ -76,7 +76,8 @@ def test_hidden_states_are_the_librarys(name: str, tmp_path: Path) -> None:
         source.advance(block, batches)
         torch.testing.assert_close(torch.cat(batches), expected[index + 1], **CLOSE)
         assert float((torch.cat(batches) - expected[index]).abs().max()) > 0.1
-    logits = source.family.head(source.model, torch.cat(batches))
+    with source.stem():
+        logits = source.family.head(source.model, torch.cat(batches))
     torch.testing.assert_close(logits, model(ids, use_cache=False).logits, **CLOSE)
 
 
@@ -93,13 +94,31 @@ def test_running_a_block_leaves_its_input(tmp_path: Path) -> None:
 
 
 @every_example
-def test_only_the_block_in_use_is_in_memory(name: str, tmp_path: Path) -> None:
+def test_only_the_part_in_use_is_in_memory(name: str, tmp_path: Path) -> None:
     source = make(name, tmp_path)[1]
-    stem = dict(source.model.named_parameters())
-    blocks = {n for n in stem if n.startswith(f"{source.family.blocks_path}.")}
-    assert {n for n, p in stem.items() if p.is_meta} == blocks
-    assert real(source) == [False] * BLOCKS
+
+    def in_memory() -> set[str]:
+        return {n for n, p in source.model.named_parameters() if not p.is_meta}
+
+    assert in_memory() == set()
+    stem = {n for n, _ in source.model.named_parameters()}
+    stem -= {n for n in stem if n.startswith(f"{source.family.blocks_path}.")}
+    for _ in range(2):  # a head that is tied to the embedding is so again
+        with source.stem():
+            assert in_memory() == stem
+            embedding, head = (
+                layer.weight
+                for layer in (
+                    source.model.get_input_embeddings(),
+                    source.model.get_output_embeddings(),
+                )
+            )
+            assert (head is embedding) == source.checkpoint.config.tie_word_embeddings
+        assert in_memory() == set()
+    source.embed(make_ids(2), 1)
+    assert in_memory() == set()
     for index, block in enumerate(source.blocks()):
+        assert in_memory() and not in_memory() & stem  # noqa: PT018
         assert block is source.model.get_submodule(source.family.blocks_path)[index]
         assert real(source) == [i == index for i in range(BLOCKS)]
     assert index == BLOCKS - 1

@@ -7,7 +7,7 @@ with the objectives of aespa (Eq. 25 of the paper).
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import error_product
@@ -30,8 +30,9 @@ class SoftRounding:
     integer. So the error is ``dW = base + gain * h``, with gain 0 where the clamp holds the weight.
     """
 
-    lower: Float[Tensor, "heads rows d_in"]
-    """The integer below each weight, ``floor(W' / step) + zero_point``; may lie outside the range."""
+    lower: Int[Tensor, "heads rows d_in"]
+    """The integer below each weight, ``floor(W' / step) + zero_point``, int16; -1 where it lies below the
+    range, ``levels`` where it lies above."""
     base: Float[Tensor, "heads rows d_in"]
     """Error of the weight at h = 0, against the original weight W."""
     gain: Float[Tensor, "heads rows d_in"]
@@ -65,10 +66,10 @@ def start(
     ratio = updated / step
     below = ratio.floor()
     sigmoid = (ratio - below + (STRETCH - 1) / 2) / STRETCH
-    lower = below + zero
+    lower = (below + zero).clamp_(-1, grid.levels)
     base = step * (lower.clamp(0, grid.levels) - zero) - W
     gain = step * ((lower >= 0) & (lower < grid.levels))
-    return SoftRounding(lower, base, gain, grid.levels), torch.logit(sigmoid)
+    return SoftRounding(lower.to(torch.int16), base, gain, grid.levels), torch.logit(sigmoid)
 
 
 def rectified_sigmoid(B: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -157,7 +158,7 @@ def rounding_loss(
 
 def decide(
     B: Float[Tensor, "heads rows d_in"], rounding: SoftRounding
-) -> Float[Tensor, "heads rows d_in"]:
+) -> UInt8[Tensor, "heads rows d_in"]:
     """Return the integers: h(B) rounded to 0 or 1."""
-    up = (rectified_sigmoid(B) >= 0.5).to(B.dtype)
-    return (rounding.lower + up).clamp(0, rounding.levels)
+    up = rectified_sigmoid(B) >= 0.5
+    return (rounding.lower + up).clamp_(0, rounding.levels).to(torch.uint8)

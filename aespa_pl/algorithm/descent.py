@@ -13,7 +13,7 @@ problem; Eq. 17, 21 and 22 of the paper are its quadratic forms); the blocks of 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Real
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import error_product, keep_better, reconstruction_loss
@@ -31,7 +31,7 @@ with all 768 columns."""
 class Descent:
     """What a descent found."""
 
-    integers: Float[Tensor, "heads rows d_in"]
+    integers: Real[Tensor, "heads rows d_in"]
     passes: int
     """Visits of all columns; the last of them moved nothing, unless the limit came first."""
     changed: int
@@ -41,7 +41,7 @@ class Descent:
 
 
 def descend(
-    integers: Float[Tensor, "heads rows d_in"],
+    integers: Real[Tensor, "heads rows d_in"],
     W: Float[Tensor, "heads rows d_in"],
     grid: Grid,
     H: Float[Tensor, "#heads d_in d_in"],
@@ -57,14 +57,14 @@ def descend(
     integers stay as they were.
 
     Args:
-        integers: To begin with.
+        integers: To begin with, of any type; the result is of the same.
         W: Original weights.
         grid: Grid of the projection.
         H: Damped Hessian.
         G: Second moment of the other side (query and key projections), or None.
         passes: Visits of all columns at most.
     """
-    current, done, moving = integers, 0, True
+    current, done, moving = integers.to(W.dtype), 0, True
     while moving and done < passes:
         R = error_product(dequantize(current, grid) - W, H)
         if G is None:
@@ -76,7 +76,7 @@ def descend(
     before, after = (
         reconstruction_loss(dequantize(q, grid) - W, H, G) for q in (integers, current)
     )
-    kept = keep_better(integers, before, current, after)
+    kept = keep_better(integers, before, current.to(integers.dtype), after)
     return Descent(kept, done, int((kept != integers).sum()), float(before.sum()))
 
 

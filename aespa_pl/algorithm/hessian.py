@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 DEAD_DIAGONAL = 1 / 2048
@@ -12,18 +12,13 @@ MAX_DAMPING_FACTOR = 10_000
 NOT_FACTORED = "the Hessian cannot be factored, whatever the damping"
 
 
-def dead_inputs(H: Float[Tensor, "heads d_in d_in"]) -> Bool[Tensor, "heads d_in"]:
-    """Return which inputs are 0 in every calibration token; their weights don't matter."""
-    return H.diagonal(dim1=-2, dim2=-1) == 0
+def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor, "heads d_in"]:
+    """Return the diagonal of a Hessian, damped.
 
-
-def damp(H: Float[Tensor, "heads d_in d_in"], damping: float) -> Float[Tensor, "heads d_in d_in"]:
-    """Return H with dead inputs revived and ``damping`` times its mean diagonal added, for each head."""
-    H = H.clone()
-    diagonal = H.diagonal(dim1=-2, dim2=-1)  # a view
-    diagonal[dead_inputs(H)] = DEAD_DIAGONAL
-    diagonal += damping * diagonal.mean(-1, keepdim=True)
-    return H
+    Dead inputs are revived, and ``damping`` times the mean is added, for each head on its own.
+    """
+    revived = diagonal.masked_fill(diagonal == 0, DEAD_DIAGONAL)
+    return revived + damping * revived.mean(-1, keepdim=True)
 
 
 def inverse_factor(

@@ -7,7 +7,7 @@ Source: Eq. 17 (value), 21 and 22 (query, key); Table 7 of the paper.
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Real
 from torch import Tensor
 
 
@@ -51,10 +51,10 @@ def reconstruction_loss(
 
 
 def keep_better(
-    integers: Float[Tensor, "heads rows d_in"],
+    integers: Real[Tensor, "heads rows d_in"],
     loss: Float[Tensor, "heads separable"],
-    other_integers: Float[Tensor, "heads rows d_in"],
+    other_integers: Real[Tensor, "heads rows d_in"],
     other_loss: Float[Tensor, "heads separable"],
-) -> Float[Tensor, "heads rows d_in"]:
+) -> Real[Tensor, "heads rows d_in"]:
     """Return, for each independent part of the loss, the integers with the lower loss."""
     return torch.where((other_loss < loss)[..., None], other_integers, integers)

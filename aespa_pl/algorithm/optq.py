@@ -10,11 +10,14 @@ from torch import Tensor
 
 from aespa_pl.algorithm.hessian import inverse_factor
 from aespa_pl.algorithm.quantizer import Grid
+from aespa_pl.algorithm.workspace import chunk_elements
 
 BLOCK = 128
 """Columns whose updates reach the rest of the matrix together (lazy batch updates)."""
-CHUNK_ELEMENTS = 2**28
-"""Elements of the Hessians that are factored at once; six matrices of that size exist meanwhile."""
+CPU_CHUNK = 2**22
+"""Elements of the Hessians that are factored at once, for each thread."""
+ACCELERATOR_CHUNK = 2**28
+"""The same there: six matrices of that size, 1 GB each, exist meanwhile."""
 
 
 def update_weights(
@@ -29,7 +32,8 @@ def update_weights(
     Raises:
         ArithmeticError: H cannot be factored.
     """
-    size = max(1, CHUNK_ELEMENTS // W.shape[-1] ** 2) if H.shape[0] > 1 else W.shape[0]
+    elements = chunk_elements(H, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
+    size = max(1, elements // W.shape[-1] ** 2) if H.shape[0] > 1 else W.shape[0]
     parts = [
         _update_heads(
             W[i : i + size], H if H.shape[0] == 1 else H[i : i + size], grid.heads(i, size)

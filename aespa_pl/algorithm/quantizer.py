@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Real
 from torch import Tensor
 
 
@@ -47,7 +47,7 @@ def quantize(W: Float[Tensor, "heads rows d_in"], grid: Grid) -> Float[Tensor, "
 
 
 def dequantize(
-    integers: Float[Tensor, "heads rows d_in"], grid: Grid
+    integers: Real[Tensor, "heads rows d_in"], grid: Grid
 ) -> Float[Tensor, "heads rows d_in"]:
     """Return the weights that the integers stand for."""
     return grid.step() * (integers - grid.zero())

@@ -87,7 +87,7 @@ class BloomFamily(Family):
             head_dim=config.hidden_size // config.num_attention_heads,
         )
 
-    def restore_buffers(self, model: PreTrainedModel) -> None:
+    def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Do nothing: BLOOM has no buffers."""
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:

@@ -132,7 +132,21 @@ class Checkpoint:
         # then runs with that one.
         if tied and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
             head.weight = embedding.weight
-        family.restore_buffers(model)
+        family.restore_buffers(model, device)
+
+    def release_stem(self, model: PreTrainedModel, family: Family) -> None:
+        """Put everything outside the blocks back on the meta device, but for buffers."""
+        head: Any = model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
+        tied = head.weight is embedding.weight
+        names = [name for name in self.tensors if not name.startswith(f"{family.blocks_path}.")]
+        empty = {
+            name: torch.empty(self.tensors[name].shape, dtype=head.weight.dtype, device="meta")
+            for name in names
+        }
+        model.load_state_dict(empty, assign=True, strict=False)
+        if tied:
+            head.weight = embedding.weight
 
     def load_block(
         self,

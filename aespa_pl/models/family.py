@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -117,7 +118,7 @@ class Family(ABC):
         """Return the projections of a block; it is the same for every block of a model."""
 
     @abstractmethod
-    def restore_buffers(self, model: PreTrainedModel) -> None:
+    def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Make anew the buffers outside the blocks that no file stores (RoPE's frequencies)."""
 
     @abstractmethod

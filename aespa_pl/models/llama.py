@@ -111,11 +111,11 @@ class LlamaFamily(Family):
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         )
 
-    def restore_buffers(self, model: PreTrainedModel) -> None:
+    def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Make RoPE's frequencies anew; they are float32 whatever the model's type."""
         decoder = cast(LlamaForCausalLM, model).model
         rotary = type(decoder.rotary_emb)(model.config)
-        decoder.rotary_emb = rotary.to(decoder.embed_tokens.weight.device)
+        decoder.rotary_emb = rotary.to(device)
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Embed the tokens."""

@@ -76,7 +76,7 @@ class OptFamily(Family):
             head_dim=config.hidden_size // config.num_attention_heads,
         )
 
-    def restore_buffers(self, model: PreTrainedModel) -> None:
+    def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Do nothing: OPT has no buffers."""
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:

@@ -35,9 +35,9 @@ class RoundingTask:
 
     rounding: SoftRounding
     start: Tensor
-    """Rounding variables at iteration 0, ``[heads, rows, d_in]``."""
+    """Rounding variables, ``[heads, rows, d_in]``; learning changes them in place."""
     nearest: Tensor
-    """Integers of nearest rounding, which the curves compare with."""
+    """Integers of nearest rounding, uint8, which the curves compare with."""
     penalty: float
     """lambda."""
 
@@ -65,7 +65,7 @@ class BlockRounding(LightningModule):
         self.penalties = {name: task.penalty for name, task in tasks.items()}
         self.levels = {name: task.rounding.levels for name, task in tasks.items()}
         self.variables = nn.ParameterDict(
-            {name: nn.Parameter(task.start.clone()) for name, task in tasks.items()}
+            {name: nn.Parameter(task.start) for name, task in tasks.items()}
         )
         for name, task in tasks.items():
             fixed = (task.rounding.lower, task.rounding.base, task.rounding.gain, task.nearest)

@@ -80,9 +80,11 @@ def test_start_has_the_fraction_of_the_updated_weight() -> None:
     W, _, grid = problem(1, 4, 6)
     updated = W + 0.3 * torch.randn_like(W)
     rounding, B = start(W, updated, grid)
-    torch.testing.assert_close(
-        rounding.lower - grid.zero() + rectified_sigmoid(B), updated / grid.step()
-    )
+    ratio = updated / grid.step()
+    torch.testing.assert_close(ratio.floor() + rectified_sigmoid(B), ratio)
+    below = ratio.floor() + grid.zero()
+    assert bool((below < -1).any() | (below > 3).any())
+    assert torch.equal(rounding.lower.to(below), below.clamp(-1, 3))
 
 
 def test_stretched_sigmoid_is_cut_at_0_and_1() -> None:
