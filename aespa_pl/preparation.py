@@ -105,8 +105,9 @@ def state_problem(
             hessians[p.name] = H
             if correction:
                 shift = _shift(p, group, statistics)
+                residual_shift = statistics.residual_shifts.get(group.name)
                 with _naming(p):
-                    W = corrected_weights(W, shift, H, correction)
+                    W = corrected_weights(W, shift, H, correction, residual_shift)
             dead = raw == 0
             weights[p.name] = W.masked_fill(dead[:, None], 0) if bool(dead.any()) else W
     return BlockProblem(layout, weights, hessians, statistics)

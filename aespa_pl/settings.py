@@ -171,9 +171,9 @@ class QuantizationSettings:
     damping: OpenUnitInterval = 0.01
     """Share of the mean diagonal that is added to each Hessian's diagonal (OPTQ)."""
     input_correction: ClosedUnitInterval = 0.5
-    """Share alpha of the error of earlier blocks that each projection's target makes up for; it takes a
-    second stream of hidden states through the original model. 0: none, as in the paper
-    (docs/correction.md; 0.5 was the best of 0, 0.25, 0.5, 0.75 and 1)."""
+    """Share alpha of the error of earlier blocks, in a projection's input and in the residual stream that
+    its output is added to, that the projection makes up for; it takes a second stream of hidden states
+    through the original model. 0: none, as in the paper (docs/correction.md)."""
     grid: GridSettings = field(default_factory=GridSettings)
     """Step 2, the grid."""
     optq: OptqSettings = field(default_factory=OptqSettings)

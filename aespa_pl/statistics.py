@@ -12,6 +12,7 @@ Source: algorithm.md, step 1; Eq. 17 to 22 of the paper.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,9 @@ class BlockStatisticTensors:
     attended_shift: Tensor | None = None
     """``E[(X_fp A_fp^T - X A^T) A X^T] [n_kv, d, d]``, A_fp being the probabilities in the original
     model; the mean over the query heads that share a value head."""
+    residual_shifts: Mapping[str, Tensor] = field(default_factory=dict)
+    """``E[(R_fp - R) X^T] [d, d_in]`` for each input group whose output is added to the residual stream,
+    R; R_fp is that of the original model."""
     diagonals: dict[str, Tensor] = field(default_factory=dict)
     """Of the Hessians as they were before ``state_problem`` damped them, by group; of H_V under its name."""
 
@@ -56,7 +60,10 @@ class StatisticsCollector:
         self.tokens = 0
         self._inputs: dict[str, Tensor] = {}
         self._shifts: dict[str, Tensor] = {}
+        self._residual_shifts: dict[str, Tensor] = {}
         self._original_inputs: dict[str, Tensor] = {}
+        self._original_residuals: dict[str, Tensor] = {}
+        self._residuals: dict[str, Tensor] = {}
         self._original_probabilities: Tensor | None = None
         self._attention = _AttentionSums()
 
@@ -74,7 +81,8 @@ class StatisticsCollector:
             self._original_probabilities = attention.probabilities
 
         with ExitStack() as stack:
-            self._hook_inputs(stack, block, self._original_hook)
+            self._hook_inputs(stack, block, partial(_keep, self._original_inputs))
+            self._hook_residuals(stack, block, self._original_residuals)
             stack.enter_context(
                 observe_attention(remember)
             )  # also where A is not needed: same bits
@@ -85,6 +93,8 @@ class StatisticsCollector:
         """Take in everything that runs through ``block`` in this context."""
         with ExitStack() as stack:
             self._hook_inputs(stack, block, self._input_hook)
+            if self._original_inputs:
+                self._hook_residuals(stack, block, self._residuals)
             if self.value or self.query_key:
                 stack.enter_context(observe_attention(self._observe))
             yield
@@ -113,7 +123,10 @@ class StatisticsCollector:
                 queries = through_norm(queries, key_weight, sums.key_gain / self.tokens)
         inputs = {name: total * factor for name, total in self._inputs.items()}
         shifts = {name: total * factor for name, total in self._shifts.items()}
-        return BlockStatisticTensors(inputs, attended, keys, queries, shifts, attended_shift)
+        residual_shifts = {name: total * factor for name, total in self._residual_shifts.items()}
+        return BlockStatisticTensors(
+            inputs, attended, keys, queries, shifts, attended_shift, residual_shifts
+        )
 
     def _hook_inputs(
         self, stack: ExitStack, block: nn.Module, make_hook: Callable[[str], InputHook]
@@ -122,11 +135,13 @@ class StatisticsCollector:
             module = block.get_submodule(group.projections[0].module)
             stack.callback(module.register_forward_pre_hook(make_hook(group.name)).remove)
 
-    def _original_hook(self, name: str) -> InputHook:
-        def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            self._original_inputs[name] = arguments[0]
-
-        return hook
+    def _hook_residuals(self, stack: ExitStack, block: nn.Module, kept: dict[str, Tensor]) -> None:
+        for group in self.layout.groups:
+            residual = group.projections[0].residual
+            if residual is not None:
+                module = block.get_submodule(residual)
+                hook = _keep(kept, group.name)
+                stack.callback(module.register_forward_pre_hook(hook).remove)
 
     def _input_hook(self, name: str) -> InputHook:
         def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -136,6 +151,11 @@ class StatisticsCollector:
             if original is not None:
                 shift = (original.flatten(0, -2).float() - X).T @ X
                 self._shifts[name] = self._shifts.get(name, 0) + shift
+                if name in self._residuals:
+                    R = self._residuals.pop(name).flatten(0, -2).float()
+                    original_R = self._original_residuals.pop(name).flatten(0, -2).float()
+                    total = self._residual_shifts.get(name, 0)
+                    self._residual_shifts[name] = total + (original_R - R).T @ X
             if name == self.layout.groups[0].name:
                 self.tokens += X.shape[0]
                 self._attention_input, self._original_input = arguments[0], original
@@ -154,6 +174,15 @@ class StatisticsCollector:
             self._attention.add_values(AX, original, shared)
         if self.query_key:
             self._attention.add_scores(attention, self.layout)
+
+
+def _keep(kept: dict[str, Tensor], name: str) -> InputHook:
+    """Return a hook that keeps a module's input under a name."""
+
+    def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        kept[name] = arguments[0]
+
+    return hook
 
 
 @dataclass

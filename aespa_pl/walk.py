@@ -427,6 +427,10 @@ def _named_statistics(statistics: BlockStatisticTensors) -> list[tuple[str, Tens
         "the shift of H_V": statistics.attended_shift,
     }
     named += [(f"the shift of {name}", tensor) for name, tensor in statistics.shifts.items()]
+    named += [
+        (f"the residual shift of {name}", tensor)
+        for name, tensor in statistics.residual_shifts.items()
+    ]
     return named + [(name, tensor) for name, tensor in others.items() if tensor is not None]
 
 

@@ -1,11 +1,16 @@
-"""Weights whose outputs on the quantized stream's inputs are those on the full-precision stream's.
+"""Weights that make up for what quantized blocks before them have changed.
 
-Blocks that are quantized already have changed the input of a projection from X_fp to X. The weights
-with the least ``E |W_target X - W X_fp|^2`` are ``W + W E[(X_fp - X) X^T] H^-1``, ``H = E[X X^T]``; a
-share alpha of the change is taken, for what is fitted to the calibration text does not all hold
-elsewhere.
+The quantized blocks have changed the input of a projection from X_fp to X, and the residual stream
+that the output of some is added to from R_fp to R. The weights W' with the least
+``E |R + W' X - R_fp - W X_fp|^2`` are
 
-Source: GPTAQ (arXiv 2504.02692) and QEP; alpha and the damped H are what keeps it from overfitting.
+    W' = W + (W E[(X_fp - X) X^T] + E[(R_fp - R) X^T]) H^-1,  H = E[X X^T].
+
+A share alpha of that change is taken. All of it is worse than none: it is a regression, which shrinks
+what it predicts, and every block would shrink again what the blocks before it have left.
+
+Source: GPTAQ (arXiv 2504.02692) and QEP for the term with the inputs; the one with the residual stream
+is ours.
 """
 
 import torch
@@ -20,20 +25,22 @@ def corrected_weights(
     shift: Float[Tensor, "#heads d_in d_in"],
     H: Float[Tensor, "#heads d_in d_in"],
     share: float,
+    residual_shift: Float[Tensor, "heads rows d_in"] | None = None,
 ) -> Float[Tensor, "heads rows d_in"]:
-    """Return ``W + share W shift H^-1``.
+    """Return ``W + share (W shift + residual_shift) H^-1``.
 
     Args:
         W: Original weights.
         shift: ``E[(X_fp - X) X^T]``, scaled as H.
         H: Damped Hessian.
         share: alpha, 0 to 1.
+        residual_shift: ``E[(R_fp - R) X^T]``, scaled as H; None: the output is added to nothing.
 
     Raises:
         ArithmeticError: H cannot be factored, whatever the damping.
     """
-    if H.shape[0] == 1:  # one problem with all rows
-        change = solve(H, (W.flatten(0, 1) @ shift[0])[None]).view_as(W)
-    else:
-        change = solve(H, W @ shift)
-    return torch.add(W, change, alpha=share)
+    # with one H: one problem with the rows of all heads
+    change = (W.flatten(0, 1) @ shift[0])[None] if H.shape[0] == 1 else W @ shift
+    if residual_shift is not None:
+        change += residual_shift.view_as(change)
+    return torch.add(W, solve(H, change).view_as(W), alpha=share)

@@ -55,6 +55,8 @@ class BloomFamily(Family):
         # With this option the residual is taken after the LayerNorm, so that more than the
         # projections reads its output.
         norms = not config.apply_residual_connection_post_layernorm
+        before = ("input_layernorm", "post_attention_layernorm")
+        residuals = before if norms else (FUSED, "mlp.dense_h_to_4h")
         return BlockLayout(
             groups=(
                 InputGroup(
@@ -68,7 +70,7 @@ class BloomFamily(Family):
                 ),
                 InputGroup(
                     "attention_output",
-                    (Projection("dense", "self_attention.dense"),),
+                    (Projection("dense", "self_attention.dense", residual=residuals[0]),),
                     FoldIntoRows("value"),
                 ),
                 InputGroup(
@@ -78,7 +80,7 @@ class BloomFamily(Family):
                 ),
                 InputGroup(
                     "mlp_hidden",
-                    (Projection("dense_4h_to_h", "mlp.dense_4h_to_h"),),
+                    (Projection("dense_4h_to_h", "mlp.dense_4h_to_h", residual=residuals[1]),),
                     None,  # GELU(zeta x) is not zeta GELU(x)
                 ),
             ),

@@ -38,6 +38,8 @@ class Projection:
     role: Role = Role.OTHER
     part: tuple[int, int] = (0, 1)
     """``(i, n)``: the module's rows are ``[heads, n, d_head]`` and this is part i of n (BLOOM)."""
+    residual: str | None = None
+    """Path of the module whose input the output is added to; None where it is added to nothing."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class LlamaFamily(Family):
                 ),
                 InputGroup(
                     "attention_output",
-                    (Projection("o_proj", "self_attn.o_proj"),),
+                    (Projection("o_proj", "self_attn.o_proj", residual="input_layernorm"),),
                     FoldIntoRows("v_proj") if own_values else None,
                 ),
                 InputGroup(
@@ -102,7 +102,11 @@ class LlamaFamily(Family):
                 ),
                 InputGroup(
                     "mlp_hidden",
-                    (Projection("down_proj", "mlp.down_proj"),),
+                    (
+                        Projection(
+                            "down_proj", "mlp.down_proj", residual="post_attention_layernorm"
+                        ),
+                    ),
                     FoldIntoRows("up_proj"),  # its input is act(gate) * up, linear in up
                 ),
             ),

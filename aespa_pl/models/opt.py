@@ -42,6 +42,9 @@ class OptFamily(Family):
         # A LayerNorm after the sublayer feeds the residual as well, and one without weights has
         # nothing that zeta could be multiplied into.
         norms = config.do_layer_norm_before and config.layer_norm_elementwise_affine
+        # the input of a sublayer, before its LayerNorm if it has one there
+        before = ("self_attn_layer_norm", "final_layer_norm")
+        residuals = before if config.do_layer_norm_before else ("self_attn.q_proj", "fc1")
         # relu(zeta x) = zeta relu(x) for zeta > 0; no other activation of the library has that.
         homogeneous = config.activation_function == "relu"
         return BlockLayout(
@@ -57,7 +60,7 @@ class OptFamily(Family):
                 ),
                 InputGroup(
                     "attention_output",
-                    (Projection("out_proj", "self_attn.out_proj"),),
+                    (Projection("out_proj", "self_attn.out_proj", residual=residuals[0]),),
                     FoldIntoRows("v_proj"),
                 ),
                 InputGroup(
@@ -67,7 +70,7 @@ class OptFamily(Family):
                 ),
                 InputGroup(
                     "mlp_hidden",
-                    (Projection("fc2", "fc2"),),
+                    (Projection("fc2", "fc2", residual=residuals[1]),),
                     FoldIntoRows("fc1") if homogeneous else None,
                 ),
             ),
