@@ -358,6 +358,23 @@ def test_value_shift_is_that_of_the_attention_output(
         )
 
 
+@pytest.mark.parametrize("model_of", MODELS)
+def test_residual_shifts_are_those_of_what_the_outputs_are_added_to(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    """In the residual stream before the attention, which is the block's input in these models."""
+    model, ids, other = make(model_of), tokens(), tokens()
+    family = family_of(model.config)
+    statistics, inputs, _ = collect_both(model, ids, other, SEGMENTS)
+    R_original, R = (family.embed(model, words)[0].flatten(0, 1) for words in (other, ids))
+    X = inputs["attention_output"][1].flatten(0, 1)
+    expected = 2 / X.shape[0] * (R_original - R).T @ X
+    found = statistics.residual_shifts
+    assert found.keys() == {"attention_output", "mlp_hidden"}
+    torch.testing.assert_close(found["attention_output"].double(), expected, rtol=1e-4, atol=1e-3)
+    assert found["mlp_hidden"].shape == (WIDTH, inputs["mlp_hidden"][1].shape[-1])
+
+
 def test_without_the_original_stream_there_are_no_shifts() -> None:
     statistics, _, _ = collect(make(opt), tokens(), 3)
     assert statistics.shifts == {}

@@ -46,6 +46,17 @@ def test_a_share_is_that_share_of_the_change() -> None:
     torch.testing.assert_close(corrected_weights(W, shift, H, share=0.25) - W, 0.25 * (whole - W))
 
 
+def test_with_a_residual_it_is_the_fit_of_the_originals_sum() -> None:
+    X, original = samples()
+    R, original_R = torch.randn(2, 4, TOKENS, dtype=torch.float64)
+    W = torch.randn(1, 4, D, dtype=torch.float64)
+    residual_shift = (original_R - R) @ X[0].T / TOKENS
+    target = corrected_weights(W, *statistics(X, original), 1.0, residual_shift)
+    missing = W[0] @ original[0] + original_R - R
+    expected = torch.linalg.lstsq(X[0].T, missing.T).solution.T
+    torch.testing.assert_close(target[0], expected)
+
+
 def test_without_a_shift_nothing_changes() -> None:
     X, _ = samples()
     _, H = statistics(X, X)

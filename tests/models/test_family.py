@@ -40,6 +40,39 @@ def observe(model: PreTrainedModel, ids: Tensor) -> list[Attention]:
     return seen
 
 
+@every_example
+def test_residual_is_what_the_output_is_added_to(name: str) -> None:
+    """The sum is where the next sublayer starts: before its LayerNorm, or through one behind it."""
+    model = make_model(name)
+    family = family_of(model.config)
+    block, layout = model.get_submodule(family.blocks_path)[0], family.layout(model.config)
+    seen: dict[str, Tensor] = {}
+
+    def keep(key: str, path: str, *, output: bool = False) -> None:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], *outputs: Tensor) -> None:
+            tensor = outputs[0] if output else inputs[0]
+            seen[key] = tensor.reshape(-1, tensor.shape[-1])
+
+        module = block.get_submodule(path)
+        (module.register_forward_hook if output else module.register_forward_pre_hook)(hook)
+
+    writers = [p for p in layout.projections if p.residual is not None]
+    assert [p.role for p in writers] == ["other", "other"]
+    for p in writers:
+        keep(f"{p.name} residual", p.residual)
+        keep(f"{p.name} output", p.module, output=True)
+    hidden, arguments = family.embed(model, make_ids())
+    result = family.run_block(block, hidden, arguments).flatten(0, 1)
+    first, second = (seen[f"{p.name} residual"] + seen[f"{p.name} output"] for p in writers)
+    next_residual = seen[f"{writers[1].name} residual"]
+    if name == "opt-350m":
+        first, second = block.self_attn_layer_norm(first), block.final_layer_norm(second)
+    if name == "bloom-post-residual":
+        first = block.post_attention_layernorm(first)
+    torch.testing.assert_close(first, next_residual, **SINGLE)
+    torch.testing.assert_close(second, result, **SINGLE)
+
+
 def windows(model: PreTrainedModel) -> list[int]:
     """Return how far back each block sees."""
     kinds = getattr(model.config, "layer_types", None)
