@@ -44,7 +44,7 @@ EVALUATION_LENGTH = 2048
 """Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
 LAST = "last"
 """``--ckpt_path last``: the newest run."""
-PHASES = ("statistics", "grid", "optq", "rounding", "polish")
+PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish")
 FREE_SPACE_FACTOR = 1.6
 """Disk that a run needs, in sizes of the checkpoint: the model again, one byte a weight beside it."""
 

@@ -75,7 +75,7 @@ def state_problem(
     layout: BlockLayout,
     statistics: BlockStatisticTensors,
     damping: float,
-    correction: float = 0,
+    targets: Mapping[str, Tensor] | None = None,
 ) -> BlockProblem:
     """Bring weights and statistics of a block into the shapes of ``algorithm/``.
 
@@ -87,30 +87,53 @@ def state_problem(
         layout: Of the block.
         statistics: Of the block.
         damping: Share of its mean diagonal that is added to the diagonal of each Hessian.
-        correction: Share of earlier blocks' errors that the weights make up for; above 0 the
-            statistics must have the shifts.
-
-    Raises:
-        ArithmeticError: A Hessian cannot be factored; the message names the projection.
+        targets: Weights by name, in the shape of those of the result; None: the block's own.
     """
     weights, hessians = {}, {}
     for group in layout.groups:
         for p in group.projections:
             H, raw = _damped(p, group, statistics, damping)
-            W = (
-                projection_weight(block, layout, p)
-                .float()
-                .unflatten(0, (head_count(layout, p), -1))
-            )
             hessians[p.name] = H
-            if correction:
-                shift = _shift(p, group, statistics)
-                residual_shift = statistics.residual_shifts.get(group.name)
-                with _naming(p):
-                    W = corrected_weights(W, shift, H, correction, residual_shift)
+            W = _weight(block, layout, p) if targets is None else targets[p.name]
             dead = raw == 0
             weights[p.name] = W.masked_fill(dead[:, None], 0) if bool(dead.any()) else W
     return BlockProblem(layout, weights, hessians, statistics)
+
+
+def corrected_targets(
+    block: nn.Module,
+    layout: BlockLayout,
+    statistics: BlockStatisticTensors,
+    damping: float,
+    share: float,
+) -> dict[str, Tensor]:
+    """Return the weights that make up for a share of the errors of earlier blocks.
+
+    The Hessians of the statistics are damped in place, as by ``state_problem``.
+
+    Args:
+        block: With its original weights.
+        layout: Of the block.
+        statistics: Of the block, with the shifts.
+        damping: As for ``state_problem``.
+        share: alpha, see ``algorithm/correction.py``.
+
+    Raises:
+        ArithmeticError: A Hessian cannot be factored; the message names the projection.
+    """
+    targets = {}
+    for group in layout.groups:
+        for p in group.projections:
+            H, _ = _damped(p, group, statistics, damping)
+            with _naming(p):
+                targets[p.name] = corrected_weights(
+                    _weight(block, layout, p),
+                    _shift(p, group, statistics),
+                    H,
+                    share,
+                    statistics.residual_shifts.get(group.name),
+                )
+    return targets
 
 
 def fit_block_grids(problem: BlockProblem, settings: QuantizationSettings) -> dict[str, Grid]:
@@ -178,6 +201,12 @@ def nearest_weight(
         group_size=settings.group_size,
     )
     return dequantize(quantize(W, grid), grid)[0]
+
+
+def _weight(block: nn.Module, layout: BlockLayout, projection: Projection) -> Tensor:
+    """Return a projection's weight ``[heads, rows, d_in]`` in float32; it may be the block's own."""
+    weight: Tensor = projection_weight(block, layout, projection).float()
+    return weight.view(head_count(layout, projection), -1, weight.shape[-1])
 
 
 def _damped(

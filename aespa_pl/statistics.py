@@ -11,7 +11,7 @@ Source: algorithm.md, step 1; Eq. 17 to 22 of the paper.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -47,6 +47,10 @@ class BlockStatisticTensors:
     R; R_fp is that of the original model."""
     diagonals: dict[str, Tensor] = field(default_factory=dict)
     """Of the Hessians as they were before ``state_problem`` damped them, by group; of H_V under its name."""
+
+    def without_shifts(self) -> "BlockStatisticTensors":
+        """Return the same without what only the correction needs."""
+        return replace(self, shifts={}, attended_shift=None, residual_shifts={})
 
 
 class StatisticsCollector:
@@ -100,7 +104,7 @@ class StatisticsCollector:
             yield
 
     def finish(self, norm_weights: tuple[Tensor, Tensor] | None = None) -> BlockStatisticTensors:
-        """Return the statistics of all that was taken in.
+        """Return the statistics of all that was taken in; the collector is of no use afterwards.
 
         Args:
             norm_weights: Weights ``[d_h]`` of the norms on query and key heads, for a family that
@@ -108,11 +112,12 @@ class StatisticsCollector:
         """
         factor = 2 / self.tokens
         sums = self._attention
-        attended = attended_shift = keys = queries = None
-        if self.value:
-            attended = sums.attended * factor
-            if self._shifts:
-                attended_shift = sums.attended_shift * factor
+        keys = queries = None
+        everything: list[Tensor | None] = [*self._inputs.values(), *self._shifts.values()]
+        everything += [*self._residual_shifts.values(), sums.attended, sums.attended_shift]
+        for total in everything:
+            if total is not None:
+                total.mul_(factor)  # in place: a copy would double the memory
         if self.query_key:
             keys, queries = sums.keys * factor, sums.queries * factor
             if sums.rotation is not None:
@@ -121,11 +126,14 @@ class StatisticsCollector:
                 query_weight, key_weight = (weight.float() for weight in norm_weights)
                 keys = through_norm(keys, query_weight, sums.query_gain / self.tokens)
                 queries = through_norm(queries, key_weight, sums.key_gain / self.tokens)
-        inputs = {name: total * factor for name, total in self._inputs.items()}
-        shifts = {name: total * factor for name, total in self._shifts.items()}
-        residual_shifts = {name: total * factor for name, total in self._residual_shifts.items()}
         return BlockStatisticTensors(
-            inputs, attended, keys, queries, shifts, attended_shift, residual_shifts
+            self._inputs,
+            sums.attended,
+            keys,
+            queries,
+            self._shifts,
+            sums.attended_shift,
+            self._residual_shifts,
         )
 
     def _hook_inputs(
@@ -146,16 +154,14 @@ class StatisticsCollector:
     def _input_hook(self, name: str) -> InputHook:
         def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             X = arguments[0].flatten(0, -2).float()  # [tokens, d_in]
-            self._inputs[name] = self._inputs.get(name, 0) + X.T @ X
+            _add_product(self._inputs, name, X, X)
             original = self._original_inputs.pop(name, None)
             if original is not None:
-                shift = (original.flatten(0, -2).float() - X).T @ X
-                self._shifts[name] = self._shifts.get(name, 0) + shift
+                _add_product(self._shifts, name, original.flatten(0, -2).float() - X, X)
                 if name in self._residuals:
                     R = self._residuals.pop(name).flatten(0, -2).float()
                     original_R = self._original_residuals.pop(name).flatten(0, -2).float()
-                    total = self._residual_shifts.get(name, 0)
-                    self._residual_shifts[name] = total + (original_R - R).T @ X
+                    _add_product(self._residual_shifts, name, original_R - R, X)
             if name == self.layout.groups[0].name:
                 self.tokens += X.shape[0]
                 self._attention_input, self._original_input = arguments[0], original
@@ -170,10 +176,16 @@ class StatisticsCollector:
                 original = attended_inputs(
                     self._original_probabilities, self._original_input, self.layout
                 )
-            shared = self.layout.heads // self.layout.key_value_heads
-            self._attention.add_values(AX, original, shared)
+            self._attention.add_values(AX, original, self.layout)
         if self.query_key:
             self._attention.add_scores(attention, self.layout)
+
+
+def _add_product(sums: dict[str, Tensor], name: str, left: Tensor, right: Tensor) -> None:
+    """Add ``left^T right`` to a sum, in place."""
+    if name not in sums:
+        sums[name] = left.new_zeros(left.shape[-1], right.shape[-1])
+    sums[name].addmm_(left.T, right)
 
 
 def _keep(kept: dict[str, Tensor], name: str) -> InputHook:
@@ -189,8 +201,8 @@ def _keep(kept: dict[str, Tensor], name: str) -> InputHook:
 class _AttentionSums:
     """Running sums of what only the attention knows."""
 
-    attended: Tensor = field(default_factory=lambda: torch.zeros(()))
-    attended_shift: Tensor = field(default_factory=lambda: torch.zeros(()))
+    attended: Tensor | None = None
+    attended_shift: Tensor | None = None
     keys: Tensor = field(default_factory=lambda: torch.zeros(()))
     queries: Tensor = field(default_factory=lambda: torch.zeros(()))
     query_gain: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -198,16 +210,17 @@ class _AttentionSums:
     rotation: tuple[Tensor, Tensor] | None = None
 
     def add_values(
-        self, heads: Iterator[Tensor], originals: Iterator[Tensor] | None, shared: int
+        self, heads: Iterator[Tensor], originals: Iterator[Tensor] | None, layout: BlockLayout
     ) -> None:
-        parts, shifts = [], []
-        for AX in heads:
-            parts.append(AX.T @ AX / shared)
+        share = layout.key_value_heads / layout.heads
+        for head, AX in enumerate(heads):
+            if self.attended is None:
+                self.attended = AX.new_zeros(layout.key_value_heads, AX.shape[-1], AX.shape[-1])
+            self.attended[head].addmm_(AX.T, AX, alpha=share)
             if originals is not None:
-                shifts.append((next(originals) - AX).T @ AX / shared)
-        self.attended = self.attended.to(parts[0].device) + torch.stack(parts)
-        if shifts:
-            self.attended_shift = self.attended_shift.to(shifts[0].device) + torch.stack(shifts)
+                if self.attended_shift is None:
+                    self.attended_shift = torch.zeros_like(self.attended)
+                self.attended_shift[head].addmm_((next(originals) - AX).T, AX, alpha=share)
 
     def add_scores(self, attention: Attention, layout: BlockLayout) -> None:
         shared = layout.heads // layout.key_value_heads

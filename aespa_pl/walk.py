@@ -1,6 +1,5 @@
 """The walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
-import gc
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -11,41 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.adaround import start
-from aespa_pl.algorithm.descent import Descent, descend
-from aespa_pl.algorithm.objectives import keep_better
+from aespa_pl.algorithm.descent import Descent
 from aespa_pl.algorithm.quantizer import dequantize, quantize
 from aespa_pl.artifacts import ModelWriter, write_tensors
 from aespa_pl.errors import UserError
 from aespa_pl.hidden import Batches
 from aespa_pl.models.checkpoint import Checkpoint
-from aespa_pl.models.family import Attention, BlockLayout, Projection, Role
+from aespa_pl.models.family import Attention, BlockLayout
 from aespa_pl.models.stored import DTYPES
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.preparation import (
     PreparedProjection,
-    fit_block_grids,
     group_zetas,
-    prepare_rounding,
-    state_problem,
 )
 from aespa_pl.progress import WalkProgress
-from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask, StatisticsBatch
-from aespa_pl.run import DamagedFileError, Run
+from aespa_pl.run import Run
+from aespa_pl.search import IntegerSearch, MakeTrainer
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.statistics import BlockStatisticTensors, StatisticsCollector
 from aespa_pl.stream import StreamedModel
 from aespa_pl.timing import Stopwatch
-
-MakeTrainer = Callable[[int], Trainer]
-"""Makes the Trainer of a block from its index."""
-
-DAMPING_GROWTH = 10
-"""Factor of the damping in the second attempt at a block whose loss was not finite."""
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +65,17 @@ class Walk:
     def layout(self) -> BlockLayout:
         """Projections of each block."""
         return self.source.family.layout(self.source.checkpoint.config)
+
+    @property
+    def _search(self) -> IntegerSearch:
+        return IntegerSearch(
+            self.settings,
+            self.layout,
+            self.source.device,
+            self.run,
+            self.make_trainer,
+            self.stopwatch,
+        )
 
     def quantize(self, tokens: Tensor) -> None:
         """Quantize all blocks that are not complete yet, and finish the model folder.
@@ -155,9 +153,9 @@ class Walk:
         before = dict(self.stopwatch.seconds)
         with self._measure("statistics"):
             statistics = self._collect(index, block, streams)
-        prepared, integers = self._choose_integers(index, block, statistics)
-        descents = self._polish(prepared, integers)
-        integers |= {name: descent.integers for name, descent in descents.items()}
+        targets = self._search.targets(index, block, statistics)
+        statistics = statistics.without_shifts()  # which frees their memory
+        prepared, integers, descents = self._search.run(index, block, statistics, targets)
         with self._measure("writing"):
             record = self._record(index, prepared, integers, descents)
             write_tensors(
@@ -205,124 +203,6 @@ class Walk:
         self, block: nn.Module, see: Callable[[Attention], None]
     ) -> AbstractContextManager[None]:
         return self.source.family.observe_attention(self.source.model, block, see)
-
-    def _choose_integers(
-        self, index: int, block: nn.Module, statistics: BlockStatisticTensors
-    ) -> tuple[dict[str, PreparedProjection], dict[str, Tensor]]:
-        """Run steps 2 to 4; once more with ten times the damping where the loss is not finite."""
-        damping = self.run.damping.get(index, self.settings.damping)
-        try:
-            return self._attempt(index, block, statistics, damping)
-        except ArithmeticError as error:  # NonFiniteLossError is one
-            stronger = DAMPING_GROWTH * damping
-            if damping != self.settings.damping or stronger >= 1:
-                raise UserError(f"{error}; raise quantization.damping in a new run") from error
-            log.warning("%s; again with damping %g", error, stronger)
-        self.run.damping[index] = stronger
-        self.run.forget_checkpoint()
-        return self._choose_integers(index, block, statistics)
-
-    def _attempt(
-        self, index: int, block: nn.Module, statistics: BlockStatisticTensors, damping: float
-    ) -> tuple[dict[str, PreparedProjection], dict[str, Tensor]]:
-        try:
-            prepared = self._prepare(block, statistics, replace(self.settings, damping=damping))
-        except ArithmeticError as error:
-            raise ArithmeticError(f"block {index}, {error}") from error
-        with self._measure("rounding"):
-            return prepared, self._round(index, prepared)
-
-    def _prepare(
-        self, block: nn.Module, statistics: BlockStatisticTensors, settings: QuantizationSettings
-    ) -> dict[str, PreparedProjection]:
-        """Run steps 2 and 3."""
-        with self._measure("grid"):
-            problem = state_problem(
-                block, self.layout, statistics, settings.damping, settings.input_correction
-            )
-            grids = fit_block_grids(problem, settings)
-        with self._measure("optq"):
-            return prepare_rounding(problem, grids, settings)
-
-    def _round(self, index: int, prepared: dict[str, PreparedProjection]) -> dict[str, Tensor]:
-        """Run step 4 on what the method learns; W' is forgotten, for only its start needs it."""
-        tasks = {}
-        for name, p in list(prepared.items()):
-            if self._learns(p.projection):
-                tasks[name] = self._task(p)
-            prepared[name] = replace(p, updated=p.weight)
-        integers = {name: p.integers for name, p in prepared.items()}
-        if not tasks:
-            return integers
-        statistics = {n: (prepared[n].hessian, prepared[n].other_side) for n in tasks}
-        learned = self._learn(index, tasks, statistics)
-        gc.collect()  # Trainer, module and optimizer refer to each other
-        if not self.settings.rounding.keep_best:
-            return integers | learned
-        for name, found in learned.items():
-            p = prepared[name]
-            integers[name] = keep_better(found, p.loss(found), p.integers, p.loss(p.integers))
-        return integers
-
-    def _task(self, p: PreparedProjection) -> RoundingTask:
-        settings = self.settings.rounding
-        attention = p.projection.role is not Role.OTHER
-        return RoundingTask(
-            *start(p.weight, p.updated, p.grid),
-            nearest=quantize(p.weight, p.grid).to(torch.uint8),
-            penalty=settings.penalty_attention if attention else settings.penalty_other,
-        )
-
-    def _learn(
-        self, index: int, tasks: Mapping[str, RoundingTask], statistics: StatisticsBatch
-    ) -> dict[str, Tensor]:
-        """Run one Trainer.fit."""
-        settings = self.settings.rounding
-        module = BlockRounding(tasks, settings, f"block {index}")
-        trainer = self.make_trainer(index)
-        trainer.fit(
-            module, datamodule=BlockStatistics(statistics), ckpt_path=self._checkpoint(index)
-        )
-        if trainer.global_step < settings.iterations:
-            raise UserError(
-                f"block {index}: learning ended after {trainer.global_step} of {settings.iterations} "
-                "iterations: remove from the trainer section what ends it early"
-            )
-        return {name: q.to(self.source.device) for name, q in module.integers().items()}
-
-    def _learns(self, projection: Projection) -> bool:
-        """Return whether the method learns the rounding of a projection."""
-        method = self.settings.method
-        return method == "aespa" or (method == "aespa-hybrid" and projection.role is not Role.OTHER)
-
-    def _polish(
-        self, prepared: Mapping[str, PreparedProjection], integers: Mapping[str, Tensor]
-    ) -> dict[str, Descent]:
-        """Run the coordinate descent, which is not in the paper; where it is off, return nothing."""
-        settings = self.settings.polish
-        if not settings.enabled:
-            return {}
-        with self._measure("polish"):
-            return {
-                name: descend(
-                    integers[name],
-                    p.weight,
-                    p.grid,
-                    p.hessian,
-                    p.other_side,
-                    passes=settings.passes,
-                )
-                for name, p in prepared.items()
-            }
-
-    def _checkpoint(self, index: int) -> Path | None:
-        """Return where the rounding of a block was interrupted."""
-        try:
-            return self.run.usable_checkpoint(index)
-        except DamagedFileError as error:
-            log.warning("block %d: %s is damaged or missing: it is not used", index, error)
-            self.run.forget_checkpoint()
-            return None
 
     def _record(
         self,

@@ -31,9 +31,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": {"errors", "hidden", "stream"},
     "run": {"artifacts", "errors"},
     "checkpoints": {"artifacts", "interruption", "run", "settings"},
+    "search": {
+        "algorithm", "errors", "models", "preparation", "rounding", "run", "settings", "statistics",
+        "timing",
+    },
     "walk": {
-        "algorithm", "artifacts", "errors", "hidden", "models", "preparation", "progress", "rounding",
-        "run", "settings", "statistics", "stream", "timing",
+        "algorithm", "artifacts", "errors", "hidden", "models", "preparation", "progress", "run",
+        "search", "settings", "statistics", "stream", "timing",
     },
     "commands": {
         "", "artifacts", "data", "errors", "evaluation", "models", "preparation", "progress",

@@ -15,6 +15,7 @@ from aespa_pl.models.weights import fold, projection_weight, set_projection_weig
 from aespa_pl.preparation import (
     BlockProblem,
     PreparedProjection,
+    corrected_targets,
     fit_block_grids,
     group_zetas,
     nearest_weight,
@@ -155,6 +156,38 @@ def test_queries_are_weighed_with_keys_and_keys_with_queries(name: str, *, query
         else:
             assert torch.equal(p.other_side, expected)
             assert p.other_side.shape[0] == p.weight.shape[0]
+
+
+@every_example
+def test_targets_are_the_formula_with_the_hessian_of_the_role(name: str) -> None:
+    block, layout = example(name)
+    statistics = make_statistics(block, layout)
+    shifts = {key: torch.randn_like(H) for key, H in statistics.inputs.items()}
+    d = shifts["attention_input"].shape[0]
+    statistics = replace(
+        statistics,
+        shifts=shifts,
+        attended_shift=torch.randn_like(statistics.attended),
+        residual_shifts={
+            key: torch.randn(d, shifts[key].shape[1]) for key in ("attention_output", "mlp_hidden")
+        },
+    )
+    raw = copy.deepcopy(statistics)
+    targets = corrected_targets(block, layout, statistics, 0.02, 0.3)
+    for group in layout.groups:
+        for p in group.projections:
+            W = rows_by_hand(block, layout, p.name, p.module).double()
+            for head in range(W.shape[0]):
+                H, shift = raw.inputs[group.name], raw.shifts[group.name]
+                if role(p.name) == "value":
+                    H, shift = raw.attended[head], raw.attended_shift[head]
+                change = W[head] @ shift.double()
+                if group.name in raw.residual_shifts:
+                    change += raw.residual_shifts[group.name].double()
+                expected = W[head] + 0.3 * change @ torch.linalg.inv(damped(H, 0.02))
+                torch.testing.assert_close(
+                    targets[p.name][head].double(), expected, rtol=1e-3, atol=1e-3
+                )
 
 
 def kill(H: Tensor, column: int) -> None:

@@ -42,6 +42,20 @@ def search_grid(
     Every clip ratio is tried with the floor and the ceiling of the zero point. With groups of
     columns each group is searched on its own diagonal block of H.
     """
+    if H.shape[0] > 1:  # one head at a time: what is made of H takes as much memory as H
+        grids = [
+            search_grid(
+                W[head : head + 1],
+                H[head : head + 1],
+                zeta,
+                bits=bits,
+                symmetric=symmetric,
+                group_size=group_size,
+            )
+            for head in range(H.shape[0])
+        ]
+        scale = torch.cat([grid.scale for grid in grids])
+        return Grid(scale, torch.cat([grid.zero_point for grid in grids]), zeta, bits)
     V = _split(W / zeta, group_size)  # [heads, rows, groups, columns]
     groups, columns = V.shape[2:]
     scaled = (
