@@ -125,13 +125,14 @@ def corrected_targets(
     for group in layout.groups:
         for p in group.projections:
             H, _ = _damped(p, group, statistics, damping)
+            residual = statistics.residual_shifts.get(group.name)
             with _naming(p):
                 targets[p.name] = corrected_weights(
                     _weight(block, layout, p),
                     _shift(p, group, statistics),
                     H,
                     share,
-                    statistics.residual_shifts.get(group.name),
+                    None if residual is None else residual[None],
                 )
     return targets
 

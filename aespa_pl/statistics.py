@@ -184,8 +184,14 @@ class StatisticsCollector:
 def _add_product(sums: dict[str, Tensor], name: str, left: Tensor, right: Tensor) -> None:
     """Add ``left^T right`` to a sum, in place."""
     if name not in sums:
-        sums[name] = left.new_zeros(left.shape[-1], right.shape[-1])
+        sums[name] = _zeros(left, left.shape[-1], right.shape[-1])
     sums[name].addmm_(left.T, right)
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Return a sum to begin with; blocks run in inference mode, but sums are changed outside of it."""
+    with torch.inference_mode(mode=False):
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 def _keep(kept: dict[str, Tensor], name: str) -> InputHook:
@@ -215,11 +221,11 @@ class _AttentionSums:
         share = layout.key_value_heads / layout.heads
         for head, AX in enumerate(heads):
             if self.attended is None:
-                self.attended = AX.new_zeros(layout.key_value_heads, AX.shape[-1], AX.shape[-1])
+                self.attended = _zeros(AX, layout.key_value_heads, AX.shape[-1], AX.shape[-1])
             self.attended[head].addmm_(AX.T, AX, alpha=share)
             if originals is not None:
                 if self.attended_shift is None:
-                    self.attended_shift = torch.zeros_like(self.attended)
+                    self.attended_shift = _zeros(AX, *self.attended.shape)
                 self.attended_shift[head].addmm_((next(originals) - AX).T, AX, alpha=share)
 
     def add_scores(self, attention: Attention, layout: BlockLayout) -> None:

@@ -42,5 +42,5 @@ def corrected_weights(
     # with one H: one problem with the rows of all heads
     change = (W.flatten(0, 1) @ shift[0])[None] if H.shape[0] == 1 else W @ shift
     if residual_shift is not None:
-        change += residual_shift.view_as(change)
+        change += residual_shift
     return torch.add(W, solve(H, change).view_as(W), alpha=share)

@@ -51,7 +51,7 @@ def test_with_a_residual_it_is_the_fit_of_the_originals_sum() -> None:
     R, original_R = torch.randn(2, 4, TOKENS, dtype=torch.float64)
     W = torch.randn(1, 4, D, dtype=torch.float64)
     residual_shift = (original_R - R) @ X[0].T / TOKENS
-    target = corrected_weights(W, *statistics(X, original), 1.0, residual_shift)
+    target = corrected_weights(W, *statistics(X, original), 1.0, residual_shift[None])
     missing = W[0] @ original[0] + original_R - R
     expected = torch.linalg.lstsq(X[0].T, missing.T).solution.T
     torch.testing.assert_close(target[0], expected)
