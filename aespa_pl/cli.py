@@ -25,10 +25,16 @@ from aespa_pl.artifacts import write_text
 from aespa_pl.checkpoints import JournaledCheckpointIO, StopAtIteration, periodic_checkpoints
 from aespa_pl.errors import UserError
 from aespa_pl.interruption import Interruption, RunInterrupted
+from aespa_pl.models import family_of
+from aespa_pl.models.source import resolve
+from aespa_pl.models.stored import read_config
+from aespa_pl.plan import plan
 from aespa_pl.progress import IterationProgress, WalkProgress
 from aespa_pl.run import Run
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 
+MEASURING_SECONDS = 30.0
+"""For the estimate of ``plan``."""
 OWN_KEYS = (
     "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "fast_dev_run",
     "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
@@ -57,6 +63,9 @@ class BlockTrainer(Trainer):
         """Measure the perplexity of the original and of the quantized model."""
         return super().test(*args, **kwargs)
 
+    def plan(self) -> None:
+        """Tell what fit would need: memory, disk, arithmetic, time."""
+
 
 class AespaCLI(LightningCLI):
     """Sections ``model``, ``data``, ``quantization``, ``output`` and ``trainer`` of a YAML file."""
@@ -83,7 +92,7 @@ class AespaCLI(LightningCLI):
             "weights_only",
         }
         test = {"model", "dataloaders", "ckpt_path", "verbose", "datamodule", "weights_only"}
-        return {"fit": fit, "test": test}
+        return {"fit": fit, "test": test, "plan": set()}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the settings and the Trainer."""
@@ -132,6 +141,24 @@ class AespaCLI(LightningCLI):
             folder, metrics = commands.test(self._job(), which, progress)
         _print_perplexities(console, metrics["perplexity"])
         console.print(str(folder), highlight=False, soft_wrap=True)
+
+    def plan(self, **_: Any) -> None:
+        """Print what a run needs; the model's config.json is all that is read of it."""
+        s = self.settings
+        config = read_config(resolve(s.model.pretrained, s.model.revision, weights=False))
+        rows = plan(
+            config,
+            family_of(config),
+            data=s.data,
+            quantization=s.quantization,
+            device=self.trainer.strategy.root_device,
+            dtype=None if s.model.dtype == "auto" else getattr(torch, s.model.dtype),
+            seconds=MEASURING_SECONDS,
+        )
+        table = Table(show_header=False, box=None)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table, highlight=False)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run to go on with."""

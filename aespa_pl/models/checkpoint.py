@@ -58,7 +58,7 @@ class Checkpoint:
         stored = {
             name: tensor for path in shards(folder) for name, tensor in read_header(path).items()
         }
-        return cls(folder, config, locate(_skeleton(config), stored, folder))
+        return cls(folder, config, locate(skeleton(config), stored, folder))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,7 +113,7 @@ class Checkpoint:
 
     def skeleton(self) -> PreTrainedModel:
         """Return the model without weights: all on the meta device, in evaluation mode."""
-        return _skeleton(self.config)
+        return skeleton(self.config)
 
     def load_stem(
         self, model: PreTrainedModel, family: Family, device: torch.device, dtype: torch.dtype
@@ -199,7 +199,8 @@ def _block_prefix(family: Family, index: int) -> str:
     return f"{family.blocks_path}.{index}."
 
 
-def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model of a configuration without weights: all on the meta device."""
     config = copy.deepcopy(config)
     config.use_cache = False
     with torch.device("meta"):

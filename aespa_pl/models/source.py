@@ -5,7 +5,7 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import HfApi, scan_cache_dir, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, scan_cache_dir, snapshot_download
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -40,13 +40,14 @@ CONVERTER = "SFconvertbot"
 (facebook/opt-125m)."""
 
 
-def resolve(pretrained: str, revision: str | None = None) -> Path:
+def resolve(pretrained: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """Return the folder of a checkpoint, downloading it where necessary.
 
     Args:
         pretrained: ``embedded:NAME``, a folder, or a name on the hub.
         revision: Branch, tag or commit on the hub; None: main, or the hub's own conversion to
             safetensors where main has none.
+        weights: Whether they are wanted; otherwise config.json alone is downloaded.
 
     Raises:
         UserError: There is no such folder or model, it can't be reached, or has no safetensors.
@@ -63,7 +64,7 @@ def resolve(pretrained: str, revision: str | None = None) -> Path:
             f"model.pretrained: there is no folder {folder}: give a folder with config.json and "
             "safetensors, a name on the hub such as org/name, or embedded:NAME"
         )
-    return _from_hub(pretrained, revision)
+    return _from_hub(pretrained, revision, weights=weights)
 
 
 def _embedded(name: str) -> Path:
@@ -75,8 +76,10 @@ def _embedded(name: str) -> Path:
     return root / name
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
     try:
+        if not weights:
+            return Path(hf_hub_download(name, "config.json", revision=revision)).parent
         chosen = revision or _revision_with_safetensors(name)
         return Path(snapshot_download(name, revision=chosen, allow_patterns=list(WANTED)))
     except GatedRepoError as error:
