@@ -58,6 +58,11 @@ class Matrix:
         """Number of weights."""
         return self.rows * self.columns
 
+    @property
+    def product_flops(self) -> int:
+        """Operations of one product of the weights with their Hessian."""
+        return 2 * self.size * self.columns
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -103,8 +108,8 @@ class Shape:
         return {matrix.group: matrix.columns for matrix in self.matrices}
 
     @property
-    def intermediate(self) -> int:
-        """The largest number of columns: of the last feed-forward matrix in all families."""
+    def widest_input(self) -> int:
+        """The largest number of columns."""
         return max(self.inputs.values())
 
 
@@ -166,8 +171,8 @@ def device_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> di
     streams = 2 if settings.input_correction else 1
     shared = shape.layout.heads // shape.layout.key_value_heads
     probabilities = work.batch_size * shape.layout.heads * work.length**2 * FLOAT
-    activations = work.tokens * (4 * shape.hidden + 3 * shape.intermediate) * work.dtype_bytes
-    float_inputs = work.tokens * max(2 * shape.intermediate, 3 * shared * shape.hidden) * FLOAT
+    activations = work.tokens * (4 * shape.hidden + 3 * shape.widest_input) * work.dtype_bytes
+    float_inputs = work.tokens * max(2 * shape.widest_input, 3 * shared * shape.hidden) * FLOAT
     originals = (streams - 1) * (
         work.tokens * (sum(shape.inputs.values()) + 2 * shape.hidden) * work.dtype_bytes
         + probabilities
@@ -241,24 +246,24 @@ def block_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> dic
     grams = 2 * tokens * sum(columns**2 for columns in shape.inputs.values())
     if settings.objective.value == "attention":
         grams += 2 * tokens * heads * (work.length * d + d**2)
-    products = {m: 2 * m.size * m.columns for m in shape.matrices}
+    product = sum(m.product_flops for m in shape.matrices)
     with_zeta = settings.grid.zfold
     searches = 1 + min(TYPICAL_ZFOLD_ROUNDS, settings.grid.max_rounds) if with_zeta else 1
     zero_points = 1 if settings.symmetric else 2
-    grid = searches * zero_points * CLIP_RATIOS * sum(products.values())
+    grid = searches * zero_points * CLIP_RATIOS * product
     factors = sum(3 * columns**3 for columns in shape.inputs.values()) + 3 * kv * d**3
-    step = sum(flops for m, flops in products.items() if learned(m, settings))
+    step = sum(m.product_flops for m in shape.matrices if learned(m, settings))
     step += sum(
         2 * m.size * shape.layout.head_dim
         for m in shape.matrices
         if learned(m, settings) and m.role in (Role.QUERY, Role.KEY)
     )
-    polish = settings.polish.passes * sum(products.values()) if settings.polish.enabled else 0
+    polish = settings.polish.passes * product if settings.polish.enabled else 0
     return {
         "forward": forward,
         "statistics": streams * (forward + grams),
         "grid": float(grid),
-        "OPTQ": float(sum(products.values()) + factors),
+        "OPTQ": float(product + factors),
         "rounding": float(step * settings.rounding.iterations),
         "polish": float(polish),
     }

@@ -183,6 +183,24 @@ def test_curves_of_every_projection_of_every_block(aespa: CommandLine, model: Pa
             assert f"undecided/{name}" in tags
 
 
+def test_plan_needs_the_configuration_alone(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "MEASURING_SECONDS", 0.1)
+    Path("bare").mkdir()
+    Path("bare/config.json").write_bytes((model / "config.json").read_bytes())
+    status, out, err = aespa(
+        "plan", "--config", ROOT / "configs/llama30b_w2.yaml", "--model.pretrained", "bare",
+        "--data.calibration.segment_length", LENGTH, "--trainer.accelerator", "cpu",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    for word in ("device memory", "host memory", "disk", "arithmetic", "time", "2 blocks"):
+        assert word in out
+    assert not Path("lightning_logs").exists()
+    status, _, err = aespa("plan", "--model.pretrained", "nowhere/")
+    assert (status, err.count("\n")) == (2, 1)
+
+
 def test_hidden_states_on_disk(aespa: CommandLine, model: Path) -> None:
     status, out, _ = aespa("fit", *small(model), "--data.hidden_states", "disk")
     assert status == 0

@@ -39,13 +39,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "algorithm", "artifacts", "errors", "hidden", "models", "preparation", "progress", "run",
         "search", "settings", "statistics", "stream", "timing",
     },
+    "plan": {"algorithm", "errors", "models", "settings"},
     "commands": {
         "", "artifacts", "data", "errors", "evaluation", "models", "preparation", "progress",
         "run", "settings", "stream", "timing", "walk",
     },
     "cli": {
-        "artifacts", "checkpoints", "commands", "errors", "interruption", "progress", "run",
-        "settings",
+        "artifacts", "checkpoints", "commands", "errors", "interruption", "models", "plan",
+        "progress", "run", "settings",
     },
     "__main__": {"cli"},
     "": set(),

@@ -1,0 +1,127 @@
+"""What a plan says follows from the shape of a model, and is said without its weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Role
+from aespa_pl.plan import (
+    Shape,
+    Work,
+    block_flops,
+    device_bytes,
+    disk_bytes,
+    duration,
+    hessian_bytes,
+    host_bytes,
+    human,
+    measure_rates,
+    shift_bytes,
+)
+from aespa_pl.settings import ObjectiveSettings, QuantizationSettings, RoundingSettings
+from tests.models.examples import EXAMPLES, make_model
+
+PAPER = replace(QuantizationSettings(), input_correction=0.0)
+WORK = Work(segments=10, length=32, batch_size=2, dtype_bytes=2)
+
+
+def shape(name: str = "llama-grouped") -> Shape:
+    config = EXAMPLES[name]()
+    return Shape.of(config, family_of(config))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_shape_is_that_of_a_real_model(name: str) -> None:
+    model, found = make_model(name), shape(name)
+    family = family_of(model.config)
+    blocks = model.get_submodule(family.blocks_path)
+    assert found.blocks == len(blocks)
+    assert found.block_weights == sum(p.numel() for p in blocks[0].parameters())
+    everything = sum(p.numel() for p in model.parameters())
+    assert found.stem_weights + found.blocks * found.block_weights == everything
+    modules = {p.module for p in family.layout(model.config).projections}
+    weights = sum(blocks[0].get_submodule(path).weight.numel() for path in modules)
+    assert found.weights == weights
+    roles = [matrix.role for matrix in found.matrices]
+    assert roles[:3] == [Role.QUERY, Role.KEY, Role.VALUE]
+    assert sum(matrix.adds_to_residual for matrix in found.matrices) == 2
+
+
+def test_statistics_are_counted_one_by_one() -> None:
+    s = shape()  # 24 wide, 4 query and 2 key heads of 6, feed-forward of 20 or 32
+    d, wide = s.hidden, s.inputs["mlp_hidden"]
+    layout = s.layout
+    plain = sum(c**2 for c in (d, layout.heads * layout.head_dim, d, wide))
+    G = (layout.heads + layout.key_value_heads) * layout.head_dim**2
+    H_V = layout.key_value_heads * d**2
+    assert hessian_bytes(s, PAPER) == 4 * (plain + G + H_V)
+    layer = replace(PAPER, objective=ObjectiveSettings("layer", "layer"))
+    assert hessian_bytes(s, layer) == 4 * plain
+    assert shift_bytes(s, PAPER) == 0
+    residual = d * (layout.heads * layout.head_dim + wide)
+    assert shift_bytes(s, QuantizationSettings()) == 4 * (plain + H_V + residual)
+
+
+def test_less_is_learned_with_a_faster_method() -> None:
+    s, found = shape(), {}
+    for method in ("aespa", "aespa-hybrid", "aespa-fast"):
+        settings = replace(PAPER, method=method)
+        found[method] = (
+            device_bytes(s, WORK, settings)["rounding"],
+            block_flops(s, WORK, settings)["rounding"],
+            disk_bytes(s, WORK, settings, stored_bytes=2, on_disk=False),
+        )
+    for one, two in (("aespa", "aespa-hybrid"), ("aespa-hybrid", "aespa-fast")):
+        assert all(a > b for a, b in zip(found[one], found[two], strict=True))
+    assert found["aespa-fast"][1] == 0
+
+
+def test_arithmetic_of_an_iteration_is_that_of_the_products() -> None:
+    s = shape()
+    settings = replace(PAPER, rounding=RoundingSettings(iterations=7))
+    expected = sum(2 * m.rows * m.columns**2 for m in s.matrices)
+    d_h = s.layout.head_dim
+    expected += sum(2 * m.rows * m.columns * d_h for m in s.matrices[:2])
+    assert block_flops(s, WORK, settings)["rounding"] == 7 * expected
+
+
+def test_hidden_states_are_in_memory_or_on_disk() -> None:
+    s, settings = shape(), QuantizationSettings()
+    stream = 10 * 32 * s.hidden * 2
+    host = [host_bytes(s, WORK, settings, on_cpu=False, on_disk=d) for d in (False, True)]
+    assert host[0] - host[1] == 2 * stream  # the original's and the quantized model's
+    disk = [disk_bytes(s, WORK, settings, stored_bytes=2, on_disk=d) for d in (False, True)]
+    assert disk[1] - disk[0] == 2 * stream
+    largest = max(device_bytes(s, WORK, settings).values())
+    assert host_bytes(s, WORK, settings, on_cpu=True, on_disk=True) == host[1] + largest
+
+
+def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
+    few = shape()
+    many = replace(few, blocks=10 * few.blocks)
+    settings = QuantizationSettings()
+    assert device_bytes(few, WORK, settings) == device_bytes(many, WORK, settings)
+
+
+def test_rates_are_measured() -> None:
+    rates = measure_rates(shape(), torch.device("cpu"), seconds=0.3)
+    assert min(rates.product, rates.grid, rates.rounding) > 1e4
+    seconds = rates.seconds({"grid": rates.grid, "rounding": 2 * rates.rounding, "other": 0.0})
+    assert seconds == pytest.approx({"grid": 1, "rounding": 2, "other": 0})
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0.0 "), (999, "999.0 "), (1500, "1.5 K"), (3.25e10, "32.5 G")]
+)
+def test_numbers_are_readable(number: float, text: str) -> None:
+    assert human(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(3, "3.0 s"), (119, "119.0 s"), (150, "2.5 min"), (9000, "2.5 h"), (2e6, "23.1 days")],
+)
+def test_durations_are_readable(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
