@@ -23,7 +23,8 @@ from tests.forks import Forks, Outcome, started
 from tests.models.examples import LENGTH, make_model
 from tests.walks import BLOCKS, SEGMENTS, save_with_words, shortened
 
-KILLS = 20
+KILLS = int(os.environ.get("AESPA_KILLS", "20"))
+"""benchmarks/kills.py asks for more."""
 ITERATIONS, EVERY = 40, 8
 """Of each block, and between two checkpoints."""
 LAST = ("--ckpt_path", "last")
