@@ -28,7 +28,7 @@ from aespa_pl.interruption import Interruption, RunInterrupted
 from aespa_pl.models import family_of
 from aespa_pl.models.source import resolve
 from aespa_pl.models.stored import read_config
-from aespa_pl.plan import plan
+from aespa_pl.planning import plan
 from aespa_pl.progress import IterationProgress, WalkProgress
 from aespa_pl.run import Run
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings

@@ -4,8 +4,8 @@ python benchmarks/memory.py --blocks [12,24,48]                       # a narrow
 python benchmarks/memory.py --hidden 2048 --intermediate 5504 --heads 16 --blocks [24]    # 1.3B
 
 Each run is a process of its own; what is printed is the operating system's maximum for it, beside what
-``aespa_pl/plan.py`` predicts. The clip search tries 2 ratios instead of 100: that changes seconds, not
-memory. ``--baseline true`` adds a process that only parses the command line.
+``aespa_pl/planning/needs.py`` predicts. The clip search tries 2 ratios instead of 100: that changes
+seconds, not memory. ``--baseline true`` adds a process that only parses the command line.
 """
 
 import json
@@ -24,7 +24,8 @@ from transformers import AutoConfig, LlamaConfig
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.models import family_of
 from aespa_pl.models.checkpoint import skeleton
-from aespa_pl.plan import Shape, Work, device_bytes, host_bytes
+from aespa_pl.planning.needs import device_bytes, host_bytes
+from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 PROGRAM = """

@@ -39,13 +39,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "algorithm", "artifacts", "errors", "hidden", "models", "preparation", "progress", "run",
         "search", "settings", "statistics", "stream", "timing",
     },
-    "plan": {"algorithm", "errors", "models", "settings"},
+    "planning": {"algorithm", "errors", "models", "settings"},
     "commands": {
         "", "artifacts", "data", "errors", "evaluation", "models", "preparation", "progress",
         "run", "settings", "stream", "timing", "walk",
     },
     "cli": {
-        "artifacts", "checkpoints", "commands", "errors", "interruption", "models", "plan",
+        "artifacts", "checkpoints", "commands", "errors", "interruption", "models", "planning",
         "progress", "run", "settings",
     },
     "__main__": {"cli"},

@@ -7,19 +7,17 @@ import torch
 
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
-from aespa_pl.plan import (
-    Shape,
-    Work,
+from aespa_pl.planning.needs import (
     block_flops,
     device_bytes,
     disk_bytes,
-    duration,
     hessian_bytes,
     host_bytes,
-    human,
-    measure_rates,
     shift_bytes,
 )
+from aespa_pl.planning.rates import measure_rates
+from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.planning.table import duration, human
 from aespa_pl.settings import ObjectiveSettings, QuantizationSettings, RoundingSettings
 from tests.models.examples import EXAMPLES, make_model
 

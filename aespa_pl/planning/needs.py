@@ -1,0 +1,164 @@
+"""Memory, disk and arithmetic from shapes.
+
+The memory is that of the tensors that exist at once in the hungriest moment of each phase of a block;
+``benchmarks/memory.py`` holds it against measured runs.
+"""
+
+from aespa_pl.algorithm.grid import CLIP_RATIOS
+from aespa_pl.models.family import Role
+from aespa_pl.planning.shape import Matrix, Shape, Work
+from aespa_pl.settings import QuantizationSettings
+
+FLOAT = 4
+"""Bytes of a float32."""
+LEARNED_BYTES = 7 * FLOAT + 4
+"""For each weight that is learned: the weight, its base and gain, the rounding variable with gradient and
+two moments in float32; its lower integer in int16, nearest and OPTQ integers in uint8."""
+KEPT_BYTES = FLOAT + 1
+"""For each weight that is not learned: the weight, and OPTQ's integer."""
+OPTQ_BYTES = 5 * FLOAT
+"""For each weight of the projection that OPTQ works on: pending and visited weights, steps, zero points,
+integers."""
+CHECKPOINT_BYTES = 3 * FLOAT
+"""For each learned weight: the rounding variable and two moments; twice while one replaces another."""
+PROCESS_BYTES = 600_000_000
+"""Python, torch, lightning and transformers, before any model: measured on Linux with CPU torch."""
+TYPICAL_ZFOLD_ROUNDS = 10
+"""Searches of a grid with zeta, for the estimate of the time; the settings allow up to 30."""
+
+
+def learned(matrix: Matrix, settings: QuantizationSettings) -> bool:
+    """Return whether the method learns the rounding of a matrix."""
+    if settings.method == "aespa-hybrid":
+        return matrix.role is not Role.OTHER
+    return settings.method == "aespa"
+
+
+def hessian_bytes(shape: Shape, settings: QuantizationSettings) -> int:
+    """Return the bytes of H for each input group, H_V, G_Q and G_K."""
+    layout = shape.layout
+    numbers = sum(columns**2 for columns in shape.inputs.values())
+    if settings.objective.value == "attention":
+        numbers += layout.key_value_heads * shape.hidden**2
+    if settings.objective.query_key == "attention":
+        numbers += (layout.heads + layout.key_value_heads) * layout.head_dim**2
+    return FLOAT * numbers
+
+
+def shift_bytes(shape: Shape, settings: QuantizationSettings) -> int:
+    """Return the bytes of what only the correction of earlier errors needs."""
+    if not settings.input_correction:
+        return 0
+    numbers = sum(columns**2 for columns in shape.inputs.values())
+    numbers += sum(shape.hidden * m.columns for m in shape.matrices if m.adds_to_residual)
+    if settings.objective.value == "attention":
+        numbers += shape.layout.key_value_heads * shape.hidden**2
+    return FLOAT * numbers
+
+
+def device_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> dict[str, int]:
+    """Return the bytes on the device, by phase; the largest is what a run needs."""
+    stem = shape.stem_weights * work.dtype_bytes
+    block = shape.block_weights * work.dtype_bytes
+    hessians, shifts = hessian_bytes(shape, settings), shift_bytes(shape, settings)
+    largest = max(matrix.size for matrix in shape.matrices)
+    widest = max(columns**2 for columns in shape.inputs.values())
+    streams = 2 if settings.input_correction else 1
+    shared = shape.layout.heads // shape.layout.key_value_heads
+    probabilities = work.batch_size * shape.layout.heads * work.length**2 * FLOAT
+    activations = work.tokens * (4 * shape.hidden + 3 * shape.widest_input) * work.dtype_bytes
+    float_inputs = work.tokens * max(2 * shape.widest_input, 3 * shared * shape.hidden) * FLOAT
+    originals = (streams - 1) * (
+        work.tokens * (sum(shape.inputs.values()) + 2 * shape.hidden) * work.dtype_bytes
+        + probabilities
+    )
+    targets = FLOAT * shape.weights if settings.input_correction else 0
+    learning = sum(m.size for m in shape.matrices if learned(m, settings))
+    kept = shape.weights - learning
+    steady = block + hessians
+    return {
+        "embedding and head": stem + work.tokens * shape.hidden * work.dtype_bytes,
+        "statistics": steady + shifts + activations + float_inputs + 3 * probabilities + originals,
+        "correction": (steady + shifts + targets + 3 * FLOAT * widest + 2 * FLOAT * largest)
+        if settings.input_correction
+        else 0,
+        "OPTQ": steady
+        + (FLOAT + FLOAT + 1) * shape.weights
+        + OPTQ_BYTES * largest
+        + 5 * FLOAT * widest,
+        "rounding": steady
+        + LEARNED_BYTES * learning
+        + KEPT_BYTES * kept
+        + (2 * FLOAT * largest if learning else 0),
+    }
+
+
+def host_bytes(
+    shape: Shape, work: Work, settings: QuantizationSettings, *, on_cpu: bool, on_disk: bool
+) -> int:
+    """Return the bytes in host memory of the whole process.
+
+    Args:
+        shape: Of the model.
+        work: Calibration text.
+        settings: Of the quantization.
+        on_cpu: The device is the CPU: its memory is the host's.
+        on_disk: Hidden states are kept in files.
+    """
+    streams = 2 if settings.input_correction else 1
+    hidden = 0 if on_disk else streams * work.stream_bytes(shape.hidden)
+    device = max(device_bytes(shape, work, settings).values()) if on_cpu else 0
+    return PROCESS_BYTES + hidden + device
+
+
+def disk_bytes(
+    shape: Shape, work: Work, settings: QuantizationSettings, *, stored_bytes: int, on_disk: bool
+) -> int:
+    """Return the bytes that a run leaves or holds on disk.
+
+    Args:
+        shape: Of the model.
+        work: Calibration text.
+        settings: Of the quantization.
+        stored_bytes: Of each weight in the checkpoint.
+        on_disk: Hidden states are kept in files.
+    """
+    streams = 2 if settings.input_correction else 1
+    model = (shape.blocks * shape.block_weights + shape.stem_weights) * stored_bytes
+    integers = shape.blocks * shape.weights
+    learning = sum(m.size for m in shape.matrices if learned(m, settings))
+    hidden = streams * work.stream_bytes(shape.hidden) if on_disk else 0
+    return model + integers + 2 * CHECKPOINT_BYTES * learning + hidden
+
+
+def block_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> dict[str, float]:
+    """Return the floating-point operations of one block, by phase; two for a multiply-add."""
+    streams = 2 if settings.input_correction else 1
+    tokens, d = work.segments * work.length, shape.hidden
+    heads, kv = shape.layout.heads, shape.layout.key_value_heads
+    attention = 4 * tokens * work.length * heads * shape.layout.head_dim
+    forward = 2 * tokens * shape.weights + attention
+    grams = 2 * tokens * sum(columns**2 for columns in shape.inputs.values())
+    if settings.objective.value == "attention":
+        grams += 2 * tokens * heads * (work.length * d + d**2)
+    product = sum(m.product_flops for m in shape.matrices)
+    with_zeta = settings.grid.zfold
+    searches = 1 + min(TYPICAL_ZFOLD_ROUNDS, settings.grid.max_rounds) if with_zeta else 1
+    zero_points = 1 if settings.symmetric else 2
+    grid = searches * zero_points * CLIP_RATIOS * product
+    factors = sum(3 * columns**3 for columns in shape.inputs.values()) + 3 * kv * d**3
+    step = sum(m.product_flops for m in shape.matrices if learned(m, settings))
+    step += sum(
+        2 * m.size * shape.layout.head_dim
+        for m in shape.matrices
+        if learned(m, settings) and m.role in (Role.QUERY, Role.KEY)
+    )
+    polish = settings.polish.passes * product if settings.polish.enabled else 0
+    return {
+        "forward": forward,
+        "statistics": streams * (forward + grams),
+        "grid": float(grid),
+        "OPTQ": float(product + factors),
+        "rounding": float(step * settings.rounding.iterations),
+        "polish": float(polish),
+    }

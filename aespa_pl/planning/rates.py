@@ -1,0 +1,78 @@
+"""How fast a device is at what a run spends its time on."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from aespa_pl.algorithm.adaround import rounding_loss, start
+from aespa_pl.algorithm.grid import CLIP_RATIOS, min_max_grid, search_grid
+from aespa_pl.algorithm.workspace import Workspace
+from aespa_pl.planning.shape import Shape
+
+MEASURED_WEIGHTS = 2**22
+"""Weights of the matrix that rates are measured on."""
+MOST_CALLS = 1000
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Floating-point operations a second of a device, in the program's own code."""
+
+    product: float
+    grid: float
+    rounding: float
+
+    def seconds(self, flops: dict[str, float]) -> dict[str, float]:
+        """Return the seconds of each phase."""
+        rate = {"grid": self.grid, "rounding": self.rounding}
+        return {phase: count / rate.get(phase, self.product) for phase, count in flops.items()}
+
+
+def measure_rates(shape: Shape, device: torch.device, *, seconds: float) -> Rates:
+    """Measure a device on random matrices of a model's width for about ``seconds``.
+
+    Where a whole matrix would take too long it has fewer rows; a rate hardly depends on them.
+    """
+    d = shape.hidden
+    rows = min(d, max(64, MEASURED_WEIGHTS // d))
+    W, X = torch.randn(1, rows, d, device=device), torch.randn(2 * d, d, device=device)
+    H = (X.T @ X / len(X))[None]
+    flops = 2.0 * W.numel() * d
+    product = flops / _median_seconds(lambda: W[0] @ H[0], device, seconds / 3)
+    few, zeta = W[:, : max(1, rows // 64)], torch.ones(d, device=device)
+
+    def search() -> object:
+        return search_grid(few, H, zeta, bits=2, symmetric=False, group_size=None)
+
+    searched = 2 * CLIP_RATIOS * 2.0 * few.numel() * d
+    grid = searched / _median_seconds(search, device, seconds / 3)
+    fixed, B = start(W, W, min_max_grid(W, zeta, bits=2, symmetric=False, group_size=None))
+    B = torch.nn.Parameter(B)
+    adam, workspace = torch.optim.Adam([B], fused=True), Workspace()
+
+    def step() -> None:
+        b = B.detach()
+        gradient = workspace.like("gradient", b)
+        B.grad = gradient
+        rounding_loss(
+            b, fixed, H, None, weight=1.0, beta=8.0, workspace=workspace, gradient=gradient
+        )
+        adam.step()
+
+    return Rates(product, grid, flops / _median_seconds(step, device, seconds / 3))
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Return the median of the calls made in ``seconds``, after one that warms up."""
+    work()
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while not taken or (time.perf_counter() < end and len(taken) < MOST_CALLS):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return sorted(taken)[len(taken) // 2]

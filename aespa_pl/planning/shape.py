@@ -1,0 +1,97 @@
+"""The shape of a model and of its calibration text: all that its needs follow from."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from aespa_pl.models.checkpoint import skeleton
+from aespa_pl.models.family import BlockLayout, Family, Role
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One projection."""
+
+    rows: int
+    columns: int
+    role: Role
+    group: str
+    adds_to_residual: bool
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return self.rows * self.columns
+
+    @property
+    def product_flops(self) -> int:
+        """Operations of one product of the weights with their Hessian."""
+        return 2 * self.size * self.columns
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's needs follow from."""
+
+    blocks: int
+    block_weights: int
+    """Parameters of a block, norms and biases included."""
+    stem_weights: int
+    matrices: tuple[Matrix, ...]
+    layout: BlockLayout
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, family: Family) -> "Shape":
+        """Read the shape off a model without weights."""
+        model, layout = skeleton(config), family.layout(config)
+        block = model.get_submodule(family.blocks_path)[0]
+        matrices = []
+        for group in layout.groups:
+            for p in group.projections:
+                rows, columns = block.get_submodule(p.module).weight.shape
+                matrices.append(
+                    Matrix(rows // p.part[1], columns, p.role, group.name, p.residual is not None)
+                )
+        everything = sum(parameter.numel() for parameter in model.parameters())
+        in_block = sum(parameter.numel() for parameter in block.parameters())
+        blocks = int(config.num_hidden_layers)
+        return cls(blocks, in_block, everything - blocks * in_block, tuple(matrices), layout)
+
+    @property
+    def hidden(self) -> int:
+        """Hidden size."""
+        return self.matrices[0].columns
+
+    @property
+    def weights(self) -> int:
+        """Quantized weights of a block."""
+        return sum(matrix.size for matrix in self.matrices)
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """Columns of each input group."""
+        return {matrix.group: matrix.columns for matrix in self.matrices}
+
+    @property
+    def widest_input(self) -> int:
+        """The largest number of columns."""
+        return max(self.inputs.values())
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much text, and in what pieces."""
+
+    segments: int
+    length: int
+    batch_size: int
+    dtype_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a batch."""
+        return self.batch_size * self.length
+
+    def stream_bytes(self, hidden: int) -> int:
+        """Hidden states of all segments."""
+        return self.segments * self.length * hidden * self.dtype_bytes
