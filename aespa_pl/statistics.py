@@ -87,9 +87,8 @@ class StatisticsCollector:
         with ExitStack() as stack:
             self._hook_inputs(stack, block, partial(_keep, self._original_inputs))
             self._hook_residuals(stack, block, self._original_residuals)
-            stack.enter_context(
-                observe_attention(remember)
-            )  # also where A is not needed: same bits
+            # Also where A is of no use: a replay, which observes always, then gives the same bits.
+            stack.enter_context(observe_attention(remember))
             yield
 
     @contextmanager

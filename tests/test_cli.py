@@ -1,10 +1,12 @@
 """The command line, as a user types it."""
 
+import itertools
 import json
 import math
 import re
 import shutil
 import sys
+import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,24 @@ def test_plan_needs_the_configuration_alone(
     assert not Path("lightning_logs").exists()
     status, _, err = aespa("plan", "--model.pretrained", "nowhere/")
     assert (status, err.count("\n")) == (2, 1)
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backwards by a day at every look: time between checkpoints is the monotonic clock's."""
+    assert aespa("fit", *small(model), "--output.name", "steady")[0] == 0
+    now = itertools.count(time.time(), -86400)
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    options = ("--output.checkpoint_seconds", 0.001, "--output.name", "jumping")
+    for resume in ((), ("--ckpt_path", "last")):
+        status, out, err = aespa("fit", *small(model), *options, *resume)
+        assert (status, err) == (0, "")
+    jumping, steady = Path(out.splitlines()[-1]), Path("lightning_logs/steady/version_0")
+    for file in sorted((steady / "blocks").iterdir()):
+        assert file.read_bytes() == (jumping / "blocks" / file.name).read_bytes()
+    seconds = json.loads((jumping / "metrics.json").read_text())["seconds"]
+    assert all(value >= 0 for value in seconds.values())
 
 
 def test_hidden_states_on_disk(aespa: CommandLine, model: Path) -> None:

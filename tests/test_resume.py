@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from aespa_pl.artifacts import version_number
+from aespa_pl.run import checksum
 from tests.forks import Forks, Outcome, started
 from tests.models.examples import LENGTH, make_model
 from tests.walks import BLOCKS, SEGMENTS, save_with_words, shortened
@@ -286,15 +287,32 @@ def test_checkpoint_is_used(bench: Bench, stopped: Path, whole: dict[str, bytes]
     for variables in content["state_dict"].values():
         variables.neg_()
     torch.save(content, file)
-    with (run / "journal.json").open() as old:
-        text = old.read()
-    digest = subprocess.run(["sha256sum", file], capture_output=True, text=True, check=True)
-    text = text.replace(journal["checkpoint"]["checksum"], digest.stdout.split()[0])
-    (run / "journal.json").write_text(text)
+    text = (run / "journal.json").read_text()
+    (run / "journal.json").write_text(
+        text.replace(journal["checkpoint"]["checksum"], checksum(file))
+    )
     assert bench.fit(name, *LAST).status == 0
     found = results(run)
     assert found["blocks/block_000.safetensors"] == whole["blocks/block_000.safetensors"]
     assert found["blocks/block_001.safetensors"] != whole["blocks/block_001.safetensors"]
+
+
+def test_checkpoint_of_a_newer_lightning_is_used(
+    bench: Bench, stopped: Path, whole: dict[str, bytes]
+) -> None:
+    """As after a downgrade; what is in the file is what counts."""
+    name = "newer_lightning"
+    run = copied(stopped, bench, name)
+    journal = bench.journal(name)
+    file = run / journal["checkpoint"]["file"]
+    content = torch.load(file, weights_only=True)
+    content["pytorch-lightning_version"] = "99.0.0"
+    torch.save(content, file)
+    text = (run / "journal.json").read_text()
+    (run / "journal.json").write_text(
+        text.replace(journal["checkpoint"]["checksum"], checksum(file))
+    )
+    check(bench, name, bench.fit(name, *LAST), whole)
 
 
 def test_other_settings_are_refused_all_at_once(bench: Bench, stopped: Path) -> None:
