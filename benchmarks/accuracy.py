@@ -32,6 +32,7 @@ from aespa_pl.run import Run
 from aespa_pl.settings import (
     CalibrationSettings,
     DataSettings,
+    EvaluationSettings,
     ModelSettings,
     OutputSettings,
     QuantizationSettings,
@@ -81,7 +82,11 @@ def main(
     length = 256
     job = Job.prepare(
         ModelSettings(model),
-        DataSettings(CalibrationSettings(segment_length=length), batch_size=8),
+        DataSettings(
+            CalibrationSettings(segment_length=length),
+            EvaluationSettings(segment_length=length),
+            batch_size=8,
+        ),
         quantization,
         OutputSettings(),
         torch.device("cpu"),
