@@ -160,7 +160,7 @@ def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
 def test_signal_outside_of_rounding_stops_at_once(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aespa_pl.walk.fit_block_grids", lambda *_: send(number))
+    monkeypatch.setattr("aespa_pl.search.fit_block_grids", lambda *_: send(number))
     interruption = Interruption()
     with pytest.raises(RunInterrupted), interruption.watching():
         walk("opt", tmp_path, options=options(interruption, [], []))
