@@ -48,7 +48,7 @@ class BatchesOnDisk:
         batch = torch.empty(self._shapes[index], dtype=self._dtype)
         with disk_errors(self._folder):
             self._file.seek(self._start(index))
-            self._file.readinto(memoryview(_bytes(batch)))
+            self._file.readinto(_bytes(batch))
         return batch
 
     def __setitem__(self, index: int, batch: Tensor) -> None:
@@ -59,7 +59,7 @@ class BatchesOnDisk:
         """
         with disk_errors(self._folder):
             self._file.seek(self._start(index))
-            self._file.write(memoryview(_bytes(batch.contiguous())))
+            self._file.write(_bytes(batch.contiguous()))
             self._file.flush()
 
     def _start(self, index: int) -> int:

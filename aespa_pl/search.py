@@ -189,8 +189,7 @@ class IntegerSearch:
 
     def _learns(self, projection: Projection) -> bool:
         """Return whether the method learns the rounding of a projection."""
-        method = self.settings.method
-        return method == "aespa" or (method == "aespa-hybrid" and projection.role is not Role.OTHER)
+        return self.settings.learns(attention=projection.role is not Role.OTHER)
 
     def _polish(
         self, prepared: Mapping[str, PreparedProjection], integers: Mapping[str, Tensor]

@@ -185,6 +185,10 @@ class QuantizationSettings:
     polish: PolishSettings = field(default_factory=PolishSettings)
     """Coordinate descent after step 4 (after step 3 where nothing is learned)."""
 
+    def learns(self, *, attention: bool) -> bool:
+        """Return whether the method learns the rounding of Q, K and V (attention) or of the others."""
+        return self.method == "aespa" or (self.method == "aespa-hybrid" and attention)
+
 
 @dataclass(frozen=True)
 class OutputSettings:

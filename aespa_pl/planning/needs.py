@@ -22,16 +22,15 @@ integers."""
 CHECKPOINT_BYTES = 3 * FLOAT
 """For each learned weight: the rounding variable and two moments; twice while one replaces another."""
 PROCESS_BYTES = 600_000_000
-"""Python, torch, lightning and transformers, before any model: measured on Linux with CPU torch."""
+"""Python, torch, lightning and transformers: 380 MB were measured on Linux with CPU torch
+(benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
 TYPICAL_ZFOLD_ROUNDS = 10
 """Searches of a grid with zeta, for the estimate of the time; the settings allow up to 30."""
 
 
 def learned(matrix: Matrix, settings: QuantizationSettings) -> bool:
     """Return whether the method learns the rounding of a matrix."""
-    if settings.method == "aespa-hybrid":
-        return matrix.role is not Role.OTHER
-    return settings.method == "aespa"
+    return settings.learns(attention=matrix.role is not Role.OTHER)
 
 
 def hessian_bytes(shape: Shape, settings: QuantizationSettings) -> int:
