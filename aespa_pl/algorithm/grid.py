@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from aespa_pl.algorithm.hessian import HeadMatrices
 from aespa_pl.algorithm.quantizer import Grid
 from aespa_pl.algorithm.workspace import chunk_elements
 
@@ -30,7 +31,7 @@ def min_max_grid(
 
 def search_grid(
     W: Float[Tensor, "heads rows d_in"],
-    H: Float[Tensor, "#heads d_in d_in"],
+    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
     zeta: Float[Tensor, " d_in"],
     *,
     bits: int,
@@ -59,7 +60,9 @@ def search_grid(
     V = _split(W / zeta, group_size)  # [heads, rows, groups, columns]
     groups, columns = V.shape[2:]
     scaled = (
-        (zeta[:, None] * H * zeta).unflatten(-1, (groups, columns)).unflatten(-3, (groups, columns))
+        (zeta[:, None] * H[:] * zeta)
+        .unflatten(-1, (groups, columns))
+        .unflatten(-3, (groups, columns))
     )
     blocks = scaled.diagonal(dim1=-4, dim2=-2).movedim(-1, 1)  # [#heads, groups, columns, columns]
     scale, zero_point = _range(V, bits, symmetric=symmetric)
