@@ -33,11 +33,9 @@ def described(partition: Partition, shape: Shape) -> list[str]:
     groups = partition.head_groups(heads)
     if len(groups) > 1:
         said.append(
-            f"H_V of {len(groups[0])} of {heads} heads at once, in {len(groups)} passes over the segments; "
-            "it waits on disk"
+            f"H_V of {max(map(len, groups))} of {heads} heads at once, in {len(groups)} passes over the "
+            "segments; it waits on disk"
         )
     if partition.weights:
-        said.append(
-            f"at most {partition.weights / 1e6:.1f} million weights of a block learned at once"
-        )
+        said.append(f"learning in parts of at most {partition.weights:,} weights")
     return said
