@@ -35,6 +35,8 @@ class Run:
     """Lightning's checkpoint of the block under way: its ``block``, ``file`` and ``checksum``."""
     damping: dict[int, float] = field(default_factory=dict)
     """By block index: the damping of a second attempt, where the first one diverged."""
+    writes: bool = True
+    """Off in processes of the run that only look on: what they note stays in their memory."""
 
     @property
     def journal(self) -> Path:
@@ -97,6 +99,8 @@ class Run:
 
     def save(self) -> None:
         """Write the journal."""
+        if not self.writes:
+            return
         write_json(
             self.journal,
             {
@@ -143,7 +147,8 @@ class Run:
 
     def finish_block(self, index: int, record: Mapping[str, Any], files: Iterable[Path]) -> None:
         """Note that a block is complete; its checkpoints are of no more use."""
-        self.blocks[index] = {**record, "files": {file.name: checksum(file) for file in files}}
+        sums = {file.name: checksum(file) for file in files} if self.writes else {}
+        self.blocks[index] = {**record, "files": sums}
         self.forget_checkpoint()
 
     def damaged(self, index: int, files: Iterable[Path]) -> list[Path]:
@@ -179,7 +184,8 @@ class Run:
         """Remove the checkpoints, also what a removal that was interrupted has left."""
         self.checkpoint = None
         self.save()
-        shutil.rmtree(self._checkpoints, ignore_errors=True)
+        if self.writes:
+            shutil.rmtree(self._checkpoints, ignore_errors=True)
 
     @property
     def _checkpoints(self) -> Path:

@@ -24,9 +24,11 @@ from aespa_pl.preparation import (
     prepare_rounding,
     state_problem,
 )
+from aespa_pl.ranks import ALONE, Ranks
 from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask, StatisticsBatch
 from aespa_pl.run import DamagedFileError, Run
 from aespa_pl.settings import QuantizationSettings
+from aespa_pl.shards import Shard
 from aespa_pl.statistics import BlockStatisticTensors
 from aespa_pl.timing import Stopwatch
 
@@ -52,6 +54,8 @@ class IntegerSearch:
     """Knows the checkpoint of the block under way, and which blocks want more damping."""
     make_trainer: MakeTrainer
     stopwatch: Stopwatch
+    ranks: Ranks = ALONE
+    """All of them call the same methods; each gets all integers."""
 
     def targets(self, index: int, block: nn.Module, statistics: BlockStatisticTensors) -> Targets:
         """Return the weights to aim at; the statistics' shifts are of no use afterwards.
@@ -133,9 +137,9 @@ class IntegerSearch:
         try:
             with self._measure("grid"):
                 problem = state_problem(block, self.layout, statistics, damping, targets)
-                grids = fit_block_grids(problem, self.settings)
+                grids = fit_block_grids(problem, self.settings, self.ranks)
             with self._measure("optq"):
-                prepared = prepare_rounding(problem, grids, self.settings)
+                prepared = prepare_rounding(problem, grids, self.settings, self.ranks)
         except ArithmeticError as error:
             raise ArithmeticError(f"block {index}, {error}") from error
         with self._measure("rounding"):
@@ -143,16 +147,17 @@ class IntegerSearch:
 
     def _round(self, index: int, prepared: dict[str, PreparedProjection]) -> dict[str, Tensor]:
         """Run step 4 on what the method learns; W' is forgotten, for only its start needs it."""
-        tasks = {}
+        tasks, shards = {}, {}
         for name, p in list(prepared.items()):
             if self._learns(p.projection):
-                tasks[name] = self._task(p)
+                shards[name] = self._shard(p)
+                tasks[name] = self._task(p, shards[name])
             prepared[name] = replace(p, updated=p.weight)
         integers = {name: p.integers for name, p in prepared.items()}
         if not tasks:
             return integers
-        statistics = {n: (prepared[n].hessian, prepared[n].other_side) for n in tasks}
-        learned = self._learn(index, tasks, statistics)
+        statistics = {n: self._statistics(prepared[n], shards[n]) for n in tasks}
+        learned = self._learn(index, tasks, statistics, shards)
         gc.collect()  # Trainer, module and optimizer refer to each other
         if not self.settings.rounding.keep_best:
             return integers | learned
@@ -161,21 +166,33 @@ class IntegerSearch:
             integers[name] = keep_better(found, p.loss(found), p.integers, p.loss(p.integers))
         return integers
 
-    def _task(self, p: PreparedProjection) -> RoundingTask:
+    def _task(self, p: PreparedProjection, shard: Shard) -> RoundingTask:
         settings = self.settings.rounding
         attention = p.projection.role is not Role.OTHER
+        weight, grid = shard.part(p.weight), shard.grid(p.grid)
         return RoundingTask(
-            *start(p.weight, p.updated, p.grid),
-            nearest=quantize(p.weight, p.grid).to(torch.uint8),
+            *start(weight, shard.part(p.updated), grid),
+            nearest=quantize(weight, grid).to(torch.uint8),
             penalty=settings.penalty_attention if attention else settings.penalty_other,
         )
 
+    def _shard(self, p: PreparedProjection) -> Shard:
+        return Shard.of(p.weight, p.hessian, p.other_side, self.ranks)
+
+    def _statistics(self, p: PreparedProjection, shard: Shard) -> tuple[Tensor, Tensor | None]:
+        G = p.other_side
+        return shard.of_heads(p.hessian), None if G is None else shard.of_heads(G)
+
     def _learn(
-        self, index: int, tasks: Mapping[str, RoundingTask], statistics: StatisticsBatch
+        self,
+        index: int,
+        tasks: Mapping[str, RoundingTask],
+        statistics: StatisticsBatch,
+        shards: Mapping[str, Shard],
     ) -> dict[str, Tensor]:
-        """Run one Trainer.fit."""
+        """Run one Trainer.fit; each process learns its rows, and all get all integers."""
         settings = self.settings.rounding
-        module = BlockRounding(tasks, settings, f"block {index}")
+        module = BlockRounding(tasks, settings, f"block {index}", shards)
         trainer = self.make_trainer(index)
         trainer.fit(
             module, datamodule=BlockStatistics(statistics), ckpt_path=self._checkpoint(index)
@@ -185,7 +202,9 @@ class IntegerSearch:
                 f"block {index}: learning ended after {trainer.global_step} of {settings.iterations} "
                 "iterations: remove from the trainer section what ends it early"
             )
-        return {name: q.to(self.device) for name, q in module.integers().items()}
+        with self.ranks.failing_together():
+            parts = module.integers()
+        return {name: shards[name].whole(q.to(self.device)) for name, q in parts.items()}
 
     def _learns(self, projection: Projection) -> bool:
         """Return whether the method learns the rounding of a projection."""
@@ -199,26 +218,36 @@ class IntegerSearch:
         if not settings.enabled:
             return {}
         with self._measure("polish"):
-            return {
-                name: descend(
-                    integers[name],
-                    p.weight,
-                    p.grid,
-                    p.hessian,
-                    p.other_side,
-                    passes=settings.passes,
-                )
-                for name, p in prepared.items()
-            }
+            return {name: self._descend(p, integers[name]) for name, p in prepared.items()}
+
+    def _descend(self, p: PreparedProjection, integers: Tensor) -> Descent:
+        shard = self._shard(p)
+        part = descend(
+            shard.part(integers),
+            shard.part(p.weight),
+            shard.grid(p.grid),
+            *self._statistics(p, shard),
+            passes=self.settings.polish.passes,
+        )
+        return Descent(
+            shard.whole(part.integers),
+            int(self.ranks.largest(part.passes)),
+            int(shard.sum(part.changed)),
+            shard.sum(part.loss_before),
+        )
 
     def _checkpoint(self, index: int) -> Path | None:
         """Return where the rounding of a block was interrupted."""
-        try:
-            return self.journal.usable_checkpoint(index)
-        except DamagedFileError as error:
-            log.warning("block %d: %s is damaged or missing: it is not used", index, error)
-            self.journal.forget_checkpoint()
-            return None
+
+        def look() -> Path | None:
+            try:
+                return self.journal.usable_checkpoint(index)
+            except DamagedFileError as error:
+                log.warning("block %d: %s is damaged or missing: it is not used", index, error)
+                self.journal.forget_checkpoint()
+                return None
+
+        return self.ranks.from_first(look)
 
     def _measure(self, phase: str) -> Any:
         return self.stopwatch.measure(phase, self.device)

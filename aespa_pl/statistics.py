@@ -102,6 +102,25 @@ class StatisticsCollector:
                 stack.enter_context(observe_attention(self._observe))
             yield
 
+    def add_up(self, sum_: Callable[[Tensor], None]) -> None:
+        """Add to the sums those of other collectors, which have seen other segments.
+
+        Each of them must have seen something, if only a batch without segments.
+
+        Args:
+            sum_: Replaces a tensor, in place, by its total over the collectors.
+        """
+        sums = self._attention
+        everything: list[Tensor | None] = [*self._inputs.values(), *self._shifts.values()]
+        everything += [*self._residual_shifts.values(), sums.attended, sums.attended_shift]
+        everything += [sums.keys, sums.queries, sums.query_gain, sums.key_gain]
+        for total in everything:
+            if total is not None and total.dim():  # a number stands for nothing seen
+                sum_(total)
+        tokens = torch.tensor(self.tokens, device=next(iter(self._inputs.values())).device)
+        sum_(tokens)
+        self.tokens = int(tokens)
+
     def finish(self, norm_weights: tuple[Tensor, Tensor] | None = None) -> BlockStatisticTensors:
         """Return the statistics of all that was taken in; the collector is of no use afterwards.
 
