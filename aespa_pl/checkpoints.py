@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from aespa_pl.artifacts import write_whole
 from aespa_pl.interruption import Interruption
+from aespa_pl.ranks import ALONE, Ranks
 from aespa_pl.run import Run
 from aespa_pl.settings import OutputSettings
 
@@ -52,17 +53,21 @@ class JournaledCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,  # noqa: FBT001  (Lightning's signature)
     ) -> dict[str, Any]:
         """Read a checkpoint without unpickling objects."""
-        content: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
+        # to the CPU, as Lightning's own: not to the device of the process that wrote it
+        content: dict[str, Any] = torch.load(
+            path, map_location=map_location or "cpu", weights_only=True
+        )
         return content
 
 
 class StopAtIteration(Callback):
-    """Saves and stops at the end of the iteration in which a signal came."""
+    """Saves and stops at the end of the iteration in which a signal came, to whatever process."""
 
-    def __init__(self, interruption: Interruption, folder: Path) -> None:
-        """Look at ``interruption``; save under ``folder``."""
+    def __init__(self, interruption: Interruption, folder: Path, ranks: Ranks = ALONE) -> None:
+        """Look at ``interruption`` of all ``ranks``; save under ``folder``."""
         self.interruption = interruption
         self.folder = folder
+        self.ranks = ranks
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let signals wait."""
@@ -99,7 +104,10 @@ class StopAtIteration(Callback):
         self.interruption.defer(active=False)
 
     def _save_and_stop(self, trainer: Trainer) -> None:
-        if self.interruption.received is not None:
+        # what they agree on: a signal that comes now to one of them waits for the next iteration
+        number = int(self.ranks.largest(self.interruption.received or 0))
+        if number:
+            self.interruption.received = number
             trainer.save_checkpoint(self.folder / f"step_{trainer.global_step}-interrupted.ckpt")
             self.interruption.check()
 

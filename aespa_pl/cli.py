@@ -4,6 +4,7 @@ import inspect
 import logging
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,6 +18,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
@@ -25,16 +28,27 @@ from aespa_pl.artifacts import write_text
 from aespa_pl.checkpoints import JournaledCheckpointIO, StopAtIteration, periodic_checkpoints
 from aespa_pl.errors import UserError
 from aespa_pl.interruption import Interruption, RunInterrupted
+from aespa_pl.launch import (
+    LONGEST_WAIT,
+    RowsStrategy,
+    end_with_launcher,
+    environment_plugins,
+    launch,
+)
 from aespa_pl.models import family_of
 from aespa_pl.models.source import resolve
 from aespa_pl.models.stored import read_config
 from aespa_pl.planning import plan
 from aespa_pl.progress import IterationProgress, WalkProgress
+from aespa_pl.ranks import PeerLostError, Ranks
 from aespa_pl.run import Run
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 
 MEASURING_SECONDS = 30.0
 """For the estimate of ``plan``."""
+FIRST_TO_SPEAK_SECONDS = 10.0
+"""That other processes wait before they end with a message: what is wrong for all, the first one says,
+and its end is theirs."""
 OWN_KEYS = (
     "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "fast_dev_run",
     "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
@@ -111,20 +125,27 @@ class AespaCLI(LightningCLI):
         self.model = self.datamodule = None
         try:
             self.trainer = self.instantiate_trainer(logger=False, callbacks=[])
+            _check_strategy(self.trainer, self.settings.trainer.strategy)
+            if isinstance(self.trainer.strategy, DDPStrategy):
+                self.trainer = self.instantiate_trainer(
+                    logger=False, callbacks=[], strategy=RowsStrategy(timeout=LONGEST_WAIT)
+                )
         except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
             raise UserError(f"trainer: {error}") from error
 
     def fit(self, **_: Any) -> None:
         """Quantize, and print what came out."""
-        console = Console()
+        job = self._job()  # before other processes: most mistakes are noticed here
+        ranks, console = self._launch()
         with WalkProgress(console) as progress:
             run, metrics = commands.fit(
-                self._job(),
+                job,
                 self.settings.ckpt_path,
-                make_trainer=partial(self._block_trainer, progress),
+                make_trainer=partial(self._block_trainer, progress, ranks),
                 make_loggers=self._walk_loggers,
                 save_config=self._save_config,
                 progress=progress,
+                ranks=ranks,
             )
         _print_perplexities(console, metrics["perplexity"])
         console.print(
@@ -135,10 +156,11 @@ class AespaCLI(LightningCLI):
 
     def test(self, **_: Any) -> None:
         """Measure, and print what came out."""
-        console = Console()
+        job = self._job()
+        ranks, console = self._launch()
         which = self.settings.ckpt_path or commands.LAST
         with WalkProgress(console) as progress:
-            folder, metrics = commands.test(self._job(), which, progress)
+            folder, metrics = commands.test(job, which, progress, ranks)
         _print_perplexities(console, metrics["perplexity"])
         console.print(str(folder), highlight=False, soft_wrap=True)
 
@@ -176,21 +198,35 @@ class AespaCLI(LightningCLI):
             s.model, s.data, s.quantization, s.output, self.trainer.strategy.root_device
         )
 
-    def _block_trainer(self, progress: WalkProgress, run: Run, index: int) -> Trainer:
+    def _launch(self) -> tuple[Ranks, Console]:
+        """Start the other processes; return all of them, and where this one writes."""
+        ranks = launch(self.trainer)
+        if not ranks.is_first:
+            logging.getLogger("aespa_pl").setLevel(logging.ERROR)  # the first has the same warnings
+        return ranks, Console(quiet=not ranks.is_first)
+
+    def _block_trainer(self, progress: WalkProgress, ranks: Ranks, run: Run, index: int) -> Trainer:
         """Return the Trainer of one block: the ``trainer`` section, and what the walk adds to it."""
         # made anew for each block: loggers and callbacks keep a state
         chosen = self.parser.instantiate(self.config)[self.subcommand].trainer
         folder = run.checkpoint_folder(index)
         saving = periodic_checkpoints(self.settings.output, folder)
+        several = isinstance(self.trainer.strategy, DDPStrategy)
+        strategy = {"strategy": RowsStrategy(timeout=LONGEST_WAIT)} if several else {}
         return self.instantiate_trainer(
+            **strategy,
             logger=_loggers(chosen.logger, run, index),
             callbacks=[
                 *_listed(chosen.callbacks),
                 *(saving if chosen.enable_checkpointing else []),
                 IterationProgress(progress),
-                StopAtIteration(self.interruption, folder),
+                StopAtIteration(self.interruption, folder, ranks),
             ],
-            plugins=[*_listed(chosen.plugins), JournaledCheckpointIO(run, index)],
+            plugins=[
+                *_listed(chosen.plugins),
+                *environment_plugins(self.trainer),
+                JournaledCheckpointIO(run, index),
+            ],
             enable_checkpointing=bool(saving) and chosen.enable_checkpointing,
             # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or
             # the next block would start from it
@@ -221,6 +257,7 @@ class AespaCLI(LightningCLI):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a mistake of the user ends with one line and status 2."""
     quiet_libraries()
+    end_with_launcher()
     commands_kwargs = {name: {"exit_on_error": False} for name in AespaCLI.subcommands()}
     interruption = Interruption()
     try:
@@ -251,6 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             + (f"; once that is mended, continue with: {advice}" if advice else ""),
             2,
         )
+    except PeerLostError as error:
+        advice = interruption.how_to_continue
+        _stop(
+            f"another process of this run has ended or cannot be reached: {error}"
+            + (f"; continue with: {advice}" if advice else ""),
+            1,
+        )
     except torch.OutOfMemoryError as error:
         _stop(f"out of memory on the device: {error}. Lower data.batch_size", 2)
     except MemoryError:
@@ -266,6 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _stop(message: str, status: int) -> None:
     """End with one line."""
+    if getattr(rank_zero_only, "rank", 0):
+        time.sleep(FIRST_TO_SPEAK_SECONDS)
     sys.stderr.write(f"aespa-pl: {' '.join(message.split())}\n")
     sys.exit(status)
 
@@ -283,8 +329,14 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
             f"trainer.precision is {trainer['precision']}, but rounding is float32 in any case: leave it "
             "out, and set model.dtype for the model's own passes"
         )
-    if trainer["devices"] not in (1, "1", "auto", [0]) or trainer["num_nodes"] != 1:
-        raise UserError("trainer.devices must be 1: this version runs on one device")
+
+
+def _check_strategy(trainer: Trainer, chosen: Any) -> None:
+    if trainer.world_size > 1 and chosen not in ("auto", "ddp"):
+        raise UserError(
+            f"trainer.strategy is {chosen}, but with several devices the rows of each matrix are divided "
+            "over them: set it to ddp, or leave it out"
+        )
 
 
 def _loggers(chosen: Any, run: Run, index: int) -> Any:
@@ -323,6 +375,7 @@ def _print_perplexities(console: Console, results: Mapping[str, Mapping[str, flo
 def quiet_libraries() -> None:
     """Keep what Lightning says about every Trainer off the screen: a walk makes one a block."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric.utilities").setLevel(logging.WARNING)  # of their processes
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # eight lines of retries
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # a continued block

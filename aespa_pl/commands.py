@@ -7,7 +7,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from aespa_pl.planning.budget import described, divide
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.preparation import nearest_weight
 from aespa_pl.progress import WalkProgress
+from aespa_pl.ranks import ALONE, Ranks
 from aespa_pl.run import Run, last_run, model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 from aespa_pl.stream import StreamedModel
@@ -225,6 +227,19 @@ class Job:
                 )
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a run begins with; the first process finds it out for all."""
+
+    run: Run
+    tokens: Tensor
+    """Calibration segments ``[segments, L]``."""
+    texts: Mapping[str, Tensor]
+    """Held-out segments."""
+    finished: bool
+    """Whether there is nothing to do."""
+
+
 def fit(
     job: Job,
     resume: str | None,
@@ -233,6 +248,7 @@ def fit(
     make_loggers: Callable[[Run], Sequence[Logger]],
     save_config: Callable[[Path], None],
     progress: WalkProgress,
+    ranks: Ranks = ALONE,
 ) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics.
 
@@ -243,43 +259,41 @@ def fit(
         make_loggers: Makes what takes the curves over the blocks.
         save_config: Writes the configuration into the folder of the run.
         progress: Where to show how far it is.
+        ranks: The processes that do it; all of them call this, and the first one writes.
 
     Raises:
         UserError: See the message; finished blocks stay on disk.
     """
     began = time.perf_counter()
-    _check_output(job)
-    earlier = _run_to_continue(job, resume, progress)
-    texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
-    tokens = job.calibration()
-    fingerprint = job.fingerprint(tokens)
-    if earlier is None:
-        _check_weights(job, progress)
-        run = Run.create(job.runs_folder, fingerprint)
-    else:
-        run = earlier
-    with run.locked():
-        if earlier is not None:
-            run = Run.open(run.folder)  # again: until now another process may have worked on it
-            run.refuse_changes(fingerprint)
-            if run.metrics_file.is_file():
-                progress.say(f"{run.folder} is finished already: nothing to do")
-                return run, read_json(run.metrics_file)
-        save_config(run.folder)
+    with ExitStack() as locks:
+        start = ranks.from_first(lambda: _start(job, resume, locks, progress))
+        run = replace(start.run, writes=ranks.is_first)
+        if start.finished:
+            progress.say(f"{run.folder} is finished already: nothing to do")
+            return run, read_json(run.metrics_file)
+        if ranks.is_first:
+            save_config(run.folder)
         progress.say(f"run folder: {run.folder}")
         before = sum(sum(record["seconds"].values()) for record in run.blocks.values())
         _quantize(
             job,
             run,
-            tokens,
+            start.tokens,
             make_trainer=make_trainer,
-            loggers=make_loggers(run),
+            loggers=make_loggers(run) if ranks.is_first else [],
             progress=progress,
+            ranks=ranks,
         )
+        ranks.wait_for_all()  # for the files of the first
         quantized = before + time.perf_counter() - began
         nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
         kinds = ("original", *nearest, "quantized")
-        results = _compare(job, run.model_folder, texts, kinds, progress) if texts else {}
+        texts = start.texts
+        results = (
+            _compare(job, run.model_folder, texts, kinds, progress=progress, ranks=ranks)
+            if texts
+            else {}
+        )
         seconds = {phase: _total(run, phase) for phase in PHASES}
         metrics = {
             "perplexity": results,
@@ -290,8 +304,31 @@ def fit(
             },
             "peak_bytes": peak_bytes(job.device),
         }
-        write_json(run.metrics_file, metrics)
+        if ranks.is_first:
+            write_json(run.metrics_file, metrics)
     return run, metrics
+
+
+def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress) -> Start:
+    """Return the run, new or to be continued, locked, and its texts.
+
+    Raises:
+        UserError: The run cannot be had, or the texts.
+    """
+    _check_output(job)
+    earlier = _run_to_continue(job, resume, progress)
+    texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
+    tokens = job.calibration()
+    fingerprint = job.fingerprint(tokens)
+    if earlier is None:
+        _check_weights(job, progress)
+        run = Run.create(job.runs_folder, fingerprint)
+        locks.enter_context(run.locked())
+    else:
+        locks.enter_context(earlier.locked())
+        run = Run.open(earlier.folder)  # again: until now another process may have worked on it
+        run.refuse_changes(fingerprint)
+    return Start(run, tokens, texts, run.metrics_file.is_file())
 
 
 def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Run | None:
@@ -324,13 +361,14 @@ def _quantize(
     make_trainer: Callable[[Run, int], Trainer],
     loggers: Sequence[Logger],
     progress: WalkProgress,
+    ranks: Ranks,
 ) -> None:
     source = job.stream(job.checkpoint)
     trainer = partial(make_trainer, run)
     shape = Shape.of(job.checkpoint.config, job.family)
     segments, length = tokens.shape
     work = Work(segments, length, job.data.batch_size, job.dtype.itemsize)
-    partition = divide(shape, work, job.data, job.quantization, job.device)
+    partition = divide(shape, work, job.data, job.quantization, job.device, ranks=ranks)
     for words in described(partition, shape):
         progress.say(words)
     walk = Walk(
@@ -343,20 +381,23 @@ def _quantize(
         stopwatch=Stopwatch(),
         partition=partition,
         loggers=loggers,
+        ranks=ranks,
     )
     walk.quantize(tokens)
     for logger in loggers:
         logger.finalize("success")
-    _write_description(job, run)
+    if ranks.is_first:
+        _write_description(job, run)
 
 
-def test(job: Job, which: str, progress: WalkProgress) -> tuple[Path, dict[str, Any]]:
+def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Path, dict[str, Any]]:
     """Measure the perplexity of the original and of the quantized model; return run and metrics.
 
     Args:
         job: Which model and texts.
         which: Folder of a finished run; ``last``: the newest of ``output.folder/output.name``.
         progress: Where to show how far it is.
+        ranks: The processes that divide the texts; all of them call this.
 
     Raises:
         UserError: There is no finished run, or a text can't be had.
@@ -379,17 +420,24 @@ def test(job: Job, which: str, progress: WalkProgress) -> tuple[Path, dict[str, 
             f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path {folder}"
         )
     Checkpoint.open(model)  # a damaged file is noticed before the original is measured
-    texts = job.evaluation()
+    texts = ranks.from_first(job.evaluation)
     if not texts:
         raise UserError("data.evaluation.texts is empty: name at least one text")
-    results = _compare(job, model, texts, ("original", "quantized"), progress)
+    results = _compare(job, model, texts, ("original", "quantized"), progress=progress, ranks=ranks)
     metrics = {"perplexity": results}
-    write_json(folder / "test.json", metrics)
+    if ranks.is_first:
+        write_json(folder / "test.json", metrics)
     return folder, metrics
 
 
 def _compare(
-    job: Job, model: Path, texts: Mapping[str, Tensor], kinds: Sequence[str], progress: WalkProgress
+    job: Job,
+    model: Path,
+    texts: Mapping[str, Tensor],
+    kinds: Sequence[str],
+    *,
+    progress: WalkProgress,
+    ranks: Ranks,
 ) -> dict[str, dict[str, float]]:
     results = {}
     for kind in kinds:
@@ -400,6 +448,7 @@ def _compare(
             texts,
             nearest=kind == "nearest",
             after_block=progress.advance,
+            ranks=ranks,
         )
     return results
 
@@ -411,6 +460,7 @@ def evaluate(
     *,
     nearest: bool = False,
     after_block: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """Return the perplexity of the job's model, or of another checkpoint of its shape, on each text.
 
@@ -420,6 +470,7 @@ def evaluate(
         texts: Token ids ``[segments, L]`` by name.
         nearest: Round the weights to the nearest integers of the min-max grid first.
         after_block: Called after each block.
+        ranks: They divide the segments.
     """
     layout = job.family.layout(job.checkpoint.config)
 
@@ -434,6 +485,7 @@ def evaluate(
         batch_size=job.data.batch_size,
         change=round_to_nearest if nearest else None,
         after_block=after_block,
+        ranks=ranks,
     )
 
 

@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric
 
 from aespa_pl.errors import UserError
 from aespa_pl.hidden import Batches
+from aespa_pl.ranks import ALONE, Ranks
 from aespa_pl.stream import StreamedModel
 
 LARGEST_EXPONENT = 700
@@ -30,6 +31,7 @@ def perplexity(
     batch_size: int,
     change: BlockChange | None = None,
     after_block: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """Return the perplexity on each text; every block is read once for all of them.
 
@@ -39,10 +41,12 @@ def perplexity(
         batch_size: Segments that run through a block at once.
         change: Applied to each block before it is used (round-to-nearest, for example).
         after_block: Called after each block, for a progress bar.
+        ranks: They divide the segments; all get the perplexities.
 
     Raises:
         UserError: It is not a finite number.
     """
+    texts = {name: ranks.segments(tokens, batch_size) for name, tokens in texts.items()}
     streams = {name: source.embed(tokens, batch_size) for name, tokens in texts.items()}
     for block in source.blocks():
         if change is not None:
@@ -69,7 +73,7 @@ def _head_perplexity(
             logits = source.family.head(source.model, segment[None].to(source.device))[0]
             labels = segment_ids.to(source.device)
             mean.update(cross_entropy(logits[:-1].float(), labels[1:], reduction="none"))
-    average = float(mean.compute())
+    average = float(mean.compute())  # over all processes: the metric adds up its sums
     if not average < LARGEST_EXPONENT:
         advice = "" if source.dtype == torch.float32 else ": try --model.dtype float32"
         raise UserError(

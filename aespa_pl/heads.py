@@ -1,6 +1,6 @@
 """H_V, which has a matrix for each key/value head, on disk instead of in memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ class HeadsOnDisk(HeadMatrices):
     device: torch.device
     diagonals: Tensor | None = None
     """``[heads, d]`` in place of the diagonals in the file, as damping changes them."""
+    chosen: range | None = None
+    """Heads in the file that these are; None: all."""
 
     @classmethod
     def create(cls, folder: Path, device: torch.device) -> "HeadsOnDisk":
@@ -40,17 +42,24 @@ class HeadsOnDisk(HeadMatrices):
     @property
     def shape(self) -> torch.Size:
         """Heads, d, d."""
-        return torch.Size((len(self.matrices), *self.matrices[0].shape))
+        return torch.Size((len(self._heads), *self.matrices[0].shape))
 
     def __getitem__(self, heads: slice) -> Tensor:
         """Read the matrices ``[some, d, d]`` of some heads."""
-        chosen = range(len(self.matrices))[heads]
-        found = torch.stack([self.matrices[head] for head in chosen]).to(self.device)
+        found = torch.stack([self.matrices[head] for head in self._heads[heads]]).to(self.device)
         if self.diagonals is not None:
             found.diagonal(dim1=-2, dim2=-1).copy_(self.diagonals[heads])
         return found
 
+    def only(self, heads: slice) -> "HeadsOnDisk":
+        """Return some of the heads, unread."""
+        diagonals = None if self.diagonals is None else self.diagonals[heads]
+        return replace(self, diagonals=diagonals, chosen=self._heads[heads])
+
     def diagonal(self) -> Tensor:
         """Return the diagonals ``[heads, d]`` in the file."""
-        heads = range(len(self.matrices))
-        return torch.stack([self.matrices[head].diagonal() for head in heads]).to(self.device)
+        return torch.stack([self.matrices[h].diagonal() for h in self._heads]).to(self.device)
+
+    @property
+    def _heads(self) -> range:
+        return range(len(self.matrices)) if self.chosen is None else self.chosen

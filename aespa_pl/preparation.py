@@ -6,6 +6,8 @@ Source: algorithm.md, steps 2 and 3.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +18,13 @@ from aespa_pl.algorithm.hessian import HeadMatrices, damp
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.optq import update_weights
 from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize, round_to_half
-from aespa_pl.algorithm.zfold import fit_grids
+from aespa_pl.algorithm.zfold import fit_grids, search_with_loss
 from aespa_pl.heads import HeadsOnDisk
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection, Role
 from aespa_pl.models.weights import projection_weight
+from aespa_pl.ranks import ALONE, Ranks
 from aespa_pl.settings import QuantizationSettings
+from aespa_pl.shards import Shard
 from aespa_pl.statistics import BlockStatisticTensors
 
 
@@ -156,7 +160,9 @@ def corrected_targets(
     return targets
 
 
-def fit_block_grids(problem: BlockProblem, settings: QuantizationSettings) -> dict[str, Grid]:
+def fit_block_grids(
+    problem: BlockProblem, settings: QuantizationSettings, ranks: Ranks = ALONE
+) -> dict[str, Grid]:
     """Run step 2: the grids of all projections, the input groups one after the other."""
     grids: dict[str, Grid] = {}
     for group in problem.layout.groups:
@@ -169,13 +175,17 @@ def fit_block_grids(problem: BlockProblem, settings: QuantizationSettings) -> di
             group_size=settings.group_size,
             with_zeta=settings.grid.zfold and group.fold is not None,
             max_rounds=settings.grid.max_rounds,
+            search_one=partial(_search_part, ranks),
         )
         grids |= dict(zip(names, fitted, strict=True))
     return grids
 
 
 def prepare_rounding(
-    problem: BlockProblem, grids: Mapping[str, Grid], settings: QuantizationSettings
+    problem: BlockProblem,
+    grids: Mapping[str, Grid],
+    settings: QuantizationSettings,
+    ranks: Ranks = ALONE,
 ) -> dict[str, PreparedProjection]:
     """Round the scales to what float16 holds, and run step 3.
 
@@ -192,6 +202,7 @@ def prepare_rounding(
             grids[p.name],
             row_factor=factors.get(p.name),
             use_optq=settings.optq.enabled,
+            ranks=ranks,
         )
         for p in problem.layout.projections
     }
@@ -278,6 +289,15 @@ def _row_factors(layout: BlockLayout, grids: Mapping[str, Grid]) -> dict[str, Te
     }
 
 
+def _search_part(
+    ranks: Ranks, W: Tensor, H: Tensor, zeta: Tensor, **options: Any
+) -> tuple[Grid, float]:
+    """Search the grids of this process's rows; return that of all rows, and its loss."""
+    shard = Shard.of(W, H, None, ranks)
+    part, loss = search_with_loss(shard.part(W), shard.hessians(H), zeta, **options)
+    return shard.whole_grid(part), shard.sum(loss)
+
+
 def _prepare(
     projection: Projection,
     W: Tensor,
@@ -287,14 +307,20 @@ def _prepare(
     *,
     row_factor: Tensor | None,
     use_optq: bool,
+    ranks: Ranks,
 ) -> PreparedProjection:
     factor = W.new_ones(W.shape[:2]) if row_factor is None else row_factor.view(W.shape[:2])
     export_scale = round_to_half(fitted.scale * factor[..., None])
     grid = Grid(export_scale / factor[..., None], fitted.zero_point, fitted.zeta, fitted.bits)
     updated, integers, extra_damping = W, quantize(W, grid), 0.0
     if use_optq:
-        with _naming(projection):
-            updated, integers, extra_damping = update_weights(W, H, grid)
+        shard = Shard.of(W, H, None, ranks)
+        with _naming(projection), ranks.failing_together():
+            updated, integers, extra_damping = update_weights(
+                shard.part(W), shard.hessians(H), shard.grid(grid)
+            )
+        updated, integers = shard.whole(updated), shard.whole(integers.to(torch.uint8))
+        extra_damping = ranks.largest(extra_damping)
     return PreparedProjection(
         projection, W, H, G, grid, export_scale, updated, integers.to(torch.uint8), extra_damping
     )

@@ -40,6 +40,8 @@ class Run:
     """What is being learned; a checkpoint of anything else is of no use."""
     damping: dict[int, float] = field(default_factory=dict)
     """By block index: the damping of a second attempt, where the first one diverged."""
+    writes: bool = True
+    """Off in processes of the run that only look on: what they note stays in their memory."""
 
     @property
     def journal(self) -> Path:
@@ -103,6 +105,8 @@ class Run:
 
     def save(self) -> None:
         """Write the journal."""
+        if not self.writes:
+            return
         write_json(
             self.journal,
             {
@@ -150,7 +154,8 @@ class Run:
 
     def finish_block(self, index: int, record: Mapping[str, Any], files: Iterable[Path]) -> None:
         """Note that a block is complete; its checkpoints are of no more use."""
-        self.blocks[index] = {**record, "files": {file.name: checksum(file) for file in files}}
+        sums = {file.name: checksum(file) for file in files} if self.writes else {}
+        self.blocks[index] = {**record, "files": sums}
         self.forget_learning()
 
     def damaged(self, index: int, files: Iterable[Path]) -> list[Path]:
@@ -183,7 +188,8 @@ class Run:
         """Remove the checkpoints, also what a removal that was interrupted has left."""
         self.checkpoint = None
         self.save()
-        shutil.rmtree(self._checkpoints, ignore_errors=True)
+        if self.writes:
+            shutil.rmtree(self._checkpoints, ignore_errors=True)
 
     def part_file(self, index: int, number: int) -> Path:
         """Integers that one part of a block's learning has found, until the block is complete."""
@@ -213,7 +219,8 @@ class Run:
         """Remove all that the learning of the block under way has left."""
         self.forget_parts()
         self.forget_checkpoint()
-        shutil.rmtree(self._parts, ignore_errors=True)
+        if self.writes:
+            shutil.rmtree(self._parts, ignore_errors=True)
 
     def _described(self, file: Path) -> dict[str, str]:
         name = file.relative_to(self.folder).as_posix()

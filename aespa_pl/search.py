@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.adaround import start
 from aespa_pl.algorithm.descent import Descent, descend
+from aespa_pl.algorithm.hessian import HeadMatrices
 from aespa_pl.algorithm.objectives import keep_better
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.artifacts import write_tensors
@@ -27,9 +28,11 @@ from aespa_pl.preparation import (
     prepare_rounding,
     state_problem,
 )
+from aespa_pl.ranks import ALONE, Ranks
 from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask, StatisticsBatch
 from aespa_pl.run import DamagedFileError, Run
-from aespa_pl.settings import QuantizationSettings, RoundingSettings
+from aespa_pl.settings import QuantizationSettings
+from aespa_pl.shards import Shard
 from aespa_pl.statistics import BlockStatisticTensors
 from aespa_pl.timing import Stopwatch
 
@@ -56,6 +59,8 @@ class IntegerSearch:
     make_trainer: MakeTrainer
     stopwatch: Stopwatch
     partition: Partition
+    ranks: Ranks = ALONE
+    """All of them call the same methods; each gets all integers."""
 
     def targets(self, index: int, block: nn.Module, statistics: BlockStatisticTensors) -> Targets:
         """Return the weights to aim at; the statistics' shifts are of no use afterwards.
@@ -137,9 +142,9 @@ class IntegerSearch:
         try:
             with self._measure("grid"):
                 problem = state_problem(block, self.layout, statistics, damping, targets)
-                grids = fit_block_grids(problem, self.settings)
+                grids = fit_block_grids(problem, self.settings, self.ranks)
             with self._measure("optq"):
-                prepared = prepare_rounding(problem, grids, self.settings)
+                prepared = prepare_rounding(problem, grids, self.settings, self.ranks)
         except ArithmeticError as error:
             raise ArithmeticError(f"block {index}, {error}") from error
         with self._measure("rounding"):
@@ -172,22 +177,62 @@ class IntegerSearch:
     ) -> dict[str, Tensor]:
         """Return the integers of the pieces of one part, by projection; what is done already is read."""
         self.journal.pieces = [piece.key for piece in part]
-        learned = self._learned_before(index, number)
+        learned = self.ranks.from_first(lambda: self._learned_before(index, number))
         if learned is None:
-            learned = self._learn(index, *_tasks(part, prepared, self.settings.rounding))
+            learned = self._learn(index, *self._tasks(part, prepared))
             gc.collect()  # Trainer, module and optimizer refer to each other
-            if self.partition != WHOLE:  # there may be a next part to be interrupted in
+            # there may be a next part to be interrupted in
+            if self.partition != WHOLE and self.ranks.is_first:
                 file = self.journal.part_file(index, number)
                 write_tensors(file, learned, {})
                 self.journal.note_part(index, file)
         return {piece.name: learned[piece.key].to(self.device) for piece in part}
 
-    def _learn(
-        self, index: int, tasks: Mapping[str, RoundingTask], statistics: StatisticsBatch
-    ) -> dict[str, Tensor]:
-        """Run one Trainer.fit."""
+    def _tasks(
+        self, part: Sequence[Piece], prepared: dict[str, PreparedProjection]
+    ) -> tuple[dict[str, RoundingTask], dict[str, tuple[Tensor, Tensor | None]], dict[str, Shard]]:
+        """Return what this process's learning of a part begins with, and which rows these are.
+
+        W' goes when the last heads have begun.
+        """
         settings = self.settings.rounding
-        module = BlockRounding(tasks, settings, f"block {index}")
+        tasks, statistics, shards = {}, {}, {}
+        for piece in part:
+            whole = prepared[piece.name]
+            p = whole.of_heads(piece.first, piece.end)
+            shards[piece.key] = shard = self._shard(p)
+            weight, grid = shard.part(p.weight), shard.grid(p.grid)
+            attention = p.projection.role is not Role.OTHER
+            tasks[piece.key] = RoundingTask(
+                *start(weight, shard.part(p.updated), grid),
+                nearest=quantize(weight, grid).to(torch.uint8),
+                penalty=settings.penalty_attention if attention else settings.penalty_other,
+            )
+            H, G = self._statistics(p, shard)
+            statistics[piece.key] = H[:], G
+            if piece.end == piece.heads:
+                prepared[piece.name] = replace(whole, updated=whole.weight)
+        return tasks, statistics, shards
+
+    def _shard(self, p: PreparedProjection) -> Shard:
+        return Shard.of(p.weight, p.hessian, p.other_side, self.ranks)
+
+    def _statistics(
+        self, p: PreparedProjection, shard: Shard
+    ) -> tuple[Tensor | HeadMatrices, Tensor | None]:
+        G = p.other_side
+        return shard.hessians(p.hessian), None if G is None else shard.of_heads(G)
+
+    def _learn(
+        self,
+        index: int,
+        tasks: Mapping[str, RoundingTask],
+        statistics: StatisticsBatch,
+        shards: Mapping[str, Shard],
+    ) -> dict[str, Tensor]:
+        """Run one Trainer.fit; each process learns its rows, and all get all integers."""
+        settings = self.settings.rounding
+        module = BlockRounding(tasks, settings, f"block {index}", shards)
         trainer = self.make_trainer(index)
         trainer.fit(
             module, datamodule=BlockStatistics(statistics), ckpt_path=self._checkpoint(index)
@@ -197,7 +242,9 @@ class IntegerSearch:
                 f"block {index}: learning ended after {trainer.global_step} of {settings.iterations} "
                 "iterations: remove from the trainer section what ends it early"
             )
-        return module.integers()
+        with self.ranks.failing_together():
+            found = module.integers()
+        return {key: shards[key].whole(q.to(self.device)) for key, q in found.items()}
 
     def _learns(self, projection: Projection) -> bool:
         """Return whether the method learns the rounding of a projection."""
@@ -211,26 +258,36 @@ class IntegerSearch:
         if not settings.enabled:
             return {}
         with self._measure("polish"):
-            return {
-                name: descend(
-                    integers[name],
-                    p.weight,
-                    p.grid,
-                    p.hessian,
-                    p.other_side,
-                    passes=settings.passes,
-                )
-                for name, p in prepared.items()
-            }
+            return {name: self._descend(p, integers[name]) for name, p in prepared.items()}
+
+    def _descend(self, p: PreparedProjection, integers: Tensor) -> Descent:
+        shard = self._shard(p)
+        part = descend(
+            shard.part(integers),
+            shard.part(p.weight),
+            shard.grid(p.grid),
+            *self._statistics(p, shard),
+            passes=self.settings.polish.passes,
+        )
+        return Descent(
+            shard.whole(part.integers),
+            int(self.ranks.largest(part.passes)),
+            int(shard.sum(part.changed)),
+            shard.sum(part.loss_before),
+        )
 
     def _checkpoint(self, index: int) -> Path | None:
         """Return where the rounding of a block was interrupted."""
-        try:
-            return self.journal.usable_checkpoint(index)
-        except DamagedFileError as error:
-            log.warning("block %d: %s is damaged or missing: it is not used", index, error)
-            self.journal.forget_checkpoint()
-            return None
+
+        def look() -> Path | None:
+            try:
+                return self.journal.usable_checkpoint(index)
+            except DamagedFileError as error:
+                log.warning("block %d: %s is damaged or missing: it is not used", index, error)
+                self.journal.forget_checkpoint()
+                return None
+
+        return self.ranks.from_first(look)
 
     def _learned_before(self, index: int, number: int) -> dict[str, Tensor] | None:
         """Return what one part of the learning found before an interruption."""
@@ -249,23 +306,3 @@ class IntegerSearch:
 def _divisible(p: PreparedProjection) -> Divisible:
     on_disk = not isinstance(p.hessian, Tensor)
     return Divisible(p.projection.name, p.weight.shape[0], p.weight.numel(), on_disk)
-
-
-def _tasks(
-    part: Sequence[Piece], prepared: dict[str, PreparedProjection], settings: RoundingSettings
-) -> tuple[dict[str, RoundingTask], dict[str, tuple[Tensor, Tensor | None]]]:
-    """Return what the learning of a part begins with; W' goes when the last heads have begun."""
-    tasks, statistics = {}, {}
-    for piece in part:
-        p = prepared[piece.name]
-        some = p.of_heads(piece.first, piece.end)
-        attention = p.projection.role is not Role.OTHER
-        tasks[piece.key] = RoundingTask(
-            *start(some.weight, some.updated, some.grid),
-            nearest=quantize(some.weight, some.grid).to(torch.uint8),
-            penalty=settings.penalty_attention if attention else settings.penalty_other,
-        )
-        statistics[piece.key] = some.damped, some.other_side
-        if piece.end == piece.heads:
-            prepared[piece.name] = replace(p, updated=p.weight)
-    return tasks, statistics

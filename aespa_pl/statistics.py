@@ -121,6 +121,27 @@ class StatisticsCollector:
                 stack.enter_context(observe_attention(self._observe))
             yield
 
+    def add_up(self, sum_: Callable[[Tensor], None]) -> None:
+        """Add to the sums those of other collectors, which have seen other segments.
+
+        Each of them must have seen something, if only a batch without segments.
+
+        Args:
+            sum_: Replaces a tensor, in place, by its total over the collectors.
+        """
+        sums = self._attention
+        everything: list[Tensor | None] = [*self._inputs.values(), *self._shifts.values()]
+        everything += [*self._residual_shifts.values(), sums.attended, sums.attended_shift]
+        everything += [sums.keys, sums.queries, sums.query_gain, sums.key_gain]
+        seen = [
+            x for x in everything if x is not None and x.dim()
+        ]  # a number stands for nothing seen
+        for total in seen:
+            sum_(total)
+        tokens = torch.tensor(self.tokens, device=seen[0].device)
+        sum_(tokens)
+        self.tokens = int(tokens)
+
     def finish(self, norm_weights: tuple[Tensor, Tensor] | None = None) -> BlockStatisticTensors:
         """Return the statistics of all that was taken in; the collector is of no use afterwards.
 

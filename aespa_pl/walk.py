@@ -29,6 +29,7 @@ from aespa_pl.preparation import (
     group_zetas,
 )
 from aespa_pl.progress import WalkProgress
+from aespa_pl.ranks import ALONE, Ranks
 from aespa_pl.run import Run
 from aespa_pl.search import IntegerSearch, MakeTrainer
 from aespa_pl.settings import QuantizationSettings
@@ -63,6 +64,8 @@ class Walk:
     partition: Partition = WHOLE
     loggers: Sequence[Logger] = ()
     """Take curves over the blocks; those over the iterations go to the Trainers' own loggers."""
+    ranks: Ranks = ALONE
+    """All of them walk; each holds the hidden states of its segments, and the first writes."""
 
     @property
     def layout(self) -> BlockLayout:
@@ -79,6 +82,7 @@ class Walk:
             self.make_trainer,
             self.stopwatch,
             self.partition,
+            self.ranks,
         )
 
     def quantize(self, tokens: Tensor) -> None:
@@ -90,14 +94,20 @@ class Walk:
         Args:
             tokens: Calibration segments, ``[segments, L]``.
         """
-        checkpoint, family = self.source.checkpoint, self.source.family
         writer = ModelWriter(self.run.model_folder, self.source.block_count)
-        self._drop_damaged_blocks(writer)
-        writer.write_stem({name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)})
+        self.run.blocks = self.ranks.from_first(lambda: self._begin(writer))
         missing = [i for i in range(self.source.block_count) if i not in self.run.blocks]
         if missing:
-            self._walk(tokens, missing, writer)
-        self._finish(writer)
+            self._walk(self.ranks.segments(tokens, self.batch_size), missing, writer)
+        if self.ranks.is_first:
+            self._finish(writer)
+
+    def _begin(self, writer: ModelWriter) -> dict[int, dict[str, Any]]:
+        """Write what lies outside the blocks; return what is known of those that are complete."""
+        checkpoint, family = self.source.checkpoint, self.source.family
+        self._drop_damaged_blocks(writer)
+        writer.write_stem({name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)})
+        return self.run.blocks
 
     def _walk(self, tokens: Tensor, missing: Sequence[int], writer: ModelWriter) -> None:
         streams = Streams(self.source.embed(tokens, self.batch_size), None)
@@ -161,15 +171,23 @@ class Walk:
         statistics = statistics.without_shifts()  # which frees their memory
         prepared, integers, descents = self._search.run(index, block, statistics, targets)
         with self._measure("writing"):
-            record = self._record(index, prepared, integers, descents)
-            write_tensors(
-                self.run.block_file(index),
-                _artifact(self.layout, prepared, integers),
-                {"block": json.dumps(record)},  # one key: safetensors writes several in any order
-            )
-            writer.write_block(index, self._replace_weights(index, block, prepared, integers))
+            record = {}
+            if self.ranks.is_first:
+                record = self._record(index, prepared, integers, descents)
+                write_tensors(
+                    self.run.block_file(index),
+                    _artifact(self.layout, prepared, integers),
+                    {
+                        "block": json.dumps(record)
+                    },  # one key: safetensors writes several in any order
+                )
+            stored = self._replace_weights(index, block, prepared, integers)
+            if self.ranks.is_first:
+                writer.write_block(index, stored)
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
         self.run.finish_block(index, {**record, "seconds": seconds}, self._files(index, writer))
+        if not self.ranks.is_first:
+            return
         for logger in self.loggers:
             logger.log_metrics(_curves(record, seconds), step=index)
             logger.save()
@@ -236,6 +254,8 @@ class Walk:
                     streams.original[i] = after
             with collector.watch(block, observe):
                 self.source.run_block(block, streams.quantized[i])
+        if not self.ranks.alone:
+            collector.add_up(self.ranks.sum_)
         statistics = collector.finish(self.source.family.norm_weights(block))
         for name, tensor in _named_statistics(statistics):
             if not bool(torch.isfinite(tensor).all()):

@@ -25,6 +25,10 @@ class HeadMatrices(ABC):
     def __getitem__(self, heads: slice) -> Float[Tensor, "some d_in d_in"]:
         """Return the matrices of some heads, on the device that they are worked on."""
 
+    @abstractmethod
+    def only(self, heads: slice) -> "HeadMatrices":
+        """Return those of some heads, where they are."""
+
 
 def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor, "heads d_in"]:
     """Return the diagonal of a Hessian, damped.

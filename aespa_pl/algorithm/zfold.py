@@ -4,7 +4,7 @@ Source: Jeon et al., "A Frustratingly Easy Post-Training Quantization Scheme for
 as used in Section 4.1 of the paper.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,24 @@ from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.hessian import HeadMatrices
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
+
+Search = Callable[..., tuple[Grid, float]]
+"""What ``search_with_loss`` does, by another way."""
+
+
+def search_with_loss(
+    W: Float[Tensor, "heads rows d_in"],
+    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
+    zeta: Float[Tensor, " d_in"],
+    *,
+    bits: int,
+    symmetric: bool,
+    group_size: int | None,
+) -> tuple[Grid, float]:
+    """Return what ``search_grid`` returns, and ``tr(dW H dW^T)`` under nearest rounding on it."""
+    grid = search_grid(W, H, zeta, bits=bits, symmetric=symmetric, group_size=group_size)
+    loss = reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum()
+    return grid, float(loss)
 
 
 def fit_grids(
@@ -25,6 +43,7 @@ def fit_grids(
     group_size: int | None,
     with_zeta: bool,
     max_rounds: int,
+    search_one: Search = search_with_loss,
 ) -> list[Grid]:
     """Return the grids of all projections that share one input.
 
@@ -37,15 +56,16 @@ def fit_grids(
         with_zeta: Alternate between zeta and the search; otherwise zeta is 1 and one search is made.
         max_rounds: Alternations at most. They end when the loss of all projections together,
             ``tr(dW H dW^T)`` under nearest rounding, no longer falls; the best grids are kept.
+        search_one: Searches the grid of one projection.
     """
     zeta = torch.ones_like(weights[0][0, 0])
 
     def search(zeta: Tensor) -> tuple[list[Grid], float]:
-        grids = [
-            search_grid(W, H, zeta, bits=bits, symmetric=symmetric, group_size=group_size)
+        found = [
+            search_one(W, H, zeta, bits=bits, symmetric=symmetric, group_size=group_size)
             for W, H in zip(weights, hessians, strict=True)
         ]
-        return grids, _total_loss(weights, hessians, grids)
+        return [grid for grid, _ in found], sum(loss for _, loss in found)
 
     best, best_loss = search(zeta)
     if not with_zeta:
@@ -80,12 +100,3 @@ def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Floa
         squares += value.square().sum((0, 1))
     fitted = products / squares
     return torch.where((fitted > 0) & fitted.isfinite(), fitted, zeta)
-
-
-def _total_loss(
-    weights: Sequence[Tensor], hessians: Sequence[Tensor | HeadMatrices], grids: Sequence[Grid]
-) -> float:
-    return sum(
-        float(reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum())
-        for W, H, grid in zip(weights, hessians, grids, strict=True)
-    )

@@ -5,6 +5,7 @@ import torch
 from aespa_pl.parts import Partition
 from aespa_pl.planning.needs import hidden_bytes, partition_for
 from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.ranks import ALONE, Ranks
 from aespa_pl.settings import DataSettings, QuantizationSettings
 from aespa_pl.timing import free_bytes
 
@@ -18,9 +19,14 @@ def divide(
     data: DataSettings,
     quantization: QuantizationSettings,
     device: torch.device,
+    *,
+    ranks: Ranks = ALONE,
 ) -> Partition:
-    """Return a partition that fits ``data.memory_gb``, or what is free on the device now."""
+    """Return a partition that fits ``data.memory_gb``, or what is free on every process's device now."""
     free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
+    if device.type == "cpu" and not data.memory_gb:
+        free /= ranks.count  # on one host, unless more are known of: they share its memory
+    free = -ranks.largest(-free)
     if device.type == "cpu" and data.hidden_states == "memory":
         free -= hidden_bytes(shape, work, quantization)
     return partition_for(shape, work, quantization, free)

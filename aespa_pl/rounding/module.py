@@ -1,6 +1,6 @@
 """A Transformer block as a LightningModule whose parameters are its rounding variables."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,16 @@ from aespa_pl.algorithm.adaround import (
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.rounding.data import StatisticsBatch
 from aespa_pl.settings import RoundingSettings
+from aespa_pl.shards import Shard
 
 FIXED = ("lower", "base", "gain", "nearest")
 """Tensors of a projection that go with the module to its device, but not into its checkpoints: they
 follow from the weights and the statistics."""
+
+SUMS = ("reconstruction_loss", "rounding_loss")
+"""Curves that are sums over the weights; the others are means."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's, in the shape of the rounding variables."""
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -31,7 +37,7 @@ class NonFiniteLossError(ArithmeticError):
 
 @dataclass(frozen=True)
 class RoundingTask:
-    """What one projection brings to the rounding of its block."""
+    """What one projection, or this process's part of it, brings to the rounding of its block."""
 
     rounding: SoftRounding
     start: Tensor
@@ -50,7 +56,11 @@ class BlockRounding(LightningModule):
     """
 
     def __init__(
-        self, tasks: Mapping[str, RoundingTask], settings: RoundingSettings, label: str
+        self,
+        tasks: Mapping[str, RoundingTask],
+        settings: RoundingSettings,
+        label: str,
+        shards: Mapping[str, Shard] | None = None,
     ) -> None:
         """Take the projections of one block.
 
@@ -58,10 +68,13 @@ class BlockRounding(LightningModule):
             tasks: By projection name.
             settings: Learning rate, iterations, schedule of the rounding loss.
             label: Name of the block in messages: ``block 3``.
+            shards: Which rows of each projection the tasks are; None: all of them.
         """
         super().__init__()
         self.settings = settings
         self.label = label
+        divided = {n: s for n, s in (shards or {}).items() if not s.ranks.alone}
+        self.shards: Mapping[str, Shard] = divided
         self.penalties = {name: task.penalty for name, task in tasks.items()}
         self.levels = {name: task.rounding.levels for name, task in tasks.items()}
         self.variables = nn.ParameterDict(
@@ -103,13 +116,29 @@ class BlockRounding(LightningModule):
         self._gradients = {name: loss.gradient for name, loss in losses.items()}
         interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.global_step + 1) % interval == 0:  # the iterations that Lightning logs
-            self._report(losses)
+            curves = self._curves(losses)
+            if self.shards:
+                curves = self._of_all_rows(curves)
+                sums = [curves[f"{kind}/{name}"] for kind in SUMS for name in losses]
+                total = torch.stack(sums).sum()
+            self._report(curves)
         return total
 
     def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
         """Hand over the gradients, which came with the loss: there is nothing for autograd to do."""
         for name, B in self.variables.items():
             B.grad = self._gradients[name]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put all rows of the block into a checkpoint: any number of processes can go on with it.
+
+        The first process writes it; the others have what they must give, and keep nothing.
+        """
+        self._change_rows(checkpoint, self._gather)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take this process's rows out of a checkpoint of the block."""
+        self._change_rows(checkpoint, lambda shard, tensor: shard.part(tensor).clone())
 
     def rounding(self, name: str) -> SoftRounding:
         """Return the fixed part of a projection, on the module's device."""
@@ -128,16 +157,10 @@ class BlockRounding(LightningModule):
                 raise NonFiniteLossError(f"{self.label}: the rounding of {name} diverged")
         return {name: decide(B, self.rounding(name)) for name, B in self.variables.items()}
 
-    def _report(self, losses: Mapping[str, RoundingLoss]) -> None:
-        """Log the curves of each projection.
-
-        Raises:
-            NonFiniteLossError: A loss is NaN or infinite.
-        """
+    def _curves(self, losses: Mapping[str, RoundingLoss]) -> dict[str, Tensor]:
+        """Return the points of each projection's curves, KIND/NAME."""
         curves = {}
         for name, loss in losses.items():
-            if not bool(torch.isfinite(loss.reconstruction)):
-                raise NonFiniteLossError(f"{self.label}: the loss of {name} is not finite")
             h = rectified_sigmoid(self.variables[name].detach())
             curves[f"reconstruction_loss/{name}"] = loss.reconstruction
             curves[f"rounding_loss/{name}"] = loss.penalty
@@ -145,4 +168,51 @@ class BlockRounding(LightningModule):
             chosen = decide(self.variables[name].detach(), self.rounding(name))
             differs = chosen != self.get_buffer(f"{name}_nearest")
             curves[f"differs_from_nearest/{name}"] = differs.float().mean()
-        self.log_dict(curves)
+        return curves
+
+    def _report(self, curves: Mapping[str, Tensor]) -> None:
+        """Log the curves.
+
+        Raises:
+            NonFiniteLossError: A loss is NaN or infinite.
+        """
+        for name in self.variables:
+            if not bool(torch.isfinite(curves[f"reconstruction_loss/{name}"])):
+                raise NonFiniteLossError(f"{self.label}: the loss of {name} is not finite")
+        self.log_dict(dict(curves))
+
+    def _of_all_rows(self, curves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the curves of all rows of the projections from those of each process's."""
+        weighted = []
+        for curve, value in curves.items():
+            kind, name = curve.split("/")
+            fraction = self.shards[name].fraction  # 0 for rows of another process, learned in vain
+            weighted.append(value * (float(fraction > 0) if kind in SUMS else fraction))
+        total = torch.stack(weighted)
+        next(iter(self.shards.values())).ranks.sum_(total)
+        return dict(zip(curves, total, strict=True))
+
+    def _gather(self, shard: Shard, part: Tensor) -> Tensor:
+        whole = shard.whole(part)
+        return whole.cpu() if shard.ranks.is_first else part
+
+    def _change_rows(
+        self, checkpoint: dict[str, Any], change: Callable[[Shard, Tensor], Tensor]
+    ) -> None:
+        """Replace what a checkpoint has of each projection: the variables, and Adam's moments."""
+        if not self.shards:
+            return
+        names = [name.removeprefix("variables.") for name, _ in self.named_parameters()]
+        variables = checkpoint["state_dict"]
+        for name in names:
+            key = f"variables.{name}"
+            variables[key] = change(self.shards[name], variables[key])
+        for optimizer in checkpoint.get("optimizer_states", []):
+            # a new mapping: Adam's own is what the checkpoint holds
+            optimizer["state"] = {
+                i: {
+                    key: change(self.shards[names[i]], tensor) if key in MOMENTS else tensor
+                    for key, tensor in state.items()
+                }
+                for i, state in optimizer["state"].items()
+            }

@@ -1,0 +1,175 @@
+"""The processes of a run, one a device: who does what, and how they put it together.
+
+Whatever is not divided is the same in all of them. One process alone communicates with nobody: each
+method then returns what it is given.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+T = TypeVar("T")
+
+
+class PeerLostError(Exception):
+    """Another process of the run has ended, or cannot be reached."""
+
+
+@dataclass
+class Traffic:
+    """What a process has sent."""
+
+    bytes: float = 0.0
+    """If sums and gathers go round a ring: of a sum ``2 (count - 1) / count`` of its size, of a gathered
+    tensor ``(count - 1) / count``."""
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process among those of the run; they all have to make the same calls in the same order."""
+
+    rank: int = 0
+    count: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Of this process; tensors have to be on it."""
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+
+    @classmethod
+    def current(cls, device: torch.device) -> "Ranks":
+        """Return this process's place in the process group; without one it is alone."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls(device=device)
+        return cls(distributed.get_rank(), distributed.get_world_size(), device)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is the only process."""
+        return self.count == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def share(self, size: int, rank: int | None = None) -> slice:
+        """Return which of ``size`` things are a process's, this one's unless told; maybe none.
+
+        Neighbours stay together, and the first processes have one more where they cannot all have the
+        same number.
+        """
+        rank = self.rank if rank is None else rank
+        each, more = divmod(size, self.count)
+        start = rank * each + min(rank, more)
+        return slice(start, start + each + (rank < more))
+
+    def segments(self, tokens: Tensor, batch_size: int) -> Tensor:
+        """Return this process's of the segments ``[segments, L]``: whole batches, maybe none.
+
+        So every batch is the one that a process alone would run.
+        """
+        mine = self.share(math.ceil(len(tokens) / batch_size))
+        return tokens[mine.start * batch_size : mine.stop * batch_size]
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over the processes, which is the same in all of them."""
+        if not self.alone:
+            self._count(2 * tensor.nbytes)
+            # inference mode, because tensors that were made in it cannot be changed outside of it
+            with _peers(), torch.inference_mode():
+                distributed.all_reduce(tensor)
+
+    def sum(self, number: float) -> float:
+        """Return the sum of a number over the processes."""
+        if self.alone:
+            return number
+        total = torch.tensor(number, dtype=torch.float64, device=self.device)
+        self.sum_(total)
+        return float(total)
+
+    def largest(self, number: float) -> float:
+        """Return the largest of the processes' numbers."""
+        if self.alone:
+            return number
+        largest = torch.tensor(number, dtype=torch.float64, device=self.device)
+        self._count(2 * largest.nbytes)
+        with _peers():
+            distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+        return float(largest)
+
+    def gather(self, part: Tensor, size: int) -> Tensor:
+        """Return the tensor ``[size, ...]`` that the parts of all processes make.
+
+        Args:
+            part: Those with the indices ``share(size)``.
+            size: Of the whole.
+        """
+        if self.alone:
+            return part
+        most = math.ceil(size / self.count)
+        padded = part.new_zeros(most, *part.shape[1:])  # all have to send the same number
+        padded[: len(part)] = part
+        parts = [torch.empty_like(padded) for _ in range(self.count)]
+        self._count(self.count * padded.nbytes)
+        with _peers():
+            distributed.all_gather(parts, padded)
+        shares = (self.share(size, rank) for rank in range(self.count))
+        return torch.cat([p[: s.stop - s.start] for p, s in zip(parts, shares, strict=True)])
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns in the first process, the only one that calls it."""
+        if self.alone:
+            return make()
+        found: list[Any] = [make() if self.is_first else None]
+        with _peers():
+            distributed.broadcast_object_list(found, device=self.device)
+        result: T = found[0]
+        return result
+
+    def wait_for_all(self) -> None:
+        """Return once all processes have come here."""
+        self.largest(0)
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Raise an ArithmeticError of any process in all of them: what follows needs everybody.
+
+        Raises:
+            ArithmeticError: Raised in this context by one of the processes.
+        """
+        if self.alone:
+            yield
+            return
+        message: str | None = None
+        try:
+            yield
+        except ArithmeticError as error:
+            message = str(error)
+        messages: list[str | None] = [None] * self.count
+        with _peers():
+            distributed.all_gather_object(messages, message)
+        for found in messages:
+            if found is not None:
+                raise ArithmeticError(found)
+
+    def _count(self, size: int) -> None:
+        self.traffic.bytes += size * (self.count - 1) / self.count
+        self.traffic.calls += 1
+
+
+ALONE = Ranks()
+"""One process."""
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """Name the likely cause of a failed call."""
+    try:
+        yield
+    except RuntimeError as error:  # gloo's and NCCL's alike
+        raise PeerLostError(str(error)) from error
