@@ -80,10 +80,13 @@ def solve(
 
 def _factors(H: Tensor) -> Iterator[tuple[Tensor, float]]:
     """Yield the lower factor of H with more and more of its mean diagonal added, and that share."""
-    added, mean = 0.0, H.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    identity = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+    added, mean = 0.0, H.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
     while added <= MAX_DAMPING_FACTOR * 0.01:
-        lower, failed = torch.linalg.cholesky_ex(H + added * mean * identity)
+        damped = H
+        if added:  # else a copy would be memory for nothing
+            damped = H.clone()
+            damped.diagonal(dim1=-2, dim2=-1).add_(added * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed.any():
             yield lower, added
         added = 10 * added if added else 0.01
