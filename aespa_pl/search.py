@@ -1,6 +1,5 @@
 """Steps 2 to 4 of a block: from its weights and statistics to its integers."""
 
-import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from aespa_pl.run import DamagedFileError, Run
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.shards import Shard
 from aespa_pl.statistics import BlockStatisticTensors
-from aespa_pl.timing import Stopwatch
+from aespa_pl.timing import Stopwatch, release_memory
 
 MakeTrainer = Callable[[int], Trainer]
 """Makes the Trainer of a block from its index."""
@@ -179,8 +178,9 @@ class IntegerSearch:
         self.journal.pieces = [piece.key for piece in part]
         learned = self.ranks.from_first(lambda: self._learned_before(index, number))
         if learned is None:
+            release_memory()
             learned = self._learn(index, *self._tasks(part, prepared))
-            gc.collect()  # Trainer, module and optimizer refer to each other
+            release_memory()
             # there may be a next part to be interrupted in
             if self.partition != WHOLE and self.ranks.is_first:
                 file = self.journal.part_file(index, number)

@@ -1,5 +1,7 @@
 """Seconds and memory of a run."""
 
+import ctypes
+import gc
 import resource
 import sys
 import time
@@ -56,3 +58,16 @@ def free_bytes(device: torch.device) -> int:
     except (OSError, ValueError):  # none, or "max"
         return free
     return min(free, limit - used)
+
+
+def release_memory() -> None:
+    """Give memory that nothing uses any more back to the system.
+
+    Objects that refer to each other, as a Trainer, its module and its optimizer do, and what the C
+    library keeps of freed tensors: with matrices of 16 MB some 200 MB were measured.
+    """
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have none
+        if trim is not None:
+            trim(0)

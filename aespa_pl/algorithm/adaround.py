@@ -4,6 +4,7 @@ Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantizat
 with the objectives of aespa (Eq. 25 of the paper).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,14 @@ def start(
 def rectified_sigmoid(B: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Return ``h(B) = clamp(1.2 sigmoid(B) - 0.1, 0, 1)``."""
     return torch.clamp(STRETCH * torch.sigmoid(B) - (STRETCH - 1) / 2, 0, 1)
+
+
+def undecided(B: Float[Tensor, "..."], margin: float = 0.1) -> Float[Tensor, ""]:
+    """Return the share of the rounding variables whose h(B) is not within ``margin`` of 0 or 1."""
+    edge = math.log(
+        (STRETCH / 2 + 0.5 - margin) / (STRETCH / 2 - 0.5 + margin)
+    )  # h(edge) = 1 - margin
+    return (B.abs() < edge).count_nonzero() / B.numel()
 
 
 def penalty_exponent(
@@ -159,6 +168,5 @@ def rounding_loss(
 def decide(
     B: Float[Tensor, "heads rows d_in"], rounding: SoftRounding
 ) -> UInt8[Tensor, "heads rows d_in"]:
-    """Return the integers: h(B) rounded to 0 or 1."""
-    up = rectified_sigmoid(B) >= 0.5
-    return (rounding.lower + up).clamp_(0, rounding.levels).to(torch.uint8)
+    """Return the integers: h(B) rounded to 0 or 1, and h is 0.5 at 0."""
+    return (rounding.lower + (B >= 0)).clamp_(0, rounding.levels).to(torch.uint8)

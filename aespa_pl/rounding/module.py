@@ -13,8 +13,8 @@ from aespa_pl.algorithm.adaround import (
     SoftRounding,
     decide,
     penalty_exponent,
-    rectified_sigmoid,
     rounding_loss,
+    undecided,
 )
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.rounding.data import StatisticsBatch
@@ -161,13 +161,12 @@ class BlockRounding(LightningModule):
         """Return the points of each projection's curves, KIND/NAME."""
         curves = {}
         for name, loss in losses.items():
-            h = rectified_sigmoid(self.variables[name].detach())
+            B = self.variables[name].detach()
             curves[f"reconstruction_loss/{name}"] = loss.reconstruction
             curves[f"rounding_loss/{name}"] = loss.penalty
-            curves[f"undecided/{name}"] = ((h > 0.1) & (h < 0.9)).float().mean()
-            chosen = decide(self.variables[name].detach(), self.rounding(name))
-            differs = chosen != self.get_buffer(f"{name}_nearest")
-            curves[f"differs_from_nearest/{name}"] = differs.float().mean()
+            curves[f"undecided/{name}"] = undecided(B)
+            differs = decide(B, self.rounding(name)) != self.get_buffer(f"{name}_nearest")
+            curves[f"differs_from_nearest/{name}"] = differs.count_nonzero() / B.numel()
         return curves
 
     def _report(self, curves: Mapping[str, Tensor]) -> None:
