@@ -35,7 +35,7 @@ from aespa_pl.search import IntegerSearch, MakeTrainer
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.statistics import BlockStatisticTensors, StatisticsCollector
 from aespa_pl.stream import StreamedModel
-from aespa_pl.timing import Stopwatch
+from aespa_pl.timing import Stopwatch, release_memory
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,7 @@ class Walk:
                     self._observe_attention(block, lambda _: None),
                 ):
                     self.source.advance(block, streams.original)
+            release_memory()
             self.progress.advance()
 
     def _drop_damaged_blocks(self, writer: ModelWriter) -> None:

@@ -129,6 +129,13 @@ class BlockRounding(LightningModule):
         for name, B in self.variables.items():
             B.grad = self._gradients[name]
 
+    def on_train_end(self) -> None:
+        """Free what only iterations need, before others take memory."""
+        self._gradients = {}
+        self._workspace = Workspace()
+        for B in self.parameters():
+            B.grad = None
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put all rows of the block into a checkpoint: any number of processes can go on with it.
 
