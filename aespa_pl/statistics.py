@@ -102,13 +102,13 @@ class StatisticsCollector:
                 stack.enter_context(observe_attention(self._observe))
             yield
 
-    def add_up(self, sum_: Callable[[Tensor], None]) -> None:
+    def add_up(self, sum_: Callable[[Tensor], None], *, counts: bool) -> None:
         """Add to the sums those of other collectors, which have seen other segments.
-
-        Each of them must have seen something, if only a batch without segments.
 
         Args:
             sum_: Replaces a tensor, in place, by its total over the collectors.
+            counts: Whether what this one has seen is part of the total; where another has seen it as
+                well, it has only told the shapes.
         """
         sums = self._attention
         everything: list[Tensor | None] = [*self._inputs.values(), *self._shifts.values()]
@@ -116,8 +116,12 @@ class StatisticsCollector:
         everything += [sums.keys, sums.queries, sums.query_gain, sums.key_gain]
         for total in everything:
             if total is not None and total.dim():  # a number stands for nothing seen
+                if not counts:
+                    with torch.inference_mode():  # in which some of them were made
+                        total.zero_()
                 sum_(total)
-        tokens = torch.tensor(self.tokens, device=next(iter(self._inputs.values())).device)
+        seen = self.tokens if counts else 0
+        tokens = torch.tensor(seen, device=next(iter(self._inputs.values())).device)
         sum_(tokens)
         self.tokens = int(tokens)
 
