@@ -109,7 +109,7 @@ def started(folder: Path) -> Iterator[Forks]:
 
 def _serve() -> None:
     importlib.import_module("aespa_pl.cli")
-    warm = False
+    warm: set[str] = set()
     for line in sys.stdin:
         request = Request(**json.loads(line))
         imported = Path(f"{request.log}.imported")
@@ -145,8 +145,8 @@ def _serve() -> None:
                 os._exit(status)
         status = _wait(children, request, start)
         seconds = time.monotonic() - start
-        if not warm and imported.is_file():  # what the first imported, the others need not
-            warm = True
+        if request.target not in warm and imported.is_file():
+            warm.add(request.target)  # what the first imported, the others need not
             for name in imported.read_text().splitlines():
                 with suppress(Exception):
                     importlib.import_module(name)
