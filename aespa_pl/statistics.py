@@ -114,14 +114,14 @@ class StatisticsCollector:
         everything: list[Tensor | None] = [*self._inputs.values(), *self._shifts.values()]
         everything += [*self._residual_shifts.values(), sums.attended, sums.attended_shift]
         everything += [sums.keys, sums.queries, sums.query_gain, sums.key_gain]
-        for total in everything:
-            if total is not None and total.dim():  # a number stands for nothing seen
-                if not counts:
-                    with torch.inference_mode():  # in which some of them were made
-                        total.zero_()
-                sum_(total)
-        seen = self.tokens if counts else 0
-        tokens = torch.tensor(seen, device=next(iter(self._inputs.values())).device)
+        # a number stands for nothing seen
+        seen = [total for total in everything if total is not None and total.dim()]
+        for total in seen:
+            if not counts:
+                with torch.inference_mode():  # in which some of them were made
+                    total.zero_()
+            sum_(total)
+        tokens = torch.tensor(self.tokens if counts else 0, device=seen[0].device)
         sum_(tokens)
         self.tokens = int(tokens)
 

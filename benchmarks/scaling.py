@@ -82,6 +82,7 @@ def main(
     blocks: int = 2,
     segments: int = 16,
     length: int = 256,
+    rounds: int = 1,
     iterations: int = 200,
     tflops: float = 15.0,
     gigabytes: float = 20.0,
@@ -98,6 +99,7 @@ def main(
         blocks: Its blocks.
         segments: Calibration segments.
         length: Tokens in each.
+        rounds: Of Z-Fold, at most.
         iterations: Of the rounding.
         tflops: Assumed for the prediction: 10^12 operations a second of a device, in all phases. 15 is what
             float32 products without tensor cores reach on an A100.
@@ -122,6 +124,7 @@ def main(
             options = {
                 "data.calibration.segments": segments,
                 "data.calibration.segment_length": length,
+                "quantization.grid.max_rounds": rounds,
                 "quantization.rounding.iterations": iterations,
             }
             row = _measured(Path(folder), count, options)
