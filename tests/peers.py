@@ -5,17 +5,21 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
+from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss
 from aespa_pl.launch import LAUNCHER, end_with_launcher
 from aespa_pl.preparation import fit_block_grids, prepare_rounding
 from aespa_pl.ranks import ALONE, Ranks
+from aespa_pl.rounding import BlockRounding, StatisticsBatch
 from aespa_pl.shards import Shard
+from tests.rounding.test_module import SETTINGS, problem
 from tests.test_preparation import FEW, make_problem
 
 
@@ -93,6 +97,36 @@ def factorization_that_fails_in_one_fails_in_all(ranks: Ranks) -> None:
     problem.hessians["v_proj"][-1].fill_(torch.nan)  # a head of one process
     with pytest.raises(ArithmeticError, match="v_proj: the Hessian cannot be factored"):
         prepare_rounding(problem, grids, FEW, ranks)
+
+
+def curves_are_of_all_rows(ranks: Ranks) -> None:
+    tasks, batch = problem()
+    shards = {n: Shard.of(task.start, *batch[n], ranks) for n, task in tasks.items()}
+    parts, batch_part = {}, {}
+    for name, shard in shards.items():
+        task, (H, G) = tasks[name], batch[name]
+        r = task.rounding
+        fixed = SoftRounding(shard.part(r.lower), shard.part(r.base), shard.part(r.gain), r.levels)
+        parts[name] = replace(
+            task, rounding=fixed, start=shard.part(task.start), nearest=shard.part(task.nearest)
+        )
+        batch_part[name] = shard.of_heads(H), None if G is None else shard.of_heads(G)
+    module = BlockRounding(parts, SETTINGS, "block 0", shards)
+    found = module._of_all_rows(curves(module, batch_part))
+    expected = curves(BlockRounding(tasks, SETTINGS, "block 0"), batch)
+    assert list(found) == list(expected)
+    for curve, value in expected.items():
+        torch.testing.assert_close(found[curve], value)
+
+
+def curves(module: BlockRounding, batch: StatisticsBatch) -> dict[str, Tensor]:
+    losses = {
+        name: rounding_loss(
+            B.detach(), module.rounding(name), *batch[name], weight=module.penalties[name], beta=8.0
+        )
+        for name, B in module.variables.items()
+    }
+    return module._curves(losses)
 
 
 def dies_of_a_kill(arguments: Sequence[str]) -> None:

@@ -145,6 +145,7 @@ CHECKS = [
     peers.errors_are_everybodys,
     peers.preparation_is_that_of_one,
     peers.factorization_that_fails_in_one_fails_in_all,
+    peers.curves_are_of_all_rows,
 ]
 
 
