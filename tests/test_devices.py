@@ -22,6 +22,8 @@ from tests.walks import BLOCKS, SEGMENTS, save_with_words, shortened
 
 ITERATIONS, EVERY = 40, 8
 """Of each block, and between two checkpoints."""
+ONCE = 21
+"""A number of iterations of which a block has only one multiple."""
 LAST = ("--ckpt_path", "last")
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
 SECONDS = 240
@@ -198,13 +200,12 @@ def test_they_find_what_one_finds(
 
 def test_checkpoint_is_that_of_one_process(bench: Bench) -> None:
     """The same file, but for the order of sums: the whole block, whatever processes have learned it."""
-    files = []
+    files, checkpoint = [], f"checkpoints/block_000/*={ONCE}-*.ckpt"
     for name, processes in (("stopped_one", 1), ("stopped_two", 2)):
-        outcome = bench.fit(
-            name, processes=processes, number=signal.SIGKILL, when=f"checkpoints/*/*={EVERY}-*.ckpt"
-        )
+        once = f"--output.checkpoint_iterations={ONCE}"
+        outcome = bench.fit(name, once, processes=processes, number=signal.SIGKILL, when=checkpoint)
         assert outcome.status == -signal.SIGKILL
-        (file,) = bench.run(name).glob(f"checkpoints/*/*={EVERY}-*.ckpt")
+        (file,) = bench.run(name).glob(checkpoint)
         files.append(file)
     one, two = (torch.load(file, weights_only=True) for file in files)
     assert one["global_step"] == two["global_step"]
