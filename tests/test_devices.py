@@ -300,3 +300,13 @@ def test_process_ends_with_the_one_that_started_it(bench: Bench) -> None:
     while state.exists() and state.read_text().split()[2] != "Z":
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_perplexity_is_that_of_one(bench: Bench, whole: Whole) -> None:
+    run = bench.run(whole())
+    arguments = bench.arguments(whole(), "--trainer.devices=2")
+    outcome = bench.forks.run(["test", *arguments[1:]], processes=2)
+    assert outcome.status == 0, "\n".join(outcome.texts)
+    metrics, measured = (json.loads((run / f"{n}.json").read_text()) for n in ("metrics", "test"))
+    for kind, texts in metrics["perplexity"].items():
+        assert measured["perplexity"][kind] == pytest.approx(texts, rel=1e-5)
