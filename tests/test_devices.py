@@ -26,7 +26,7 @@ ONCE = 21
 """A number of iterations of which a block has only one multiple."""
 LAST = ("--ckpt_path", "last")
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
-SECONDS = 240
+SECONDS = 480
 """For a command line of its own: two processes import PyTorch."""
 MANY = 5
 """Processes: more than batches (2), key/value heads (2) and query heads (4)."""
