@@ -130,7 +130,10 @@ class AespaCLI(LightningCLI):
                 self.trainer = self.instantiate_trainer(
                     logger=False, callbacks=[], strategy=RowsStrategy(timeout=LONGEST_WAIT)
                 )
-        except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
+        # a RuntimeError is what Lightning makes of SLURM's variables that do not fit
+        except (
+            MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
+        ) as error:  # fmt: skip
             raise UserError(f"trainer: {error}") from error
 
     def fit(self, **_: Any) -> None:

@@ -65,7 +65,7 @@ def _head_perplexity(
     source: StreamedModel, batches: Batches, tokens: Tensor, batch_size: int
 ) -> float:
     mean = MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(source.device)
-    for i, ids in enumerate(tokens.split(batch_size)):
+    for i, ids in zip(range(len(batches)), tokens.split(batch_size), strict=False):
         hidden = batches[i]
         for segment, segment_ids in zip(
             hidden, ids, strict=True
@@ -73,6 +73,8 @@ def _head_perplexity(
             logits = source.family.head(source.model, segment[None].to(source.device))[0]
             labels = segment_ids.to(source.device)
             mean.update(cross_entropy(logits[:-1].float(), labels[1:], reduction="none"))
+    if not len(batches):
+        mean.update(torch.zeros(0))  # of nothing: the other processes have the text
     average = float(mean.compute())  # over all processes: the metric adds up its sums
     if not average < LARGEST_EXPONENT:
         advice = "" if source.dtype == torch.float32 else ": try --model.dtype float32"

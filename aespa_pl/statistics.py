@@ -121,24 +121,26 @@ class StatisticsCollector:
                 stack.enter_context(observe_attention(self._observe))
             yield
 
-    def add_up(self, sum_: Callable[[Tensor], None]) -> None:
+    def add_up(self, sum_: Callable[[Tensor], None], *, counts: bool) -> None:
         """Add to the sums those of other collectors, which have seen other segments.
-
-        Each of them must have seen something, if only a batch without segments.
 
         Args:
             sum_: Replaces a tensor, in place, by its total over the collectors.
+            counts: Whether what this one has seen is part of the total; where another has seen it as
+                well, it has only told the shapes.
         """
         sums = self._attention
         everything: list[Tensor | None] = [*self._inputs.values(), *self._shifts.values()]
         everything += [*self._residual_shifts.values(), sums.attended, sums.attended_shift]
         everything += [sums.keys, sums.queries, sums.query_gain, sums.key_gain]
-        seen = [
-            x for x in everything if x is not None and x.dim()
-        ]  # a number stands for nothing seen
+        # a number stands for nothing seen
+        seen = [total for total in everything if total is not None and total.dim()]
         for total in seen:
+            if not counts:
+                with torch.inference_mode():  # in which some of them were made
+                    total.zero_()
             sum_(total)
-        tokens = torch.tensor(self.tokens, device=seen[0].device)
+        tokens = torch.tensor(self.tokens if counts else 0, device=seen[0].device)
         sum_(tokens)
         self.tokens = int(tokens)
 

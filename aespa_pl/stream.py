@@ -92,6 +92,7 @@ class StreamedModel:
         batches = (
             self.family.embed(self.model, ids.to(self.device))[0].cpu()
             for ids in tokens.split(batch_size)
+            if len(ids)  # without segments one is empty
         )
         with self.stem():
             if self.hidden_folder is None:

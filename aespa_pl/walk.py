@@ -48,6 +48,8 @@ class Streams:
     """As the blocks quantized so far have made them."""
     original: Batches | None
     """As in the original model; None without input_correction."""
+    own: bool = True
+    """Whether they are this process's; otherwise another has them, and here they only tell the shapes."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Walk:
         self.run.blocks = self.ranks.from_first(lambda: self._begin(writer))
         missing = [i for i in range(self.source.block_count) if i not in self.run.blocks]
         if missing:
-            self._walk(self.ranks.segments(tokens, self.batch_size), missing, writer)
+            self._walk(tokens, missing, writer)
         if self.ranks.is_first:
             self._finish(writer)
 
@@ -110,7 +112,9 @@ class Walk:
         return self.run.blocks
 
     def _walk(self, tokens: Tensor, missing: Sequence[int], writer: ModelWriter) -> None:
-        streams = Streams(self.source.embed(tokens, self.batch_size), None)
+        mine = self.ranks.segments(tokens, self.batch_size)
+        own, tokens = len(mine) > 0, mine if len(mine) else tokens[:1]
+        streams = Streams(self.source.embed(tokens, self.batch_size), None, own)
         if self.settings.input_correction:
             streams.original = self.source.embed(tokens, self.batch_size)
         self.progress.begin("Quantizing, blocks", self.source.block_count)
@@ -175,13 +179,10 @@ class Walk:
             record = {}
             if self.ranks.is_first:
                 record = self._record(index, prepared, integers, descents)
-                write_tensors(
-                    self.run.block_file(index),
-                    _artifact(self.layout, prepared, integers),
-                    {
-                        "block": json.dumps(record)
-                    },  # one key: safetensors writes several in any order
-                )
+                # one key: safetensors writes several in any order
+                metadata = {"block": json.dumps(record)}
+                artifact = _artifact(self.layout, prepared, integers)
+                write_tensors(self.run.block_file(index), artifact, metadata)
             stored = self._replace_weights(index, block, prepared, integers)
             if self.ranks.is_first:
                 writer.write_block(index, stored)
@@ -256,7 +257,7 @@ class Walk:
             with collector.watch(block, observe):
                 self.source.run_block(block, streams.quantized[i])
         if not self.ranks.alone:
-            collector.add_up(self.ranks.sum_)
+            collector.add_up(self.ranks.sum_, counts=streams.own)
         statistics = collector.finish(self.source.family.norm_weights(block))
         for name, tensor in _named_statistics(statistics):
             if not bool(torch.isfinite(tensor).all()):

@@ -8,14 +8,16 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 LONGEST = 120.0
 """Seconds after which a command is killed, whatever it does."""
@@ -34,6 +36,15 @@ class Request:
     """Glob of a file that has to be there before the signal comes; empty: at once."""
     delay: float = 0.0
     """Seconds from then to the signal."""
+    processes: int = 1
+    """Several are told of each other in the environment, as Lightning, torchrun and SLURM do it. When the
+    first has ended the others are killed, as by all of those."""
+    to: int = 0
+    """Which of them gets the signal."""
+    target: str = "aespa_pl.cli:main"
+    """What is called with the arguments."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """More variables; of ``{rank}`` in a value each process gets its own."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,9 @@ class Outcome:
     """Exit status, or minus the signal's number."""
     seconds: float
     text: str
+    """Of the first process."""
+    texts: Sequence[str] = ()
+    """Of all of them."""
 
 
 class Forks:
@@ -54,16 +68,27 @@ class Forks:
         self._log = folder / "output.txt"
 
     def run(
-        self, arguments: Sequence[str], number: int = 0, when: str = "", delay: float = 0.0
+        self,
+        arguments: Sequence[str],
+        number: int = 0,
+        when: str = "",
+        delay: float = 0.0,
+        **more: Any,
     ) -> Outcome:
-        """Run a command line."""
+        """Run a command line; ``more`` as in Request."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        request = Request(arguments, str(self._log), number, when, delay)
+        request = Request(arguments, str(self._log), number, when, delay, **more)
         self._process.stdin.write(json.dumps(asdict(request)) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
-        return Outcome(**answer, text=self._log.read_text())
+        texts = [Path(log(request, rank)).read_text() for rank in range(request.processes)]
+        return Outcome(**answer, text=texts[0], texts=texts)
+
+
+def log(request: Request, rank: int) -> str:
+    """Return the file for what a process writes."""
+    return f"{request.log}.{rank}" if rank else request.log
 
 
 @contextmanager
@@ -83,19 +108,31 @@ def started(folder: Path) -> Iterator[Forks]:
 
 
 def _serve() -> None:
-    from aespa_pl.cli import main  # noqa: PLC0415
-
-    warm = False
+    importlib.import_module("aespa_pl.cli")
+    warm: set[str] = set()
     for line in sys.stdin:
         request = Request(**json.loads(line))
         imported = Path(f"{request.log}.imported")
         start = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            _redirect(request.log)
+        port = _free_port()
+        children: list[int] = []
+        for rank in range(request.processes):
+            child = os.fork()
+            if child:
+                children.append(child)
+                continue
+            _redirect(log(request, rank))
             status = 1
             try:
-                main(request.arguments)
+                if request.processes > 1:
+                    os.environ |= {
+                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0",
+                        "LOCAL_RANK": str(rank), "WORLD_SIZE": str(request.processes),
+                    }  # fmt: skip
+                for key, value in request.environment.items():
+                    os.environ[key] = value.format(rank=rank)
+                module, name = request.target.split(":")
+                getattr(importlib.import_module(module), name)(request.arguments)
                 imported.write_text("\n".join(sys.modules))
                 status = 0
             except SystemExit as error:
@@ -106,10 +143,10 @@ def _serve() -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)
-        status = _wait(child, request, start)
+        status = _wait(children, request, start)
         seconds = time.monotonic() - start
-        if not warm and imported.is_file():  # what the first imported, the others need not
-            warm = True
+        if request.target not in warm and imported.is_file():
+            warm.add(request.target)  # what the first imported, the others need not
             for name in imported.read_text().splitlines():
                 with suppress(Exception):
                     importlib.import_module(name)
@@ -123,23 +160,42 @@ def _redirect(log: str) -> None:
     os.dup2(handle, 2)
 
 
-def _wait(child: int, request: Request, start: float) -> int:
-    """Send the signal once it is due; return how the child ended."""
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(children: Sequence[int], request: Request, start: float) -> int:
+    """Send the signal once it is due; return how the first child ended."""
     due: float | None = None
     sent = not request.number
     while True:
-        found, status = os.waitpid(child, os.WNOHANG)
+        found, status = os.waitpid(children[0], os.WNOHANG)
         if found:
+            for child in children[1:]:
+                _reap(child)
             return os.waitstatus_to_exitcode(status)
         now = time.monotonic()
         if due is None and (not request.when or any(Path("/").glob(request.when.lstrip("/")))):
             due = (start if not request.when else now) + request.delay
         if not sent and due is not None and now >= due:
-            os.kill(child, request.number)
+            os.kill(children[request.to], request.number)
             sent = True
         if now > start + LONGEST:
-            os.kill(child, signal.SIGKILL)
+            os.kill(children[0], signal.SIGKILL)
         time.sleep(0.002)
+
+
+def _reap(child: int) -> None:
+    """Give a child a moment to end by itself."""
+    until = time.monotonic() + 1
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -308,7 +308,10 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
         (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true.*model\.dtype"),
         (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
         (["--data.evaluation.segment_length", 1], r"segment_length is 1: at least 2"),
-        (["--trainer.devices", 2], r"trainer\.devices must be 1"),
+        (
+            ["--trainer.devices", 2, "--trainer.strategy", "ddp_spawn"],
+            r"trainer\.strategy is ddp_spawn.*set it to ddp",
+        ),
         (["--output.folder", "file"], r"cannot write to file/aespa.*--output\.folder"),
         (["--ckpt_path", "no"], r"no is not the folder of a run"),
     ],

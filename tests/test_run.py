@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def test_journal_comes_back_as_it_was(run: Run) -> None:
     assert again.damaged(3, files) == []
     assert again.usable_checkpoint(4) == run.checkpoint_folder(4) / "x.ckpt"
     assert again.usable_checkpoint(3) is None
+
+
+def test_process_that_only_looks_on_leaves_the_folder_as_it_is(run: Run) -> None:
+    checkpoint = make_file(run.checkpoint_folder(0) / "x.ckpt")
+    run.note_checkpoint(0, checkpoint)
+    before = run.journal.read_bytes()
+    looking = replace(Run.open(run.folder), writes=False)
+    looking.damping[0] = 0.1
+    looking.finish_block(0, {"losses": {}}, [run.folder / "not_there"])
+    assert 0 in looking.blocks
+    assert run.journal.read_bytes() == before
+    assert checkpoint.is_file()
 
 
 def test_version_numbers_are_not_used_again(tmp_path: Path) -> None:

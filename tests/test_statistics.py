@@ -73,7 +73,10 @@ def make(model_of: Callable[[], PreTrainedModel]) -> PreTrainedModel:
 
 
 def collect(
-    model: PreTrainedModel, ids: Tensor, batch_size: int
+    model: PreTrainedModel,
+    ids: Tensor,
+    batch_size: int,
+    before_the_end: Callable[[StatisticsCollector], None] = lambda _: None,
 ) -> tuple[BlockStatisticTensors, list[Attention], Tensor]:
     """Return the statistics, what was observed, and the attention input ``[tokens, d]``."""
     family = family_of(model.config)
@@ -97,6 +100,7 @@ def collect(
             hidden, _ = family.embed(model, part)
             family.run_block(block, hidden, family.arguments(model, hidden))
     handle.remove()
+    before_the_end(collector)
     statistics = collector.finish(family.norm_weights(block))
     return statistics, seen, torch.cat([x.flatten(0, 1) for x in inputs])
 
@@ -114,6 +118,29 @@ def test_batches_of_one_and_of_eight_agree(model_of: Callable[[], PreTrainedMode
         torch.testing.assert_close(H, whole.inputs[name])
     for kind in ("attended", "keys", "queries"):
         torch.testing.assert_close(getattr(single, kind), getattr(whole, kind))
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_collectors_add_up(model_of: Callable[[], PreTrainedModel]) -> None:
+    """Two have seen different segments; a third one has seen what does not count."""
+    model, ids = make(model_of), tokens()
+    whole, _, _ = collect(model, ids, 2)
+    sums: list[Tensor] = []
+
+    def keep(total: Tensor) -> None:
+        sums.append(total.clone())
+
+    def add(total: Tensor) -> None:
+        total += sums.pop(0)
+        sums.append(total.clone())
+
+    collect(model, ids[:2], 2, lambda collector: collector.add_up(keep, counts=True))
+    collect(model, ids[:2], 2, lambda collector: collector.add_up(add, counts=False))
+    found, _, _ = collect(model, ids[2:], 2, lambda one: one.add_up(add, counts=True))
+    for name, H in whole.inputs.items():
+        torch.testing.assert_close(H, found.inputs[name])
+    for kind in ("attended", "keys", "queries"):
+        torch.testing.assert_close(getattr(whole, kind), getattr(found, kind))
 
 
 @pytest.mark.parametrize("model_of", MODELS)

@@ -1,0 +1,309 @@
+"""One process and two: seconds and bytes communicated; and what 1 to 64 devices should take for large models.
+
+python benchmarks/scaling.py --output scaling.jsonl
+python benchmarks/scaling.py --processes []                # the prediction alone, seconds
+
+Measured: ``aespa-pl fit`` of a LLaMA-type model with random weights on the CPU, each process with one
+thread, connected by gloo. There should be a core for each. Bytes are what each process sends, if sums and
+gathers go round a ring.
+
+Predicted: the arithmetic of ``aespa_pl/planning/needs.py``, divided as the program divides it, over an
+assumed rate, and the bytes over an assumed bandwidth. It is a prediction: nothing of it was measured. It
+knows nothing of how much slower small matrices are, of reading weights and of writing files.
+"""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import auto_cli
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, PreTrainedConfig
+
+from aespa_pl.data.texts import EMBEDDED
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Role
+from aespa_pl.planning.needs import (
+    TYPICAL_ZFOLD_ROUNDS,
+    block_flops,
+    device_bytes,
+    hessian_bytes,
+    learned,
+    shift_bytes,
+)
+from aespa_pl.planning.shape import Matrix, Shape, Work
+from aespa_pl.settings import QuantizationSettings
+
+PROGRAM = """
+import json
+import sys
+from aespa_pl import cli, commands
+
+def fit(*arguments, ranks, **options):
+    result = whole(*arguments, ranks=ranks, **options)
+    if ranks.is_first:
+        print(json.dumps({"bytes": ranks.traffic.bytes, "calls": ranks.traffic.calls}), file=sys.stderr)
+    return result
+
+whole, commands.fit = commands.fit, fit
+cli.main()
+"""
+DEVICES = (1, 2, 4, 8, 16, 32, 64)
+CALLS_AN_ITERATION = 3
+"""Lightning's two broadcasts, of SIGTERM and of whether it is time for a checkpoint, and our own."""
+RECORDED_PRODUCTS = 5
+"""Losses of whole projections that each process computes for itself: two to keep the better rounding,
+three for the journal."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a prediction rests on."""
+
+    tflops: float
+    gigabytes: float
+    call_seconds: float
+
+
+def main(
+    *,
+    processes: tuple[int, ...] = (1, 2),
+    hidden: int = 256,
+    intermediate: int = 768,
+    heads: int = 8,
+    blocks: int = 2,
+    segments: int = 16,
+    length: int = 256,
+    rounds: int = 1,
+    iterations: int = 200,
+    tflops: float = 15.0,
+    gigabytes: float = 20.0,
+    call_seconds: float = 100e-6,
+    output: Path | None = None,
+) -> None:
+    """Measure and predict, and print both.
+
+    Args:
+        processes: Numbers of processes to measure.
+        hidden: Hidden size of the measured model.
+        intermediate: Width of its feed-forward part.
+        heads: Its heads.
+        blocks: Its blocks.
+        segments: Calibration segments.
+        length: Tokens in each.
+        rounds: Of Z-Fold, at most.
+        iterations: Of the rounding.
+        tflops: Assumed for the prediction: 10^12 operations a second of a device, in all phases. 15 is what
+            float32 products without tensor cores reach on an A100.
+        gigabytes: Assumed: 10^9 bytes a second that each device sends.
+        call_seconds: Assumed: time of a collective call with next to no data.
+        output: JSON lines are appended to this file.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        if processes:
+            config = LlamaConfig(
+                hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+                num_key_value_heads=heads, num_hidden_layers=blocks, max_position_embeddings=length,
+            )  # fmt: skip
+            _make_model(config, Path(folder) / "model")
+            print(
+                f"measured: hidden size {hidden}, {blocks} blocks; all phases are in the JSON lines"
+            )
+            print("| processes | seconds | of rounding | speed-up | MB sent | calls |")
+            print("|---|---|---|---|---|---|")
+        for count in processes:
+            options = {
+                "data.calibration.segments": segments,
+                "data.calibration.segment_length": length,
+                "quantization.grid.max_rounds": rounds,
+                "quantization.rounding.iterations": iterations,
+            }
+            row = _measured(Path(folder), count, options)
+            rows.append({"kind": "measured", "hidden": hidden, "blocks": blocks, **row})
+            speed_up = rows[0]["seconds"]["quantization"] / row["seconds"]["quantization"]
+            print(
+                f"| {count} | {row['seconds']['quantization']:.1f} | {row['seconds']['rounding']:.1f} "
+                f"| {speed_up:.2f} | {row['bytes'] / 1e6:.1f} | {row['calls']} |",
+                flush=True,
+            )
+    assumed = Assumed(tflops, gigabytes, call_seconds)
+    print(
+        f"\nPREDICTED, not measured, from {tflops:g} TFLOP/s and {gigabytes:g} GB/s a device, "
+        f"{1e6 * call_seconds:g} us a call; 128 segments of 2048 tokens, one a batch, default settings"
+    )
+    print(
+        "| model | devices | hours | speed-up | hours of communication | GB sent | GB on a device |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name, config in (("LLaMA-30B", _llama_30b()), ("175B (OPT)", _opt_175b())):
+        for row in _curve(name, config, assumed):
+            rows.append(row)
+            print(
+                f"| {name} | {row['devices']} | {row['seconds'] / 3600:.1f} | {row['speed_up']:.1f} "
+                f"| {row['communication_seconds'] / 3600:.2f} | {row['bytes'] / 1e9:.0f} "
+                f"| {row['device_bytes'] / 1e9:.0f} |"
+            )
+    if output is not None:
+        with output.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _measured(folder: Path, count: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Run fit in so many processes; a failure ends the benchmark."""
+    arguments = {
+        "model.pretrained": folder / "model",
+        "data.calibration.source": "embedded",
+        "data.evaluation.texts": "[]",
+        "data.batch_size": 1,
+        "data.cache": folder / "cache",
+        "output.folder": folder / "runs",
+        "output.name": count,
+        "trainer.accelerator": "cpu",
+        "trainer.devices": count,
+        "trainer.logger": "false",
+        **options,
+    }
+    words = ["fit", *(f"--{key}={value}" for key, value in arguments.items())]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    running = []
+    for rank in range(count):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if count > 1:
+            environment |= {
+                "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+    errors = [process.communicate()[1] for process in running]
+    if any(process.returncode for process in running):
+        sys.exit("\n".join(errors))
+    (run,) = (folder / "runs" / str(count)).glob("version_*")
+    metrics = json.loads((run / "metrics.json").read_text())
+    traffic = json.loads(errors[0].splitlines()[-1])
+    return {"processes": count, "seconds": metrics["seconds"], **traffic}
+
+
+def _make_model(config: LlamaConfig, folder: Path) -> None:
+    """Write random weights, with the tokenizer of an embedded model."""
+    torch.manual_seed(0)
+    embedded = json.loads((EMBEDDED / "llama" / "config.json").read_text())
+    config.vocab_size = embedded["vocab_size"]
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for path in (EMBEDDED / "llama").iterdir():
+        if path.name.startswith("tokenizer"):
+            (folder / path.name).write_bytes(path.read_bytes())
+
+
+def _curve(name: str, config: PreTrainedConfig, assumed: Assumed) -> Iterator[dict[str, Any]]:
+    shape, settings = Shape.of(config, family_of(config)), QuantizationSettings()
+    work = Work(segments=128, length=2048, batch_size=1, dtype_bytes=2)
+    alone = 0.0
+    for count in DEVICES:
+        flops = _flops(shape, work, settings, count)
+        sent = _bytes(shape, settings, count)
+        computing = flops / (1e12 * assumed.tflops)
+        calls = settings.rounding.iterations * CALLS_AN_ITERATION if count > 1 else 0
+        talking = sent / (1e9 * assumed.gigabytes) + calls * assumed.call_seconds
+        seconds = shape.blocks * (computing + talking)
+        alone = alone or seconds
+        yield {
+            "kind": "predicted",
+            "model": name,
+            "devices": count,
+            "tflops": assumed.tflops,
+            "gigabytes": assumed.gigabytes,
+            "call_seconds": assumed.call_seconds,
+            "seconds": seconds,
+            "speed_up": alone / seconds,
+            "communication_seconds": shape.blocks * talking,
+            "bytes": shape.blocks * sent,
+            "device_bytes": max(device_bytes(shape, work, settings).values()),
+        }
+
+
+def _flops(shape: Shape, work: Work, settings: QuantizationSettings, count: int) -> float:
+    """Return the operations of one block on the device that has most to do."""
+    phases = block_flops(shape, work, settings)
+    batches = math.ceil(work.segments / work.batch_size)
+    total = (phases["forward"] + phases["statistics"]) * math.ceil(batches / count) / batches
+    heads = shape.layout.key_value_heads
+    largest = math.ceil(heads / count) / heads
+    product = sum(m.product_flops for m in shape.matrices)
+    # the search and OPTQ know no G: of them only V goes by heads
+    searched, descended = (
+        sum(m.product_flops * _share(m, shape, count, coupled=by) for m in shape.matrices) / product
+        for by in (False, True)
+    )
+    total += (phases["grid"] + product) * searched
+    factors = sum(3 * columns**3 for columns in shape.inputs.values())  # everywhere
+    total += factors + 3 * heads * shape.hidden**3 * largest
+    learning = [m for m in shape.matrices if learned(m, settings)]
+    for m in learning:
+        coupled = m.role in (Role.QUERY, Role.KEY)
+        step = m.product_flops + (2 * m.size * shape.layout.head_dim if coupled else 0)
+        total += settings.rounding.iterations * step * _share(m, shape, count, coupled=True)
+    total += phases["polish"] * descended
+    total += RECORDED_PRODUCTS * product
+    if settings.input_correction:  # every process does all of it
+        total += product + sum(2 * m.size * m.columns for m in shape.matrices)
+        total += sum(columns**3 for columns in shape.inputs.values()) / 3
+        total += heads * shape.hidden**3 / 3
+    return total
+
+
+def _share(matrix: Matrix, shape: Shape, count: int, *, coupled: bool) -> float:
+    """Return the largest share of a matrix's rows that a process gets."""
+    units = matrix.rows
+    if matrix.role is Role.VALUE or (coupled and matrix.role is Role.KEY):
+        units = shape.layout.key_value_heads
+    elif coupled and matrix.role is Role.QUERY:
+        units = shape.layout.heads
+    return math.ceil(units / count) / units
+
+
+def _bytes(shape: Shape, settings: QuantizationSettings, count: int) -> float:
+    """Return what a process sends for one block, without checkpoints."""
+    rows = sum(m.rows for m in shape.matrices)
+    searches = 1 + TYPICAL_ZFOLD_ROUNDS
+    learning = sum(m.size for m in shape.matrices if learned(m, settings))
+    sums = hessian_bytes(shape, settings) + shift_bytes(shape, settings)
+    gathered = searches * 8 * rows  # scales and zero points
+    gathered += 5 * shape.weights  # OPTQ's weights and integers
+    gathered += learning + shape.weights  # integers, learned and after the descent
+    return float((2 * sums + gathered) * (count - 1) / count)
+
+
+def _llama_30b() -> PreTrainedConfig:
+    return LlamaConfig(
+        hidden_size=6656, intermediate_size=17920, num_attention_heads=52, num_hidden_layers=60,
+        num_key_value_heads=52, vocab_size=32_000, max_position_embeddings=2048,
+    )  # fmt: skip
+
+
+def _opt_175b() -> PreTrainedConfig:
+    return OPTConfig(
+        hidden_size=12288, ffn_dim=49152, num_attention_heads=96, num_hidden_layers=96,
+        word_embed_proj_dim=12288, vocab_size=50272, max_position_embeddings=2048,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    auto_cli(main)
