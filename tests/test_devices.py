@@ -180,12 +180,17 @@ SLURM = {
 LAYER = ("--quantization.objective.query_key=layer", "--quantization.objective.value=layer")
 
 
+PARTS = ("--data.memory_gb=1e-6", "--quantization.rounding.iterations=4")
+"""So little that everything is done in parts."""
+
+
 @pytest.mark.parametrize(
     ("options", "processes"),
     [
         ((), 2),
         (LAYER, 2),
         (HYBRID, MANY),  # the last process has no row of any projection
+        (PARTS, 2),
     ],
 )
 def test_they_find_what_one_finds(
