@@ -29,6 +29,8 @@ from aespa_pl.models.checkpoint import Checkpoint
 from aespa_pl.models.family import Family
 from aespa_pl.models.source import resolve
 from aespa_pl.models.weights import set_projection_weight
+from aespa_pl.planning.budget import described, divide
+from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.preparation import nearest_weight
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run import Run, last_run, model_fingerprint
@@ -325,6 +327,12 @@ def _quantize(
 ) -> None:
     source = job.stream(job.checkpoint)
     trainer = partial(make_trainer, run)
+    shape = Shape.of(job.checkpoint.config, job.family)
+    segments, length = tokens.shape
+    work = Work(segments, length, job.data.batch_size, job.dtype.itemsize)
+    partition = divide(shape, work, job.data, job.quantization, job.device)
+    for words in described(partition, shape):
+        progress.say(words)
     walk = Walk(
         source=source,
         run=run,
@@ -333,6 +341,7 @@ def _quantize(
         make_trainer=trainer,
         progress=progress,
         stopwatch=Stopwatch(),
+        partition=partition,
         loggers=loggers,
     )
     walk.quantize(tokens)

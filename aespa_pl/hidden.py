@@ -1,4 +1,4 @@
-"""Hidden states of all segments on disk, a batch at a time in memory."""
+"""Tensors of one kind on disk, one at a time in memory: hidden states of all segments, H_V of all heads."""
 
 import tempfile
 import weakref
@@ -18,7 +18,7 @@ class BatchesOnDisk:
     Batches are read and written whole; a mapping of the file would count as memory of the process.
     """
 
-    def __init__(self, folder: Path, batches: Iterable[Tensor]) -> None:
+    def __init__(self, folder: Path, batches: Iterable[Tensor] = ()) -> None:
         """Write ``batches``, tensors on the CPU; all but the last have the same shape.
 
         Raises:
@@ -31,13 +31,21 @@ class BatchesOnDisk:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed below
         weakref.finalize(self, self._file.close)
         for batch in batches:
-            self._dtype = batch.dtype
-            self._shapes.append(batch.shape)
-            self[len(self._shapes) - 1] = batch
+            self.append(batch)
 
     def __len__(self) -> int:
         """Return the number of batches."""
         return len(self._shapes)
+
+    def append(self, batch: Tensor) -> None:
+        """Write one more batch.
+
+        Raises:
+            UserError: The disk is full.
+        """
+        self._dtype = batch.dtype
+        self._shapes.append(batch.shape)
+        self[len(self._shapes) - 1] = batch
 
     def __getitem__(self, index: int) -> Tensor:
         """Read a batch; the tensor is the caller's.

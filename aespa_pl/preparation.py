@@ -5,18 +5,19 @@ Source: algorithm.md, steps 2 and 3.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.correction import corrected_weights
 from aespa_pl.algorithm.grid import min_max_grid
-from aespa_pl.algorithm.hessian import damp
+from aespa_pl.algorithm.hessian import HeadMatrices, damp
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.optq import update_weights
 from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize, round_to_half
 from aespa_pl.algorithm.zfold import fit_grids
+from aespa_pl.heads import HeadsOnDisk
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection, Role
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.settings import QuantizationSettings
@@ -31,7 +32,7 @@ class PreparedProjection:
     weight: Tensor
     """What is quantized, ``[heads, rows, d_in]``, float32: the original weight, or with input_correction
     the one that makes up for the errors of earlier blocks; columns of dead inputs are 0."""
-    hessian: Tensor
+    hessian: Tensor | HeadMatrices
     """Damped, ``[heads or 1, d_in, d_in]``."""
     other_side: Tensor | None
     """G ``[heads, d_h, d_h]`` of the query and key projections' objective."""
@@ -46,6 +47,24 @@ class PreparedProjection:
     """What OPTQ (or nearest rounding, with OPTQ off) chose, uint8."""
     extra_damping: float
     """Share of the mean diagonal that OPTQ's factorization needed beyond the setting."""
+
+    @property
+    def damped(self) -> Tensor:
+        """The Hessian, in memory."""
+        return self.hessian[:]
+
+    def of_heads(self, first: int, end: int) -> "PreparedProjection":
+        """Return what concerns some heads; their Hessians are in memory then."""
+        return replace(
+            self,
+            weight=self.weight[first:end],
+            hessian=self.damped if self.hessian.shape[0] == 1 else self.hessian[first:end],
+            other_side=None if self.other_side is None else self.other_side[first:end],
+            grid=self.grid.heads(first, end - first),
+            export_scale=self.export_scale[first:end],
+            updated=self.updated[first:end],
+            integers=self.integers[first:end],
+        )
 
     def loss(self, integers: Tensor) -> Tensor:
         """Return the exact objective of ``integers`` in its independent parts (see objectives)."""
@@ -66,7 +85,7 @@ class BlockProblem:
 
     layout: BlockLayout
     weights: Mapping[str, Tensor]
-    hessians: Mapping[str, Tensor]
+    hessians: Mapping[str, Tensor | HeadMatrices]
     statistics: BlockStatisticTensors
 
 
@@ -212,18 +231,24 @@ def _weight(block: nn.Module, layout: BlockLayout, projection: Projection) -> Te
 
 def _damped(
     projection: Projection, group: InputGroup, statistics: BlockStatisticTensors, damping: float
-) -> tuple[Tensor, Tensor]:
-    """Return a projection's Hessian, damped in place, and its diagonal before."""
-    name, H = group.name, statistics.inputs[group.name][None]
+) -> tuple[Tensor | HeadsOnDisk, Tensor]:
+    """Return a projection's Hessian, damped in place where it is in memory, and its diagonal before."""
+    name = group.name
+    H: Tensor | HeadsOnDisk = statistics.inputs[group.name][None]
     if projection.role is Role.VALUE and statistics.attended is not None:
         name, H = f"{group.name} of values", statistics.attended
+    if isinstance(H, HeadsOnDisk):
+        raw = H.diagonal()
+        return replace(H, diagonals=damp(raw, damping)), raw
     diagonal = H.diagonal(dim1=-2, dim2=-1)  # a view
     raw = statistics.diagonals.setdefault(name, diagonal.clone())
     diagonal.copy_(damp(raw, damping))
     return H, raw
 
 
-def _shift(projection: Projection, group: InputGroup, statistics: BlockStatisticTensors) -> Tensor:
+def _shift(
+    projection: Projection, group: InputGroup, statistics: BlockStatisticTensors
+) -> Tensor | HeadsOnDisk:
     if projection.role is Role.VALUE and statistics.attended_shift is not None:
         return statistics.attended_shift
     return statistics.shifts[group.name][None]
@@ -256,7 +281,7 @@ def _row_factors(layout: BlockLayout, grids: Mapping[str, Grid]) -> dict[str, Te
 def _prepare(
     projection: Projection,
     W: Tensor,
-    H: Tensor,
+    H: Tensor | HeadMatrices,
     G: Tensor | None,
     fitted: Grid,
     *,

@@ -33,6 +33,11 @@ class Run:
     """By block index: checksums of its files and what was measured."""
     checkpoint: dict[str, Any] | None = None
     """Lightning's checkpoint of the block under way: its ``block``, ``file`` and ``checksum``."""
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    """Of the block under way, what has been learned already where it is learned in parts: ``block``,
+    ``pieces``, ``file`` and ``checksum``."""
+    pieces: list[str] = field(default_factory=list)
+    """What is being learned; a checkpoint of anything else is of no use."""
     damping: dict[int, float] = field(default_factory=dict)
     """By block index: the damping of a second attempt, where the first one diverged."""
 
@@ -85,7 +90,8 @@ class Run:
                 content["fingerprint"],
                 {int(index): dict(record) for index, record in content["blocks"].items()},
                 content["checkpoint"],
-                {int(index): float(share) for index, share in content["damping"].items()},
+                list(content.get("parts", [])),
+                damping={int(index): float(share) for index, share in content["damping"].items()},
             )
         except OSError as error:
             raise UserError(
@@ -104,6 +110,7 @@ class Run:
                 "fingerprint": self.fingerprint,
                 "blocks": {str(index): record for index, record in self.blocks.items()},
                 "checkpoint": self.checkpoint,
+                "parts": self.parts,
                 "damping": {str(index): share for index, share in self.damping.items()},
             },
         )
@@ -144,7 +151,7 @@ class Run:
     def finish_block(self, index: int, record: Mapping[str, Any], files: Iterable[Path]) -> None:
         """Note that a block is complete; its checkpoints are of no more use."""
         self.blocks[index] = {**record, "files": {file.name: checksum(file) for file in files}}
-        self.forget_checkpoint()
+        self.forget_learning()
 
     def damaged(self, index: int, files: Iterable[Path]) -> list[Path]:
         """Return the files of a complete block that are missing or not what the journal knows."""
@@ -157,23 +164,20 @@ class Run:
         """Note a checkpoint of the block under way that is on the disk."""
         self.checkpoint = {
             "block": index,
-            "file": file.relative_to(self.folder).as_posix(),
-            "checksum": checksum(file),
+            "pieces": self.pieces,
+            **self._described(file),
         }
         self.save()
 
     def usable_checkpoint(self, index: int) -> Path | None:
-        """Return the checkpoint of a block, if the journal has one.
+        """Return the checkpoint of a block's ``pieces``, if the journal has one.
 
         Raises:
             DamagedFileError: The file is missing or not what the journal knows.
         """
-        if self.checkpoint is None or self.checkpoint["block"] != index:
+        if self.checkpoint is None or not self._fits(self.checkpoint, index):
             return None
-        file = self.folder / str(self.checkpoint["file"])
-        if not file.is_file() or checksum(file) != self.checkpoint["checksum"]:
-            raise DamagedFileError(str(file))
-        return file
+        return self._intact(self.checkpoint)
 
     def forget_checkpoint(self) -> None:
         """Remove the checkpoints, also what a removal that was interrupted has left."""
@@ -181,9 +185,57 @@ class Run:
         self.save()
         shutil.rmtree(self._checkpoints, ignore_errors=True)
 
+    def part_file(self, index: int, number: int) -> Path:
+        """Integers that one part of a block's learning has found, until the block is complete."""
+        return self._parts / f"block_{index:03}_{number:03}.safetensors"
+
+    def note_part(self, index: int, file: Path) -> None:
+        """Note that the ``pieces`` of the block under way have been learned."""
+        self.parts.append({"block": index, "pieces": self.pieces, **self._described(file)})
+        self.forget_checkpoint()
+
+    def usable_part(self, index: int, number: int) -> Path | None:
+        """Return what has been learned of a block's ``pieces``, if it has been.
+
+        Raises:
+            DamagedFileError: The file is missing or not what the journal knows.
+        """
+        if number >= len(self.parts) or not self._fits(self.parts[number], index):
+            self.forget_parts(number)
+            return None
+        return self._intact(self.parts[number])
+
+    def forget_parts(self, kept: int = 0) -> None:
+        """Forget all but the first parts; their files are overwritten, or go with the block."""
+        del self.parts[kept:]
+
+    def forget_learning(self) -> None:
+        """Remove all that the learning of the block under way has left."""
+        self.forget_parts()
+        self.forget_checkpoint()
+        shutil.rmtree(self._parts, ignore_errors=True)
+
+    def _described(self, file: Path) -> dict[str, str]:
+        name = file.relative_to(self.folder).as_posix()
+        return {"file": name, "checksum": checksum(file)}
+
+    def _fits(self, record: Mapping[str, Any], index: int) -> bool:
+        """Return whether a record is about the ``pieces`` of a block."""
+        return (record["block"], record.get("pieces", [])) == (index, self.pieces)
+
+    def _intact(self, record: Mapping[str, Any]) -> Path:
+        file = self.folder / str(record["file"])
+        if not file.is_file() or checksum(file) != record["checksum"]:
+            raise DamagedFileError(str(file))
+        return file
+
     @property
     def _checkpoints(self) -> Path:
         return self.folder / "checkpoints"
+
+    @property
+    def _parts(self) -> Path:
+        return self.folder / "parts"
 
 
 class DamagedFileError(Exception):

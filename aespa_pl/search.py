@@ -2,21 +2,24 @@
 
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.adaround import start
 from aespa_pl.algorithm.descent import Descent, descend
 from aespa_pl.algorithm.objectives import keep_better
 from aespa_pl.algorithm.quantizer import quantize
+from aespa_pl.artifacts import write_tensors
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import BlockLayout, Projection, Role
+from aespa_pl.parts import WHOLE, Divisible, Partition, Piece, learning_parts
 from aespa_pl.preparation import (
     PreparedProjection,
     corrected_targets,
@@ -26,7 +29,7 @@ from aespa_pl.preparation import (
 )
 from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask, StatisticsBatch
 from aespa_pl.run import DamagedFileError, Run
-from aespa_pl.settings import QuantizationSettings
+from aespa_pl.settings import QuantizationSettings, RoundingSettings
 from aespa_pl.statistics import BlockStatisticTensors
 from aespa_pl.timing import Stopwatch
 
@@ -52,6 +55,7 @@ class IntegerSearch:
     """Knows the checkpoint of the block under way, and which blocks want more damping."""
     make_trainer: MakeTrainer
     stopwatch: Stopwatch
+    partition: Partition
 
     def targets(self, index: int, block: nn.Module, statistics: BlockStatisticTensors) -> Targets:
         """Return the weights to aim at; the statistics' shifts are of no use afterwards.
@@ -119,7 +123,7 @@ class IntegerSearch:
                 raise UserError(f"{error}; raise quantization.damping in a new run") from error
             log.warning("%s; again with damping %g", error, stronger)
         self.journal.damping[index] = stronger
-        self.journal.forget_checkpoint()
+        self.journal.forget_learning()
         return self._choose(index, block, statistics, targets)
 
     def _attempt(
@@ -143,32 +147,40 @@ class IntegerSearch:
 
     def _round(self, index: int, prepared: dict[str, PreparedProjection]) -> dict[str, Tensor]:
         """Run step 4 on what the method learns; W' is forgotten, for only its start needs it."""
-        tasks = {}
-        for name, p in list(prepared.items()):
-            if self._learns(p.projection):
-                tasks[name] = self._task(p)
-            prepared[name] = replace(p, updated=p.weight)
         integers = {name: p.integers for name, p in prepared.items()}
-        if not tasks:
-            return integers
-        statistics = {n: (prepared[n].hessian, prepared[n].other_side) for n in tasks}
-        learned = self._learn(index, tasks, statistics)
-        gc.collect()  # Trainer, module and optimizer refer to each other
-        if not self.settings.rounding.keep_best:
-            return integers | learned
-        for name, found in learned.items():
-            p = prepared[name]
-            integers[name] = keep_better(found, p.loss(found), p.integers, p.loss(p.integers))
+        parts = learning_parts(
+            [_divisible(p) for p in prepared.values() if self._learns(p.projection)], self.partition
+        )
+        found: dict[str, list[Tensor]] = {}
+        for number, part in enumerate(parts):
+            for name, q in self._learn_part(index, number, part, prepared).items():
+                found.setdefault(name, []).append(q)
+        for name, pieces in found.items():
+            p, q = prepared[name], torch.cat(pieces)
+            best = self.settings.rounding.keep_best
+            integers[name] = (
+                keep_better(q, p.loss(q), p.integers, p.loss(p.integers)) if best else q
+            )
         return integers
 
-    def _task(self, p: PreparedProjection) -> RoundingTask:
-        settings = self.settings.rounding
-        attention = p.projection.role is not Role.OTHER
-        return RoundingTask(
-            *start(p.weight, p.updated, p.grid),
-            nearest=quantize(p.weight, p.grid).to(torch.uint8),
-            penalty=settings.penalty_attention if attention else settings.penalty_other,
-        )
+    def _learn_part(
+        self,
+        index: int,
+        number: int,
+        part: Sequence[Piece],
+        prepared: dict[str, PreparedProjection],
+    ) -> dict[str, Tensor]:
+        """Return the integers of the pieces of one part, by projection; what is done already is read."""
+        self.journal.pieces = [piece.key for piece in part]
+        learned = self._learned_before(index, number)
+        if learned is None:
+            learned = self._learn(index, *_tasks(part, prepared, self.settings.rounding))
+            gc.collect()  # Trainer, module and optimizer refer to each other
+            if self.partition != WHOLE:  # there may be a next part to be interrupted in
+                file = self.journal.part_file(index, number)
+                write_tensors(file, learned, {})
+                self.journal.note_part(index, file)
+        return {piece.name: learned[piece.key].to(self.device) for piece in part}
 
     def _learn(
         self, index: int, tasks: Mapping[str, RoundingTask], statistics: StatisticsBatch
@@ -185,7 +197,7 @@ class IntegerSearch:
                 f"block {index}: learning ended after {trainer.global_step} of {settings.iterations} "
                 "iterations: remove from the trainer section what ends it early"
             )
-        return {name: q.to(self.device) for name, q in module.integers().items()}
+        return module.integers()
 
     def _learns(self, projection: Projection) -> bool:
         """Return whether the method learns the rounding of a projection."""
@@ -220,5 +232,40 @@ class IntegerSearch:
             self.journal.forget_checkpoint()
             return None
 
+    def _learned_before(self, index: int, number: int) -> dict[str, Tensor] | None:
+        """Return what one part of the learning found before an interruption."""
+        try:
+            file = self.journal.usable_part(index, number)
+        except DamagedFileError as error:
+            log.warning("block %d: %s is damaged or missing: it is learned again", index, error)
+            self.journal.forget_parts(number)
+            return None
+        return None if file is None else load_file(file)
+
     def _measure(self, phase: str) -> Any:
         return self.stopwatch.measure(phase, self.device)
+
+
+def _divisible(p: PreparedProjection) -> Divisible:
+    on_disk = not isinstance(p.hessian, Tensor)
+    return Divisible(p.projection.name, p.weight.shape[0], p.weight.numel(), on_disk)
+
+
+def _tasks(
+    part: Sequence[Piece], prepared: dict[str, PreparedProjection], settings: RoundingSettings
+) -> tuple[dict[str, RoundingTask], dict[str, tuple[Tensor, Tensor | None]]]:
+    """Return what the learning of a part begins with; W' goes when the last heads have begun."""
+    tasks, statistics = {}, {}
+    for piece in part:
+        p = prepared[piece.name]
+        some = p.of_heads(piece.first, piece.end)
+        attention = p.projection.role is not Role.OTHER
+        tasks[piece.key] = RoundingTask(
+            *start(some.weight, some.updated, some.grid),
+            nearest=quantize(some.weight, some.grid).to(torch.uint8),
+            penalty=settings.penalty_attention if attention else settings.penalty_other,
+        )
+        statistics[piece.key] = some.damped, some.other_side
+        if piece.end == piece.heads:
+            prepared[piece.name] = replace(p, updated=p.weight)
+    return tasks, statistics

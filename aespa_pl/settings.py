@@ -86,6 +86,10 @@ class DataSettings:
     """Where the hidden states of all segments wait for the next block: in host memory, or in a file in
     output.folder that is gone with the process. One stream takes segments * segment_length * hidden
     size numbers of model.dtype."""
+    memory_gb: PositiveFloat | None = None
+    """Memory of the device, in units of 10^9 bytes, that a block may take; null: what is free at the start.
+    Where the statistics need more, H_V is collected for some heads at a time, with one more pass over the
+    segments for each group; where the learning needs more, it is done in parts. The result is the same."""
     cache: str | None = None
     """Folder for tokenized text; null: aespa_pl/tokens under $XDG_CACHE_HOME or ~/.cache."""
 

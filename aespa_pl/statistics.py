@@ -9,7 +9,7 @@ Notation as in ``models/family.py``; X is the input of the attention block, ``[d
 Source: algorithm.md, step 1; Eq. 17 to 22 of the paper.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.models.family import Attention, BlockLayout
+from aespa_pl.heads import HeadsOnDisk
+from aespa_pl.models.family import Attention, BlockLayout, InputGroup
 
 InputHook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 ObserveAttention = Callable[[Callable[[Attention], None]], AbstractContextManager[None]]
@@ -30,7 +31,7 @@ class BlockStatisticTensors:
 
     inputs: Mapping[str, Tensor]
     """``H = E[X X^T] [d_in, d_in]`` for each input group of the layout, by its name."""
-    attended: Tensor | None
+    attended: Tensor | HeadsOnDisk | None
     """``H_V = E[X A^T A X^T] [n_kv, d, d]``; the mean over the query heads that share a value head."""
     keys: Tensor | None
     """``G_Q = E[K^T K] [n_h, d_h, d_h]``, as each query projection's head sees it."""
@@ -39,7 +40,7 @@ class BlockStatisticTensors:
     shifts: Mapping[str, Tensor] = field(default_factory=dict)
     """``E[(X_fp - X) X^T] [d_in, d_in]`` for each input group, X_fp being the input in the original
     model; empty where it was not watched."""
-    attended_shift: Tensor | None = None
+    attended_shift: Tensor | HeadsOnDisk | None = None
     """``E[(X_fp A_fp^T - X A^T) A X^T] [n_kv, d, d]``, A_fp being the probabilities in the original
     model; the mean over the query heads that share a value head."""
     residual_shifts: Mapping[str, Tensor] = field(default_factory=dict)
@@ -56,11 +57,29 @@ class BlockStatisticTensors:
 class StatisticsCollector:
     """Sums up the statistics of one block while batches run through it inside ``watch``."""
 
-    def __init__(self, layout: BlockLayout, *, value: bool, query_key: bool) -> None:
-        """Collect the inputs' Hessians, and what ``value`` and ``query_key`` ask for beyond them."""
+    def __init__(
+        self,
+        layout: BlockLayout,
+        *,
+        value: bool,
+        query_key: bool,
+        inputs: bool = True,
+        heads: range | None = None,
+    ) -> None:
+        """Collect what is asked for.
+
+        Args:
+            layout: Of the block.
+            value: H_V.
+            query_key: G_Q and G_K.
+            inputs: The Hessian of each input group.
+            heads: Key/value heads whose H_V is collected; None: all.
+        """
         self.layout = layout
         self.value = value
         self.query_key = query_key
+        self.inputs = inputs
+        self.heads = range(layout.key_value_heads) if heads is None else heads
         self.tokens = 0
         self._inputs: dict[str, Tensor] = {}
         self._shifts: dict[str, Tensor] = {}
@@ -135,15 +154,20 @@ class StatisticsCollector:
             self._residual_shifts,
         )
 
+    @property
+    def _groups(self) -> tuple[InputGroup, ...]:
+        """Inputs to look at; the first is the attention's, which H_V needs in any case."""
+        return self.layout.groups if self.inputs else self.layout.groups[:1]
+
     def _hook_inputs(
         self, stack: ExitStack, block: nn.Module, make_hook: Callable[[str], InputHook]
     ) -> None:
-        for group in self.layout.groups:
+        for group in self._groups:
             module = block.get_submodule(group.projections[0].module)
             stack.callback(module.register_forward_pre_hook(make_hook(group.name)).remove)
 
     def _hook_residuals(self, stack: ExitStack, block: nn.Module, kept: dict[str, Tensor]) -> None:
-        for group in self.layout.groups:
+        for group in self._groups:
             residual = group.projections[0].residual
             if residual is not None:
                 module = block.get_submodule(residual)
@@ -153,9 +177,10 @@ class StatisticsCollector:
     def _input_hook(self, name: str) -> InputHook:
         def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             X = arguments[0].flatten(0, -2).float()  # [tokens, d_in]
-            _add_product(self._inputs, name, X, X)
             original = self._original_inputs.pop(name, None)
-            if original is not None:
+            if self.inputs:
+                _add_product(self._inputs, name, X, X)
+            if self.inputs and original is not None:
                 _add_product(self._shifts, name, original.flatten(0, -2).float() - X, X)
                 if name in self._residuals:
                     R = self._residuals.pop(name).flatten(0, -2).float()
@@ -169,13 +194,16 @@ class StatisticsCollector:
 
     def _observe(self, attention: Attention) -> None:
         if self.value:
-            AX = attended_inputs(attention.probabilities, self._attention_input, self.layout)
+            AX = attended_inputs(
+                attention.probabilities, self._attention_input, self.layout, self.heads
+            )
             original = None
             if self._original_input is not None and self._original_probabilities is not None:
                 original = attended_inputs(
-                    self._original_probabilities, self._original_input, self.layout
+                    self._original_probabilities, self._original_input, self.layout, self.heads
                 )
-            self._attention.add_values(AX, original, self.layout)
+            share = self.layout.key_value_heads / self.layout.heads
+            self._attention.add_values(AX, original, len(self.heads), share)
         if self.query_key:
             self._attention.add_scores(attention, self.layout)
 
@@ -215,12 +243,11 @@ class _AttentionSums:
     rotation: tuple[Tensor, Tensor] | None = None
 
     def add_values(
-        self, heads: Iterator[Tensor], originals: Iterator[Tensor] | None, layout: BlockLayout
+        self, heads: Iterator[Tensor], originals: Iterator[Tensor] | None, count: int, share: float
     ) -> None:
-        share = layout.key_value_heads / layout.heads
         for head, AX in enumerate(heads):
             if self.attended is None:
-                self.attended = _zeros(AX, layout.key_value_heads, AX.shape[-1], AX.shape[-1])
+                self.attended = _zeros(AX, count, AX.shape[-1], AX.shape[-1])
             self.attended[head].addmm_(AX.T, AX, alpha=share)
             if originals is not None:
                 if self.attended_shift is None:
@@ -242,8 +269,10 @@ class _AttentionSums:
             self.key_gain = self.key_gain.to(Q.device) + key_gain
 
 
-def attended_inputs(probabilities: Tensor, X: Tensor, layout: BlockLayout) -> Iterator[Tensor]:
-    """Yield ``A X`` for each value head, ``[tokens * query heads that share it, d]``, in float32.
+def attended_inputs(
+    probabilities: Tensor, X: Tensor, layout: BlockLayout, heads: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield ``A X`` for some value heads, ``[tokens * query heads that share it, d]``, in float32.
 
     One head at a time, for each is as large as X.
 
@@ -251,9 +280,10 @@ def attended_inputs(probabilities: Tensor, X: Tensor, layout: BlockLayout) -> It
         probabilities: A, ``[B, n_h, L, L]``.
         X: ``[B, L, d]``.
         layout: Of the block.
+        heads: Value heads.
     """
     A = probabilities.float().unflatten(1, (layout.key_value_heads, -1))
-    for head in range(layout.key_value_heads):
+    for head in heads:
         yield (A[:, head] @ X.float()[:, None]).flatten(0, -2)
 
 

@@ -1,4 +1,4 @@
-"""Seconds and peak memory of a run."""
+"""Seconds and memory of a run."""
 
 import resource
 import sys
@@ -6,8 +6,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import psutil
 import torch
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux tells a container its limits."""
 
 
 class Stopwatch:
@@ -35,3 +40,19 @@ def peak_bytes(device: torch.device) -> dict[str, int]:
     host = peak if sys.platform == "darwin" else 1024 * peak  # bytes on macOS, KiB on Linux
     cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {"host": host, "device": cuda}
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of a device that is free now; of the CPU, what can be had without swapping.
+
+    In a container with a limit of its own (cgroup v2) that limit counts.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # none, or "max"
+        return free
+    return min(free, limit - used)

@@ -17,11 +17,13 @@ from aespa_pl.algorithm.descent import Descent
 from aespa_pl.algorithm.quantizer import dequantize, quantize
 from aespa_pl.artifacts import ModelWriter, write_tensors
 from aespa_pl.errors import UserError
+from aespa_pl.heads import HeadsOnDisk
 from aespa_pl.hidden import Batches
 from aespa_pl.models.checkpoint import Checkpoint
 from aespa_pl.models.family import Attention, BlockLayout
 from aespa_pl.models.stored import DTYPES
 from aespa_pl.models.weights import fold, set_projection_weight
+from aespa_pl.parts import WHOLE, Partition
 from aespa_pl.preparation import (
     PreparedProjection,
     group_zetas,
@@ -58,6 +60,7 @@ class Walk:
     make_trainer: MakeTrainer
     progress: WalkProgress
     stopwatch: Stopwatch
+    partition: Partition = WHOLE
     loggers: Sequence[Logger] = ()
     """Take curves over the blocks; those over the iterations go to the Trainers' own loggers."""
 
@@ -75,6 +78,7 @@ class Walk:
             self.run,
             self.make_trainer,
             self.stopwatch,
+            self.partition,
         )
 
     def quantize(self, tokens: Tensor) -> None:
@@ -172,18 +176,64 @@ class Walk:
         self._say(index, record, sum(seconds.values()))
 
     def _collect(self, index: int, block: nn.Module, streams: Streams) -> BlockStatisticTensors:
-        """Run step 1; the original model's hidden states, if there are any, go on to the next block."""
-        objective = self.settings.objective
+        """Run step 1; the original model's hidden states, if there are any, go on to the next block.
+
+        Where the partition wants it, H_V is collected for some heads at a time, and waits on disk.
+        """
+        heads = self.layout.key_value_heads
+        groups = [range(heads)]
+        if self.settings.objective.value == "attention":
+            groups = self.partition.head_groups(heads)
+        statistics = self._run_through(index, block, streams, groups[0], last=len(groups) == 1)
+        if len(groups) > 1:
+            statistics = replace(
+                statistics,
+                attended=self._on_disk(statistics.attended),
+                attended_shift=self._on_disk(statistics.attended_shift),
+            )
+        for group in groups[1:]:
+            more = self._run_through(index, block, streams, group, last=group is groups[-1])
+            for stored, found in (
+                (statistics.attended, more.attended),
+                (statistics.attended_shift, more.attended_shift),
+            ):
+                if isinstance(stored, HeadsOnDisk) and isinstance(found, Tensor):
+                    stored.append(found)
+        return statistics
+
+    def _on_disk(self, matrices: Tensor | HeadsOnDisk | None) -> HeadsOnDisk | None:
+        """Return the matrices of the first heads in a file, to which others can be appended."""
+        if not isinstance(matrices, Tensor):
+            return matrices
+        stored = HeadsOnDisk.create(self.run.folder, self.source.device)
+        stored.append(matrices)
+        return stored
+
+    def _run_through(
+        self,
+        index: int,
+        block: nn.Module,
+        streams: Streams,
+        heads: range,
+        *,
+        last: bool,
+    ) -> BlockStatisticTensors:
+        """Run all segments through a block and collect H_V of some heads; the first time, everything else."""
+        objective, first = self.settings.objective, heads.start == 0
         collector = StatisticsCollector(
             self.layout,
             value=objective.value == "attention",
-            query_key=objective.query_key == "attention",
+            query_key=first and objective.query_key == "attention",
+            inputs=first,
+            heads=heads,
         )
         observe = partial(self._observe_attention, block)
         for i in range(len(streams.quantized)):
             if streams.original is not None:
                 with collector.watch_original(block, observe):
-                    streams.original[i] = self.source.run_block(block, streams.original[i]).cpu()
+                    after = self.source.run_block(block, streams.original[i]).cpu()
+                if last:
+                    streams.original[i] = after
             with collector.watch(block, observe):
                 self.source.run_block(block, streams.quantized[i])
         statistics = collector.finish(self.source.family.norm_weights(block))
@@ -311,7 +361,7 @@ def _named_statistics(statistics: BlockStatisticTensors) -> list[tuple[str, Tens
         (f"the residual shift of {name}", tensor)
         for name, tensor in statistics.residual_shifts.items()
     ]
-    return named + [(name, tensor) for name, tensor in others.items() if tensor is not None]
+    return named + [(name, x) for name, x in others.items() if isinstance(x, Tensor)]
 
 
 def _artifact(

@@ -9,6 +9,7 @@ seconds, not memory. ``--baseline true`` adds a process that only parses the com
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from transformers import AutoConfig, LlamaConfig
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.models import family_of
 from aespa_pl.models.checkpoint import skeleton
-from aespa_pl.planning.needs import device_bytes, host_bytes
+from aespa_pl.planning.budget import described
+from aespa_pl.planning.needs import device_bytes, host_bytes, partition_for
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
@@ -49,6 +51,7 @@ def main(
     iterations: int = 2,
     dtype: str = "bfloat16",
     threads: int = 1,
+    memory_gb: float | None = None,
     baseline: bool = True,
     options: list[str] | None = None,
 ) -> None:
@@ -65,6 +68,7 @@ def main(
         iterations: Of the rounding.
         dtype: Of the checkpoint and of the blocks while they run.
         threads: Threads of torch.
+        memory_gb: As data.memory_gb: what does not fit is worked on in parts.
         baseline: Measure a process that does nothing as well.
         options: More options of aespa-pl fit.
     """
@@ -79,7 +83,7 @@ def main(
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             _make_model(config, Path(folder) / "model")
-            arguments = {
+            arguments: dict[str, str | int | float] = {
                 "model.pretrained": f"{folder}/model",
                 "model.dtype": dtype,
                 "data.calibration.source": "embedded",
@@ -95,19 +99,25 @@ def main(
                 "trainer.accelerator": "cpu",
                 "trainer.logger": "false",
             }
+            if memory_gb:
+                arguments["data.memory_gb"] = memory_gb
             words = ["fit", *(f"--{key}={value}" for key, value in arguments.items())]
             peak, seconds = _run(words + (options or []), threads)
             shape = Shape.of(AutoConfig.from_pretrained(f"{folder}/model"), family_of(config))
         settings = QuantizationSettings()
         work = Work(segments, length, 1, getattr(torch, dtype).itemsize)
-        predicted = host_bytes(shape, work, settings, on_cpu=True, on_disk=True)
-        phases = device_bytes(shape, work, settings)
+        partition = partition_for(shape, work, settings, 1e9 * memory_gb if memory_gb else math.inf)
+        predicted = host_bytes(
+            shape, work, settings, on_cpu=True, on_disk=True, partition=partition
+        )
+        phases = device_bytes(shape, work, settings, partition)
         row = {
             "hidden": hidden,
             "blocks": count,
             "parameters": shape.blocks * shape.block_weights + shape.stem_weights,
             "peak_gb": round(peak / 1e9, 3),
             "predicted_gb": round(predicted / 1e9, 3),
+            "in_parts": described(partition, shape),
             "largest_phase": max(phases, key=lambda phase: phases[phase]),
             "seconds": round(seconds),
         }

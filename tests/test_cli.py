@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1,
+        hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
         num_hidden_layers=2, max_position_embeddings=LENGTH, vocab_size=1024,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -219,6 +219,22 @@ def test_a_clock_that_jumps_changes_nothing(
         assert file.read_bytes() == (jumping / "blocks" / file.name).read_bytes()
     seconds = json.loads((jumping / "metrics.json").read_text())["seconds"]
     assert all(value >= 0 for value in seconds.values())
+
+
+def test_little_memory_gives_the_same_in_parts(aespa: CommandLine, model: Path) -> None:
+    options = ("--data.memory_gb", 1e-6, "--output.checkpoint_seconds", 1, "--output.name", "parts")
+    status, out, err = aespa("fit", *small(model), *options)
+    assert (status, err) == (0, "")
+    assert "H_V of 1 of 2 heads at once, in 2 passes over the segments" in " ".join(out.split())
+    assert "learning in parts of at most" in " ".join(out.split())
+    divided = Path(out.splitlines()[-1])
+    assert aespa("fit", *small(model))[0] == 0
+    for file in sorted((divided / "blocks").iterdir()):
+        whole = load_file(Path("lightning_logs/aespa/version_0/blocks", file.name))
+        found = load_file(file)
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert not (divided / "parts").exists()
 
 
 def test_hidden_states_on_disk(aespa: CommandLine, model: Path) -> None:

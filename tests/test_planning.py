@@ -7,18 +7,26 @@ import torch
 
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
+from aespa_pl.parts import WHOLE, Partition
+from aespa_pl.planning.budget import described, divide
 from aespa_pl.planning.needs import (
     block_flops,
     device_bytes,
     disk_bytes,
     hessian_bytes,
     host_bytes,
+    partition_for,
     shift_bytes,
 )
 from aespa_pl.planning.rates import measure_rates
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.table import duration, human
-from aespa_pl.settings import ObjectiveSettings, QuantizationSettings, RoundingSettings
+from aespa_pl.settings import (
+    DataSettings,
+    ObjectiveSettings,
+    QuantizationSettings,
+    RoundingSettings,
+)
 from tests.models.examples import EXAMPLES, make_model
 
 PAPER = replace(QuantizationSettings(), input_correction=0.0)
@@ -101,6 +109,58 @@ def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
     many = replace(few, blocks=10 * few.blocks)
     settings = QuantizationSettings()
     assert device_bytes(few, WORK, settings) == device_bytes(many, WORK, settings)
+
+
+def test_parts_need_no_more_than_there_is() -> None:
+    s, settings = shape(), QuantizationSettings()
+    needs = device_bytes(s, WORK, settings)
+    assert partition_for(s, WORK, settings, max(needs.values())) == WHOLE
+    one = device_bytes(s, WORK, settings, Partition(heads=1))
+    collecting = max(one[phase] for phase in ("statistics", "correction", "OPTQ"))
+    assert collecting < max(needs[phase] for phase in ("statistics", "correction", "OPTQ"))
+    assert partition_for(s, WORK, settings, collecting).heads == 1
+    in_parts = partition_for(s, WORK, settings, 0.7 * needs["rounding"])
+    assert in_parts.weights is not None
+    assert device_bytes(s, WORK, settings, in_parts)["rounding"] <= 0.7 * needs["rounding"]
+    larger = replace(in_parts, weights=2 * in_parts.weights)
+    assert device_bytes(s, WORK, settings, larger)["rounding"] > 0.7 * needs["rounding"]
+
+
+def test_smallest_parts_are_planned_where_nothing_fits() -> None:
+    s, settings = shape(), QuantizationSettings()
+    partition = partition_for(s, WORK, settings, 0)
+    assert partition.heads == 1
+    learning = sum(m.size for m in s.matrices)
+    assert partition.weights is not None
+    assert partition.weights <= learning / 10
+    layer = replace(settings, objective=ObjectiveSettings("layer", "layer"), method="aespa-fast")
+    assert partition_for(s, WORK, layer, 0) == WHOLE
+
+
+def test_memory_that_is_free_decides_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, settings, cpu = shape(), QuantizationSettings(), torch.device("cpu")
+    monkeypatch.setattr("aespa_pl.planning.budget.free_bytes", lambda _: 1)
+    assert divide(s, WORK, DataSettings(), settings, cpu).heads == 1
+    assert divide(s, WORK, DataSettings(memory_gb=1), settings, cpu) == WHOLE
+    hidden = DataSettings(memory_gb=2 * WORK.stream_bytes(s.hidden) / 1e9)
+    assert (
+        divide(s, WORK, hidden, settings, cpu).heads == 1
+    )  # nothing left beside the hidden states
+    words = described(divide(s, WORK, hidden, settings, cpu), s)
+    assert words[0].startswith("H_V of 1 of 2 heads at once, in 2 passes")
+    assert "learning in parts" in words[1]
+    assert described(WHOLE, s) == []
+
+
+def test_passes_over_the_segments_are_counted() -> None:
+    s = shape()
+    once, twice = (block_flops(s, WORK, PAPER, p) for p in (WHOLE, Partition(heads=1)))
+    assert twice["statistics"] - once["statistics"] == once["forward"]
+    needs = [
+        disk_bytes(s, WORK, PAPER, stored_bytes=2, on_disk=False, partition=p)
+        for p in (WHOLE, Partition(heads=1))
+    ]
+    assert needs[1] - needs[0] == 4 * s.layout.key_value_heads * s.hidden**2
 
 
 def test_rates_are_measured() -> None:

@@ -2,11 +2,13 @@
 
 import resource
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from aespa_pl.timing import Stopwatch, peak_bytes
+from aespa_pl.timing import Stopwatch, free_bytes, peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -37,3 +39,17 @@ def test_peak_is_in_bytes(platform: str, unit: int, monkeypatch: pytest.MonkeyPa
     found = peak_bytes(CPU)
     assert found["device"] == 0
     assert found["host"] == pytest.approx(expected, rel=0.01)
+
+
+def test_free_memory_is_less_than_there_is() -> None:
+    everything = psutil.virtual_memory().total
+    assert 0 < free_bytes(CPU) < everything
+
+
+def test_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aespa_pl.timing.CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert free_bytes(CPU) == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes(CPU) > 5000

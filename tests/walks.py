@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from aespa_pl.models import family_of
 from aespa_pl.models.checkpoint import Checkpoint
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection
+from aespa_pl.parts import WHOLE, Partition
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run import Run
 from aespa_pl.settings import PolishSettings, QuantizationSettings, RoundingSettings
@@ -127,6 +128,7 @@ def walk(
     options: TrainerOptions = lambda _run, _index: {},
     run: Run | None = None,
     hidden_folder: Path | None = None,
+    partition: Partition = WHOLE,
 ) -> Quantized:
     """Quantize an example; the same name gives the same weights and the same text.
 
@@ -139,6 +141,7 @@ def walk(
         options: Of each block's Trainer.
         run: One to go on with.
         hidden_folder: For hidden states on disk.
+        partition: What of a block is worked on at once.
     """
     torch.manual_seed(0)
     model = shortened(make_model(name, torch.float32)) if model is None else model
@@ -162,6 +165,7 @@ def walk(
         make_trainer=trainers(settings, run, options),
         progress=WalkProgress(Console(file=said, width=200)),
         stopwatch=Stopwatch(),
+        partition=partition,
     )
     walker.quantize(ids)
     return Quantized(model, ids, run, walker.layout, said.getvalue())

@@ -17,13 +17,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from aespa_pl.algorithm.hessian import solve
+from aespa_pl.algorithm.hessian import HeadMatrices, solve
 
 
 def corrected_weights(
     W: Float[Tensor, "heads rows d_in"],
-    shift: Float[Tensor, "#heads d_in d_in"],
-    H: Float[Tensor, "#heads d_in d_in"],
+    shift: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
+    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
     share: float,
     residual_shift: Float[Tensor, "heads rows d_in"] | None = None,
 ) -> Float[Tensor, "heads rows d_in"]:
@@ -39,8 +39,12 @@ def corrected_weights(
     Raises:
         ArithmeticError: H cannot be factored, whatever the damping.
     """
-    # with one H: one problem with the rows of all heads
-    change = (W.flatten(0, 1) @ shift[0])[None] if H.shape[0] == 1 else W @ shift
+    if not isinstance(shift, Tensor):
+        change = torch.cat([W[h : h + 1] @ shift[h : h + 1] for h in range(W.shape[0])])
+    elif H.shape[0] == 1:  # one problem with the rows of all heads
+        change = (W.flatten(0, 1) @ shift[0])[None]
+    else:
+        change = W @ shift
     if residual_shift is not None:
         change += residual_shift
     return torch.add(W, solve(H, change).view_as(W), alpha=share)

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from aespa_pl.algorithm.candidates import Candidates, every_loss, least_loss
+from aespa_pl.algorithm.hessian import HeadMatrices
 from aespa_pl.algorithm.quantizer import Grid
 
 CLIP_RATIOS = 100
@@ -28,7 +29,7 @@ def min_max_grid(
 
 def search_grid(
     W: Float[Tensor, "heads rows d_in"],
-    H: Float[Tensor, "#heads d_in d_in"],
+    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
     zeta: Float[Tensor, " d_in"],
     *,
     bits: int,

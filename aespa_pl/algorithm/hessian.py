@@ -1,5 +1,6 @@
 """Dead inputs, damping and the inverse of a Hessian."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,19 @@ DEAD_DIAGONAL = 1 / 2048
 """Diagonal given to an input that is always 0 (algorithm.md)."""
 MAX_DAMPING_FACTOR = 10_000
 NOT_FACTORED = "the Hessian cannot be factored, whatever the damping"
+
+
+class HeadMatrices(ABC):
+    """Matrices ``[heads, d_in, d_in]`` that are not all in memory: those of a slice of heads are a tensor."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """Heads, d_in, d_in."""
+
+    @abstractmethod
+    def __getitem__(self, heads: slice) -> Float[Tensor, "some d_in d_in"]:
+        """Return the matrices of some heads, on the device that they are worked on."""
 
 
 def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor, "heads d_in"]:
@@ -42,7 +56,7 @@ def inverse_factor(
 
 
 def solve(
-    H: Float[Tensor, "heads d_in d_in"], B: Float[Tensor, "heads rows d_in"]
+    H: Float[Tensor, "heads d_in d_in"] | HeadMatrices, B: Float[Tensor, "heads rows d_in"]
 ) -> Float[Tensor, "heads rows d_in"]:
     """Return ``B H^-1``, one head after the other: a factor takes as much memory as H.
 

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Real
 from torch import Tensor
 
+from aespa_pl.algorithm.hessian import HeadMatrices
+
 
 def error_product(
     dW: Float[Tensor, "heads rows d_in"],
@@ -37,7 +39,7 @@ def error_product(
 
 def reconstruction_loss(
     dW: Float[Tensor, "heads rows d_in"],
-    H: Float[Tensor, "#heads d_in d_in"],
+    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
     G: Float[Tensor, "heads rows rows"] | None = None,
 ) -> Float[Tensor, "heads separable"]:
     """Return ``tr(G dW H dW^T)`` in its independent parts.
@@ -46,6 +48,9 @@ def reconstruction_loss(
         ``[heads, rows]`` without G, where each row's loss depends on that row alone, and
         ``[heads, 1]`` with G, which couples the rows of a head.
     """
+    if not isinstance(H, Tensor):
+        heads = range(dW.shape[0])
+        return torch.cat([reconstruction_loss(dW[h : h + 1], H[h : h + 1]) for h in heads])
     parts = (dW * error_product(dW, H, G)).sum(-1)  # [heads, rows]
     return parts if G is None else parts.sum(-1, keepdim=True)
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from aespa_pl.algorithm.hessian import inverse_factor
+from aespa_pl.algorithm.hessian import HeadMatrices, inverse_factor
 from aespa_pl.algorithm.quantizer import Grid
 from aespa_pl.algorithm.workspace import chunk_elements
 
@@ -21,7 +21,9 @@ ACCELERATOR_CHUNK = 2**28
 
 
 def update_weights(
-    W: Float[Tensor, "heads rows d_in"], H: Float[Tensor, "#heads d_in d_in"], grid: Grid
+    W: Float[Tensor, "heads rows d_in"],
+    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
+    grid: Grid,
 ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], float]:
     """Visit the columns in order of decreasing ``H_jj``, round each, compensate in those to come.
 
@@ -32,11 +34,11 @@ def update_weights(
     Raises:
         ArithmeticError: H cannot be factored.
     """
-    elements = chunk_elements(H, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
+    elements = chunk_elements(W, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
     size = max(1, elements // W.shape[-1] ** 2) if H.shape[0] > 1 else W.shape[0]
     parts = [
         _update_heads(
-            W[i : i + size], H if H.shape[0] == 1 else H[i : i + size], grid.heads(i, size)
+            W[i : i + size], H[:] if H.shape[0] == 1 else H[i : i + size], grid.heads(i, size)
         )
         for i in range(0, W.shape[0], size)
     ]

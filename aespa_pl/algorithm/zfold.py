@@ -11,13 +11,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
+from aespa_pl.algorithm.hessian import HeadMatrices
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
 
 
 def fit_grids(
     weights: Sequence[Tensor],
-    hessians: Sequence[Tensor],
+    hessians: Sequence[Tensor | HeadMatrices],
     *,
     bits: int,
     symmetric: bool,
@@ -82,7 +83,7 @@ def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Floa
 
 
 def _total_loss(
-    weights: Sequence[Tensor], hessians: Sequence[Tensor], grids: Sequence[Grid]
+    weights: Sequence[Tensor], hessians: Sequence[Tensor | HeadMatrices], grids: Sequence[Grid]
 ) -> float:
     return sum(
         float(reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum())

@@ -4,8 +4,12 @@ The memory is that of the tensors that exist at once in the hungriest moment of 
 ``benchmarks/memory.py`` holds it against measured runs.
 """
 
+import math
+from dataclasses import replace
+
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.models.family import Role
+from aespa_pl.parts import WHOLE, Partition
 from aespa_pl.planning.shape import Matrix, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
@@ -24,6 +28,8 @@ CHECKPOINT_BYTES = 3 * FLOAT
 PROCESS_BYTES = 600_000_000
 """Python, torch, lightning and transformers: 380 MB were measured on Linux with CPU torch
 (benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
+MOST_PARTS = 64
+"""Of the learning of a block; the largest projections then are parts of their own in any case."""
 TYPICAL_ZFOLD_ROUNDS = 10
 """Searches of a grid with zeta, for the estimate of the time; the settings allow up to 30."""
 
@@ -33,33 +39,39 @@ def learned(matrix: Matrix, settings: QuantizationSettings) -> bool:
     return settings.learns(attention=matrix.role is not Role.OTHER)
 
 
-def hessian_bytes(shape: Shape, settings: QuantizationSettings) -> int:
-    """Return the bytes of H for each input group, H_V, G_Q and G_K."""
+def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
+    """Return the bytes of H_V of one key/value head; 0 where the objective has none."""
+    return FLOAT * shape.hidden**2 if settings.objective.value == "attention" else 0
+
+
+def hessian_bytes(
+    shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE
+) -> int:
+    """Return the bytes of H for each input group, H_V of the heads at once, G_Q and G_K."""
     layout = shape.layout
     numbers = sum(columns**2 for columns in shape.inputs.values())
-    if settings.objective.value == "attention":
-        numbers += layout.key_value_heads * shape.hidden**2
     if settings.objective.query_key == "attention":
         numbers += (layout.heads + layout.key_value_heads) * layout.head_dim**2
-    return FLOAT * numbers
+    return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
 
 
-def shift_bytes(shape: Shape, settings: QuantizationSettings) -> int:
+def shift_bytes(shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE) -> int:
     """Return the bytes of what only the correction of earlier errors needs."""
     if not settings.input_correction:
         return 0
     numbers = sum(columns**2 for columns in shape.inputs.values())
     numbers += sum(shape.hidden * m.columns for m in shape.matrices if m.adds_to_residual)
-    if settings.objective.value == "attention":
-        numbers += shape.layout.key_value_heads * shape.hidden**2
-    return FLOAT * numbers
+    return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
 
 
-def device_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> dict[str, int]:
+def device_bytes(
+    shape: Shape, work: Work, settings: QuantizationSettings, partition: Partition = WHOLE
+) -> dict[str, int]:
     """Return the bytes on the device, by phase; the largest is what a run needs."""
     stem = shape.stem_weights * work.dtype_bytes
     block = shape.block_weights * work.dtype_bytes
-    hessians, shifts = hessian_bytes(shape, settings), shift_bytes(shape, settings)
+    hessians = hessian_bytes(shape, settings, partition)
+    shifts = shift_bytes(shape, settings, partition)
     largest = max(matrix.size for matrix in shape.matrices)
     widest = max(columns**2 for columns in shape.inputs.values())
     streams = 2 if settings.input_correction else 1
@@ -73,7 +85,9 @@ def device_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> di
     )
     targets = FLOAT * shape.weights if settings.input_correction else 0
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
-    kept = shape.weights - learning
+    at_once = min(learning, partition.weights or learning)
+    waiting = learning - at_once
+    kept = shape.weights - at_once
     steady = block + hessians
     return {
         "embedding and head": stem + work.tokens * shape.hidden * work.dtype_bytes,
@@ -86,14 +100,48 @@ def device_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> di
         + OPTQ_BYTES * largest
         + 5 * FLOAT * widest,
         "rounding": steady
-        + LEARNED_BYTES * learning
+        + LEARNED_BYTES * at_once
         + KEPT_BYTES * kept
+        + FLOAT * waiting  # W', which the learning begins with
         + (2 * FLOAT * largest if learning else 0),
     }
 
 
+def partition_for(
+    shape: Shape, work: Work, settings: QuantizationSettings, free: float
+) -> Partition:
+    """Return what of a block is worked on at once, so that its needs are at most ``free`` bytes.
+
+    As much as possible: fewer heads mean more passes over the segments, fewer weights more Trainers. Where
+    nothing is small enough the smallest parts are returned.
+    """
+
+    def most(partition: Partition, *phases: str) -> int:
+        needs = device_bytes(shape, work, settings, partition)
+        return max(needs[phase] for phase in phases)
+
+    heads, chosen = shape.layout.key_value_heads, WHOLE
+    if settings.objective.value == "attention":
+        for passes in range(1, heads + 1):
+            chosen = Partition(None if passes == 1 else math.ceil(heads / passes))
+            if most(chosen, "statistics", "correction", "OPTQ") <= free:
+                break
+    learning = sum(m.size for m in shape.matrices if learned(m, settings))
+    for parts in range(1, MOST_PARTS + 1):
+        smaller = replace(chosen, weights=None if parts == 1 else math.ceil(learning / parts))
+        if not learning or most(smaller, "rounding") <= free:
+            return smaller
+    return smaller
+
+
 def host_bytes(
-    shape: Shape, work: Work, settings: QuantizationSettings, *, on_cpu: bool, on_disk: bool
+    shape: Shape,
+    work: Work,
+    settings: QuantizationSettings,
+    *,
+    on_cpu: bool,
+    on_disk: bool,
+    partition: Partition = WHOLE,
 ) -> int:
     """Return the bytes in host memory of the whole process.
 
@@ -103,15 +151,26 @@ def host_bytes(
         settings: Of the quantization.
         on_cpu: The device is the CPU: its memory is the host's.
         on_disk: Hidden states are kept in files.
+        partition: What of a block is in memory at once.
     """
-    streams = 2 if settings.input_correction else 1
-    hidden = 0 if on_disk else streams * work.stream_bytes(shape.hidden)
-    device = max(device_bytes(shape, work, settings).values()) if on_cpu else 0
+    hidden = 0 if on_disk else hidden_bytes(shape, work, settings)
+    device = max(device_bytes(shape, work, settings, partition).values()) if on_cpu else 0
     return PROCESS_BYTES + hidden + device
 
 
+def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
+    """Return the bytes of the hidden states of all segments, in one stream or two."""
+    return (2 if settings.input_correction else 1) * work.stream_bytes(shape.hidden)
+
+
 def disk_bytes(
-    shape: Shape, work: Work, settings: QuantizationSettings, *, stored_bytes: int, on_disk: bool
+    shape: Shape,
+    work: Work,
+    settings: QuantizationSettings,
+    *,
+    stored_bytes: int,
+    on_disk: bool,
+    partition: Partition = WHOLE,
 ) -> int:
     """Return the bytes that a run leaves or holds on disk.
 
@@ -121,16 +180,22 @@ def disk_bytes(
         settings: Of the quantization.
         stored_bytes: Of each weight in the checkpoint.
         on_disk: Hidden states are kept in files.
+        partition: What of a block is in memory at once; the rest is on disk.
     """
-    streams = 2 if settings.input_correction else 1
     model = (shape.blocks * shape.block_weights + shape.stem_weights) * stored_bytes
     integers = shape.blocks * shape.weights
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
-    hidden = streams * work.stream_bytes(shape.hidden) if on_disk else 0
-    return model + integers + 2 * CHECKPOINT_BYTES * learning + hidden
+    hidden = hidden_bytes(shape, work, settings) if on_disk else 0
+    values = 0
+    if partition.heads:
+        values = shape.layout.key_value_heads * value_bytes(shape, settings)
+        values *= 2 if settings.input_correction else 1
+    return model + integers + 2 * CHECKPOINT_BYTES * learning + hidden + values
 
 
-def block_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> dict[str, float]:
+def block_flops(
+    shape: Shape, work: Work, settings: QuantizationSettings, partition: Partition = WHOLE
+) -> dict[str, float]:
     """Return the floating-point operations of one block, by phase; two for a multiply-add."""
     streams = 2 if settings.input_correction else 1
     tokens, d = work.segments * work.length, shape.hidden
@@ -155,9 +220,14 @@ def block_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> dic
     polish = settings.polish.passes * product if settings.polish.enabled else 0
     return {
         "forward": forward,
-        "statistics": streams * (forward + grams),
+        "statistics": streams * (len(partition.head_groups(kv)) * forward + grams),
         "grid": float(grid),
         "OPTQ": float(product + factors),
         "rounding": float(step * settings.rounding.iterations),
         "polish": float(polish),
     }
+
+
+def _heads(shape: Shape, partition: Partition) -> int:
+    """Return the key/value heads whose H_V is in memory at once."""
+    return min(shape.layout.key_value_heads, partition.heads or shape.layout.key_value_heads)

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import Family
+from aespa_pl.planning.budget import described, divide
 from aespa_pl.planning.needs import block_flops, device_bytes, disk_bytes, host_bytes
 from aespa_pl.planning.rates import measure_rates
 from aespa_pl.planning.shape import Shape, Work
@@ -50,10 +51,20 @@ def plan(
             "data.calibration.segment_length must be a number: this model has no limit of positions"
         )
     work = Work(data.calibration.segments, length, data.batch_size, dtype.itemsize)
-    phases = device_bytes(shape, work, quantization)
-    host = host_bytes(shape, work, quantization, on_cpu=on_cpu, on_disk=on_disk)
-    disk = disk_bytes(shape, work, quantization, stored_bytes=stored.itemsize, on_disk=on_disk)
-    flops = block_flops(shape, work, quantization)
+    partition = divide(shape, work, data, quantization, device)
+    phases = device_bytes(shape, work, quantization, partition)
+    host = host_bytes(
+        shape, work, quantization, on_cpu=on_cpu, on_disk=on_disk, partition=partition
+    )
+    disk = disk_bytes(
+        shape,
+        work,
+        quantization,
+        stored_bytes=stored.itemsize,
+        on_disk=on_disk,
+        partition=partition,
+    )
+    flops = block_flops(shape, work, quantization, partition)
     taken = measure_rates(shape, device, seconds=seconds).seconds(flops)
     parameters = shape.blocks * shape.block_weights + shape.stem_weights
     return [
@@ -64,6 +75,7 @@ def plan(
         ),
         ("device memory", f"{human(max(phases.values()))}B", f"{device.type}, one block at a time"),
         *(("", f"{human(count)}B", phase) for phase, count in phases.items() if count),
+        *(("", "in parts", words) for words in described(partition, shape)),
         (
             "host memory",
             f"{human(host)}B",

@@ -1,0 +1,41 @@
+"""What of a block is worked on at once, from the memory that is free."""
+
+import torch
+
+from aespa_pl.parts import Partition
+from aespa_pl.planning.needs import hidden_bytes, partition_for
+from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.settings import DataSettings, QuantizationSettings
+from aespa_pl.timing import free_bytes
+
+RESERVE = 0.9
+"""Share of the free memory that is planned with: allocators keep some, and others want some."""
+
+
+def divide(
+    shape: Shape,
+    work: Work,
+    data: DataSettings,
+    quantization: QuantizationSettings,
+    device: torch.device,
+) -> Partition:
+    """Return a partition that fits ``data.memory_gb``, or what is free on the device now."""
+    free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
+    if device.type == "cpu" and data.hidden_states == "memory":
+        free -= hidden_bytes(shape, work, quantization)
+    return partition_for(shape, work, quantization, free)
+
+
+def described(partition: Partition, shape: Shape) -> list[str]:
+    """Return what a partition means, in words; nothing for a block that is worked on as a whole."""
+    said = []
+    heads = shape.layout.key_value_heads
+    groups = partition.head_groups(heads)
+    if len(groups) > 1:
+        said.append(
+            f"H_V of {max(map(len, groups))} of {heads} heads at once, in {len(groups)} passes over the "
+            "segments; it waits on disk"
+        )
+    if partition.weights:
+        said.append(f"learning in parts of at most {partition.weights:,} weights")
+    return said
