@@ -10,7 +10,7 @@ from aespa_pl.algorithm.quantizer import Grid
 
 CLIP_RATIOS = 100
 """Ratios 1.00, 0.99 ... 0.01 of the min-max range (algorithm.md)."""
-MANY_COLUMNS = 512
+MANY_COLUMNS = 256
 """Columns from which on bounds are worth more than they cost."""
 
 

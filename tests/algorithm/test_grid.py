@@ -7,8 +7,15 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import candidates as candidates_module
+from aespa_pl.algorithm import grid as grid_module
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from tests import reference
+
+
+@pytest.fixture(autouse=True, params=[1, 10**6], ids=["bounded", "all"])
+def many_columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds with and without the bounds."""
+    monkeypatch.setattr(grid_module, "MANY_COLUMNS", request.param)
 
 
 def problem(heads: int = 1, rows: int = 3, columns: int = 8) -> tuple[Tensor, Tensor, Tensor]:
