@@ -115,7 +115,7 @@ def _works(
         trainer.fit(module, datamodule=BlockStatistics(objective))
         return watch.seconds, time.perf_counter() - began
 
-    yield lambda: _loop(block, settings)
+    yield lambda: bare_loop(block, settings)
     yield lambda: fit([], logger=False, enable_checkpointing=False, log_every_n_steps=10**9)
     yield lambda: fit(
         [*periodic_checkpoints(OutputSettings(), folder), StopAtIteration(Interruption(), folder)],
@@ -123,7 +123,8 @@ def _works(
     )
 
 
-def _loop(block: list[Problem], settings: RoundingSettings) -> tuple[float, float]:
+def bare_loop(block: list[Problem], settings: RoundingSettings) -> tuple[float, float]:
+    """Learn a block without Lightning; return seconds of the iterations, twice."""
     tasks, workspace = _tasks(block), Workspace()
     variables = {name: torch.nn.Parameter(task.start) for name, task in tasks.items()}
     adam = torch.optim.Adam(variables.values(), lr=float(settings.learning_rate), fused=True)
