@@ -60,8 +60,8 @@ def main(
     for p in problems(model, rows, where):
         ones = torch.ones(p.W.shape[-1], device=where)
         grid = min_max_grid(p.W, ones, bits=2, symmetric=False, group_size=None)
-        steps = list(_steps(*start(p.W, p.W, grid), p.H, p.G))
-        seconds = median_of_each(steps, repeats, where)
+        works = list(steps(*start(p.W, p.W, grid), p.H, p.G))
+        seconds = median_of_each(works, repeats, where)
         total = [a + b for a, b in zip(total, seconds, strict=True)]
         report.row(
             [p.name, "{} x {}".format(*p.shape), *_cells(seconds)],
@@ -81,7 +81,7 @@ def _cells(seconds: list[float]) -> list[str]:
     ]  # fmt: skip
 
 
-def _steps(
+def steps(
     rounding: SoftRounding, B: Tensor, H: Tensor, G: Tensor | None
 ) -> Iterator[Callable[[], object]]:
     """Yield what is measured, one after the other."""
