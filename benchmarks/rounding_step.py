@@ -70,7 +70,9 @@ def main(
             columns=p.shape[1],
             **dict(zip(KINDS, seconds, strict=True)),
         )
-    report.row(["block", "", *_cells(total)], projection="block")
+    report.row(
+        ["block", "", *_cells(total)], projection="block", **dict(zip(KINDS, total, strict=True))
+    )
 
 
 def _cells(seconds: list[float]) -> list[str]:
