@@ -9,14 +9,13 @@ other: *trace* computes ``tr(G dW H dW^T)`` as it is written, *sum* as ``sum(dW 
 --output appends JSON lines.
 """
 
-import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from jsonargparse import auto_cli
+from report import Report, median_of_each
+from shapes import problems
 from torch import Tensor
 
 from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss, start
@@ -25,31 +24,11 @@ from aespa_pl.algorithm.objectives import error_product
 from aespa_pl.algorithm.workspace import Workspace
 
 BETA, WEIGHT = 8.0, 1.5
-HEADER = "| projection | shape | ours, ms | trace, ms | ratio | sum, ms | ratio | product, ms | its share |"
-SHAPES: dict[str, tuple[int, int, int, bool]] = {
-    "opt-125m": (768, 3072, 12, False),
-    "opt-1.3b": (2048, 8192, 32, False),
-    "opt-6.7b": (4096, 16384, 32, False),
-    "llama-7b": (4096, 11008, 32, True),
-    "llama-30b": (6656, 17920, 52, True),
-}
-"""Hidden size, feed-forward size, heads, and whether the feed-forward part is gated."""
-
-
-def projections(model: str) -> dict[str, tuple[int, int, int, str]]:
-    """Return heads, rows of a head, columns and the kind of objective of each projection."""
-    hidden, wide, heads, gated = SHAPES[model]
-    head = hidden // heads
-    found = {
-        "q_proj": (heads, head, hidden, "G"),
-        "k_proj": (heads, head, hidden, "G"),
-        "v_proj": (heads, head, hidden, "H_V"),
-        "out_proj": (1, hidden, hidden, "H"),
-    }
-    if gated:
-        names = {"gate_proj": (1, wide, hidden, "H"), "up_proj": (1, wide, hidden, "H")}
-        return {**found, **names, "down_proj": (1, hidden, wide, "H")}
-    return {**found, "fc1": (1, wide, hidden, "H"), "fc2": (1, hidden, wide, "H")}
+COLUMNS = [
+    "projection", "shape", "ours, ms", "trace, ms", "ratio", "sum, ms", "ratio", "product, ms",
+    "its share",
+]  # fmt: skip
+KINDS = ("ours", "trace", "sum", "product")
 
 
 def main(
@@ -73,57 +52,38 @@ def main(
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    print(HEADER)
-    print("|---|---|---|---|---|---|---|---|---|")
+    where = torch.device(device)
+    report = Report(
+        COLUMNS, output, benchmark="rounding_step", model=model, threads=threads, device=device
+    )
     total = [0.0] * 4
-    for name, (all_heads, head_rows, columns, kind) in projections(model).items():
-        heads, size = all_heads, head_rows
-        if rows is not None:
-            heads = max(1, min(heads, rows // size)) if kind != "H" else 1
-            size = min(size, rows)
-        problem = _problem((heads, size, columns), kind, torch.device(device))
-        seconds = [_median(step, repeats, torch.device(device)) for step in _steps(*problem)]
+    for p in problems(model, rows, where):
+        ones = torch.ones(p.W.shape[-1], device=where)
+        grid = min_max_grid(p.W, ones, bits=2, symmetric=False, group_size=None)
+        works = list(steps(*start(p.W, p.W, grid), p.H, p.G))
+        seconds = median_of_each(works, repeats, where)
         total = [a + b for a, b in zip(total, seconds, strict=True)]
-        _print(f"{name} | {heads * size} x {columns}", seconds)
-        if output:
-            row = {"model": model, "projection": name, "rows": heads * size, "columns": columns}
-            row |= dict(zip(("ours", "trace", "sum", "product"), seconds, strict=True))
-            row |= {"threads": threads, "device": device}
-            with output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-    _print("block | ", total)
+        report.row(
+            [p.name, "{} x {}".format(*p.shape), *_cells(seconds)],
+            projection=p.name,
+            rows=p.shape[0],
+            columns=p.shape[1],
+            **dict(zip(KINDS, seconds, strict=True)),
+        )
+    report.row(
+        ["block", "", *_cells(total)], projection="block", **dict(zip(KINDS, total, strict=True))
+    )
 
 
-def _print(label: str, seconds: list[float]) -> None:
+def _cells(seconds: list[float]) -> list[str]:
     ours, trace, plain, product = seconds
-    print(
-        f"| {label} | {1e3 * ours:.2f} | {1e3 * trace:.2f} | {trace / ours:.2f} | "
-        f"{1e3 * plain:.2f} | {plain / ours:.2f} | {1e3 * product:.2f} | {product / ours:.0%} |",
-        flush=True,
-    )
+    return [
+        f"{1e3 * ours:.2f}", f"{1e3 * trace:.2f}", f"{trace / ours:.2f}", f"{1e3 * plain:.2f}",
+        f"{plain / ours:.2f}", f"{1e3 * product:.2f}", f"{product / ours:.0%}",
+    ]  # fmt: skip
 
 
-def _problem(
-    shape: tuple[int, int, int], kind: str, device: torch.device
-) -> tuple[SoftRounding, Tensor, Tensor, Tensor | None]:
-    """Return the fixed part, the rounding variables, H and G of a projection with random weights."""
-    heads, rows, columns = shape
-    W = 0.02 * torch.randn(shape, device=device)
-    count = heads if kind == "H_V" else 1
-    X = torch.randn(count, 2 * columns, columns, device=device)
-    H = X.mT @ X / (2 * columns)
-    del X
-    G = None
-    if kind == "G":
-        K = torch.randn(heads, 4 * rows, rows, device=device)
-        G = K.mT @ K / (4 * rows)
-    grid = min_max_grid(
-        W, torch.ones(columns, device=device), bits=2, symmetric=False, group_size=None
-    )
-    return *start(W, W, grid), H, G
-
-
-def _steps(
+def steps(
     rounding: SoftRounding, B: Tensor, H: Tensor, G: Tensor | None
 ) -> Iterator[Callable[[], object]]:
     """Yield what is measured, one after the other."""
@@ -171,18 +131,6 @@ def _autograd(
         adam.step()
 
     return step
-
-
-def _median(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    work()
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

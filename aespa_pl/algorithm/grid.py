@@ -4,16 +4,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from aespa_pl.algorithm.candidates import Candidates, every_loss, least_loss
 from aespa_pl.algorithm.hessian import HeadMatrices
 from aespa_pl.algorithm.quantizer import Grid
-from aespa_pl.algorithm.workspace import chunk_elements
 
 CLIP_RATIOS = 100
 """Ratios 1.00, 0.99 ... 0.01 of the min-max range (algorithm.md)."""
-CPU_CHUNK = 2**18
-"""Candidate weights at once, for each thread; 2**14 to 2**22 were tried."""
-ACCELERATOR_CHUNK = 2**26
-"""Candidate weights at once: 256 MB a tensor."""
+MANY_COLUMNS = 256
+"""Columns from which on bounds are worth more than they cost."""
 
 
 def min_max_grid(
@@ -43,39 +41,25 @@ def search_grid(
     Every clip ratio is tried with the floor and the ceiling of the zero point. With groups of
     columns each group is searched on its own diagonal block of H.
     """
-    if H.shape[0] > 1:  # one head at a time: what is made of H takes as much memory as H
-        grids = [
-            search_grid(
-                W[head : head + 1],
-                H[head : head + 1],
-                zeta,
-                bits=bits,
-                symmetric=symmetric,
-                group_size=group_size,
-            )
-            for head in range(H.shape[0])
-        ]
-        scale = torch.cat([grid.scale for grid in grids])
-        return Grid(scale, torch.cat([grid.zero_point for grid in grids]), zeta, bits)
-    V = _split(W / zeta, group_size)  # [heads, rows, groups, columns]
-    groups, columns = V.shape[2:]
-    scaled = (
-        (zeta[:, None] * H[:] * zeta)
-        .unflatten(-1, (groups, columns))
-        .unflatten(-3, (groups, columns))
-    )
-    blocks = scaled.diagonal(dim1=-4, dim2=-2).movedim(-1, 1)  # [#heads, groups, columns, columns]
-    scale, zero_point = _range(V, bits, symmetric=symmetric)
-    best_scale, best_zero = _search(
-        V.transpose(1, 2), blocks, scale.transpose(1, 2), zero_point.transpose(1, 2), bits
-    )
-    return Grid(best_scale.transpose(1, 2), best_zero.transpose(1, 2), zeta, bits)
+    parts = W.reshape(H.shape[0], -1, W.shape[-1])  # rows that share a Hessian
+    found = []
+    for h, part in enumerate(parts):  # one by one: what is made of H takes as much memory as H
+        blocks = _blocks(H[h : h + 1][0], zeta, group_size)
+        found.append(_search(_split(part / zeta, group_size), blocks, bits, symmetric=symmetric))
+    scale, zero_point = (torch.cat(x).view(*W.shape[:2], -1) for x in zip(*found, strict=True))
+    return Grid(scale, zero_point, zeta, bits)
 
 
 def _split(V: Tensor, group_size: int | None) -> Tensor:
-    """``[heads, rows, d_in]`` to ``[heads, rows, groups, columns]``."""
-    size = group_size or V.shape[-1]
-    return V.view(*V.shape[:-1], -1, size)
+    """``[..., d_in]`` to ``[..., groups, columns]``."""
+    return V.reshape(*V.shape[:-1], -1, group_size or V.shape[-1])
+
+
+def _blocks(H: Tensor, zeta: Tensor, group_size: int | None) -> Tensor:
+    """Return the diagonal blocks ``[groups, columns, columns]`` of H, as weights over zeta meet it."""
+    size = group_size or len(H)
+    blocks = (zeta[:, None] * H * zeta).view(-1, size, len(H) // size, size)
+    return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
 
 def _range(V: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
@@ -93,37 +77,22 @@ def _range(V: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
     return scale, (-low / scale).clamp(max=levels)  # the quotient may be a rounding error above
 
 
-def _search(
-    V: Tensor, H: Tensor, scale: Tensor, zero_point: Tensor, bits: int
-) -> tuple[Tensor, Tensor]:
-    """Return the best of all candidates for ``V [heads, groups, rows, columns]``."""
+def _search(V: Tensor, H: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Return the best scale and zero point ``[rows, groups]`` for ``V [rows, groups, columns]``."""
+    scale, zero_point = _range(V, bits, symmetric=symmetric)
     ratios = torch.arange(CLIP_RATIOS, 0, -1, dtype=V.dtype, device=V.device) / CLIP_RATIOS
-    zero_points = torch.stack([zero_point.floor(), zero_point.ceil()])
-    if bool((zero_points[0] == zero_points[1]).all()):  # symmetric: one zero point, half the work
-        zero_points = zero_points[:1]
-    best_loss = torch.full_like(scale, torch.inf)
-    best_scale, best_zero = scale.clone(), zero_points[0].clone()
-    elements = chunk_elements(V, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
-    size = max(1, elements // V.numel())
-    for zero in zero_points:
-        for chunk in ratios.split(size):
-            candidates = scale[:, :, None] * chunk[:, None]  # [heads, groups, candidates, rows]
-            loss, index = _losses(V, H, candidates, zero, bits).min(2)
-            better = loss < best_loss
-            best_loss = torch.where(better, loss, best_loss)
-            chosen = candidates.gather(2, index[:, :, None])[:, :, 0]
-            best_scale = torch.where(better, chosen, best_scale)
-            best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
-
-
-def _losses(V: Tensor, H: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Return ``dv H dv^T`` for ``scale [heads, groups, candidates, rows]``, in its shape."""
-    step, shift = scale[..., None], zero[:, :, None, :, None]
-    V = V[:, :, None]  # [heads, groups, 1, rows, columns]
-    error = V / step
-    error = error.round_().add_(shift).clamp_(0, 2**bits - 1).sub_(shift).mul_(step).sub_(V)
-    flat = error.flatten(2, 3)  # candidates and rows side by side: one product a head and group
-    if H.shape[0] == 1 and flat.shape[0] > 1:
-        H = H.expand(flat.shape[0], -1, -1, -1)
-    return (flat * (flat @ H)).sum(-1).view(scale.shape)
+    zero_points = torch.stack([zero_point.floor(), zero_point.ceil()], -1)  # [rows, groups, 2]
+    if bool((zero_points[..., 0] == zero_points[..., 1]).all()):  # symmetric: half the work
+        zero_points = zero_points[..., :1]
+    V = V.transpose(0, 1)  # [groups, rows, columns]
+    candidates = Candidates(
+        (scale.T[..., None] * ratios).repeat(1, 1, zero_points.shape[-1]),
+        zero_points.transpose(0, 1).repeat_interleave(CLIP_RATIOS, -1),
+        2**bits - 1,
+    )
+    if V.shape[-1] < MANY_COLUMNS:
+        best = every_loss(V, H, candidates).argmin(-1)
+    else:
+        best = torch.stack([least_loss(V[g], H[g], candidates[g]) for g in range(len(V))])
+    chosen = (x.gather(-1, best[..., None])[..., 0].T for x in (candidates.scale, candidates.zero))
+    return next(chosen), next(chosen)

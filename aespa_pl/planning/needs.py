@@ -7,7 +7,7 @@ The memory is that of the tensors that exist at once in the hungriest moment of 
 import math
 from dataclasses import replace
 
-from aespa_pl.algorithm.grid import CLIP_RATIOS
+from aespa_pl.algorithm.grid import CLIP_RATIOS, MANY_COLUMNS
 from aespa_pl.models.family import Role
 from aespa_pl.parts import WHOLE, Partition
 from aespa_pl.planning.shape import Matrix, Shape, Work
@@ -30,6 +30,8 @@ PROCESS_BYTES = 600_000_000
 (benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
 MOST_PARTS = 64
 """Of the learning of a block; the largest projections then are parts of their own in any case."""
+TYPICAL_PRODUCTS = 15
+"""Products of a search of a grid with bounds, of 200 candidates (algorithm/candidates.py)."""
 TYPICAL_ZFOLD_ROUNDS = 10
 """Searches of a grid with zeta, for the estimate of the time; the settings allow up to 30."""
 
@@ -209,7 +211,12 @@ def block_flops(
     with_zeta = settings.grid.zfold
     searches = 1 + min(TYPICAL_ZFOLD_ROUNDS, settings.grid.max_rounds) if with_zeta else 1
     zero_points = 1 if settings.symmetric else 2
-    grid = searches * zero_points * CLIP_RATIOS * product
+    candidates = zero_points * CLIP_RATIOS
+    grid = searches * sum(
+        search_products(min(m.columns, settings.group_size or m.columns), candidates)
+        * m.product_flops
+        for m in shape.matrices
+    )
     factors = sum(3 * columns**3 for columns in shape.inputs.values()) + 3 * kv * d**3
     step = sum(m.product_flops for m in shape.matrices if learned(m, settings))
     step += sum(
@@ -226,6 +233,16 @@ def block_flops(
         "rounding": float(step * settings.rounding.iterations),
         "polish": float(polish),
     }
+
+
+def search_products(columns: int, candidates: int) -> int:
+    """Return of how many candidates of a row the search of a grid computes the loss, for the estimate.
+
+    Args:
+        columns: That share a scale.
+        candidates: Grids to choose from.
+    """
+    return candidates if columns < MANY_COLUMNS else min(candidates, TYPICAL_PRODUCTS)
 
 
 def _heads(shape: Shape, partition: Partition) -> int:

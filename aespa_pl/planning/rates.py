@@ -9,6 +9,7 @@ import torch
 from aespa_pl.algorithm.adaround import rounding_loss, start
 from aespa_pl.algorithm.grid import CLIP_RATIOS, min_max_grid, search_grid
 from aespa_pl.algorithm.workspace import Workspace
+from aespa_pl.planning.needs import search_products
 from aespa_pl.planning.shape import Shape
 
 MEASURED_WEIGHTS = 2**22
@@ -38,15 +39,17 @@ def measure_rates(shape: Shape, device: torch.device, *, seconds: float) -> Rate
     d = shape.hidden
     rows = min(d, max(64, MEASURED_WEIGHTS // d))
     W, X = torch.randn(1, rows, d, device=device), torch.randn(2 * d, d, device=device)
+    # variances as unequal as those of a model's inputs: the bounds of the search depend on them
+    X *= torch.arange(1, d + 1, device=device) ** -0.5
     H = (X.T @ X / len(X))[None]
     flops = 2.0 * W.numel() * d
     product = flops / _median_seconds(lambda: W[0] @ H[0], device, seconds / 3)
-    few, zeta = W[:, : max(1, rows // 64)], torch.ones(d, device=device)
+    few, zeta = W[:, : max(1, rows // 8)], torch.ones(d, device=device)
 
     def search() -> object:
         return search_grid(few, H, zeta, bits=2, symmetric=False, group_size=None)
 
-    searched = 2 * CLIP_RATIOS * 2.0 * few.numel() * d
+    searched = search_products(d, 2 * CLIP_RATIOS) * 2.0 * few.numel() * d
     grid = searched / _median_seconds(search, device, seconds / 3)
     fixed, B = start(W, W, min_max_grid(W, zeta, bits=2, symmetric=False, group_size=None))
     B = torch.nn.Parameter(B)

@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from aespa_pl.algorithm import candidates as candidates_module
 from aespa_pl.algorithm import grid as grid_module
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from tests import reference
+
+
+@pytest.fixture(autouse=True, params=[1, 10**6], ids=["bounded", "all"])
+def many_columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds with and without the bounds."""
+    monkeypatch.setattr(grid_module, "MANY_COLUMNS", request.param)
 
 
 def problem(heads: int = 1, rows: int = 3, columns: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +71,7 @@ def test_groups_are_searched_on_their_own_columns() -> None:
 def test_chunks_of_candidates_do_not_change_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     W, H, zeta = problem(heads=2)
     whole = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
-    monkeypatch.setattr(grid_module, "CPU_CHUNK", 1)
+    monkeypatch.setattr(candidates_module, "CPU_CHUNK", 1)
     single = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
     assert torch.equal(whole.scale, single.scale)
     assert torch.equal(whole.zero_point, single.zero_point)

@@ -1,0 +1,108 @@
+"""Seconds of the statistics of one block for one batch of segments, beside the block's own forward pass.
+
+python benchmarks/block_statistics.py --model opt-125m --length 512
+
+A block of random weights on random hidden states. *forward* is the block alone; *plain* the block and
+the same statistics with one einsum over all heads for each, ``A X`` of all of them in memory at once.
+Medians.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from jsonargparse import auto_cli
+from report import Report, median_of_each
+from shapes import config
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Attention, Family
+from aespa_pl.statistics import StatisticsCollector
+
+COLUMNS = ["model", "batch", "ours, s", "plain, s", "ratio", "forward, s", "ours / forward"]
+
+
+def main(
+    model: str = "opt-125m",
+    *,
+    segments: int = 1,
+    length: int = 2048,
+    repeats: int = 5,
+    threads: int = 1,
+    device: str = "cpu",
+    output: Path | None = None,
+) -> None:
+    """Measure a block and print a table.
+
+    Args:
+        model: One of SHAPES.
+        segments: In a batch.
+        length: Tokens in each.
+        repeats: Calls that the median is taken of.
+        threads: Threads of torch.
+        device: Where.
+        output: JSON lines are appended to this file.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    where = torch.device(device)
+    family = family_of(config(model, length))
+    whole = AutoModelForCausalLM.from_config(config(model, length)).eval().to(where)
+    block = whole.get_submodule(family.blocks_path)[0]
+    hidden = torch.randn(segments, length, whole.config.hidden_size, device=where)
+    works = [partial(work, whole, family, block, hidden) for work in (_ours, _plain, _forward)]
+    with torch.inference_mode():
+        seconds = median_of_each(works, repeats, where)
+    ours, plain, forward = seconds
+    report = Report(COLUMNS, output, benchmark="block_statistics", threads=threads, device=device)
+    report.row(
+        [
+            model, f"{segments} x {length}", f"{ours:.3f}", f"{plain:.3f}", f"{plain / ours:.2f}",
+            f"{forward:.3f}", f"{ours / forward:.2f}",
+        ],
+        model=model,
+        segments=segments,
+        length=length,
+        **dict(zip(("ours", "plain", "forward"), seconds, strict=True)),
+    )  # fmt: skip
+
+
+def _forward(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
+    family.run_block(block, hidden, family.arguments(model, hidden))
+
+
+def _ours(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
+    collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
+    with collector.watch(block, partial(family.observe_attention, model, block)):
+        _forward(model, family, block, hidden)
+    collector.finish()
+
+
+def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
+    layout, found, seen = family.layout(model.config), [], []
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, arguments: inputs.update({name: arguments[0]})
+
+    handles = [
+        block.get_submodule(g.projections[0].module).register_forward_pre_hook(keep(g.name))
+        for g in layout.groups
+    ]
+    with family.observe_attention(model, block, seen.append):
+        _forward(model, family, block, hidden)
+    for handle in handles:
+        handle.remove()
+    attention: Attention = seen[0]
+    found += [torch.einsum("nd,ne->de", X, X) for X in (x.flatten(0, -2) for x in inputs.values())]
+    A, X = attention.probabilities, inputs[layout.groups[0].name]
+    AX = torch.einsum("bhlm,bmd->hbld", A, X)
+    found.append(torch.einsum("hbld,hble->hde", AX, AX))
+    found += [torch.einsum("bhld,bhle->hde", Y, Y) for Y in (attention.query, attention.key)]
+
+
+if __name__ == "__main__":
+    auto_cli(main)

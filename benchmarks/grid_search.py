@@ -1,0 +1,123 @@
+"""Seconds of one search of scale and zero point, beside the plain loop over all candidates.
+
+python benchmarks/grid_search.py --model opt-125m
+python benchmarks/grid_search.py --model llama-7b --rows 128        # fewer rows of each matrix
+
+Z-Fold makes up to 31 such searches. *plain* is a loop over the 100 ratios and 2 zero points, each with
+its product ``dw H``; *product* one such product, so that ``ours / product`` says what a search costs.
+Random weights; the Hessians have a spectrum as steep as those of models, on which the bounds of our
+search depend (``shapes.py``). Medians; *worse* counts rows whose loss, in float64, is higher by more
+than 1e-6 of it than that of the plain loop's choice.
+"""
+
+from pathlib import Path
+
+import torch
+from jsonargparse import auto_cli
+from report import Report, median_of_each
+from shapes import Problem, problems
+from torch import Tensor
+
+from aespa_pl.algorithm.grid import search_grid
+from aespa_pl.algorithm.objectives import error_product
+from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
+
+COLUMNS = [
+    "projection",
+    "shape",
+    "ours, s",
+    "plain, s",
+    "ratio",
+    "product, s",
+    "ours / product",
+    "worse",
+]
+
+
+def main(
+    model: str = "opt-125m",
+    *,
+    bits: int = 2,
+    rows: int | None = None,
+    repeats: int = 5,
+    threads: int = 1,
+    device: str = "cpu",
+    output: Path | None = None,
+) -> None:
+    """Measure each projection and print a table.
+
+    Args:
+        model: One of SHAPES.
+        bits: Bits of a weight.
+        rows: At most so many rows of each matrix (whole heads); None: all.
+        repeats: Calls that the median is taken of.
+        threads: Threads of torch.
+        device: Where.
+        output: JSON lines are appended to this file.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    where = torch.device(device)
+    report = Report(
+        COLUMNS,
+        output,
+        benchmark="grid_search",
+        model=model,
+        bits=bits,
+        threads=threads,
+        device=device,
+    )
+    for p in problems(model, rows, where):
+        zeta = torch.ones(p.W.shape[-1], device=where)
+        found: dict[str, Grid] = {}
+
+        def ours(p: Problem = p, zeta: Tensor = zeta, found: dict[str, Grid] = found) -> None:
+            found["ours"] = search_grid(p.W, p.H, zeta, bits=bits, symmetric=False, group_size=None)
+
+        def plain(p: Problem = p, zeta: Tensor = zeta, found: dict[str, Grid] = found) -> None:
+            found["plain"] = plain_search(p.W, p.H, zeta, bits)
+
+        seconds = median_of_each([ours, plain, lambda p=p: error_product(p.W, p.H)], repeats, where)
+        losses = {name: _loss(p, grid) for name, grid in found.items()}
+        worse = int((losses["ours"] > losses["plain"] * (1 + 1e-6)).sum())
+        report.row(
+            [
+                p.name, "{} x {}".format(*p.shape), f"{seconds[0]:.3f}", f"{seconds[1]:.3f}",
+                f"{seconds[1] / seconds[0]:.1f}", f"{seconds[2]:.4f}",
+                f"{seconds[0] / seconds[2]:.0f}", worse,
+            ],
+            projection=p.name,
+            rows=p.shape[0],
+            columns=p.shape[1],
+            worse=worse,
+            **dict(zip(("ours", "plain", "product"), seconds, strict=True)),
+        )  # fmt: skip
+
+
+def plain_search(W: Tensor, H: Tensor, zeta: Tensor, bits: int) -> Grid:
+    """Return the best grid of each row, computing the loss of every candidate."""
+    V, H, levels = W / zeta, zeta[:, None] * H * zeta, 2**bits - 1
+    low, high = V.amin(-1, keepdim=True).clamp(max=0), V.amax(-1, keepdim=True).clamp(min=0)
+    full = (high - low) / levels
+    least = torch.full_like(full, torch.inf)
+    scale, zero = full.clone(), torch.zeros_like(full)
+    for z in ((-low / full).floor(), (-low / full).clamp(max=levels).ceil()):
+        for percent in range(100, 0, -1):
+            s = full * (percent / 100)
+            error = s * (torch.clamp(torch.round(V / s) + z, 0, levels) - z) - V
+            loss = ((error @ H) * error).sum(-1, keepdim=True)
+            better = loss < least
+            least = torch.where(better, loss, least)
+            scale, zero = torch.where(better, s, scale), torch.where(better, z, zero)
+    return Grid(scale, zero, zeta, bits)
+
+
+def _loss(p: Problem, grid: Grid) -> Tensor:
+    error = (dequantize(quantize(p.W, grid), grid) - p.W).double()
+    return torch.cat(
+        [((e @ p.H[h if len(p.H) > 1 else 0].double()) * e).sum(-1) for h, e in enumerate(error)]
+    )
+
+
+if __name__ == "__main__":
+    auto_cli(main)

@@ -1,0 +1,99 @@
+"""Seconds of OPTQ's update of the full-precision weights, beside the plain loop over columns.
+
+python benchmarks/optq_update.py --model opt-125m
+python benchmarks/optq_update.py --model llama-7b --rows 256        # fewer rows of each matrix
+
+*plain* visits column after column and updates all columns to come at once, a whole matrix for each; the
+inverse of H is the same in both, and in both times. *factor* is what it takes alone. Random weights and
+Hessians (``shapes.py``). Medians.
+"""
+
+from pathlib import Path
+
+import torch
+from jsonargparse import auto_cli
+from report import Report, median_of_each
+from shapes import problems
+from torch import Tensor
+
+from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.hessian import inverse_factor
+from aespa_pl.algorithm.optq import update_weights
+from aespa_pl.algorithm.quantizer import Grid
+
+KINDS = ("ours", "plain", "factor")
+
+
+def main(
+    model: str = "opt-125m",
+    *,
+    rows: int | None = None,
+    repeats: int = 5,
+    threads: int = 1,
+    device: str = "cpu",
+    output: Path | None = None,
+) -> None:
+    """Measure each projection and print a table.
+
+    Args:
+        model: One of SHAPES.
+        rows: At most so many rows of each matrix (whole heads); None: all.
+        repeats: Calls that the median is taken of.
+        threads: Threads of torch.
+        device: Where.
+        output: JSON lines are appended to this file.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    where = torch.device(device)
+    columns = ["projection", "shape", "ours, s", "plain, s", "ratio", "factor, s"]
+    report = Report(
+        columns, output, benchmark="optq_update", model=model, threads=threads, device=device
+    )
+    for p in problems(model, rows, where):
+        ones = torch.ones(p.W.shape[-1], device=where)
+        grid = min_max_grid(p.W, ones, bits=2, symmetric=False, group_size=None)
+        seconds = median_of_each(
+            [
+                lambda p=p, grid=grid: update_weights(p.W, p.H, grid),
+                lambda p=p, grid=grid: plain_update(p.W, p.H, grid),
+                lambda p=p: [inverse_factor(H[None]) for H in p.H],
+            ],
+            repeats,
+            where,
+        )
+        report.row(
+            [
+                p.name, "{} x {}".format(*p.shape), f"{seconds[0]:.3f}", f"{seconds[1]:.3f}",
+                f"{seconds[1] / seconds[0]:.1f}", f"{seconds[2]:.3f}",
+            ],
+            projection=p.name,
+            rows=p.shape[0],
+            columns=p.shape[1],
+            **dict(zip(KINDS, seconds, strict=True)),
+        )  # fmt: skip
+
+
+def plain_update(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Return what each weight was before it was rounded, and its integer."""
+    visited, integers = torch.empty_like(W), torch.empty_like(W)
+    step, zero = grid.step(), grid.zero()
+    for h in range(H.shape[0]):
+        heads = slice(None) if H.shape[0] == 1 else slice(h, h + 1)
+        order = H[h].diagonal().argsort(descending=True)
+        U = inverse_factor(H[h][order][:, order][None])[0][0]
+        pending = W[heads][..., order].flatten(0, 1)
+        s, z = step[heads][..., order].flatten(0, 1), zero[heads][..., order].flatten(0, 1)
+        found = torch.empty_like(pending)
+        for j in range(len(order)):
+            w = pending[:, j]
+            found[:, j] = torch.clamp(torch.round(w / s[:, j]) + z[:, j], 0, grid.levels)
+            error = (w - s[:, j] * (found[:, j] - z[:, j])) / U[j, j]
+            pending[:, j + 1 :] -= error[:, None] * U[j, j + 1 :]
+        visited[heads, :, order] = pending.view_as(W[heads])
+        integers[heads, :, order] = found.view_as(W[heads])
+    return visited, integers
+
+
+if __name__ == "__main__":
+    auto_cli(main)

@@ -1,0 +1,88 @@
+"""Projections of the shapes of known models, with random weights and statistics: no model is needed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
+
+SHAPES: dict[str, tuple[int, int, int, bool]] = {
+    "embedded": (128, 512, 4, False),
+    "opt-125m": (768, 3072, 12, False),
+    "opt-1.3b": (2048, 8192, 32, False),
+    "opt-6.7b": (4096, 16384, 32, False),
+    "llama-7b": (4096, 11008, 32, True),
+    "llama-30b": (6656, 17920, 52, True),
+}
+"""Hidden size, feed-forward size, heads, and whether the feed-forward part is gated."""
+SHARED_DIRECTIONS = 64
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One projection."""
+
+    name: str
+    W: Tensor
+    """``[heads, rows, columns]``."""
+    H: Tensor
+    G: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of all heads, and columns."""
+        return self.W.shape[0] * self.W.shape[1], self.W.shape[2]
+
+
+def problems(model: str, rows: int | None, device: torch.device) -> Iterator[Problem]:
+    """Yield the projections of a block; with ``rows`` at most so many of each (whole heads)."""
+    for name, (all_heads, head_rows, columns, kind) in _projections(model).items():
+        heads, size = all_heads, head_rows
+        if rows is not None:
+            heads = max(1, min(heads, rows // size)) if kind != "H" else 1
+            size = min(size, rows)
+        W = 0.02 * torch.randn(heads, size, columns, device=device)
+        H = torch.stack([hessian(columns, device) for _ in range(heads if kind == "H_V" else 1)])
+        G = None
+        if kind == "G":
+            K = torch.randn(heads, 4 * size, size, device=device)
+            G = K.mT @ K / (4 * size)
+        yield Problem(name, W, H, G)
+
+
+def hessian(columns: int, device: torch.device) -> Tensor:
+    """Return a damped Hessian whose variances fall as ``1 / j``, half of each in a few directions."""
+    variances = columns / torch.arange(1, columns + 1, device=device)[torch.randperm(columns)]
+    A = torch.randn(columns, SHARED_DIRECTIONS, device=device) / SHARED_DIRECTIONS**0.5
+    H = 0.5 * variances.sqrt()[:, None] * (A @ A.T) * variances.sqrt()
+    H.diagonal().add_(0.5 * variances + 0.01 * variances.mean())
+    return H
+
+
+def config(model: str, length: int) -> PreTrainedConfig:
+    """Return the configuration of a model of one block and a few words."""
+    hidden, wide, heads, gated = SHAPES[model]
+    options = {
+        "hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": 1, "vocab_size": 64,
+        "max_position_embeddings": length,
+    }  # fmt: skip
+    if gated:
+        return LlamaConfig(intermediate_size=wide, num_key_value_heads=heads, **options)
+    return OPTConfig(ffn_dim=wide, word_embed_proj_dim=hidden, **options)
+
+
+def _projections(model: str) -> dict[str, tuple[int, int, int, str]]:
+    """Return heads, rows of a head, columns and the kind of objective of each projection."""
+    hidden, wide, heads, gated = SHAPES[model]
+    head = hidden // heads
+    found = {
+        "q_proj": (heads, head, hidden, "G"),
+        "k_proj": (heads, head, hidden, "G"),
+        "v_proj": (heads, head, hidden, "H_V"),
+        "out_proj": (1, hidden, hidden, "H"),
+    }
+    if gated:
+        names = {"gate_proj": (1, wide, hidden, "H"), "up_proj": (1, wide, hidden, "H")}
+        return {**found, **names, "down_proj": (1, hidden, wide, "H")}
+    return {**found, "fc1": (1, wide, hidden, "H"), "fc2": (1, hidden, wide, "H")}

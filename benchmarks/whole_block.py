@@ -1,0 +1,100 @@
+"""Seconds of steps 2 to 4 of a whole block, by phase, beside plain implementations of the same.
+
+python benchmarks/whole_block.py --model opt-125m --rows 64
+python benchmarks/whole_block.py --model llama-7b --rows 64
+
+The projections of ``shapes.py``, each on its own: the grid, searched ``--searches`` times as Z-Fold does
+(its zeta, which is cheap beside a search, is left out), OPTQ's update, and ``--iterations`` of the
+rounding. *plain* is the plain loop over candidates, over columns, and autograd (*trace* of
+``rounding_step.py``). A search, an update and an iteration are measured (medians); the phases are multiples
+of them.
+"""
+
+from pathlib import Path
+
+import torch
+from grid_search import plain_search
+from jsonargparse import auto_cli
+from optq_update import plain_update
+from report import Report, median_of_each
+from rounding_step import steps
+from shapes import Problem, problems
+
+from aespa_pl.algorithm.adaround import start
+from aespa_pl.algorithm.grid import min_max_grid, search_grid
+from aespa_pl.algorithm.optq import update_weights
+
+PHASES = ("grid", "OPTQ", "rounding")
+
+
+def main(
+    model: str = "opt-125m",
+    *,
+    searches: int = 11,
+    iterations: int = 2000,
+    rows: int | None = None,
+    repeats: int = 5,
+    threads: int = 1,
+    device: str = "cpu",
+    output: Path | None = None,
+) -> None:
+    """Measure each projection and print the sums of a block.
+
+    Args:
+        model: One of SHAPES.
+        searches: Of a grid: 1 without zeta, 11 with ten rounds of Z-Fold.
+        iterations: Of the rounding.
+        rows: At most so many rows of each matrix (whole heads); None: all.
+        repeats: Calls that the median is taken of.
+        threads: Threads of torch.
+        device: Where.
+        output: JSON lines are appended to this file.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    where = torch.device(device)
+    report = Report(
+        ["phase", "ours, s", "plain, s", "ratio"], output,
+        benchmark="whole_block", model=model, rows=rows, threads=threads, device=device,
+    )  # fmt: skip
+    times = torch.tensor([searches, 1, iterations], dtype=torch.float64)[:, None]
+    total = sum(
+        times * torch.tensor(_measure(p, repeats), dtype=torch.float64)
+        for p in problems(model, rows, where)
+    )  # [phases, ours and plain]
+    for phase, (ours, plain) in zip(
+        (*PHASES, "block"), [*total.tolist(), total.sum(0).tolist()], strict=True
+    ):
+        report.row(
+            [phase, f"{ours:.2f}", f"{plain:.2f}", f"{plain / ours:.1f}"],
+            phase=phase,
+            ours=ours,
+            plain=plain,
+        )
+
+
+def _measure(p: Problem, repeats: int) -> list[list[float]]:
+    """Return seconds, ours and plain, of one search, one update and one iteration."""
+    zeta, where = torch.ones_like(p.W[0, 0]), p.W.device
+    grid = min_max_grid(p.W, zeta, bits=2, symmetric=False, group_size=None)
+    ours, trace, _, _ = steps(*start(p.W, p.W, grid), p.H, p.G)
+    return [
+        median_of_each(
+            [
+                lambda: search_grid(p.W, p.H, zeta, bits=2, symmetric=False, group_size=None),
+                lambda: plain_search(p.W, p.H, zeta, 2),
+            ],
+            repeats,
+            where,
+        ),
+        median_of_each(
+            [lambda: update_weights(p.W, p.H, grid), lambda: plain_update(p.W, p.H, grid)],
+            repeats,
+            where,
+        ),
+        median_of_each([ours, trace], repeats, where),
+    ]
+
+
+if __name__ == "__main__":
+    auto_cli(main)
