@@ -15,6 +15,8 @@ from aespa_pl.planning.shape import Shape
 MEASURED_WEIGHTS = 2**22
 """Weights of the matrix that rates are measured on."""
 MOST_CALLS = 1000
+TOKENS = 256
+"""That a Hessian is made of: few, for on a CPU a wide model's would take longer than what is measured."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ def measure_rates(shape: Shape, device: torch.device, *, seconds: float) -> Rate
     """
     d = shape.hidden
     rows = min(d, max(64, MEASURED_WEIGHTS // d))
-    W, X = torch.randn(1, rows, d, device=device), torch.randn(2 * d, d, device=device)
+    W, X = torch.randn(1, rows, d, device=device), torch.randn(TOKENS, d, device=device)
     # variances as unequal as those of a model's inputs: the bounds of the search depend on them
-    X *= torch.arange(1, d + 1, device=device) ** -0.5
-    H = (X.T @ X / len(X))[None]
+    variances = 1 / torch.arange(1, d + 1, device=device)
+    X *= variances.sqrt()
+    H = (X.T @ X / (2 * TOKENS) + torch.diag(variances / 2))[None]
     flops = 2.0 * W.numel() * d
     product = flops / _median_seconds(lambda: W[0] @ H[0], device, seconds / 3)
     few, zeta = W[:, : max(1, rows // 8)], torch.ones(d, device=device)
