@@ -115,7 +115,7 @@ def partition_for(
     """Return what of a block is worked on at once, so that its needs are at most ``free`` bytes.
 
     As much as possible: fewer heads mean more passes over the segments, fewer weights more Trainers. Where
-    nothing is small enough the smallest parts are returned.
+    nothing is small enough, the passes are those that save nine tenths of what can be saved.
     """
 
     def most(partition: Partition, *phases: str) -> int:
@@ -124,9 +124,12 @@ def partition_for(
 
     heads, chosen = shape.layout.key_value_heads, WHOLE
     if settings.objective.value == "attention":
+        phases = ("statistics", "correction", "OPTQ")
+        least = most(Partition(heads=1), *phases)
+        limit = max(free, least + 0.1 * (most(WHOLE, *phases) - least))
         for passes in range(1, heads + 1):
             chosen = Partition(None if passes == 1 else math.ceil(heads / passes))
-            if most(chosen, "statistics", "correction", "OPTQ") <= free:
+            if most(chosen, *phases) <= limit:
                 break
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
     for parts in range(1, MOST_PARTS + 1):
