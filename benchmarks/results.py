@@ -107,12 +107,14 @@ def _print_table(rows: Path) -> None:
         name, width, method = str(row["label"]).split("|")
         values = [float(value) for value in row["perplexity"]]
         spread = f"{statistics.stdev(values):.3f}" if len(values) > 1 else "."
-        seconds = row["seconds"]
-        rounding = seconds["rounding"] + seconds.get("polish", 0)
+        seconds, taken = row.get("seconds"), ". | ."  # none of a machine that did other things
+        if seconds:
+            rounding = seconds["rounding"] + seconds.get("polish", 0)
+            taken = f"{seconds['total']:.0f} | {rounding:.1f}"
         each = " / ".join(f"{value:.3f}" for value in values)
         print(
             f"| {name} | {width} | {row['original']:.3f} | {row['nearest']:.3f} | {method} | "
-            f"{statistics.mean(values):.3f} | {spread} | {each} | {seconds['total']:.0f} | {rounding:.1f} |"
+            f"{statistics.mean(values):.3f} | {spread} | {each} | {taken} |"
         )
 
 
