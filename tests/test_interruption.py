@@ -142,6 +142,9 @@ def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
         walk("opt", tmp_path, options=options(interruption, [], [sender]))
     run = Run.open(tmp_path / "runs" / "version_0")
     assert list(run.blocks) == [0]
+    assert run.checkpoint is not None
+    run.pieces = run.checkpoint["pieces"]
+    assert run.pieces  # those that a continued run will ask for
     file = run.usable_checkpoint(1)
     assert file is not None
     assert file.name == f"step_{saved}-interrupted.ckpt"
@@ -190,7 +193,9 @@ def test_checkpoints_come_by_iterations_and_time(tmp_path: Path) -> None:
         def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
             run = Run.open(tmp_path / "runs" / "version_0")
             if run.checkpoint is not None and run.checkpoint["block"] == 0:
+                run.pieces = run.checkpoint["pieces"]
                 file = run.usable_checkpoint(0)
+                assert file is not None
                 self.steps.append(torch.load(file, weights_only=True)["global_step"])
                 assert len(list(run.checkpoint_folder(0).iterdir())) == 1  # the older is removed
 
