@@ -1,5 +1,6 @@
 """Steps 2 to 4 of a block: from its weights and statistics to its integers."""
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -180,6 +181,7 @@ class IntegerSearch:
         if learned is None:
             release_memory()
             learned = self._learn(index, *self._tasks(part, prepared))
+            gc.collect()  # Trainer, module and optimizer refer to each other
             release_memory()
             # there may be a next part to be interrupted in
             if self.partition != WHOLE and self.ranks.is_first:

@@ -1,7 +1,6 @@
 """Seconds and memory of a run."""
 
 import ctypes
-import gc
 import resource
 import sys
 import time
@@ -61,12 +60,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def release_memory() -> None:
-    """Give memory that nothing uses any more back to the system.
+    """Give what the C library keeps of freed tensors back to the system.
 
-    Objects that refer to each other, as a Trainer, its module and its optimizer do, and what the C
-    library keeps of freed tensors: with matrices of 16 MB some 200 MB were measured.
+    With matrices of 16 MB some 200 MB were measured.
     """
-    gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have none
         if trim is not None:
