@@ -1,18 +1,18 @@
-"""Lightning's checkpoints inside a block: when they are written is Lightning's, how is ours."""
+"""Lightning's checkpoints inside a block: what they hold is Lightning's, when and how they are written ours."""
 
 import errno
-from datetime import timedelta
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from aespa_pl.artifacts import write_whole
 from aespa_pl.interruption import Interruption
 from aespa_pl.ranks import ALONE, Ranks
+from aespa_pl.rounding import BlockRounding
 from aespa_pl.run import Run
 from aespa_pl.settings import OutputSettings
 
@@ -112,18 +112,47 @@ class StopAtIteration(Callback):
             self.interruption.check()
 
 
-def periodic_checkpoints(settings: OutputSettings, folder: Path) -> list[Callback]:
-    """Return the callbacks that save the block under way by time and by iterations."""
-    intervals: list[dict[str, Any]] = []
-    if settings.checkpoint_seconds is not None:
-        interval = timedelta(seconds=settings.checkpoint_seconds)
-        intervals.append({"train_time_interval": interval, "filename": "{step}-time"})
-    if settings.checkpoint_iterations is not None:
-        every = settings.checkpoint_iterations
-        intervals.append({"every_n_train_steps": every, "filename": "{step}-iterations"})
-    return [
-        ModelCheckpoint(
-            folder, save_top_k=1, save_on_train_epoch_end=False, save_last=False, **interval
-        )
-        for interval in intervals
-    ]
+class PeriodicCheckpoint(Callback):
+    """Saves the block under way by time and by iterations; the newest checkpoint is the only one.
+
+    Lightning's ModelCheckpoint does not save by time where a step is several iterations.
+    """
+
+    def __init__(self, settings: OutputSettings, folder: Path, ranks: Ranks = ALONE) -> None:
+        """Save under ``folder`` as often as ``settings`` say; the first of ``ranks`` tells when."""
+        self.seconds = settings.checkpoint_seconds
+        self.iterations = settings.checkpoint_iterations
+        self.folder = folder
+        self.ranks = ranks
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        self._saved = time.monotonic()
+        if self.iterations is not None and isinstance(pl_module, BlockRounding):
+            pl_module.rhythms.append(self.iterations)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Save, if it is time.
+
+        Raises:
+            UserError: The disk is full or the folder not writable.
+        """
+        due = self.iterations is not None and trainer.global_step % self.iterations == 0
+        if self.seconds is not None:
+            late = time.monotonic() - self._saved >= self.seconds
+            due = due or self.ranks.from_first(lambda: late)
+        if due:
+            self._saved = time.monotonic()
+            path = self.folder / f"step_{trainer.global_step}.ckpt"
+            trainer.save_checkpoint(path)
+            if self.ranks.is_first:
+                for other in self.folder.glob("*.ckpt"):
+                    if other != path:
+                        other.unlink()

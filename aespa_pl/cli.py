@@ -16,6 +16,7 @@ import yaml
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -25,7 +26,7 @@ from rich.table import Table
 
 from aespa_pl import commands
 from aespa_pl.artifacts import write_text
-from aespa_pl.checkpoints import JournaledCheckpointIO, StopAtIteration, periodic_checkpoints
+from aespa_pl.checkpoints import JournaledCheckpointIO, PeriodicCheckpoint, StopAtIteration
 from aespa_pl.errors import UserError
 from aespa_pl.interruption import Interruption, RunInterrupted
 from aespa_pl.launch import (
@@ -213,15 +214,16 @@ class AespaCLI(LightningCLI):
         # made anew for each block: loggers and callbacks keep a state
         chosen = self.parser.instantiate(self.config)[self.subcommand].trainer
         folder = run.checkpoint_folder(index)
-        saving = periodic_checkpoints(self.settings.output, folder)
+        callbacks = _listed(chosen.callbacks)
+        if chosen.enable_checkpointing:
+            callbacks.append(PeriodicCheckpoint(self.settings.output, folder, ranks))
         several = isinstance(self.trainer.strategy, DDPStrategy)
         strategy = {"strategy": RowsStrategy(timeout=LONGEST_WAIT)} if several else {}
         return self.instantiate_trainer(
             **strategy,
             logger=_loggers(chosen.logger, run, index),
             callbacks=[
-                *_listed(chosen.callbacks),
-                *(saving if chosen.enable_checkpointing else []),
+                *callbacks,
                 IterationProgress(progress),
                 StopAtIteration(self.interruption, folder, ranks),
             ],
@@ -230,7 +232,8 @@ class AespaCLI(LightningCLI):
                 *environment_plugins(self.trainer),
                 JournaledCheckpointIO(run, index),
             ],
-            enable_checkpointing=bool(saving) and chosen.enable_checkpointing,
+            # ours is none of Lightning's, of which it would add one
+            enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
             # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or
             # the next block would start from it
             default_root_dir=folder,
@@ -327,6 +330,11 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
             raise UserError(
                 f"trainer.{key} is decided by the walk: set quantization.rounding.iterations instead"
             )
+    if trainer["gradient_clip_val"] is not None:
+        raise UserError(
+            "trainer.gradient_clip_val: gradients are those of the whole objective, without noise, and "
+            "are not clipped: leave it out"
+        )
     if trainer["precision"] not in PRECISIONS:
         raise UserError(
             f"trainer.precision is {trainer['precision']}, but rounding is float32 in any case: leave it "

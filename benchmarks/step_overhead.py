@@ -4,7 +4,7 @@ python benchmarks/step_overhead.py --model opt-125m
 python benchmarks/step_overhead.py --model embedded         # the smallest block that anybody quantizes
 
 The same block is learned by a bare loop (losses, gradients, Adam), by Lightning's Trainer with nothing
-else, and by the Trainer of ``aespa-pl fit``: curves for TensorBoard every 50 iterations, a checkpoint a
+else, and by the Trainer of ``aespa-pl fit``: curves for TensorBoard every 20 iterations, a checkpoint a
 minute, the look for a signal after each iteration. Measured is from the first iteration to the last;
 what it takes to begin and to end is in *once*. They take turns; medians.
 """
@@ -25,7 +25,7 @@ from aespa_pl.algorithm.adaround import penalty_exponent, rounding_loss, start
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.algorithm.workspace import Workspace
-from aespa_pl.checkpoints import StopAtIteration, periodic_checkpoints
+from aespa_pl.checkpoints import PeriodicCheckpoint, StopAtIteration
 from aespa_pl.cli import quiet_libraries
 from aespa_pl.interruption import Interruption
 from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask
@@ -118,8 +118,9 @@ def _works(
     yield lambda: bare_loop(block, settings)
     yield lambda: fit([], logger=False, enable_checkpointing=False, log_every_n_steps=10**9)
     yield lambda: fit(
-        [*periodic_checkpoints(OutputSettings(), folder), StopAtIteration(Interruption(), folder)],
+        [PeriodicCheckpoint(OutputSettings(), folder), StopAtIteration(Interruption(), folder)],
         logger=TensorBoardLogger(folder),
+        log_every_n_steps=20,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from aespa_pl.checkpoints import JournaledCheckpointIO, StopAtIteration, periodic_checkpoints
+from aespa_pl.checkpoints import JournaledCheckpointIO, PeriodicCheckpoint, StopAtIteration
 from aespa_pl.interruption import SIGNALS, Interruption, RunInterrupted
 from aespa_pl.run import Run
 from aespa_pl.settings import OutputSettings
@@ -81,6 +81,15 @@ def test_other_threads_leave_signals_alone() -> None:
     assert inside == before
 
 
+EVERY_FIVE = OutputSettings(checkpoint_iterations=5, checkpoint_seconds=None)
+
+
+@pytest.fixture
+def single_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each Lightning step one iteration."""
+    monkeypatch.setattr("aespa_pl.rounding.module.STEP_SECONDS", 0.0)
+
+
 class SignalAt(Callback):
     """Sends a signal in a hook of the block ``index`` at ``step``."""
 
@@ -100,17 +109,19 @@ class SignalAt(Callback):
 
 
 def options(
-    interruption: Interruption, before: list[Callback], after: list[Callback]
+    interruption: Interruption,
+    before: list[Callback],
+    after: list[Callback],
+    output: OutputSettings = EVERY_FIVE,
 ) -> Callable[[Run, int], dict[str, Any]]:
     """Return what the command line adds to each block's Trainer, and callbacks around it."""
-    output = OutputSettings(checkpoint_iterations=5, checkpoint_seconds=None)
 
     def make(run: Run, index: int) -> dict[str, Any]:
         folder = run.checkpoint_folder(index)
         stop = StopAtIteration(interruption, folder)
-        callbacks = [*before, stop, *after, *periodic_checkpoints(output, folder)]
+        callbacks = [*before, stop, *after, PeriodicCheckpoint(output, folder)]
         plugins = [JournaledCheckpointIO(run, index)]
-        return {"callbacks": callbacks, "plugins": plugins, "enable_checkpointing": True}
+        return {"callbacks": callbacks, "plugins": plugins}
 
     return make
 
@@ -132,6 +143,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
         ("on_train_epoch_end", LAST, LAST),
     ],
 )
+@pytest.mark.usefixtures("single_iterations")
 @both
 def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
     number: signal.Signals, hook: str, step: int, saved: int, whole: Quantized, tmp_path: Path
@@ -181,16 +193,34 @@ def test_error_lets_signals_through_again(tmp_path: Path) -> None:
     assert not interruption._deferred
 
 
-def test_checkpoints_come_by_iterations_and_time(tmp_path: Path) -> None:
-    neither = OutputSettings(checkpoint_iterations=None, checkpoint_seconds=None)
-    assert periodic_checkpoints(neither, tmp_path) == []
-    assert len(periodic_checkpoints(OutputSettings(checkpoint_iterations=3), tmp_path)) == 2
-
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (EVERY_FIVE, [5, 10, 15, 20]),
+        (
+            OutputSettings(checkpoint_iterations=None, checkpoint_seconds=1e-9),
+            list(range(1, LAST + 1)),
+        ),
+        (OutputSettings(checkpoint_iterations=None, checkpoint_seconds=3600.0), []),
+        (OutputSettings(checkpoint_iterations=7, checkpoint_seconds=3600.0), [7, 14, 21]),
+        (OutputSettings(checkpoint_iterations=None, checkpoint_seconds=None), []),
+    ],
+)
+@pytest.mark.usefixtures("single_iterations")
+def test_checkpoints_come_by_iterations_and_time(
+    output: OutputSettings, expected: list[int], tmp_path: Path
+) -> None:
     class Watch(Callback):
         def __init__(self) -> None:
             self.steps: list[int] = []
 
         def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+            self._look()
+
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self._look()
+
+        def _look(self) -> None:
             run = Run.open(tmp_path / "runs" / "version_0")
             if run.checkpoint is not None and run.checkpoint["block"] == 0:
                 run.pieces = run.checkpoint["pieces"]
@@ -200,5 +230,19 @@ def test_checkpoints_come_by_iterations_and_time(tmp_path: Path) -> None:
                 assert len(list(run.checkpoint_folder(0).iterdir())) == 1  # the older is removed
 
     watch = Watch()
-    walk("opt", tmp_path, options=options(Interruption(), [watch], []))
-    assert sorted(set(watch.steps)) == [5, 10, 15, 20]
+    walk("opt", tmp_path, options=options(Interruption(), [watch], [], output))
+    assert sorted(set(watch.steps)) == expected
+
+
+def test_checkpoints_by_iterations_come_where_a_step_is_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aespa_pl.rounding.module.STEP_SECONDS", 3600.0)
+    saved: list[int] = []
+
+    class Note(Callback):
+        def on_save_checkpoint(self, trainer: Trainer, *_: object) -> None:
+            saved.append(trainer.global_step)
+
+    walk("opt", tmp_path, options=options(Interruption(), [], [Note()]))
+    assert saved == [5, 10, 15, 20] * 2

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "evaluation": {"errors", "hidden", "ranks", "stream"},
     "run": {"artifacts", "errors"},
-    "checkpoints": {"artifacts", "interruption", "ranks", "run", "settings"},
+    "checkpoints": {"artifacts", "interruption", "ranks", "rounding", "run", "settings"},
     "search": {
         "algorithm", "artifacts", "errors", "models", "parts", "preparation", "ranks", "rounding",
         "run", "settings", "shards", "statistics", "timing",

@@ -138,12 +138,18 @@ def stopping(fits: list[int], part: int) -> Callable[[Run, int], dict[str, Any]]
                 StopIn(interruption, fits, part), StopAtIteration(interruption, folder)
             ],
             "plugins": [JournaledCheckpointIO(run, index)],
-            "enable_checkpointing": False,
         }  # fmt: skip
 
     return options
 
 
+@pytest.fixture
+def single_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each Lightning step one iteration."""
+    monkeypatch.setattr("aespa_pl.rounding.module.STEP_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("single_iterations")
 def test_parts_that_are_done_are_not_learned_again(tmp_path: Path) -> None:
     whole = walk("llama-grouped", tmp_path / "whole", SHORT)
     run, fits = Run.create(tmp_path / "runs", {}), list[int]()
@@ -164,6 +170,7 @@ def test_parts_that_are_done_are_not_learned_again(tmp_path: Path) -> None:
     same_files(resumed, whole)
 
 
+@pytest.mark.usefixtures("single_iterations")
 @pytest.mark.parametrize("harm", ["damaged", "other parts"])
 def test_part_that_is_of_no_use_is_learned_again(
     harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

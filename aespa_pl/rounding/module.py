@@ -1,11 +1,13 @@
 """A Transformer block as a LightningModule whose parameters are its rounding variables."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.adaround import (
@@ -29,6 +31,8 @@ SUMS = ("reconstruction_loss", "rounding_loss")
 """Curves that are sums over the weights; the others are means."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, in the shape of the rounding variables."""
+STEP_SECONDS = 0.1
+"""Of iterations in one Lightning step, whose own Python takes about a millisecond; signals wait so long."""
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -49,10 +53,14 @@ class RoundingTask:
 
 
 class BlockRounding(LightningModule):
-    """Learns the rounding of all projections of one block; one step updates all of them.
+    """Learns the rounding of all projections of one block; one iteration updates all of them.
 
     The projections don't depend on each other (algorithm.md, step 4), so the sum of their losses
     has the gradients of each.
+
+    A Lightning step is as many iterations as fit into STEP_SECONDS, one at least. Lightning's
+    ``global_step`` counts iterations, and what has to be done after certain ones is done after these:
+    see ``rhythms``.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class BlockRounding(LightningModule):
             shards: Which rows of each projection the tasks are; None: all of them.
         """
         super().__init__()
+        self.automatic_optimization = False  # would be one iteration a step
         self.settings = settings
         self.label = label
         divided = {n: s for n, s in (shards or {}).items() if not s.ranks.alone}
@@ -84,8 +93,9 @@ class BlockRounding(LightningModule):
             fixed = (task.rounding.lower, task.rounding.base, task.rounding.gain, task.nearest)
             for kind, tensor in zip(FIXED, fixed, strict=True):
                 self.register_buffer(f"{name}_{kind}", tensor, persistent=False)
+        self.rhythms: list[int] = []
+        """A Lightning step ends after each multiple of these numbers of iterations."""
         self._workspace = Workspace()
-        self._gradients: dict[str, Tensor] = {}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam on the rounding variables (Section 4.1)."""
@@ -93,45 +103,22 @@ class BlockRounding(LightningModule):
             self.parameters(), lr=float(self.settings.learning_rate), fused=True
         )
 
-    def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
-        """Return the loss of all projections together."""
-        s = self.settings
-        beta = penalty_exponent(
-            self.global_step, s.iterations, warmup=s.warmup, start=s.beta_start, end=s.beta_end
-        )
-        losses, total = {}, torch.zeros((), device=self.device)
-        for name, B in self.variables.items():
-            H, G = batch[name]
-            losses[name] = loss = rounding_loss(
-                B.detach(),
-                self.rounding(name),
-                H,
-                G,
-                weight=self.penalties[name],
-                beta=beta,
-                workspace=self._workspace,
-                gradient=self._workspace.like(f"gradient of {name}", B.detach()),
-            )
-            total += loss.reconstruction + loss.penalty
-        self._gradients = {name: loss.gradient for name, loss in losses.items()}
-        interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (self.global_step + 1) % interval == 0:  # the iterations that Lightning logs
-            curves = self._curves(losses)
-            if self.shards:
-                curves = self._of_all_rows(curves)
-                sums = [curves[f"{kind}/{name}"] for kind in SUMS for name in losses]
-                total = torch.stack(sums).sum()
-            self._report(curves)
-        return total
+    def on_train_start(self) -> None:
+        """Let no step go beyond the iterations that Lightning's settings name."""
+        self.rhythms += [self._log_interval, self.settings.iterations]
 
-    def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
-        """Hand over the gradients, which came with the loss: there is nothing for autograd to do."""
-        for name, B in self.variables.items():
-            B.grad = self._gradients[name]
+    def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
+        """Make iterations for a while; return the loss of all projections together."""
+        until = time.perf_counter() + STEP_SECONDS
+        while True:
+            loss = self._iterate(batch)
+            rest = any(self.global_step % rhythm == 0 for rhythm in self.rhythms)
+            # with several processes each must know where the others are
+            if rest or self.shards or time.perf_counter() >= until:
+                return loss
 
     def on_train_end(self) -> None:
         """Free what only iterations need, before others take memory."""
-        self._gradients = {}
         self._workspace = Workspace()
         for B in self.parameters():
             B.grad = None
@@ -164,6 +151,42 @@ class BlockRounding(LightningModule):
                 raise NonFiniteLossError(f"{self.label}: the rounding of {name} diverged")
         return {name: decide(B, self.rounding(name)) for name, B in self.variables.items()}
 
+    def _iterate(self, batch: StatisticsBatch) -> Tensor:
+        """Make one iteration; return the loss before it."""
+        s = self.settings
+        beta = penalty_exponent(
+            self.global_step, s.iterations, warmup=s.warmup, start=s.beta_start, end=s.beta_end
+        )
+        losses, total = {}, torch.zeros((), device=self.device)
+        for name, B in self.variables.items():
+            H, G = batch[name]
+            losses[name] = loss = rounding_loss(
+                B.detach(),
+                self.rounding(name),
+                H,
+                G,
+                weight=self.penalties[name],
+                beta=beta,
+                workspace=self._workspace,
+                gradient=self._workspace.like(f"gradient of {name}", B.detach()),
+            )
+            B.grad = loss.gradient  # it came with the loss: there is nothing for autograd to do
+            total += loss.reconstruction + loss.penalty
+        if (self.global_step + 1) % self._log_interval == 0:
+            curves = self._curves(losses)
+            if self.shards:
+                curves = self._of_all_rows(curves)
+                sums = [curves[f"{kind}/{name}"] for kind in SUMS for name in losses]
+                total = torch.stack(sums).sum()
+            self._report(curves)
+        cast(LightningOptimizer, self.optimizers()).step()
+        return total
+
+    @property
+    def _log_interval(self) -> int:
+        interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return interval
+
     def _curves(self, losses: Mapping[str, RoundingLoss]) -> dict[str, Tensor]:
         """Return the points of each projection's curves, KIND/NAME."""
         curves = {}
@@ -185,7 +208,11 @@ class BlockRounding(LightningModule):
         for name in self.variables:
             if not bool(torch.isfinite(curves[f"reconstruction_loss/{name}"])):
                 raise NonFiniteLossError(f"{self.label}: the loss of {name} is not finite")
-        self.log_dict(dict(curves))
+        values = {name: float(value) for name, value in curves.items()}
+        # not through self.log, which would count Lightning's steps
+        for logger in self.loggers:
+            logger.log_metrics(values, self.global_step + 1)
+            logger.save()
 
     def _of_all_rows(self, curves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the curves of all rows of the projections from those of each process's."""

@@ -1,6 +1,7 @@
 """A Trainer over BlockRounding does what a plain Adam loop on the closed-form gradient does."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ def plain_loop(
     return learned
 
 
+@pytest.fixture(params=[0.0, 3600.0], ids=["one-a-step", "many-a-step"])
+def step_seconds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterations of one Lightning step: one, and as many as may be."""
+    monkeypatch.setattr("aespa_pl.rounding.module.STEP_SECONDS", request.param)
+
+
+@pytest.mark.usefixtures("step_seconds")
 def test_training_equals_a_plain_adam_loop() -> None:
     tasks, batch = problem()
     before = {name: task.start.clone() for name, task in tasks.items()}
@@ -75,6 +83,7 @@ def test_training_equals_a_plain_adam_loop() -> None:
         assert not torch.equal(B, before[name])
 
 
+@pytest.mark.usefixtures("step_seconds")
 def test_curves_of_every_projection_are_logged(tmp_path: Path) -> None:
     tasks, batch = problem()
     logger = CSVLogger(tmp_path)
@@ -85,19 +94,54 @@ def test_curves_of_every_projection_are_logged(tmp_path: Path) -> None:
     for curve in ("reconstruction_loss", "rounding_loss", "undecided", "differs_from_nearest"):
         for name in tasks:
             assert f"{curve}/{name}" in lines[0]
-    assert len(lines) == 1 + SETTINGS.iterations // 10
+    steps = [int(row["step"]) for row in csv.DictReader(lines)]
+    assert steps == [10, 20, 30, 40, 50, 60]
+
+
+class Steps(Callback):
+    """Remembers the iterations after which Lightning's steps ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.ends.append(trainer.global_step)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "iterations", "ends"),
+    [
+        (3600.0, 60, [7, 14, 20, 21, 28, 35, 40, 42, 49, 56, 60]),
+        (3600.0, 25, [7, 14, 20, 21, 25]),
+        (0.0, 9, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    ],
+)
+def test_a_step_ends_where_something_has_to_be_done(
+    seconds: float, iterations: int, ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 7 iterations and its multiples a callback wants to do something, after 20 curves are logged."""
+    monkeypatch.setattr("aespa_pl.rounding.module.STEP_SECONDS", seconds)
+    tasks, batch = problem()
+    steps = Steps()
+    module = BlockRounding(tasks, replace(SETTINGS, iterations=iterations), "block 0")
+    module.rhythms.append(7)
+    trainer(iterations, callbacks=[steps], log_every_n_steps=20).fit(
+        module, datamodule=BlockStatistics(batch)
+    )
+    assert steps.ends == ends
 
 
 class Losses(Callback):
     """Remembers what the training steps return."""
 
     def __init__(self) -> None:
-        self.seen: list[float] = []
+        self.seen: dict[int, float] = {}
 
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        self.seen.append(float(arguments[2]["loss"]))
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        self.seen[trainer.global_step] = float(arguments[1]["loss"])
 
 
+@pytest.mark.usefixtures("step_seconds")
 def test_curves_are_those_of_the_variables_at_their_iteration(tmp_path: Path) -> None:
     tasks, batch = problem()
     learned = {iteration: plain_loop(tasks, batch, iteration) for iteration in (9, 59)}
@@ -107,7 +151,7 @@ def test_curves_are_those_of_the_variables_at_their_iteration(tmp_path: Path) ->
     )
     rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
     for row, iteration, beta in ((rows[0], 9, None), (rows[-1], 59, 3 + 9 / 42)):
-        assert int(row["step"]) == iteration
+        assert int(row["step"]) == iteration + 1
         total = 0.0
         for name, B in learned[iteration].items():
             rounding, (H, G) = tasks[name].rounding, batch[name]
@@ -130,7 +174,7 @@ def test_curves_are_those_of_the_variables_at_their_iteration(tmp_path: Path) ->
             for curve, value in expected.items():
                 assert float(row[f"{curve}/{name}"]) == pytest.approx(value, rel=1e-4), curve
             total += expected["reconstruction_loss"] + expected["rounding_loss"]
-        assert losses.seen[iteration] == pytest.approx(total, rel=1e-4)
+        assert losses.seen[iteration + 1] == pytest.approx(total, rel=1e-4)
 
 
 def test_checkpoints_hold_the_rounding_variables_only() -> None:
@@ -139,6 +183,7 @@ def test_checkpoints_hold_the_rounding_variables_only() -> None:
     assert set(module.state_dict()) == {f"variables.{name}" for name in tasks}
 
 
+@pytest.mark.usefixtures("step_seconds")
 def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     tasks, batch = problem()
     whole = BlockRounding(tasks, SETTINGS, "block 0")
