@@ -1,4 +1,4 @@
-"""Lightning's checkpoints inside a block: what they hold is Lightning's, when and how they are written ours."""
+"""Lightning's checkpoints inside a block: what is in them is its own, when and how they are written ours."""
 
 import errno
 import time

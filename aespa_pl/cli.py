@@ -7,9 +7,10 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -55,8 +56,10 @@ OWN_KEYS = (
     "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
 )  # fmt: skip
 """Keys of the Trainer that would change how many iterations are made: the walk decides that."""
-PRECISIONS = (None, 32, "32", "32-true")
-"""Of the rounding; that of the model's own forward passes is model.dtype."""
+PRECISIONS: dict[Any, Literal["bfloat16"] | None] = {
+    None: None, 32: None, "32": None, "32-true": None, "bf16-mixed": "bfloat16",
+}  # fmt: skip
+"""What trainer.precision says of quantization.products; that of the model's own passes is model.dtype."""
 TRAINER_DEFAULTS = {
     "accelerator": "auto",
     "devices": 1,
@@ -123,6 +126,7 @@ class AespaCLI(LightningCLI):
         self.config_init = self.parser.instantiate(self.config)
         self.settings = self.config_init[self.subcommand]
         _check_trainer(self.settings.trainer)
+        self._take_precision()
         self.model = self.datamodule = None
         try:
             self.trainer = self.instantiate_trainer(logger=False, callbacks=[])
@@ -136,6 +140,19 @@ class AespaCLI(LightningCLI):
             MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
         ) as error:  # fmt: skip
             raise UserError(f"trainer: {error}") from error
+
+    def _take_precision(self) -> None:
+        """Take trainer.precision as what it is here, the precision of the matrix products."""
+        s = self.settings
+        products = PRECISIONS[s.trainer.precision]
+        if products is not None:
+            if s.quantization.products not in (products, "float32"):
+                raise UserError(
+                    f"trainer.precision is {s.trainer.precision}, but quantization.products is "
+                    f"{s.quantization.products}: leave one of them out"
+                )
+            s.quantization = replace(s.quantization, products=products)
+            s.trainer.precision = None  # Lightning's would round more than the products
 
     def fit(self, **_: Any) -> None:
         """Quantize, and print what came out."""
@@ -264,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a mistake of the user ends with one line and status 2."""
     quiet_libraries()
     end_with_launcher()
+    torch.set_float32_matmul_precision("highest")  # whatever the environment says
     commands_kwargs = {name: {"exit_on_error": False} for name in AespaCLI.subcommands()}
     interruption = Interruption()
     try:
@@ -337,8 +355,8 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
         )
     if trainer["precision"] not in PRECISIONS:
         raise UserError(
-            f"trainer.precision is {trainer['precision']}, but rounding is float32 in any case: leave it "
-            "out, and set model.dtype for the model's own passes"
+            f"trainer.precision is {trainer['precision']}, but can be 32-true or bf16-mixed: set "
+            "quantization.products for the matrix products, and model.dtype for the model's own passes"
         )
 
 

@@ -16,6 +16,7 @@ from aespa_pl.algorithm.adaround import start
 from aespa_pl.algorithm.descent import Descent, descend
 from aespa_pl.algorithm.hessian import HeadMatrices
 from aespa_pl.algorithm.objectives import keep_better
+from aespa_pl.algorithm.products import operand
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.artifacts import write_tensors
 from aespa_pl.errors import UserError
@@ -211,7 +212,7 @@ class IntegerSearch:
                 penalty=settings.penalty_attention if attention else settings.penalty_other,
             )
             H, G = self._statistics(p, shard)
-            statistics[piece.key] = H[:], G
+            statistics[piece.key] = operand(H[:], self.settings.products), G
             if piece.end == piece.heads:
                 prepared[piece.name] = replace(whole, updated=whole.weight)
         return tasks, statistics, shards
@@ -234,7 +235,7 @@ class IntegerSearch:
     ) -> dict[str, Tensor]:
         """Run one Trainer.fit; each process learns its rows, and all get all integers."""
         settings = self.settings.rounding
-        module = BlockRounding(tasks, settings, f"block {index}", shards)
+        module = BlockRounding(tasks, settings, f"block {index}", shards, self.settings.products)
         trainer = self.make_trainer(index)
         trainer.fit(
             module, datamodule=BlockStatistics(statistics), ckpt_path=self._checkpoint(index)

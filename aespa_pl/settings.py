@@ -178,6 +178,10 @@ class QuantizationSettings:
     """Share alpha of the error of earlier blocks, in a projection's input and in the residual stream that
     its output is added to, that the projection makes up for; it takes a second stream of hidden states
     through the original model. 0: none, as in the paper (docs/correction.md)."""
+    products: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Precision of the matrix products of steps 1 and 4, statistics (bfloat16: in tf32) and learning, where
+    the matrix units of an accelerator are faster for less; sums, grids, OPTQ, polish and the losses that
+    decide are float32. trainer.precision bf16-mixed means bfloat16 (docs/performance.md)."""
     grid: GridSettings = field(default_factory=GridSettings)
     """Step 2, the grid."""
     optq: OptqSettings = field(default_factory=OptqSettings)

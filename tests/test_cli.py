@@ -172,6 +172,19 @@ def test_fit_test_and_the_saved_configuration(aespa: CommandLine, model: Path) -
         assert file.read_bytes() == (again / "blocks" / file.name).read_bytes()
 
 
+def test_mixed_precision_is_that_of_the_products(aespa: CommandLine, model: Path) -> None:
+    """The run is another one, and what makes it so is told when it is resumed without."""
+    status, out, err = aespa("fit", *small(model), "--trainer.precision", "bf16-mixed")
+    assert (status, err) == (0, "")
+    journal = json.loads((Path(out.splitlines()[-1]) / "journal.json").read_text())
+    assert journal["fingerprint"]["quantization"]["products"] == "bfloat16"
+    same = ["--quantization.products", "bfloat16", "--ckpt_path", "last"]
+    assert aespa("fit", *small(model), *same)[0] == 0
+    status, _, err = aespa("fit", *small(model), "--ckpt_path", "last")
+    assert status == 2
+    assert "products" in err
+
+
 def test_curves_of_every_projection_of_every_block(aespa: CommandLine, model: Path) -> None:
     aespa("fit", *small(model))
     for block in ("block_000", "block_001"):
@@ -307,6 +320,10 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
         (["--trainer.max_steps", 5], r"trainer\.max_steps.*rounding\.iterations instead"),
         (["--trainer.limit_train_batches", 0], r"limit_train_batches.*rounding\.iterations"),
         (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true.*model\.dtype"),
+        (
+            ["--trainer.precision", "bf16-mixed", "--quantization.products", "tf32"],
+            r"precision is bf16-mixed, but quantization\.products is tf32: leave one",
+        ),
         (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
         (["--data.evaluation.segment_length", 1], r"segment_length is 1: at least 2"),
         (

@@ -94,6 +94,13 @@ def test_arithmetic_of_an_iteration_is_that_of_the_products() -> None:
     assert block_flops(s, WORK, settings)["rounding"] == 7 * expected
 
 
+def test_products_in_bfloat16_need_the_statistics_in_it() -> None:
+    exact = device_bytes(shape(), WORK, PAPER)
+    lower = device_bytes(shape(), WORK, replace(PAPER, products="bfloat16"))
+    assert lower["rounding"] - exact["rounding"] == hessian_bytes(shape(), PAPER) // 2
+    assert {**lower, "rounding": 0} == {**exact, "rounding": 0}
+
+
 def test_hidden_states_are_in_memory_or_on_disk() -> None:
     s, settings = shape(), QuantizationSettings()
     stream = 10 * 32 * s.hidden * 2

@@ -309,6 +309,21 @@ def test_block_after_replay_with_correction_is_the_same(name: str, tmp_path: Pat
     assert all(torch.equal(tensor, tensors[key]) for key, tensor in again.file(1).items())
 
 
+@pytest.mark.parametrize("products", ["tf32", "bfloat16"])
+def test_losses_of_coarse_products_are_float32s(products: str, walked: Walked) -> None:
+    """The losses that are recorded, and decide what is kept, are exact, and nearly the same."""
+    rough = {"rounding.learning_rate": 0.5, "rounding.keep_best": False, "polish.enabled": False}
+    exact, coarse = (walked("opt", {**rough, "products": p}) for p in ("float32", products))
+    for name, loss in exact.losses(0).items():
+        found = coarse.losses(0)[name]
+        assert {k: found[k] for k in ("nearest", "optq")} == {
+            k: loss[k] for k in ("nearest", "optq")
+        }
+        assert found["final"] == pytest.approx(loss["final"], rel=0.2)
+    # in tf32 the differences may be too small to change an integer
+    assert exact.losses(0) != coarse.losses(0) or products == "tf32"
+
+
 @pytest.mark.parametrize(
     ("name", "others"),
     [(name, others) for name in FAMILIES for others in ({}, NOT_LEARNED)]

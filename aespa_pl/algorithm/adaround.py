@@ -12,6 +12,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import error_product
+from aespa_pl.algorithm.products import Precision, multiply, operand
 from aespa_pl.algorithm.quantizer import Grid
 from aespa_pl.algorithm.workspace import Workspace, chunk_elements
 
@@ -114,6 +115,7 @@ def rounding_loss(
     beta: float | None,
     workspace: Workspace | None = None,
     gradient: Tensor | None = None,
+    precision: Precision = "float32",
 ) -> RoundingLoss:
     """Return loss and gradient of the soft rounding, with one product ``G dW H`` for both.
 
@@ -126,6 +128,7 @@ def rounding_loss(
         beta: Its exponent; None: no rounding loss.
         workspace: For intermediate results; None: new memory.
         gradient: Where the gradient goes, in the shape of B; None: new memory.
+        precision: Of the products; H is an ``operand`` in it. Everything else is float32.
     """
     workspace = workspace or Workspace()
     gradient = torch.empty_like(B) if gradient is None else gradient
@@ -139,9 +142,10 @@ def rounding_loss(
         torch.sigmoid(b, out=h).mul_(STRETCH).sub_((STRETCH - 1) / 2).clamp_(0, 1)
         torch.addcmul(base, gain, h, out=error)
     if G is None:
-        error_product(dW, H, out=gradient)
+        error_product(dW, H, out=gradient, precision=precision)
     else:
-        torch.bmm(G, error_product(dW, H, out=workspace.like("product", B)), out=gradient)
+        P = error_product(dW, H, out=workspace.like("product", B), precision=precision)
+        multiply(G, operand(P, precision), precision, out=gradient)
     reconstruction, penalty = torch.zeros_like(B[0, 0, 0]), torch.zeros_like(B[0, 0, 0])
     for b, _, gain, error, g in chunks:
         reconstruction += torch.dot(error, g)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Real
 from torch import Tensor
 
 from aespa_pl.algorithm.hessian import HeadMatrices
+from aespa_pl.algorithm.products import Precision, multiply, operand
 
 
 def error_product(
@@ -19,6 +20,7 @@ def error_product(
     G: Float[Tensor, "heads rows rows"] | None = None,
     *,
     out: Tensor | None = None,
+    precision: Precision = "float32",
 ) -> Float[Tensor, "heads rows d_in"]:
     """Return ``G dW H``, or ``dW H`` without G.
 
@@ -28,13 +30,14 @@ def error_product(
         G: Second moment of the *other* side of the attention score, keys for the query projection
             and queries for the key projection; None for every other projection.
         out: Where ``dW H`` goes, contiguous; None: new memory.
+        precision: Of the products; H is an ``operand`` in it.
     """
     if H.shape[0] == 1:  # one large product instead of a batch of small ones
         flat = None if out is None else out.view(-1, out.shape[-1])
-        P = torch.mm(dW.flatten(0, 1), H[0], out=flat).view_as(dW)
+        P = multiply(dW.flatten(0, 1), H[0], precision, out=flat).view_as(dW)
     else:
-        P = torch.bmm(dW, H, out=out)
-    return P if G is None else G @ P
+        P = multiply(dW, H, precision, out=out)
+    return P if G is None else multiply(G, operand(P, precision), precision)
 
 
 def reconstruction_loss(

@@ -91,6 +91,7 @@ def device_bytes(
     waiting = learning - at_once
     kept = shape.weights - at_once
     steady = block + hessians
+    operands = hessians // 2 if settings.products == "bfloat16" else 0
     return {
         "embedding and head": stem + work.tokens * shape.hidden * work.dtype_bytes,
         "statistics": steady + shifts + activations + float_inputs + 3 * probabilities + originals,
@@ -102,6 +103,7 @@ def device_bytes(
         + OPTQ_BYTES * largest
         + 5 * FLOAT * widest,
         "rounding": steady
+        + operands
         + LEARNED_BYTES * at_once
         + KEPT_BYTES * kept
         + FLOAT * waiting  # W', which the learning begins with

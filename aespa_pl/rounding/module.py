@@ -18,6 +18,7 @@ from aespa_pl.algorithm.adaround import (
     rounding_loss,
     undecided,
 )
+from aespa_pl.algorithm.products import Precision, multiplying_in
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.rounding.data import StatisticsBatch
 from aespa_pl.settings import RoundingSettings
@@ -69,6 +70,7 @@ class BlockRounding(LightningModule):
         settings: RoundingSettings,
         label: str,
         shards: Mapping[str, Shard] | None = None,
+        precision: Precision = "float32",
     ) -> None:
         """Take the projections of one block.
 
@@ -77,8 +79,10 @@ class BlockRounding(LightningModule):
             settings: Learning rate, iterations, schedule of the rounding loss.
             label: Name of the block in messages: ``block 3``.
             shards: Which rows of each projection the tasks are; None: all of them.
+            precision: Of the products with the statistics, which are operands in it.
         """
         super().__init__()
+        self.precision: Precision = precision
         self.automatic_optimization = False  # would be one iteration a step
         self.settings = settings
         self.label = label
@@ -110,12 +114,13 @@ class BlockRounding(LightningModule):
     def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
         """Make iterations for a while; return the loss of all projections together."""
         until = time.perf_counter() + STEP_SECONDS
-        while True:
-            loss = self._iterate(batch)
-            rest = any(self.global_step % rhythm == 0 for rhythm in self.rhythms)
-            # with several processes each must know where the others are
-            if rest or self.shards or time.perf_counter() >= until:
-                return loss
+        with multiplying_in(self.precision):
+            while True:
+                loss = self._iterate(batch)
+                rest = any(self.global_step % rhythm == 0 for rhythm in self.rhythms)
+                # with several processes each must know where the others are
+                if rest or self.shards or time.perf_counter() >= until:
+                    return loss
 
     def on_train_end(self) -> None:
         """Free what only iterations need, before others take memory."""
@@ -169,6 +174,7 @@ class BlockRounding(LightningModule):
                 beta=beta,
                 workspace=self._workspace,
                 gradient=self._workspace.like(f"gradient of {name}", B.detach()),
+                precision=self.precision,
             )
             B.grad = loss.gradient  # it came with the loss: there is nothing for autograd to do
             total += loss.reconstruction + loss.penalty

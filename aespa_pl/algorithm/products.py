@@ -1,0 +1,66 @@
+"""In what precision matrices are multiplied; products are always summed up in float32.
+
+bfloat16 has 8 significant bits, TF32 11, float32 24. An accelerator's matrix units multiply the first two
+several times as fast as float32. A CPU has no such units: there the operands are rounded and multiplied
+in float32, which gives an accelerator's numbers without its speed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+TF32_DROPPED_BITS = 13
+"""Of float32's 23 stored bits of a significand, TF32 has 10."""
+
+
+@contextmanager
+def multiplying_in(precision: Precision) -> Iterator[None]:
+    """Let the matrix units of an accelerator round what is float32, or not, in this context."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def operand(A: Float[Tensor, "..."], precision: Precision) -> Float[Tensor, "..."]:
+    """Return a float32 matrix as a product in this precision wants it."""
+    if precision == "bfloat16":
+        rounded = A.to(torch.bfloat16)
+        return rounded if A.is_cuda else rounded.float()
+    if precision == "tf32" and not A.is_cuda:
+        bits = A.view(torch.int32) + (1 << (TF32_DROPPED_BITS - 1))
+        return (
+            bits.bitwise_right_shift_(TF32_DROPPED_BITS)
+            .bitwise_left_shift_(TF32_DROPPED_BITS)
+            .view(torch.float32)
+        )
+    return A
+
+
+def multiply(
+    A: Float[Tensor, "*batch m k"],
+    B: Float[Tensor, "*batch k n"],
+    precision: Precision,
+    *,
+    out: Tensor | None = None,
+) -> Float[Tensor, "*batch m n"]:
+    """Return ``A B`` in float32, of two matrices or two batches of them.
+
+    Args:
+        A: In float32.
+        B: An ``operand`` in this precision.
+        precision: Of both.
+        out: Where it goes; None: new memory.
+    """
+    product = torch.mm if A.dim() == 2 else torch.bmm
+    A = operand(A, precision)
+    if A.dtype == torch.bfloat16:
+        return product(A, B, out_dtype=torch.float32, out=out)
+    return product(A, B, out=out)
