@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aespa_pl.algorithm.products import Precision
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
 from aespa_pl.parts import WHOLE, Partition
@@ -177,8 +178,9 @@ def test_few_products_are_counted_for_wide_searches() -> None:
     assert search_products(4096, 10) == 10
 
 
-def test_rates_are_measured() -> None:
-    rates = measure_rates(shape(), torch.device("cpu"), seconds=0.3)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_rates_are_measured(precision: Precision) -> None:
+    rates = measure_rates(shape(), torch.device("cpu"), seconds=0.3, precision=precision)
     assert min(rates.product, rates.grid, rates.rounding) > 1e4
     seconds = rates.seconds({"grid": rates.grid, "rounding": 2 * rates.rounding, "other": 0.0})
     assert seconds == pytest.approx({"grid": 1, "rounding": 2, "other": 0})

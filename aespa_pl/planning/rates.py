@@ -8,6 +8,7 @@ import torch
 
 from aespa_pl.algorithm.adaround import rounding_loss, start
 from aespa_pl.algorithm.grid import CLIP_RATIOS, min_max_grid, search_grid
+from aespa_pl.algorithm.products import Precision, multiplying_in, operand
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.planning.needs import search_products
 from aespa_pl.planning.shape import Shape
@@ -33,10 +34,18 @@ class Rates:
         return {phase: count / rate.get(phase, self.product) for phase, count in flops.items()}
 
 
-def measure_rates(shape: Shape, device: torch.device, *, seconds: float) -> Rates:
+def measure_rates(
+    shape: Shape, device: torch.device, *, seconds: float, precision: Precision = "float32"
+) -> Rates:
     """Measure a device on random matrices of a model's width for about ``seconds``.
 
     Where a whole matrix would take too long it has fewer rows; a rate hardly depends on them.
+
+    Args:
+        shape: Of the model.
+        device: To measure.
+        seconds: To take.
+        precision: Of the learning's products.
     """
     d = shape.hidden
     rows = min(d, max(64, MEASURED_WEIGHTS // d))
@@ -57,14 +66,17 @@ def measure_rates(shape: Shape, device: torch.device, *, seconds: float) -> Rate
     fixed, B = start(W, W, min_max_grid(W, zeta, bits=2, symmetric=False, group_size=None))
     B = torch.nn.Parameter(B)
     adam, workspace = torch.optim.Adam([B], fused=True), Workspace()
+    Hessian = operand(H, precision)
 
     def step() -> None:
         b = B.detach()
         gradient = workspace.like("gradient", b)
         B.grad = gradient
-        rounding_loss(
-            b, fixed, H, None, weight=1.0, beta=8.0, workspace=workspace, gradient=gradient
-        )
+        with multiplying_in(precision):
+            rounding_loss(
+                b, fixed, Hessian, None, weight=1.0, beta=8.0, workspace=workspace, gradient=gradient,
+                precision=precision,
+            )  # fmt: skip
         adam.step()
 
     return Rates(product, grid, flops / _median_seconds(step, device, seconds / 3))

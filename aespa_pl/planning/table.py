@@ -65,7 +65,8 @@ def plan(
         partition=partition,
     )
     flops = block_flops(shape, work, quantization, partition)
-    taken = measure_rates(shape, device, seconds=seconds).seconds(flops)
+    rates = measure_rates(shape, device, seconds=seconds, precision=quantization.products)
+    taken = rates.seconds(flops)
     parameters = shape.blocks * shape.block_weights + shape.stem_weights
     return [
         (
