@@ -135,10 +135,13 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
             delay = choose.uniform(0.35, 0.75) * duration
             outcome = bench.fit(name, *LAST, number=kill, delay=delay)
             kills += outcome.status == -signal.SIGKILL
+            # the machine may be busier than when the duration was measured, or less busy
             if any((bench.runs / name).glob("version_*/checkpoints/*/*.ckpt")):
                 inside += 1
-            elif outcome.status:  # the machine may be busier than when the duration was measured
+            elif outcome.status:
                 duration *= 1.1
+            elif kill:
+                duration /= 1.1
         check(bench, name, outcome, whole)
         number += 1
     assert inside > KILLS / 5  # kills while a block was under way that had a checkpoint
@@ -147,11 +150,11 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
 MOMENTS = [
     "*/journal.json",
     "*/checkpoints/block_000/*.ckpt",
-    f"*/checkpoints/block_000/*={ITERATIONS}-iterations.ckpt",
+    f"*/checkpoints/block_000/step_{ITERATIONS}.ckpt",
     "*/blocks/block_000.safetensors",
     "*/model/model-00002-of-00003.safetensors",
-    f"*/checkpoints/block_001/*={2 * EVERY}-iterations.ckpt",
-    f"*/checkpoints/block_001/*={ITERATIONS}-iterations.ckpt",
+    f"*/checkpoints/block_001/step_{2 * EVERY}.ckpt",
+    f"*/checkpoints/block_001/step_{ITERATIONS}.ckpt",
     "*/blocks/block_001.safetensors",
     "*/model/model.safetensors.index.json",
 ]
