@@ -44,6 +44,12 @@ METHODS = {
         f"aespa-fast + D + C {share}": options("aespa-fast", polish=True, correction=share)
         for share in (0, 0.25, 0.75, 1)
     },
+    **{
+        f"aespa + D + C, {products}": [
+            *options("aespa", polish=True, correction=CORRECTION), f"--quantization.products={products}",
+        ]
+        for products in ("float32", "tf32", "bfloat16")
+    },
     "layer-wise": [
         *options("aespa"), "--quantization.objective.query_key=layer", "--quantization.objective.value=layer",
     ],
