@@ -67,9 +67,9 @@ class Bench:
         return self.forks.run(self.arguments(name, *more), number, when, delay)
 
     def run_of(self, name: str) -> Path:
-        """Return the only run of a name."""
-        (folder,) = (self.runs / name).glob("version_*")
-        return folder
+        """Return the only run of a name; of one killed before its first journal only a folder is left."""
+        (journal,) = (self.runs / name).glob("version_*/journal.json")
+        return journal.parent
 
     def journal(self, name: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.run_of(name) / "journal.json").read_text())
