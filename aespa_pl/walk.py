@@ -128,12 +128,7 @@ class Walk:
                     with self._measure("forward"):
                         self.source.advance(block, streams.quantized)
             if complete and streams.original is not None and index < missing[-1]:
-                with (
-                    self._measure("forward"),
-                    self.source.block(index) as block,
-                    # as in step 1, for the library's own attention rounds differently
-                    self._observe_attention(block, lambda _: None),
-                ):
+                with self._measure("forward"), self.source.block(index) as block:
                     self.source.advance(block, streams.original)
             release_memory()
             self.progress.advance()
