@@ -9,7 +9,7 @@ Notation as in ``models/family.py``; X is the input of the attention block, ``[d
 Source: algorithm.md, step 1; Eq. 17 to 22 of the paper.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from aespa_pl.attended import attended_inputs
+from aespa_pl.gram import add_gram, mirror
 from aespa_pl.heads import HeadsOnDisk
 from aespa_pl.models.family import Attention, BlockLayout, InputGroup
 
@@ -87,7 +89,7 @@ class StatisticsCollector:
         self._original_inputs: dict[str, Tensor] = {}
         self._original_residuals: dict[str, Tensor] = {}
         self._residuals: dict[str, Tensor] = {}
-        self._original_probabilities: Tensor | None = None
+        self._original_attention: Attention | None = None
         self._attention = _AttentionSums()
 
     @contextmanager
@@ -101,13 +103,13 @@ class StatisticsCollector:
         """
 
         def remember(attention: Attention) -> None:
-            self._original_probabilities = attention.probabilities
+            self._original_attention = attention
 
         with ExitStack() as stack:
             self._hook_inputs(stack, block, partial(_keep, self._original_inputs))
             self._hook_residuals(stack, block, self._original_residuals)
-            # Also where A is of no use: a replay, which observes always, then gives the same bits.
-            stack.enter_context(observe_attention(remember))
+            if self.value:
+                stack.enter_context(observe_attention(remember))
             yield
 
     @contextmanager
@@ -147,6 +149,8 @@ class StatisticsCollector:
     def finish(self, norm_weights: tuple[Tensor, Tensor] | None = None) -> BlockStatisticTensors:
         """Return the statistics of all that was taken in; the collector is of no use afterwards.
 
+        Until then only the upper parts of the symmetric sums have a meaning.
+
         Args:
             norm_weights: Weights ``[d_h]`` of the norms on query and key heads, for a family that
                 has them.
@@ -159,6 +163,9 @@ class StatisticsCollector:
         for total in everything:
             if total is not None:
                 total.mul_(factor)  # in place: a copy would double the memory
+        attended = [] if sums.attended is None else list(sums.attended)
+        for total in (*self._inputs.values(), *attended):
+            mirror(total)
         if self.query_key:
             keys, queries = sums.keys * factor, sums.queries * factor
             if sums.rotation is not None:
@@ -202,13 +209,14 @@ class StatisticsCollector:
             X = arguments[0].flatten(0, -2).float()  # [tokens, d_in]
             original = self._original_inputs.pop(name, None)
             if self.inputs:
-                _add_product(self._inputs, name, X, X)
+                add_gram(_sum(self._inputs, name, X, X), X)
             if self.inputs and original is not None:
-                _add_product(self._shifts, name, original.flatten(0, -2).float() - X, X)
+                difference = original.flatten(0, -2).float() - X
+                _sum(self._shifts, name, X, X).addmm_(difference.T, X)
                 if name in self._residuals:
                     R = self._residuals.pop(name).flatten(0, -2).float()
                     original_R = self._original_residuals.pop(name).flatten(0, -2).float()
-                    _add_product(self._residual_shifts, name, original_R - R, X)
+                    _sum(self._residual_shifts, name, R, X).addmm_((original_R - R).T, X)
             if name == self.layout.groups[0].name:
                 self.tokens += X.shape[0]
                 self._attention_input, self._original_input = arguments[0], original
@@ -217,25 +225,23 @@ class StatisticsCollector:
 
     def _observe(self, attention: Attention) -> None:
         if self.value:
-            AX = attended_inputs(
-                attention.probabilities, self._attention_input, self.layout, self.heads
-            )
-            original = None
-            if self._original_input is not None and self._original_probabilities is not None:
-                original = attended_inputs(
-                    self._original_probabilities, self._original_input, self.layout, self.heads
-                )
+            X, original_X = self._attention_input, self._original_input
+            original, self._original_attention = self._original_attention, None
+            AX = attended_inputs(attention, X, self.layout, self.heads)
+            original_AX = None
+            if original is not None and original_X is not None:
+                original_AX = attended_inputs(original, original_X, self.layout, self.heads)
             share = self.layout.key_value_heads / self.layout.heads
-            self._attention.add_values(AX, original, len(self.heads), share)
+            self._attention.add_values(AX, original_AX, len(self.heads), share)
         if self.query_key:
             self._attention.add_scores(attention, self.layout)
 
 
-def _add_product(sums: dict[str, Tensor], name: str, left: Tensor, right: Tensor) -> None:
-    """Add ``left^T right`` to a sum, in place."""
+def _sum(sums: dict[str, Tensor], name: str, left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum ``[columns of left, columns of right]`` of a name; the first time it is zero."""
     if name not in sums:
         sums[name] = _zeros(left, left.shape[-1], right.shape[-1])
-    sums[name].addmm_(left.T, right)
+    return sums[name]
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
@@ -271,11 +277,12 @@ class _AttentionSums:
         for head, AX in enumerate(heads):
             if self.attended is None:
                 self.attended = _zeros(AX, count, AX.shape[-1], AX.shape[-1])
-            self.attended[head].addmm_(AX.T, AX, alpha=share)
+            add_gram(self.attended[head], AX, factor=share)
             if originals is not None:
                 if self.attended_shift is None:
                     self.attended_shift = _zeros(AX, *self.attended.shape)
-                self.attended_shift[head].addmm_((next(originals) - AX).T, AX, alpha=share)
+                difference = next(originals).sub_(AX)
+                self.attended_shift[head].addmm_(difference.T, AX, alpha=share)
 
     def add_scores(self, attention: Attention, layout: BlockLayout) -> None:
         shared = layout.heads // layout.key_value_heads
@@ -290,24 +297,6 @@ class _AttentionSums:
             key_gain = attention.key_inverse_square.float().sum((0, 2))
             self.query_gain = self.query_gain.to(Q.device) + query_gain
             self.key_gain = self.key_gain.to(Q.device) + key_gain
-
-
-def attended_inputs(
-    probabilities: Tensor, X: Tensor, layout: BlockLayout, heads: Sequence[int]
-) -> Iterator[Tensor]:
-    """Yield ``A X`` for some value heads, ``[tokens * query heads that share it, d]``, in float32.
-
-    One head at a time, for each is as large as X.
-
-    Args:
-        probabilities: A, ``[B, n_h, L, L]``.
-        X: ``[B, L, d]``.
-        layout: Of the block.
-        heads: Value heads.
-    """
-    A = probabilities.float().unflatten(1, (layout.key_value_heads, -1))
-    for head in heads:
-        yield (A[:, head] @ X.float()[:, None]).flatten(0, -2)
 
 
 def rotate_back(G: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -107,5 +107,29 @@ class StreamedModel:
 
     def advance(self, block: nn.Module, batches: Batches) -> None:
         """Replace the hidden states of all batches by the block's output."""
-        for i in range(len(batches)):
-            batches[i] = self.run_block(block, batches[i]).cpu()
+        for i, hidden in enumerate(in_turn(batches, self.device)):
+            batches[i] = self.run_block(block, hidden).cpu()
+
+
+def in_turn(batches: Batches, device: torch.device) -> Iterator[Tensor]:
+    """Yield the batches on a device; a GPU is sent the next one while it works on this one.
+
+    A batch that was yielded may be replaced in ``batches``; the one after it was read already.
+    """
+    if device.type != "cuda":
+        yield from (batches[i].to(device) for i in range(len(batches)))
+        return
+    side = torch.cuda.Stream(device)
+
+    def send(index: int) -> tuple[Tensor, torch.cuda.Event]:
+        with torch.cuda.stream(side):  # from pinned memory: other copies wait for their end
+            return batches[index].pin_memory().to(device, non_blocking=True), side.record_event()
+
+    sent = map(send, range(len(batches)))
+    ahead = next(sent, None)
+    while ahead is not None:
+        (batch, arrived), ahead = ahead, next(sent, None)
+        current = torch.cuda.current_stream(device)
+        current.wait_event(arrived)
+        batch.record_stream(current)  # whose work must end before side may have the memory
+        yield batch

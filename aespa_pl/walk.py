@@ -34,7 +34,7 @@ from aespa_pl.run import Run
 from aespa_pl.search import IntegerSearch, MakeTrainer
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.statistics import BlockStatisticTensors, StatisticsCollector
-from aespa_pl.stream import StreamedModel
+from aespa_pl.stream import StreamedModel, in_turn
 from aespa_pl.timing import Stopwatch, release_memory
 
 log = logging.getLogger(__name__)
@@ -128,12 +128,7 @@ class Walk:
                     with self._measure("forward"):
                         self.source.advance(block, streams.quantized)
             if complete and streams.original is not None and index < missing[-1]:
-                with (
-                    self._measure("forward"),
-                    self.source.block(index) as block,
-                    # as in step 1, for the library's own attention rounds differently
-                    self._observe_attention(block, lambda _: None),
-                ):
+                with self._measure("forward"), self.source.block(index) as block:
                     self.source.advance(block, streams.original)
             release_memory()
             self.progress.advance()
@@ -248,14 +243,15 @@ class Walk:
             heads=heads,
         )
         observe = partial(self._observe_attention, block)
-        for i in range(len(streams.quantized)):
+        original = in_turn(streams.original or [], self.source.device)
+        for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
             if streams.original is not None:
                 with collector.watch_original(block, observe):
-                    after = self.source.run_block(block, streams.original[i]).cpu()
+                    after = self.source.run_block(block, next(original)).cpu()
                 if last:
                     streams.original[i] = after
             with collector.watch(block, observe):
-                self.source.run_block(block, streams.quantized[i])
+                self.source.run_block(block, quantized)
         if not self.ranks.alone:
             collector.add_up(self.ranks.sum_, counts=streams.own)
         statistics = collector.finish(self.source.family.norm_weights(block))

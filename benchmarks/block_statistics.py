@@ -98,7 +98,7 @@ def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Ten
         handle.remove()
     attention: Attention = seen[0]
     found += [torch.einsum("nd,ne->de", X, X) for X in (x.flatten(0, -2) for x in inputs.values())]
-    A, X = attention.probabilities, inputs[layout.groups[0].name]
+    A, X = attention.probabilities(), inputs[layout.groups[0].name]
     AX = torch.einsum("bhlm,bmd->hbld", A, X)
     found.append(torch.einsum("hbld,hble->hde", AX, AX))
     found += [torch.einsum("bhld,bhle->hde", Y, Y) for Y in (attention.query, attention.key)]

@@ -30,7 +30,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hidden": {"artifacts"},
     "heads": {"algorithm", "hidden"},
     "parts": set(),
-    "statistics": {"heads", "models"},
+    "gram": set(),
+    "attended": {"models"},
+    "statistics": {"attended", "gram", "heads", "models"},
     "stream": {"hidden", "models"},
     "preparation": {
         "algorithm", "heads", "models", "ranks", "settings", "shards", "statistics",
@@ -46,7 +48,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "algorithm", "artifacts", "errors", "heads", "hidden", "models", "parts", "preparation",
         "progress", "ranks", "run", "search", "settings", "statistics", "stream", "timing",
     },
-    "planning": {"algorithm", "errors", "models", "parts", "ranks", "settings", "timing"},
+    "planning": {
+        "algorithm", "attended", "errors", "gram", "models", "parts", "ranks", "settings", "timing",
+    },
     "commands": {
         "", "artifacts", "data", "errors", "evaluation", "models", "planning", "preparation",
         "progress", "ranks", "run", "settings", "stream", "timing", "walk",
@@ -64,6 +68,8 @@ OUTSIDE: dict[str, set[str]] = {
     "settings": {"jsonargparse"},
     "ranks": {"torch"},
     "shards": {"torch"},
+    "gram": {"torch"},
+    "attended": {"torch"},
     "statistics": {"torch"},
     "preparation": {"torch"},
     "rounding": {"torch", "lightning"},

@@ -11,9 +11,11 @@ from aespa_pl.models.family import Role
 from aespa_pl.parts import WHOLE, Partition
 from aespa_pl.planning.budget import described, divide
 from aespa_pl.planning.needs import (
+    batch_bytes,
     block_flops,
     device_bytes,
     disk_bytes,
+    gram_flops,
     hessian_bytes,
     host_bytes,
     partition_for,
@@ -70,6 +72,39 @@ def test_statistics_are_counted_one_by_one() -> None:
     assert shift_bytes(s, PAPER) == 0
     residual = d * (layout.heads * layout.head_dim + wide)
     assert shift_bytes(s, QuantizationSettings()) == 4 * (plain + H_V + residual)
+
+
+def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
+    """Not of the probabilities of all heads, but where the model forms them itself."""
+    s, layout = shape("llama"), shape("llama").layout
+    long = Work(segments=1, length=1 << 15, batch_size=1, dtype_bytes=2)
+    all_heads = 4 * layout.heads * long.length**2
+    assert batch_bytes(s, long, PAPER) < 0.5 * all_heads
+    assert batch_bytes(shape("bloom"), long, PAPER) > 3 * all_heads
+    # an eighth of the rows of one head, scores and probabilities, and all else grows with L
+    twice = replace(long, length=2 * long.length)
+    square = batch_bytes(s, twice, PAPER) - 2 * batch_bytes(s, long, PAPER)
+    assert square == 4 * 2 * (twice.length**2 // 8 - 2 * (long.length**2 // 8))
+    d = s.hidden
+    # queries, keys, X and A X, once more for the original model, and its inputs as they are
+    both = batch_bytes(s, long, QuantizationSettings()) - batch_bytes(s, long, PAPER)
+    inputs = sum(s.inputs.values()) + 3 * d
+    assert both == 4 * long.length * (2 * d + 2 * d) + 2 * long.length * inputs
+
+
+def test_arithmetic_of_the_statistics_is_that_of_the_products() -> None:
+    """Multiplications counted one by one, on a shape that is too narrow for blocks."""
+    s, work = shape("llama"), Work(segments=3, length=1024, batch_size=1, dtype_bytes=4)
+    heads, d_h, d = s.layout.heads, s.layout.head_dim, s.hidden
+    inputs = sum(c**2 for c in s.inputs.values())
+    A = sum(row_end for row_end in (128 * (i // 128 + 1) for i in range(1024)))  # of one head
+    count = 3 * (1024 * inputs + heads * (A * (d_h + d) + 1024 * d**2) + 1024 * 2 * heads * d_h**2)
+    assert gram_flops(s, work, PAPER) == 2 * count
+    residual = d * sum(m.columns for m in s.matrices if m.adds_to_residual)
+    count += 3 * (1024 * (inputs + residual) + heads * (A * (d_h + d) + 1024 * d**2))
+    assert gram_flops(s, work, QuantizationSettings()) == 2 * count
+    layer = replace(PAPER, objective=ObjectiveSettings("layer", "layer"))
+    assert gram_flops(s, work, layer) == 2 * 3 * 1024 * inputs
 
 
 def test_less_is_learned_with_a_faster_method() -> None:

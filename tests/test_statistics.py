@@ -11,6 +11,8 @@ from transformers import (
     BloomForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -61,7 +63,11 @@ def qwen3() -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=HEAD_SIZE))
 
 
-MODELS = [opt, bloom, llama, grouped, qwen3]
+def window() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**LLAMA, num_key_value_heads=2, sliding_window=3))
+
+
+MODELS = [opt, bloom, llama, grouped, window, qwen3]
 
 
 def make(model_of: Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -163,13 +169,13 @@ def test_value_hessian_is_the_squared_error_of_the_attention_output(
     statistics, seen, X = collect(model, tokens(), 8)
     X = X.view(SEGMENTS, LENGTH, WIDTH)
     value_heads = statistics.attended.shape[0]
-    shared = HEADS // value_heads
+    shared, probabilities = HEADS // value_heads, seen[0].probabilities()
     for head in range(value_heads):
         dW = torch.randn(3, WIDTH, dtype=torch.float64)
         expected = 0.0
         for segment in range(SEGMENTS):
             for h in range(head * shared, (head + 1) * shared):
-                A = seen[0].probabilities[segment, h]
+                A = probabilities[segment, h]
                 expected += reference.attention_output_error(dW, X[segment].T, A)
         H = statistics.attended[head].double()
         found = float(torch.trace(dW @ H @ dW.T)) * X.shape[0] * LENGTH / 2 * shared
@@ -187,7 +193,7 @@ def scores_by_hand(others: Tensor, dW: Tensor, X: Tensor, rotations: list[Tensor
     return total / len(rotations)
 
 
-@pytest.mark.parametrize("model_of", [opt, bloom, llama, grouped])
+@pytest.mark.parametrize("model_of", [opt, bloom, llama, grouped, window])
 def test_query_and_key_objectives_are_the_squared_error_of_the_scores(
     model_of: Callable[[], PreTrainedModel],
 ) -> None:
@@ -221,7 +227,7 @@ def test_observed_query_has_no_scale() -> None:
         _, seen, _ = collect(model, tokens()[:1], 1)
         scores = seen[0].query[0] @ seen[0].key[0].transpose(1, 2) / HEAD_SIZE**0.5
         scores = scores + torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
-        torch.testing.assert_close(torch.softmax(scores, -1), seen[0].probabilities[0].double())
+        torch.testing.assert_close(torch.softmax(scores, -1), seen[0].probabilities()[0].double())
 
 
 def test_rotating_back_equals_the_mean_over_positions() -> None:
@@ -303,7 +309,7 @@ def test_statistics_of_a_model_in_half_precision_are_summed_in_float32(
     expected = 2 / N * (X.double().T @ X.double())
     H = statistics.inputs["attention_input"].double()
     torch.testing.assert_close(H, expected, rtol=1e-4, atol=1e-3)
-    A = seen[0].probabilities.double().unflatten(1, (statistics.attended.shape[0], -1))
+    A = seen[0].probabilities().double().unflatten(1, (statistics.attended.shape[0], -1))
     AX = A @ X.double().view(SEGMENTS, 1, 1, LENGTH, WIDTH)
     expected = 2 / N * torch.einsum("bhsld,bhsle->hde", AX, AX) / A.shape[2]
     torch.testing.assert_close(statistics.attended.double(), expected, rtol=1e-4, atol=1e-3)
@@ -370,14 +376,15 @@ def test_value_shift_is_that_of_the_attention_output(
     model = make(model_of)
     statistics, inputs, seen = collect_both(model, tokens(), tokens(), SEGMENTS)
     original, X = inputs["attention_input"]
+    A_original, A = (attention.probabilities() for attention in seen)
     value_heads = statistics.attended_shift.shape[0]
     shared = HEADS // value_heads
     for head in range(value_heads):
         expected = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
         for segment in range(SEGMENTS):
             for h in range(head * shared, (head + 1) * shared):
-                AX_original = seen[0].probabilities[segment, h] @ original[segment]
-                AX = seen[1].probabilities[segment, h] @ X[segment]
+                AX_original = A_original[segment, h] @ original[segment]
+                AX = A[segment, h] @ X[segment]
                 expected += (AX_original - AX).T @ AX
         expected *= 2 / (SEGMENTS * LENGTH) / shared
         torch.testing.assert_close(

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from aespa_pl.hidden import BatchesOnDisk
 from aespa_pl.models import family_of
 from aespa_pl.models.checkpoint import Checkpoint
-from aespa_pl.stream import StreamedModel
+from aespa_pl.stream import StreamedModel, in_turn
 from tests.models.examples import EXAMPLES, LENGTH, make_ids, make_model, save
 
 every_example = pytest.mark.parametrize("name", EXAMPLES)
@@ -230,3 +231,52 @@ def test_states_hold_no_graph(tmp_path: Path) -> None:
             parameter.requires_grad_()
         source.advance(block, batches)
         assert not any(batch.requires_grad for batch in batches)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_batches_come_in_turn_while_those_before_are_replaced(
+    count: int, device: str, on_disk: bool, tmp_path: Path
+) -> None:
+    """On a GPU with work behind each that is longer than a copy, so that one too early would show."""
+    where = torch.device(device)
+    values = [torch.randn(2, 512, 64) for _ in range(count)]
+    kept = [value.clone() for value in values]
+    batches = BatchesOnDisk(tmp_path, values) if on_disk else values
+    sums = []
+    for i, batch in enumerate(in_turn(batches, where)):
+        assert batch.device.type == device
+        work = torch.randn(1024, 1024, device=where)
+        for _ in range(20 if device == "cuda" else 0):
+            work = torch.tanh(work @ work)
+        sums.append(batch + 0 * work[0, 0])  # not read before the work is done
+        batches[i] = torch.full_like(kept[i], torch.nan)
+    assert len(sums) == count
+    for found, expected in zip(sums, kept, strict=True):
+        assert torch.equal(found.cpu(), expected)
+    assert all(bool(batches[i].isnan().all()) for i in range(count))
+
+
+def test_a_batch_is_not_read_before_its_turn_on_a_cpu() -> None:
+    """Where hidden states are on disk, one batch of a stream is in memory."""
+    asked: list[int] = []
+
+    class Watched(list):
+        def __getitem__(self, index: int) -> Tensor:
+            asked.append(index)
+            return super().__getitem__(index)
+
+    turns = in_turn(Watched([torch.zeros(1)] * 3), torch.device("cpu"))
+    for i in range(3):
+        next(turns)
+        assert asked == list(range(i + 1))

@@ -1,24 +1,25 @@
-"""See queries, keys and probabilities of an attention module of the library.
+"""See queries and keys of an attention module of the library.
 
-The library's fast attention never forms the probabilities. ``aespa_observed`` is registered beside
-it under transformers' public interfaces (attention and mask), forms them, and is chosen for the
-model only while ``observed`` is open.
+``aespa_observed`` is registered under transformers' public interfaces (attention and mask): it is the
+library's fused attention, whose output is the same bit by bit, and reports what it is called with. It
+is chosen for the model only while ``observed`` is open.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import eager_mask
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from aespa_pl.models.family import Attention
 
 IMPLEMENTATION = "aespa_observed"
 
-AttentionReport = Callable[[Tensor, Tensor, Tensor], None]
-"""Takes query ``[B, n_h, L, d_h]``, key ``[B, n_kv, L, d_h]`` and probabilities ``[B, n_h, L, L]``,
-the first two as the module hands them to its attention function."""
+AttentionReport = Callable[[Attention], None]
+"""Takes query, key and scaling as the module hands them to its attention function, and the mask."""
 
 
 @contextmanager
@@ -47,30 +48,25 @@ def observed(
 
 
 def observed_attention(
-    _module: nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float,
     report: AttentionReport | None = None,
-    **_unused: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return the attention output ``[B, L, n_h, d_h]`` and the probabilities ``[B, n_h, L, L]``.
-
-    Scores and softmax are in float32 at least, as in the library's fused kernels.
-    """
-    exact = torch.promote_types(query.dtype, torch.float32)
-    shared = query.shape[1] // key.shape[1]
-    keys = key.repeat_interleave(shared, 1)  # [B, n_h, L, d_h]
-    scores = query.to(exact) @ keys.to(exact).transpose(-1, -2) * scaling  # [B, n_h, L, L]
-    probabilities = torch.softmax(scores + attention_mask, dim=-1)
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention output ``[B, L, n_h, d_h]``, and no probabilities."""
     if report is not None:
-        report(query, key, probabilities)
-    output = probabilities.to(value.dtype) @ value.repeat_interleave(shared, 1)
-    return output.transpose(1, 2).contiguous(), probabilities
+        report(Attention(query, key, scaling, attention_mask))
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **others
+    )
+    return output, None
 
 
 AttentionInterface.register(IMPLEMENTATION, observed_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
+# None where causality is all, which the fused kernels do without a mask; else boolean.
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

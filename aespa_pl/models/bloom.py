@@ -30,6 +30,7 @@ class BloomFamily(Family):
 
     model_types = ("bloom",)
     blocks_path = "transformer.h"
+    forms_probabilities = True
 
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse what is quantized already, and the emulation of tensor-parallel sums.
@@ -124,24 +125,25 @@ class BloomFamily(Family):
     ) -> Iterator[None]:
         """Call ``observer`` for each batch.
 
-        BLOOM's attention does not go through the library's interface, but always returns its
-        probabilities: hooks see everything.
+        BLOOM's attention does not go through the library's interface, and computes everything in one
+        method: hooks see what it starts from. Its mask is the causal one, see ``arguments``.
         """
-        head_dim = self.layout(model.config).head_dim
-        fused: list[Tensor] = []
+        layout = self.layout(model.config)
+        attention: Any = block.get_submodule("self_attention")
+        seen: dict[str, Tensor] = {}
 
-        def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-            fused.append(output)
+        def keep_alibi(_module: nn.Module, _inputs: object, keywords: dict[str, Any]) -> None:
+            seen["alibi"] = keywords["alibi"].unflatten(0, (-1, layout.heads))  # [B, n_h, 1, L]
 
-        def report(_module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
-            rows = fused.pop()  # [B, L, n_h * 3 * d_h]
-            parts = rows.view(*rows.shape[:2], -1, 3, head_dim).transpose(1, 2)
+        def report(_module: nn.Module, _inputs: object, rows: Tensor) -> None:
+            # [B, L, n_h * 3 * d_h]
+            parts = rows.view(*rows.shape[:2], layout.heads, 3, layout.head_dim).transpose(1, 2)
             query, key, _ = parts.unbind(-2)  # [B, n_h, L, d_h]
-            observer(Attention(query, key, output[1]))
+            observer(Attention(query, key, attention.inv_norm_factor, alibi=seen["alibi"]))
 
         handles = (
-            block.get_submodule(FUSED).register_forward_hook(keep),
-            block.get_submodule("self_attention").register_forward_hook(report),
+            attention.register_forward_pre_hook(keep_alibi, with_kwargs=True),
+            block.get_submodule(FUSED).register_forward_hook(report),
         )
         try:
             yield

@@ -89,14 +89,47 @@ class Attention:
     """``[B, n_h, L, d_h]``: after RoPE where there is one, without the factor ``1 / sqrt(d_h)``."""
     key: Tensor
     """``[B, n_kv, L, d_h]``: after RoPE."""
-    probabilities: Tensor
-    """``[B, n_h, L, L]``: after the softmax, with ALiBi, causal and sliding-window masks."""
+    scaling: float
+    """The factor ``1 / sqrt(d_h)``, or what the model has in its place."""
+    mask: Tensor | None = None
+    """``[B, 1, L, L]``: where a query may look (sliding windows); None: wherever causality allows."""
+    alibi: Tensor | None = None
+    """``[B, n_h, 1, L]``: what ALiBi adds to the scores; None without ALiBi."""
     rotation: tuple[Tensor, Tensor] | None = None
     """``cos, sin``, each ``[L, d_h]``, of the rotation ``x * cos + rotate_half(x) * sin``."""
     query_inverse_square: Tensor | None = None
     """``[B, n_h, L]``: 1 / mean square of each head's query before its norm (Qwen3)."""
     key_inverse_square: Tensor | None = None
     """``[B, n_kv, L]``: the same for the keys."""
+
+    def probabilities(self, heads: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        """Compute attention probabilities, in float32 at least as the library's fused kernels do.
+
+        Every supported model is causal: columns behind the last row are 0, and are left out.
+
+        Args:
+            heads: Query heads.
+            rows: Positions of queries.
+
+        Returns:
+            ``[B, heads, rows, end of rows]``: after the softmax, with ALiBi and all masks.
+        """
+        exact = torch.promote_types(self.query.dtype, torch.float32)
+        _, n_h, L, _ = self.query.shape
+        start, end, _ = rows.indices(L)
+        key_heads = torch.arange(n_h, device=self.key.device)[heads] // (n_h // self.key.shape[1])
+        Q = self.query[:, heads, start:end].to(exact)  # [B, heads, rows, d_h]
+        K = self.key[:, key_heads, :end].to(exact)  # [B, heads, end, d_h]
+        scores = (Q * self.scaling) @ K.mT
+        if self.alibi is not None:
+            scores += self.alibi[:, heads, :, :end]
+        if self.mask is not None:
+            scores.masked_fill_(~self.mask[:, :, start:end, :end], -torch.inf)
+        else:
+            square = scores[..., start:]  # all columns before are in the past of all rows
+            later = torch.ones(end - start, end - start, dtype=torch.bool, device=scores.device)
+            square.masked_fill_(later.triu_(1), -torch.inf)
+        return scores.softmax(-1)
 
 
 class Family(ABC):
@@ -106,6 +139,8 @@ class Family(ABC):
     """The ``config.model_type`` values that this family stands for."""
     blocks_path: ClassVar[str]
     """Path of the list of blocks in the causal-LM model."""
+    forms_probabilities: ClassVar[bool] = False
+    """Whether its attention is not one of the library's fused kernels, and takes memory for A."""
 
     @abstractmethod
     def check(self, config: PreTrainedConfig) -> None:

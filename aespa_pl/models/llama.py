@@ -6,6 +6,7 @@ on query and key heads (Qwen3), sliding windows in all or in some blocks (Mistra
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -159,21 +160,21 @@ class LlamaFamily(Family):
         self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
     ) -> Iterator[None]:
         """Call ``observer`` for each batch."""
-        attention = block.get_submodule("self_attn")
+        module = block.get_submodule("self_attn")
         seen: dict[str, Any] = {}
 
         def keep_rotation(_module: nn.Module, _inputs: object, keywords: dict[str, Any]) -> None:
             cos, sin = keywords["position_embeddings"]  # [1, L, d_h]
             seen["rotation"] = (cos[0], sin[0])
 
-        def report(query: Tensor, key: Tensor, probabilities: Tensor) -> None:
-            observer(Attention(query, key, probabilities, **seen))
+        def report(attention: Attention) -> None:
+            observer(replace(attention, **seen))
 
         with ExitStack() as stack:
-            handles = [attention.register_forward_pre_hook(keep_rotation, with_kwargs=True)]
+            handles = [module.register_forward_pre_hook(keep_rotation, with_kwargs=True)]
             if self.norm_weights(block) is not None:
                 handles += [
-                    attention.get_submodule(norm).register_forward_pre_hook(_keep_scale(seen, name))
+                    module.get_submodule(norm).register_forward_pre_hook(_keep_scale(seen, name))
                     for norm, name in (
                         ("q_norm", "query_inverse_square"),
                         ("k_norm", "key_inverse_square"),
@@ -181,7 +182,7 @@ class LlamaFamily(Family):
                 ]
             for handle in handles:
                 stack.callback(handle.remove)
-            stack.enter_context(observed(model, attention, report))
+            stack.enter_context(observed(model, module, report))
             yield
 
     def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:

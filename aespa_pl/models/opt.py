@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -117,10 +118,14 @@ class OptFamily(Family):
         """Call ``observer`` for each batch."""
         head_dim = self.layout(model.config).head_dim
 
-        def report(query: Tensor, key: Tensor, probabilities: Tensor) -> None:
+        def report(attention: Attention) -> None:
             # OPT's module hands its attention function a query that it has already multiplied by
-            # 1 / sqrt(d_h). G_K = E[Q^T Q] is weighed against lambda, so the factor must go.
-            observer(Attention(query * head_dim**0.5, key, probabilities))
+            # 1 / sqrt(d_h). G_K = E[Q^T Q] is weighed against lambda, so the factor must go; in
+            # float32, for in half precision that would be one more rounding.
+            query = attention.query
+            exact = query.to(torch.promote_types(query.dtype, torch.float32))
+            scaling = attention.scaling / head_dim**0.5
+            observer(replace(attention, query=exact * head_dim**0.5, scaling=scaling))
 
         with observed(model, block.get_submodule("self_attn"), report):
             yield

@@ -8,6 +8,8 @@ import math
 from dataclasses import replace
 
 from aespa_pl.algorithm.grid import CLIP_RATIOS, MANY_COLUMNS
+from aespa_pl.attended import chunk_rows
+from aespa_pl.gram import computed_share
 from aespa_pl.models.family import Role
 from aespa_pl.parts import WHOLE, Partition
 from aespa_pl.planning.shape import Matrix, Shape, Work
@@ -66,6 +68,30 @@ def shift_bytes(shape: Shape, settings: QuantizationSettings, partition: Partiti
     return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
 
 
+def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
+    """Return the bytes of what a batch needs while its statistics are taken."""
+    layout, original = shape.layout, 1 if settings.input_correction else 0
+    shared = layout.heads // layout.key_value_heads
+    heads = (layout.heads + layout.key_value_heads) * layout.head_dim
+    # also the next batch of each stream, which a GPU is sent ahead of its use
+    activations = (5 + original) * shape.hidden + 3 * shape.widest_input
+    activations += original * (sum(shape.inputs.values()) + 2 * shape.hidden)
+    # Not at the same time: an input group in float32, with its original and their difference;
+    in_group = work.tokens * (1 + 2 * original) * shape.widest_input
+    # queries and keys, X and A X of a value head, and for a chunk of it scores, A and A X;
+    in_attention = formed = 0
+    if settings.objective.value == "attention":
+        rows = min(work.length, chunk_rows(work.length))
+        in_attention = (1 + original) * work.tokens * (heads + (1 + shared) * shape.hidden)
+        in_attention += work.batch_size * shared * rows * (2 * work.length + shape.hidden)
+    # scores, scores with the mask, and A, where they are formed for all heads.
+    if shape.forms_probabilities:
+        formed = 3 * work.batch_size * layout.heads * work.length**2
+    return work.tokens * activations * work.dtype_bytes + FLOAT * max(
+        in_group, in_attention, formed
+    )
+
+
 def device_bytes(
     shape: Shape, work: Work, settings: QuantizationSettings, partition: Partition = WHOLE
 ) -> dict[str, int]:
@@ -76,15 +102,6 @@ def device_bytes(
     shifts = shift_bytes(shape, settings, partition)
     largest = max(matrix.size for matrix in shape.matrices)
     widest = max(columns**2 for columns in shape.inputs.values())
-    streams = 2 if settings.input_correction else 1
-    shared = shape.layout.heads // shape.layout.key_value_heads
-    probabilities = work.batch_size * shape.layout.heads * work.length**2 * FLOAT
-    activations = work.tokens * (4 * shape.hidden + 3 * shape.widest_input) * work.dtype_bytes
-    float_inputs = work.tokens * max(2 * shape.widest_input, 3 * shared * shape.hidden) * FLOAT
-    originals = (streams - 1) * (
-        work.tokens * (sum(shape.inputs.values()) + 2 * shape.hidden) * work.dtype_bytes
-        + probabilities
-    )
     targets = FLOAT * shape.weights if settings.input_correction else 0
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
     at_once = min(learning, partition.weights or learning)
@@ -94,7 +111,7 @@ def device_bytes(
     operands = hessians // 2 if settings.products == "bfloat16" else 0
     return {
         "embedding and head": stem + work.tokens * shape.hidden * work.dtype_bytes,
-        "statistics": steady + shifts + activations + float_inputs + 3 * probabilities + originals,
+        "statistics": steady + shifts + batch_bytes(shape, work, settings),
         "correction": (steady + shifts + targets + 3 * FLOAT * widest + 2 * FLOAT * largest)
         if settings.input_correction
         else 0,
@@ -206,12 +223,12 @@ def block_flops(
     """Return the floating-point operations of one block, by phase; two for a multiply-add."""
     streams = 2 if settings.input_correction else 1
     tokens, d = work.segments * work.length, shape.hidden
-    heads, kv = shape.layout.heads, shape.layout.key_value_heads
-    attention = 4 * tokens * work.length * heads * shape.layout.head_dim
+    kv = shape.layout.key_value_heads
+    attention = 4 * tokens * work.length * shape.layout.heads * shape.layout.head_dim
     forward = 2 * tokens * shape.weights + attention
-    grams = 2 * tokens * sum(columns**2 for columns in shape.inputs.values())
-    if settings.objective.value == "attention":
-        grams += 2 * tokens * heads * (work.length * d + d**2)
+    statistics = streams * len(partition.head_groups(kv)) * forward + gram_flops(
+        shape, work, settings
+    )
     product = sum(m.product_flops for m in shape.matrices)
     with_zeta = settings.grid.zfold
     searches = 1 + min(TYPICAL_ZFOLD_ROUNDS, settings.grid.max_rounds) if with_zeta else 1
@@ -232,12 +249,29 @@ def block_flops(
     polish = settings.polish.passes * product if settings.polish.enabled else 0
     return {
         "forward": forward,
-        "statistics": streams * (len(partition.head_groups(kv)) * forward + grams),
+        "statistics": statistics,
         "grid": float(grid),
         "OPTQ": float(product + factors),
         "rounding": float(step * settings.rounding.iterations),
         "polish": float(polish),
     }
+
+
+def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> float:
+    """Return the operations of the statistics of a block, without its forward passes."""
+    layout, d = shape.layout, shape.hidden
+    originals = 1 if settings.input_correction else 0
+    products = sum(computed_share(c) * c**2 for c in shape.inputs.values())
+    products += originals * sum(c**2 for c in shape.inputs.values())
+    products += originals * sum(d * m.columns for m in shape.matrices if m.adds_to_residual)
+    if settings.objective.value == "attention":
+        # of the columns of A, those that are not behind a chunk's last row
+        columns = min(work.length, (work.length + chunk_rows(work.length)) / 2)
+        attended = (1 + originals) * columns * (layout.head_dim + d)
+        products += layout.heads * (attended + (computed_share(d) + originals) * d**2)
+    if settings.objective.query_key == "attention":
+        products += (layout.heads + layout.key_value_heads) * layout.head_dim**2
+    return 2.0 * work.segments * work.length * products
 
 
 def search_products(columns: int, candidates: int) -> int:

@@ -39,6 +39,8 @@ class Shape:
     stem_weights: int
     matrices: tuple[Matrix, ...]
     layout: BlockLayout
+    forms_probabilities: bool
+    """Whether the model's own attention has the probabilities of all heads in memory."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, family: Family) -> "Shape":
@@ -55,7 +57,14 @@ class Shape:
         everything = sum(parameter.numel() for parameter in model.parameters())
         in_block = sum(parameter.numel() for parameter in block.parameters())
         blocks = int(config.num_hidden_layers)
-        return cls(blocks, in_block, everything - blocks * in_block, tuple(matrices), layout)
+        return cls(
+            blocks,
+            in_block,
+            everything - blocks * in_block,
+            tuple(matrices),
+            layout,
+            family.forms_probabilities,
+        )
 
     @property
     def hidden(self) -> int:

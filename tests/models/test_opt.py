@@ -56,3 +56,20 @@ def test_observed_query_is_the_projections_output() -> None:
         torch.testing.assert_close(seen[0].key[:, head], outputs["k_proj"][..., rows])
     assert seen[0].rotation is None
     assert family.norm_weights(block) is None
+
+
+def test_factor_of_the_query_is_undone_without_another_rounding() -> None:
+    """The head size is 6: half precision has no exact 1 / sqrt(6)."""
+    model, ids = make_model("opt", torch.bfloat16), make_ids()
+    family = family_of(model.config)
+    block = model.get_submodule(family.blocks_path)[0]
+    outputs: list[Tensor] = []
+    block.get_submodule("self_attn.q_proj").register_forward_hook(lambda _, x, y: outputs.append(y))
+    seen: list[Attention] = []
+    with family.observe_attention(model, block, seen.append):
+        hidden, arguments = family.embed(model, ids)
+        family.run_block(block, hidden, arguments)
+    handed_over = (outputs[0] * 6**-0.5).unflatten(-1, (4, 6)).transpose(1, 2)
+    assert seen[0].query.dtype == torch.float32
+    torch.testing.assert_close(seen[0].query.double(), handed_over.double() * 6**0.5)
+    assert seen[0].scaling == pytest.approx(6**-0.5)

@@ -1,0 +1,50 @@
+"""What a value head's weights see: ``A X``, the inputs weighted by the attention probabilities A.
+
+All models are causal, so A is computed in chunks of rows, each without the columns behind its last row;
+then never more than one chunk of one head's probabilities is in memory.
+
+Notation as in ``models/family.py``; X is the input of the attention block.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from aespa_pl.models.family import Attention, BlockLayout
+
+CHUNKS, CHUNK_ROWS = 8, 128
+"""Rows are in so many chunks, which leaves out 7 of 16 products; no chunk has fewer rows than this, for
+with 32 all of it took up to half as long again (512 and 2048 tokens, one thread of a CPU)."""
+
+
+def attended_inputs(
+    attention: Attention, X: Tensor, layout: BlockLayout, heads: range
+) -> Iterator[Tensor]:
+    """Yield ``A X`` for some value heads, ``[B * query heads that share it * L, d]``, in float32.
+
+    All lie in the same memory: each is the caller's only until the next is asked for.
+
+    Args:
+        attention: What A follows from.
+        X: ``[B, L, d]``.
+        layout: Of the block.
+        heads: Value heads.
+    """
+    X = X.float()
+    B, L, d = X.shape
+    shared, step = layout.heads // layout.key_value_heads, chunk_rows(L)
+    AX = X.new_empty(B, shared, L, d)
+    for head in heads:
+        query_heads = slice(head * shared, (head + 1) * shared)
+        for start in range(0, L, step):
+            rows = slice(start, min(L, start + step))
+            A = attention.probabilities(query_heads, rows).float()  # [B, shared, rows, rows.stop]
+            # Side by side, for a product with X for each query head would copy X for each.
+            product = A.flatten(1, 2) @ X[:, : rows.stop]
+            AX[:, :, rows] = product.unflatten(1, (shared, -1))
+        yield AX.flatten(0, -2)
+
+
+def chunk_rows(length: int) -> int:
+    """Return of how many rows A is computed at once in segments of ``length`` tokens."""
+    return max(CHUNK_ROWS, -(-length // CHUNKS))

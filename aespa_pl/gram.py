@@ -1,0 +1,44 @@
+"""Sums of ``X^T X``: they are symmetric, so only the blocks on and above the diagonal are computed."""
+
+from itertools import pairwise
+
+from torch import Tensor
+
+BLOCKS = 4
+"""Of columns: 10 of 16 products are left, and took 0.63 to 0.81 of the time on one thread of a CPU for
+256 to 4096 columns; with 8 blocks it was 0.60 to 0.86."""
+NARROW = 256
+"""Columns below which the products are too small: with 64 columns blocks take longer than all at once."""
+
+
+def add_gram(total: Tensor, X: Tensor, *, factor: float = 1.0) -> None:
+    """Add ``factor X^T X`` to a sum, in place and without a copy; ``mirror`` makes it whole.
+
+    Args:
+        total: ``[d, d]``; what is below the diagonal is of no meaning.
+        X: ``[N, d]``.
+        factor: Of the product.
+    """
+    for start, stop in _blocks(X.shape[1]):
+        total[start:stop, start:].addmm_(X[:, start:stop].T, X[:, start:], alpha=factor)
+
+
+def mirror(total: Tensor) -> None:
+    """Copy what is above the diagonal of ``[d, d]`` below it, in place: exactly symmetric.
+
+    Also within the blocks on the diagonal, of which a product need not be so to the last bit.
+    """
+    for start, stop in _blocks(total.shape[0]):
+        total[stop:, start:stop] = total[start:stop, stop:].T
+        diagonal = total[start:stop, start:stop]
+        diagonal.copy_(diagonal.triu() + diagonal.triu(1).T)
+
+
+def computed_share(d: int) -> float:
+    """Return the share of the ``d^2`` sums that ``add_gram`` computes."""
+    return sum((stop - start) * (d - start) for start, stop in _blocks(d)) / d**2
+
+
+def _blocks(d: int) -> list[tuple[int, int]]:
+    count = 1 if d < NARROW else BLOCKS
+    return list(pairwise(d * i // count for i in range(count + 1)))
