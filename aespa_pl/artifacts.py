@@ -6,9 +6,11 @@ that is there is complete.
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,17 +154,28 @@ class ModelWriter:
             origin: Folder of the original; its generation_config.json is taken along.
         """
         with disk_errors(self.folder):
-            config.save_pretrained(self.folder)
-            tokenizer.save_pretrained(self.folder)
+            # a process that was killed here has left it, perhaps with the libraries' own partial files
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            config.save_pretrained(self._unfinished)
+            tokenizer.save_pretrained(self._unfinished)
             generation = origin / "generation_config.json"
             if generation.is_file():
-                (self.folder / generation.name).write_bytes(generation.read_bytes())
+                shutil.copy(generation, self._unfinished)
+            for file in sorted(path for path in self._unfinished.rglob("*") if path.is_file()):
+                target = self.folder / file.relative_to(self._unfinished)
+                target.parent.mkdir(exist_ok=True)
+                write_whole(target, partial(shutil.copyfile, file))
+            shutil.rmtree(self._unfinished)
         size = sum(self._shard(i).stat().st_size for i in names)
         where = {name: self._shard(i).name for i, shard in names.items() for name in shard}
         write_json(
             self.folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": where},
         )
+
+    @property
+    def _unfinished(self) -> Path:
+        return self.folder / ".partial"
 
     def _shard(self, number: int) -> Path:
         return self.folder / f"model-{number + 1:05}-of-{self.blocks + 1:05}.safetensors"

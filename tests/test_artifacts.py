@@ -406,3 +406,16 @@ def test_disk_that_fills_at_the_end_leaves_no_model(
     with refused(tmp_path / "export"):
         export(source, tmp_path / "export")
     assert not (tmp_path / "export" / "model.safetensors.index.json").exists()
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    source = save(make_model("opt", torch.float32), tmp_path / "source")
+    export(source, tmp_path / "export")
+    expected = {path.name for path in (tmp_path / "export").iterdir()}
+    again = tmp_path / "again"
+    (again / ".partial").mkdir(parents=True)
+    (again / ".partial" / ".tmpW1elMk").write_text("half of a tokenizer")
+    export(source, again)
+    assert {path.name for path in again.iterdir()} == expected
+    assert "tokenizer_config.json" in expected
+    assert not any(name.startswith(".") for name in expected)
