@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from aespa_pl.algorithm.products import Precision, operand
 from aespa_pl.models.family import Attention, BlockLayout
 
 CHUNKS, CHUNK_ROWS = 8, 128
@@ -18,7 +19,11 @@ with 32 all of it took up to half as long again (512 and 2048 tokens, one thread
 
 
 def attended_inputs(
-    attention: Attention, X: Tensor, layout: BlockLayout, heads: range
+    attention: Attention,
+    X: Tensor,
+    layout: BlockLayout,
+    heads: range,
+    precision: Precision = "float32",
 ) -> Iterator[Tensor]:
     """Yield ``A X`` for some value heads, ``[B * query heads that share it * L, d]``, in float32.
 
@@ -29,8 +34,9 @@ def attended_inputs(
         X: ``[B, L, d]``.
         layout: Of the block.
         heads: Value heads.
+        precision: Of the product.
     """
-    X = X.float()
+    X = operand(X.float(), precision)
     B, L, d = X.shape
     shared, step = layout.heads // layout.key_value_heads, chunk_rows(L)
     AX = X.new_empty(B, shared, L, d)
@@ -40,7 +46,7 @@ def attended_inputs(
             rows = slice(start, min(L, start + step))
             A = attention.probabilities(query_heads, rows).float()  # [B, shared, rows, rows.stop]
             # Side by side, for a product with X for each query head would copy X for each.
-            product = A.flatten(1, 2) @ X[:, : rows.stop]
+            product = operand(A.flatten(1, 2), precision) @ X[:, : rows.stop]
             AX[:, :, rows] = product.unflatten(1, (shared, -1))
         yield AX.flatten(0, -2)
 

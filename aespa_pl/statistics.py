@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.products import Precision, multiplying_in, operand
 from aespa_pl.attended import attended_inputs
 from aespa_pl.gram import add_gram, mirror
 from aespa_pl.heads import HeadsOnDisk
@@ -67,6 +68,7 @@ class StatisticsCollector:
         query_key: bool,
         inputs: bool = True,
         heads: range | None = None,
+        precision: Precision = "float32",
     ) -> None:
         """Collect what is asked for.
 
@@ -76,7 +78,10 @@ class StatisticsCollector:
             query_key: G_Q and G_K.
             inputs: The Hessian of each input group.
             heads: Key/value heads whose H_V is collected; None: all.
+            precision: Of the products; the sums are float32. TF32 has all bits of the inputs of a model in
+                half precision, so that only A X is rounded.
         """
+        self.precision: Precision = precision
         self.layout = layout
         self.value = value
         self.query_key = query_key
@@ -206,35 +211,52 @@ class StatisticsCollector:
 
     def _input_hook(self, name: str) -> InputHook:
         def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            X = arguments[0].flatten(0, -2).float()  # [tokens, d_in]
             original = self._original_inputs.pop(name, None)
             if self.inputs:
-                add_gram(_sum(self._inputs, name, X, X), X)
-            if self.inputs and original is not None:
-                difference = original.flatten(0, -2).float() - X
-                _sum(self._shifts, name, X, X).addmm_(difference.T, X)
-                if name in self._residuals:
-                    R = self._residuals.pop(name).flatten(0, -2).float()
-                    original_R = self._original_residuals.pop(name).flatten(0, -2).float()
-                    _sum(self._residual_shifts, name, R, X).addmm_((original_R - R).T, X)
+                with multiplying_in(self.precision):
+                    self._add_inputs(name, arguments[0], original)
             if name == self.layout.groups[0].name:
-                self.tokens += X.shape[0]
+                self.tokens += arguments[0][..., 0].numel()
                 self._attention_input, self._original_input = arguments[0], original
 
         return hook
 
+    def _add_inputs(self, name: str, inputs: Tensor, originals: Tensor | None) -> None:
+        X = _rows(inputs)
+        factor = operand(X, self.precision)
+        add_gram(_sum(self._inputs, name, X, X), factor)
+        if originals is None:
+            return
+        shift = operand(_rows(originals) - X, self.precision)
+        _sum(self._shifts, name, X, X).addmm_(shift.T, factor)
+        if name in self._residuals:
+            R, original_R = self._residuals.pop(name), self._original_residuals.pop(name)
+            shift = operand(_rows(original_R) - _rows(R), self.precision)
+            _sum(self._residual_shifts, name, shift, X).addmm_(shift.T, factor)
+
     def _observe(self, attention: Attention) -> None:
+        with multiplying_in(self.precision):
+            self._add_attention(attention)
+
+    def _add_attention(self, attention: Attention) -> None:
         if self.value:
             X, original_X = self._attention_input, self._original_input
             original, self._original_attention = self._original_attention, None
-            AX = attended_inputs(attention, X, self.layout, self.heads)
+            AX = attended_inputs(attention, X, self.layout, self.heads, self.precision)
             original_AX = None
             if original is not None and original_X is not None:
-                original_AX = attended_inputs(original, original_X, self.layout, self.heads)
+                original_AX = attended_inputs(
+                    original, original_X, self.layout, self.heads, self.precision
+                )
             share = self.layout.key_value_heads / self.layout.heads
-            self._attention.add_values(AX, original_AX, len(self.heads), share)
+            self._attention.add_values(AX, original_AX, len(self.heads), share, self.precision)
         if self.query_key:
-            self._attention.add_scores(attention, self.layout)
+            self._attention.add_scores(attention, self.layout, self.precision)
+
+
+def _rows(X: Tensor) -> Tensor:
+    """``[B, L, d]`` of any type to ``[B * L, d]`` in float32."""
+    return X.flatten(0, -2).float()
 
 
 def _sum(sums: dict[str, Tensor], name: str, left: Tensor, right: Tensor) -> Tensor:
@@ -272,21 +294,27 @@ class _AttentionSums:
     rotation: tuple[Tensor, Tensor] | None = None
 
     def add_values(
-        self, heads: Iterator[Tensor], originals: Iterator[Tensor] | None, count: int, share: float
+        self,
+        heads: Iterator[Tensor],
+        originals: Iterator[Tensor] | None,
+        count: int,
+        share: float,
+        precision: Precision,
     ) -> None:
         for head, AX in enumerate(heads):
+            factor = operand(AX, precision)
             if self.attended is None:
                 self.attended = _zeros(AX, count, AX.shape[-1], AX.shape[-1])
-            add_gram(self.attended[head], AX, factor=share)
+            add_gram(self.attended[head], factor, factor=share)
             if originals is not None:
                 if self.attended_shift is None:
                     self.attended_shift = _zeros(AX, *self.attended.shape)
-                difference = next(originals).sub_(AX)
-                self.attended_shift[head].addmm_(difference.T, AX, alpha=share)
+                shift = operand(next(originals).sub_(AX), precision)
+                self.attended_shift[head].addmm_(shift.T, factor, alpha=share)
 
-    def add_scores(self, attention: Attention, layout: BlockLayout) -> None:
+    def add_scores(self, attention: Attention, layout: BlockLayout, precision: Precision) -> None:
         shared = layout.heads // layout.key_value_heads
-        Q, K = attention.query.float(), attention.key.float()
+        Q, K = (operand(x.float(), precision) for x in (attention.query, attention.key))
         keys = (K.transpose(-1, -2) @ K).sum(0)  # [n_kv, d_h, d_h]
         queries = (Q.transpose(-1, -2) @ Q).sum(0)  # [n_h, d_h, d_h]
         self.keys = self.keys.to(Q.device) + keys.repeat_interleave(shared, 0)

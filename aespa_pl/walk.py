@@ -241,6 +241,7 @@ class Walk:
             query_key=first and objective.query_key == "attention",
             inputs=first,
             heads=heads,
+            precision="float32" if self.settings.products == "float32" else "tf32",
         )
         observe = partial(self._observe_attention, block)
         original = in_turn(streams.original or [], self.source.device)

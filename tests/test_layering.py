@@ -31,8 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "heads": {"algorithm", "hidden"},
     "parts": set(),
     "gram": set(),
-    "attended": {"models"},
-    "statistics": {"attended", "gram", "heads", "models"},
+    "attended": {"algorithm", "models"},
+    "statistics": {"algorithm", "attended", "gram", "heads", "models"},
     "stream": {"hidden", "models"},
     "preparation": {
         "algorithm", "heads", "models", "ranks", "settings", "shards", "statistics",

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from aespa_pl.algorithm.products import Precision
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Attention
 from aespa_pl.statistics import (
@@ -83,6 +84,7 @@ def collect(
     ids: Tensor,
     batch_size: int,
     before_the_end: Callable[[StatisticsCollector], None] = lambda _: None,
+    precision: Precision = "float32",
 ) -> tuple[BlockStatisticTensors, list[Attention], Tensor]:
     """Return the statistics, what was observed, and the attention input ``[tokens, d]``."""
     family = family_of(model.config)
@@ -90,7 +92,7 @@ def collect(
     layout = family.layout(model.config)
     seen: list[Attention] = []
     inputs: list[Tensor] = []
-    collector = StatisticsCollector(layout, value=True, query_key=True)
+    collector = StatisticsCollector(layout, value=True, query_key=True, precision=precision)
 
     def observe(report: Callable[[Attention], None]) -> Any:
         def both(attention: Attention) -> None:
@@ -124,6 +126,26 @@ def test_batches_of_one_and_of_eight_agree(model_of: Callable[[], PreTrainedMode
         torch.testing.assert_close(H, whole.inputs[name])
     for kind in ("attended", "keys", "queries"):
         torch.testing.assert_close(getattr(single, kind), getattr(whole, kind))
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_products_in_tf32_round_the_operands_and_nothing_else(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    model, ids = make(model_of), tokens()
+    exact, near = (collect(model, ids, 3, precision=p)[0] for p in ("float32", "tf32"))
+    half = make(model_of).bfloat16()
+    exact_half, near_half = (collect(half, ids, 3, precision=p)[0] for p in ("float32", "tf32"))
+    for name, H in exact.inputs.items():
+        assert 1e-7 < float((near.inputs[name] - H).norm() / H.norm()) < 2**-10
+        assert torch.equal(near_half.inputs[name], exact_half.inputs[name])
+    pairs = [(exact.attended, near.attended), (exact.keys, near.keys)]
+    for expected, found in [*pairs, (exact.queries, near.queries)]:
+        assert isinstance(expected, Tensor)
+        assert isinstance(found, Tensor)
+        assert found.dtype == torch.float32
+        assert 1e-7 < float((found - expected).norm() / expected.norm()) < 2**-10
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("model_of", MODELS)
