@@ -205,7 +205,7 @@ def test_they_find_what_one_finds(
 
 def test_checkpoint_is_that_of_one_process(bench: Bench) -> None:
     """The same file, but for the order of sums: the whole block, whatever processes have learned it."""
-    files, checkpoint = [], f"checkpoints/block_000/*={ONCE}-*.ckpt"
+    files, checkpoint = [], f"checkpoints/block_000/step_{ONCE}.ckpt"
     for name, processes in (("stopped_one", 1), ("stopped_two", 2)):
         once = f"--output.checkpoint_iterations={ONCE}"
         outcome = bench.fit(name, once, processes=processes, number=signal.SIGKILL, when=checkpoint)
