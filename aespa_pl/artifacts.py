@@ -156,16 +156,17 @@ class ModelWriter:
         with disk_errors(self.folder):
             # a process that was killed here has left it, perhaps with the libraries' own partial files
             shutil.rmtree(self._unfinished, ignore_errors=True)
-            config.save_pretrained(self._unfinished)
-            tokenizer.save_pretrained(self._unfinished)
-            generation = origin / "generation_config.json"
-            if generation.is_file():
-                shutil.copy(generation, self._unfinished)
-            for file in sorted(path for path in self._unfinished.rglob("*") if path.is_file()):
-                target = self.folder / file.relative_to(self._unfinished)
-                target.parent.mkdir(exist_ok=True)
-                write_whole(target, partial(shutil.copyfile, file))
-            shutil.rmtree(self._unfinished)
+            try:
+                config.save_pretrained(self._unfinished)
+                tokenizer.save_pretrained(self._unfinished)
+                generation = origin / "generation_config.json"
+                if generation.is_file():
+                    shutil.copy(generation, self._unfinished)
+                for file in sorted(path for path in self._unfinished.rglob("*") if path.is_file()):
+                    target = self.folder / file.relative_to(self._unfinished)
+                    write_whole(target, partial(shutil.copyfile, file))
+            finally:
+                shutil.rmtree(self._unfinished, ignore_errors=True)
         size = sum(self._shard(i).stat().st_size for i in names)
         where = {name: self._shard(i).name for i, shard in names.items() for name in shard}
         write_json(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from aespa_pl.algorithm.products import Precision, operand
+from aespa_pl.algorithm.products import Precision, multiplying_in, operand
 from aespa_pl.models.family import Attention, BlockLayout
 
 CHUNKS, CHUNK_ROWS = 8, 128
@@ -34,7 +34,7 @@ def attended_inputs(
         X: ``[B, L, d]``.
         layout: Of the block.
         heads: Value heads.
-        precision: Of the product.
+        precision: Of the product; A itself is exact.
     """
     X = operand(X.float(), precision)
     B, L, d = X.shape
@@ -44,7 +44,8 @@ def attended_inputs(
         query_heads = slice(head * shared, (head + 1) * shared)
         for start in range(0, L, step):
             rows = slice(start, min(L, start + step))
-            A = attention.probabilities(query_heads, rows).float()  # [B, shared, rows, rows.stop]
+            with multiplying_in("float32"):  # an error of a score is one of all that it weights
+                A = attention.probabilities(query_heads, rows).float()  # [B, shared, rows, stop]
             # Side by side, for a product with X for each query head would copy X for each.
             product = operand(A.flatten(1, 2), precision) @ X[:, : rows.stop]
             AX[:, :, rows] = product.unflatten(1, (shared, -1))

@@ -61,7 +61,7 @@ class JournaledCheckpointIO(TorchCheckpointIO):
 
 
 class StopAtIteration(Callback):
-    """Saves and stops at the end of the iteration in which a signal came, to whatever process."""
+    """Saves and stops at the end of Lightning's step in which a signal came, to whatever process."""
 
     def __init__(self, interruption: Interruption, folder: Path, ranks: Ranks = ALONE) -> None:
         """Look at ``interruption`` of all ``ranks``; save under ``folder``."""
@@ -104,7 +104,7 @@ class StopAtIteration(Callback):
         self.interruption.defer(active=False)
 
     def _save_and_stop(self, trainer: Trainer) -> None:
-        # what they agree on: a signal that comes now to one of them waits for the next iteration
+        # what they agree on: a signal that comes now to one of them waits for the next step
         number = int(self.ranks.largest(self.interruption.received or 0))
         if number:
             self.interruption.received = number

@@ -249,8 +249,7 @@ class AespaCLI(LightningCLI):
                 *environment_plugins(self.trainer),
                 JournaledCheckpointIO(run, index),
             ],
-            # ours is none of Lightning's, of which it would add one
-            enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
+            enable_checkpointing=False,  # it would add one of its own
             # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or
             # the next block would start from it
             default_root_dir=folder,
@@ -348,6 +347,13 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
             raise UserError(
                 f"trainer.{key} is decided by the walk: set quantization.rounding.iterations instead"
             )
+    if trainer["log_every_n_steps"] in (None, 0):
+        raise UserError("trainer.log_every_n_steps: 1 or more iterations")
+    if any(isinstance(callback, Checkpoint) for callback in _listed(trainer["callbacks"])):
+        raise UserError(
+            "trainer.callbacks: Lightning's ModelCheckpoint does not know where a run can be resumed: leave "
+            "it out, and set output.checkpoint_seconds or output.checkpoint_iterations"
+        )
     if trainer["gradient_clip_val"] is not None:
         raise UserError(
             "trainer.gradient_clip_val: gradients are those of the whole objective, without noise, and "

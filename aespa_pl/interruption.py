@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: at once where nothing is lost, at the next iteration while a block is rounded."""
+"""Ctrl-C and SIGTERM: at once where nothing is lost, within a step of iterations while a block is learned."""
 
 import signal
 import threading

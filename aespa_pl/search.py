@@ -200,6 +200,7 @@ class IntegerSearch:
         """
         settings = self.settings.rounding
         tasks, statistics, shards = {}, {}, {}
+        shared: dict[int, Tensor] = {}  # projections with the same input share its Hessian
         for piece in part:
             whole = prepared[piece.name]
             p = whole.of_heads(piece.first, piece.end)
@@ -212,7 +213,13 @@ class IntegerSearch:
                 penalty=settings.penalty_attention if attention else settings.penalty_other,
             )
             H, G = self._statistics(p, shard)
-            statistics[piece.key] = operand(H[:], self.settings.products), G
+            if isinstance(H, Tensor) and H.data_ptr() in shared:
+                factor = shared[H.data_ptr()]
+            else:
+                factor = operand(H[:], self.settings.products)
+            if isinstance(H, Tensor):  # and in memory all the time, so that nothing else is there
+                shared[H.data_ptr()] = factor
+            statistics[piece.key] = factor, G
             if piece.end == piece.heads:
                 prepared[piece.name] = replace(whole, updated=whole.weight)
         return tasks, statistics, shards

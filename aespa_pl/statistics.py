@@ -79,7 +79,7 @@ class StatisticsCollector:
             inputs: The Hessian of each input group.
             heads: Key/value heads whose H_V is collected; None: all.
             precision: Of the products; the sums are float32. TF32 has all bits of the inputs of a model in
-                half precision, so that only A X is rounded.
+                half precision; A X and what is shifted are rounded.
         """
         self.precision: Precision = precision
         self.layout = layout

@@ -5,8 +5,8 @@ python benchmarks/step_overhead.py --model embedded         # the smallest block
 
 The same block is learned by a bare loop (losses, gradients, Adam), by Lightning's Trainer with nothing
 else, and by the Trainer of ``aespa-pl fit``: curves for TensorBoard every 20 iterations, a checkpoint a
-minute, the look for a signal after each iteration. Measured is from the first iteration to the last;
-what it takes to begin and to end is in *once*. They take turns; medians.
+minute, the look for a signal after each of Lightning's steps. Measured is from the first iteration to the
+last; what it takes to begin and to end is in *once*. They take turns; medians.
 """
 
 import tempfile

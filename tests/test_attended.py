@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl import attended
+from aespa_pl.algorithm.products import multiplying_in
 from aespa_pl.attended import attended_inputs, chunk_rows
 from aespa_pl.models.family import Attention, BlockLayout
 
@@ -107,3 +108,22 @@ def test_one_chunk_of_one_value_head_is_computed_at_a_time(monkeypatch: pytest.M
 )
 def test_chunks_are_an_eighth_and_not_too_small(length: int, rows: int) -> None:
     assert chunk_rows(length) == rows
+
+
+def test_probabilities_are_exact_whatever_the_products_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    attention, seen = make(5), []
+
+    class Watched(Attention):
+        def probabilities(self, heads: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+            seen.append(torch.get_float32_matmul_precision())
+            return super().probabilities(heads, rows)
+
+    watched = Watched(attention.query, attention.key, attention.scaling)
+    with multiplying_in("tf32"):
+        outside = torch.get_float32_matmul_precision()
+        list(attended_inputs(watched, torch.randn(SEGMENTS, 5, WIDTH), LAYOUT, range(2), "tf32"))
+    assert outside == "high"
+    assert set(seen) == {"highest"}

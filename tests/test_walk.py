@@ -309,19 +309,36 @@ def test_block_after_replay_with_correction_is_the_same(name: str, tmp_path: Pat
     assert all(torch.equal(tensor, tensors[key]) for key, tensor in again.file(1).items())
 
 
+class Precisions(Callback):
+    """Remembers what the learning of each block multiplies in."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen.append(str(pl_module.precision))
+
+
 @pytest.mark.parametrize("products", ["tf32", "bfloat16"])
-def test_losses_of_coarse_products_are_float32s(products: str, walked: Walked) -> None:
-    """The losses that are recorded, and decide what is kept, are exact, and nearly the same."""
-    rough = {"rounding.learning_rate": 0.5, "rounding.keep_best": False, "polish.enabled": False}
-    exact, coarse = (walked("opt", {**rough, "products": p}) for p in ("float32", products))
+def test_coarse_products_find_nearly_the_same(
+    products: str, walked: Walked, tmp_path: Path
+) -> None:
+    rough = {"rounding.keep_best": False, "polish.enabled": False}
+    exact = walked("opt", rough)
+    precisions = Precisions()
+    coarse = walk(
+        "opt",
+        tmp_path,
+        {**rough, "products": products},
+        options=lambda *_: {"callbacks": [precisions]},
+    )
+    assert precisions.seen == [products] * BLOCKS
     for name, loss in exact.losses(0).items():
         found = coarse.losses(0)[name]
-        assert {k: found[k] for k in ("nearest", "optq")} == {
-            k: loss[k] for k in ("nearest", "optq")
-        }
+        assert found["nearest"] != loss["nearest"]  # for statistics are rounded as well
+        assert found["nearest"] == pytest.approx(loss["nearest"], rel=2**-10)
+        assert found["optq"] == pytest.approx(loss["optq"], rel=0.1)
         assert found["final"] == pytest.approx(loss["final"], rel=0.2)
-    # in tf32 the differences may be too small to change an integer
-    assert exact.losses(0) != coarse.losses(0) or products == "tf32"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ StatisticsBatch = Mapping[str, tuple[Tensor, Tensor | None]]
 
 
 class _Repeated(IterableDataset[StatisticsBatch]):
-    """The objective of all calibration tokens, once for each iteration; the Trainer counts them."""
+    """The objective of all calibration tokens, once for each of Lightning's steps, without end."""
 
     def __init__(self, batch: StatisticsBatch) -> None:
         self.batch = batch

@@ -109,7 +109,7 @@ class BlockRounding(LightningModule):
 
     def on_train_start(self) -> None:
         """Let no step go beyond the iterations that Lightning's settings name."""
-        self.rhythms += [self._log_interval, self.settings.iterations]
+        self.rhythms += [self._log_interval, self.trainer.max_steps]
 
     def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
         """Make iterations for a while; return the loss of all projections together."""
@@ -215,7 +215,8 @@ class BlockRounding(LightningModule):
             if not bool(torch.isfinite(curves[f"reconstruction_loss/{name}"])):
                 raise NonFiniteLossError(f"{self.label}: the loss of {name} is not finite")
         values = {name: float(value) for name, value in curves.items()}
-        # not through self.log, which would count Lightning's steps
+        self.log_dict(values, logger=False)  # for callbacks that watch them
+        # not through Lightning's logging, which would count its steps
         for logger in self.loggers:
             logger.log_metrics(values, self.global_step + 1)
             logger.save()
