@@ -17,7 +17,7 @@ import yaml
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -349,10 +349,11 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
             )
     if trainer["log_every_n_steps"] in (None, 0):
         raise UserError("trainer.log_every_n_steps: 1 or more iterations")
-    if any(isinstance(callback, Checkpoint) for callback in _listed(trainer["callbacks"])):
+    if any(isinstance(c, Checkpoint | EarlyStopping) for c in _listed(trainer["callbacks"])):
         raise UserError(
-            "trainer.callbacks: Lightning's ModelCheckpoint does not know where a run can be resumed: leave "
-            "it out, and set output.checkpoint_seconds or output.checkpoint_iterations"
+            "trainer.callbacks: ModelCheckpoint and EarlyStopping do not go with a run that can be resumed: "
+            "leave them out, and set output.checkpoint_seconds and output.checkpoint_iterations, and "
+            "quantization.rounding.iterations"
         )
     if trainer["gradient_clip_val"] is not None:
         raise UserError(

@@ -215,8 +215,7 @@ class BlockRounding(LightningModule):
             if not bool(torch.isfinite(curves[f"reconstruction_loss/{name}"])):
                 raise NonFiniteLossError(f"{self.label}: the loss of {name} is not finite")
         values = {name: float(value) for name, value in curves.items()}
-        self.log_dict(values, logger=False)  # for callbacks that watch them
-        # not through Lightning's logging, which would count its steps
+        # not through Lightning's logging, which counts its steps, and takes longer than 5 iterations
         for logger in self.loggers:
             logger.log_metrics(values, self.global_step + 1)
             logger.save()
