@@ -100,6 +100,7 @@ class BlockRounding(LightningModule):
         self.rhythms: list[int] = []
         """A Lightning step ends after each multiple of these numbers of iterations."""
         self._workspace = Workspace()
+        self._fixed: dict[str, SoftRounding] = {}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam on the rounding variables (Section 4.1)."""
@@ -110,6 +111,7 @@ class BlockRounding(LightningModule):
     def on_train_start(self) -> None:
         """Let no step go beyond the iterations that Lightning's settings name."""
         self.rhythms += [self._log_interval, self.trainer.max_steps]
+        self._fixed = {name: self.rounding(name) for name in self.variables}  # on the device by now
 
     def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
         """Make iterations for a while; return the loss of all projections together."""
@@ -117,7 +119,8 @@ class BlockRounding(LightningModule):
         with multiplying_in(self.precision):
             while True:
                 loss = self._iterate(batch)
-                rest = any(self.global_step % rhythm == 0 for rhythm in self.rhythms)
+                done = self.global_step
+                rest = any(done % rhythm == 0 for rhythm in self.rhythms)
                 # with several processes each must know where the others are
                 if rest or self.shards or time.perf_counter() >= until:
                     return loss
@@ -125,6 +128,7 @@ class BlockRounding(LightningModule):
     def on_train_end(self) -> None:
         """Free what only iterations need, before others take memory."""
         self._workspace = Workspace()
+        self._fixed = {}
         for B in self.parameters():
             B.grad = None
 
@@ -162,12 +166,12 @@ class BlockRounding(LightningModule):
         beta = penalty_exponent(
             self.global_step, s.iterations, warmup=s.warmup, start=s.beta_start, end=s.beta_end
         )
-        losses, total = {}, torch.zeros((), device=self.device)
+        losses = {}
         for name, B in self.variables.items():
             H, G = batch[name]
             losses[name] = loss = rounding_loss(
                 B.detach(),
-                self.rounding(name),
+                self._fixed[name],
                 H,
                 G,
                 weight=self.penalties[name],
@@ -177,7 +181,8 @@ class BlockRounding(LightningModule):
                 precision=self.precision,
             )
             B.grad = loss.gradient  # it came with the loss: there is nothing for autograd to do
-            total += loss.reconstruction + loss.penalty
+        parts = [part for loss in losses.values() for part in (loss.reconstruction, loss.penalty)]
+        total = torch.stack(parts).sum()
         if (self.global_step + 1) % self._log_interval == 0:
             curves = self._curves(losses)
             if self.shards:
