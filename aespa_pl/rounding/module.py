@@ -100,7 +100,8 @@ class BlockRounding(LightningModule):
         self.rhythms: list[int] = []
         """A Lightning step ends after each multiple of these numbers of iterations."""
         self._workspace = Workspace()
-        self._fixed: dict[str, SoftRounding] = {}
+        self._learned: dict[str, tuple[Tensor, SoftRounding, Tensor]] = {}
+        """While it trains, by projection: the variables, what is fixed, the variables' gradient."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam on the rounding variables (Section 4.1)."""
@@ -111,7 +112,9 @@ class BlockRounding(LightningModule):
     def on_train_start(self) -> None:
         """Let no step go beyond the iterations that Lightning's settings name."""
         self.rhythms += [self._log_interval, self.trainer.max_steps]
-        self._fixed = {name: self.rounding(name) for name in self.variables}  # on the device by now
+        for name, B in self.variables.items():  # on the device by now
+            B.grad = torch.empty_like(B)  # made with the loss: there is nothing for autograd to do
+            self._learned[name] = B.detach(), self.rounding(name), B.grad
 
     def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
         """Make iterations for a while; return the loss of all projections together."""
@@ -128,7 +131,7 @@ class BlockRounding(LightningModule):
     def on_train_end(self) -> None:
         """Free what only iterations need, before others take memory."""
         self._workspace = Workspace()
-        self._fixed = {}
+        self._learned = {}
         for B in self.parameters():
             B.grad = None
 
@@ -167,20 +170,19 @@ class BlockRounding(LightningModule):
             self.global_step, s.iterations, warmup=s.warmup, start=s.beta_start, end=s.beta_end
         )
         losses = {}
-        for name, B in self.variables.items():
+        for name, (B, fixed, gradient) in self._learned.items():
             H, G = batch[name]
-            losses[name] = loss = rounding_loss(
-                B.detach(),
-                self._fixed[name],
+            losses[name] = rounding_loss(
+                B,
+                fixed,
                 H,
                 G,
                 weight=self.penalties[name],
                 beta=beta,
                 workspace=self._workspace,
-                gradient=self._workspace.like(f"gradient of {name}", B.detach()),
+                gradient=gradient,
                 precision=self.precision,
             )
-            B.grad = loss.gradient  # it came with the loss: there is nothing for autograd to do
         parts = [part for loss in losses.values() for part in (loss.reconstruction, loss.penalty)]
         total = torch.stack(parts).sum()
         if (self.global_step + 1) % self._log_interval == 0:
