@@ -317,8 +317,14 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
         (["--model.pretrained", "./no"], r"model\.pretrained: there is no folder no:"),
         (["--config", "no.yaml"], r"does not exist.*no\.yaml"),
         (["--trainer.log_every_n_steps", 0], r"trainer\.log_every_n_steps: 1 or more"),
-        (["--trainer.callbacks+", "EarlyStopping"], r"do not go with a run"),
-        (["--trainer.callbacks+", "ModelCheckpoint"], r"set output\.checkpoint_seconds or"),
+        (
+            [
+                "--trainer.callbacks+",
+                '{"class_path": "EarlyStopping", "init_args": {"monitor": "reconstruction_loss/q_proj"}}',
+            ],
+            r"EarlyStopping do not go with a run.* set .*quantization\.rounding\.iterations",
+        ),
+        (["--trainer.callbacks+", "ModelCheckpoint"], r"set output\.checkpoint_seconds and"),
         (["--trainer.gradient_clip_val", 1], r"trainer\.gradient_clip_val.*leave it out"),
         (["--trainer.max_steps", 5], r"trainer\.max_steps.*rounding\.iterations instead"),
         (["--trainer.limit_train_batches", 0], r"limit_train_batches.*rounding\.iterations"),
