@@ -25,26 +25,28 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from aespa_pl import commands
-from aespa_pl.artifacts import write_text
-from aespa_pl.checkpoints import JournaledCheckpointIO, PeriodicCheckpoint, StopAtIteration
-from aespa_pl.errors import UserError
-from aespa_pl.interruption import Interruption, RunInterrupted
-from aespa_pl.launch import (
+from aespa_pl.commands import evaluate, fit
+from aespa_pl.commands.evaluate import LAST
+from aespa_pl.commands.job import Job
+from aespa_pl.distributed.launch import (
     LONGEST_WAIT,
     RowsStrategy,
     end_with_launcher,
     environment_plugins,
     launch,
 )
+from aespa_pl.distributed.processes import PeerLostError, Ranks
+from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.source import resolve
-from aespa_pl.models.stored import read_config
-from aespa_pl.planning import plan
+from aespa_pl.models.headers import read_config
+from aespa_pl.models.hub import resolve
+from aespa_pl.planning.table import plan
 from aespa_pl.progress import IterationProgress, WalkProgress
-from aespa_pl.ranks import PeerLostError, Ranks
-from aespa_pl.run import Run
+from aespa_pl.run.checkpointing import JournaledCheckpointIO, PeriodicCheckpoint, StopAtIteration
+from aespa_pl.run.interruption import Interruption, RunInterrupted
+from aespa_pl.run.journal import Run
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
+from aespa_pl.storage.files import write_text
 
 MEASURING_SECONDS = 30.0
 """For the estimate of ``plan``."""
@@ -159,7 +161,7 @@ class AespaCLI(LightningCLI):
         job = self._job()  # before other processes: most mistakes are noticed here
         ranks, console = self._launch()
         with WalkProgress(console) as progress:
-            run, metrics = commands.fit(
+            run, metrics = fit.fit(
                 job,
                 self.settings.ckpt_path,
                 make_trainer=partial(self._block_trainer, progress, ranks),
@@ -179,9 +181,9 @@ class AespaCLI(LightningCLI):
         """Measure, and print what came out."""
         job = self._job()
         ranks, console = self._launch()
-        which = self.settings.ckpt_path or commands.LAST
+        which = self.settings.ckpt_path or LAST
         with WalkProgress(console) as progress:
-            folder, metrics = commands.test(job, which, progress, ranks)
+            folder, metrics = evaluate.test(job, which, progress, ranks)
         _print_perplexities(console, metrics["perplexity"])
         console.print(str(folder), highlight=False, soft_wrap=True)
 
@@ -213,9 +215,9 @@ class AespaCLI(LightningCLI):
             "this run; without it, a new one starts. test: measure this run; without it, the last.",
         )
 
-    def _job(self) -> commands.Job:
+    def _job(self) -> Job:
         s = self.settings
-        return commands.Job.prepare(
+        return Job.prepare(
             s.model, s.data, s.quantization, s.output, self.trainer.strategy.root_device
         )
 

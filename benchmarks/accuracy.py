@@ -25,10 +25,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from aespa_pl.cli import quiet_libraries
-from aespa_pl.commands import Job, evaluate
-from aespa_pl.models.checkpoint import Checkpoint
+from aespa_pl.commands.evaluate import evaluate
+from aespa_pl.commands.job import Job
+from aespa_pl.measure import Stopwatch
+from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run import Run
+from aespa_pl.run.journal import Run
 from aespa_pl.settings import (
     CalibrationSettings,
     DataSettings,
@@ -37,8 +39,7 @@ from aespa_pl.settings import (
     OutputSettings,
     QuantizationSettings,
 )
-from aespa_pl.timing import Stopwatch
-from aespa_pl.walk import Walk
+from aespa_pl.walk.walk import Walk
 
 DEFAULTS = QuantizationSettings()
 

@@ -18,9 +18,9 @@ from shapes import config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Attention, Family
-from aespa_pl.statistics import StatisticsCollector
 
 COLUMNS = ["model", "batch", "ours, s", "plain, s", "ratio", "forward, s", "ours / forward"]
 

@@ -45,7 +45,8 @@ from aespa_pl.settings import QuantizationSettings
 PROGRAM = """
 import json
 import sys
-from aespa_pl import cli, commands
+from aespa_pl import cli
+from aespa_pl.commands import fit as command
 
 def fit(*arguments, ranks, **options):
     result = whole(*arguments, ranks=ranks, **options)
@@ -53,7 +54,7 @@ def fit(*arguments, ranks, **options):
         print(json.dumps({"bytes": ranks.traffic.bytes, "calls": ranks.traffic.calls}), file=sys.stderr)
     return result
 
-whole, commands.fit = commands.fit, fit
+whole, command.fit = command.fit, fit
 cli.main()
 """
 DEVICES = (1, 2, 4, 8, 16, 32, 64)

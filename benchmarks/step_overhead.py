@@ -25,10 +25,10 @@ from aespa_pl.algorithm.adaround import penalty_exponent, rounding_loss, start
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.algorithm.workspace import Workspace
-from aespa_pl.checkpoints import PeriodicCheckpoint, StopAtIteration
 from aespa_pl.cli import quiet_libraries
-from aespa_pl.interruption import Interruption
 from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask
+from aespa_pl.run.checkpointing import PeriodicCheckpoint, StopAtIteration
+from aespa_pl.run.interruption import Interruption
 from aespa_pl.settings import OutputSettings, RoundingSettings
 
 COLUMNS = [

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, distributed
 
 from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss
-from aespa_pl.launch import LAUNCHER, end_with_launcher
-from aespa_pl.preparation import fit_block_grids, prepare_rounding
-from aespa_pl.ranks import ALONE, Ranks
+from aespa_pl.block.preparation import fit_block_grids, prepare_rounding
+from aespa_pl.distributed.launch import LAUNCHER, end_with_launcher
+from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.rows import Shard
 from aespa_pl.rounding import BlockRounding, StatisticsBatch
-from aespa_pl.shards import Shard
 from tests.rounding.test_module import SETTINGS, problem
 from tests.test_preparation import FEW, make_problem
 

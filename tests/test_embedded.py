@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aespa_pl.commands import Job, evaluate
+from aespa_pl.commands.evaluate import evaluate
+from aespa_pl.commands.job import Job
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.settings import (
     CalibrationSettings,

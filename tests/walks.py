@@ -17,16 +17,16 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from aespa_pl.measure import Stopwatch
 from aespa_pl.models import family_of
-from aespa_pl.models.checkpoint import Checkpoint
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection
-from aespa_pl.parts import WHOLE, Partition
+from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.streamed import StreamedModel
+from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run import Run
+from aespa_pl.run.journal import Run
 from aespa_pl.settings import PolishSettings, QuantizationSettings, RoundingSettings
-from aespa_pl.stream import StreamedModel
-from aespa_pl.timing import Stopwatch
-from aespa_pl.walk import MakeTrainer, Walk
+from aespa_pl.walk.walk import MakeTrainer, Walk
 from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save
 
 SEGMENTS, BLOCKS = 6, 2

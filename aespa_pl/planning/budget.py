@@ -2,12 +2,12 @@
 
 import torch
 
-from aespa_pl.parts import Partition
+from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.measure import free_bytes
 from aespa_pl.planning.needs import hidden_bytes, partition_for
+from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.shape import Shape, Work
-from aespa_pl.ranks import ALONE, Ranks
 from aespa_pl.settings import DataSettings, QuantizationSettings
-from aespa_pl.timing import free_bytes
 
 RESERVE = 0.9
 """Share of the free memory that is planned with: allocators keep some, and others want some."""

@@ -8,10 +8,10 @@ import math
 from dataclasses import replace
 
 from aespa_pl.algorithm.grid import CLIP_RATIOS, MANY_COLUMNS
-from aespa_pl.attended import chunk_rows
-from aespa_pl.gram import computed_share
+from aespa_pl.algorithm.second_moments import computed_share
+from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
-from aespa_pl.parts import WHOLE, Partition
+from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Matrix, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from aespa_pl.models.checkpoint import skeleton
 from aespa_pl.models.family import BlockLayout, Family, Role
+from aespa_pl.models.pretrained import skeleton
 
 
 @dataclass(frozen=True)

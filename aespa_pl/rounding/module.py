@@ -20,9 +20,9 @@ from aespa_pl.algorithm.adaround import (
 )
 from aespa_pl.algorithm.products import Precision, multiplying_in
 from aespa_pl.algorithm.workspace import Workspace
+from aespa_pl.distributed.rows import Shard
 from aespa_pl.rounding.data import StatisticsBatch
 from aespa_pl.settings import RoundingSettings
-from aespa_pl.shards import Shard
 
 FIXED = ("lower", "base", "gain", "nearest")
 """Tensors of a projection that go with the module to its device, but not into its checkpoints: they

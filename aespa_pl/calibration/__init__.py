@@ -1,0 +1,1 @@
+"""Step 1: the statistics of a block over the calibration segments."""

@@ -1,0 +1,133 @@
+"""``aespa-pl test``: the perplexity of the original and of the quantized model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from aespa_pl.block.preparation import nearest_weight
+from aespa_pl.commands.job import Job
+from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.errors import UserError
+from aespa_pl.evaluation.perplexity import perplexity
+from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.weights import set_projection_weight
+from aespa_pl.progress import WalkProgress
+from aespa_pl.run.journal import Run
+from aespa_pl.run.versions import last_run
+from aespa_pl.storage.files import write_json
+
+LAST = "last"
+"""``--ckpt_path last``: the newest run."""
+
+
+def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Path, dict[str, Any]]:
+    """Measure the perplexity of the original and of the quantized model; return run and metrics.
+
+    Args:
+        job: Which model and texts.
+        which: Folder of a finished run; ``last``: the newest of ``output.folder/output.name``.
+        progress: Where to show how far it is.
+        ranks: The processes that divide the texts; all of them call this.
+
+    Raises:
+        UserError: There is no finished run, or a text can't be had.
+    """
+    folder = last_run(job.runs_folder) if which == LAST else Path(which).expanduser()
+    if folder is None:
+        raise UserError(
+            f"no run in {job.runs_folder}: check output.folder and output.name, or start with "
+            "aespa-pl fit"
+        )
+    run = Run.open(folder)
+    model = run.model_folder
+    if run.fingerprint["model"] != job.model_fingerprint:
+        raise UserError(
+            f"the run {folder} was made from another model than {job.model.pretrained}: give its "
+            "model.pretrained, or another run with --ckpt_path"
+        )
+    if not (model / "model.safetensors.index.json").is_file():
+        raise UserError(
+            f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path {folder}"
+        )
+    Checkpoint.open(model)  # a damaged file is noticed before the original is measured
+    texts = ranks.from_first(job.evaluation)
+    if not texts:
+        raise UserError("data.evaluation.texts is empty: name at least one text")
+    results = compare_perplexities(
+        job, model, texts, ("original", "quantized"), progress=progress, ranks=ranks
+    )
+    metrics = {"perplexity": results}
+    if ranks.is_first:
+        write_json(folder / "test.json", metrics)
+    return folder, metrics
+
+
+def compare_perplexities(
+    job: Job,
+    model: Path,
+    texts: Mapping[str, Tensor],
+    kinds: Sequence[str],
+    *,
+    progress: WalkProgress,
+    ranks: Ranks,
+) -> dict[str, dict[str, float]]:
+    """Return the perplexity of each kind of model on each text, by kind and text.
+
+    Args:
+        job: Which model.
+        model: Folder of the quantized model.
+        texts: Token ids ``[segments, L]`` by name.
+        kinds: Any of original, nearest and quantized.
+        progress: Shows how many blocks are evaluated.
+        ranks: The processes that divide the segments.
+    """
+    results = {}
+    for kind in kinds:
+        progress.begin(f"Perplexity of {kind}, blocks", job.checkpoint.config.num_hidden_layers)
+        results[kind] = evaluate(
+            job,
+            Checkpoint.open(model) if kind == "quantized" else job.checkpoint,
+            texts,
+            nearest=kind == "nearest",
+            after_block=progress.advance,
+            ranks=ranks,
+        )
+    return results
+
+
+def evaluate(
+    job: Job,
+    checkpoint: Checkpoint,
+    texts: Mapping[str, Tensor],
+    *,
+    nearest: bool = False,
+    after_block: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
+) -> dict[str, float]:
+    """Return the perplexity of the job's model, or of another checkpoint of its shape, on each text.
+
+    Args:
+        job: Device, types and quantization settings.
+        checkpoint: The weights.
+        texts: Token ids ``[segments, L]`` by name.
+        nearest: Round the weights to the nearest integers of the min-max grid first.
+        after_block: Called after each block.
+        ranks: They divide the segments.
+    """
+    layout = job.family.layout(job.checkpoint.config)
+
+    def round_to_nearest(block: nn.Module) -> None:
+        for projection in layout.projections:
+            weight = nearest_weight(block, layout, projection, job.quantization)
+            set_projection_weight(block, layout, projection, weight)
+
+    return perplexity(
+        job.stream(checkpoint),
+        texts,
+        batch_size=job.data.batch_size,
+        change=round_to_nearest if nearest else None,
+        after_block=after_block,
+        ranks=ranks,
+    )

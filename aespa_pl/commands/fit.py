@@ -1,0 +1,248 @@
+"""``aespa-pl fit``: quantize a model, or continue a run."""
+
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import transformers
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+import aespa_pl
+from aespa_pl.commands.evaluate import LAST, compare_perplexities
+from aespa_pl.commands.job import Job
+from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.errors import UserError
+from aespa_pl.measure import Stopwatch, peak_bytes
+from aespa_pl.planning.budget import described, divide
+from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.progress import WalkProgress
+from aespa_pl.run.journal import Run
+from aespa_pl.run.versions import last_run
+from aespa_pl.storage.files import disk_errors, read_json, write_json
+from aespa_pl.walk.walk import Walk
+
+CHECKPOINT_BYTES = 24
+"""Of a checkpoint for each weight of a block: rounding variable and two moments of Adam in float32, and
+the same again while a new checkpoint replaces the old one."""
+PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish")
+FREE_SPACE_FACTOR = 1.6
+"""Disk that a run needs, in sizes of the checkpoint: the model again, one byte a weight beside it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run begins with; the first process finds it out for all."""
+
+    run: Run
+    tokens: Tensor
+    """Calibration segments ``[segments, L]``."""
+    texts: Mapping[str, Tensor]
+    """Held-out segments."""
+    finished: bool
+    """Whether there is nothing to do."""
+
+
+def fit(
+    job: Job,
+    resume: str | None,
+    *,
+    make_trainer: Callable[[Run, int], Trainer],
+    make_loggers: Callable[[Run], Sequence[Logger]],
+    save_config: Callable[[Path], None],
+    progress: WalkProgress,
+    ranks: Ranks = ALONE,
+) -> tuple[Run, dict[str, Any]]:
+    """Quantize a model; return the run and its metrics.
+
+    Args:
+        job: What to do.
+        resume: ``last`` or the folder of a run to continue; None: a new run.
+        make_trainer: Makes the Trainer of a block.
+        make_loggers: Makes what takes the curves over the blocks.
+        save_config: Writes the configuration into the folder of the run.
+        progress: Where to show how far it is.
+        ranks: The processes that do it; all of them call this, and the first one writes.
+
+    Raises:
+        UserError: See the message; finished blocks stay on disk.
+    """
+    began = time.perf_counter()
+    with ExitStack() as locks:
+        start = ranks.from_first(lambda: _start(job, resume, locks, progress))
+        run = replace(start.run, writes=ranks.is_first)
+        if start.finished:
+            progress.say(f"{run.folder} is finished already: nothing to do")
+            return run, read_json(run.metrics_file)
+        if ranks.is_first:
+            save_config(run.folder)
+        progress.say(f"run folder: {run.folder}")
+        before = sum(sum(record["seconds"].values()) for record in run.blocks.values())
+        _quantize(
+            job,
+            run,
+            start.tokens,
+            make_trainer=make_trainer,
+            loggers=make_loggers(run) if ranks.is_first else [],
+            progress=progress,
+            ranks=ranks,
+        )
+        ranks.wait_for_all()  # for the files of the first
+        quantized = before + time.perf_counter() - began
+        nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
+        kinds = ("original", *nearest, "quantized")
+        texts = start.texts
+        results = (
+            compare_perplexities(
+                job, run.model_folder, texts, kinds, progress=progress, ranks=ranks
+            )
+            if texts
+            else {}
+        )
+        seconds = {phase: _total(run, phase) for phase in PHASES}
+        metrics = {
+            "perplexity": results,
+            "seconds": {
+                "total": before + time.perf_counter() - began,
+                "quantization": quantized,
+                **seconds,
+            },
+            "peak_bytes": peak_bytes(job.device),
+        }
+        if ranks.is_first:
+            write_json(run.metrics_file, metrics)
+    return run, metrics
+
+
+def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress) -> Start:
+    """Return the run, new or to be continued, locked, and its texts.
+
+    Raises:
+        UserError: The run cannot be had, or the texts.
+    """
+    _check_output(job)
+    earlier = _run_to_continue(job, resume, progress)
+    texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
+    tokens = job.calibration()
+    fingerprint = job.fingerprint(tokens)
+    if earlier is None:
+        _check_weights(job, progress)
+        run = Run.create(job.runs_folder, fingerprint)
+        locks.enter_context(run.locked())
+    else:
+        locks.enter_context(earlier.locked())
+        run = Run.open(earlier.folder)  # again: until now another process may have worked on it
+        run.refuse_changes(fingerprint)
+    return Start(run, tokens, texts, run.metrics_file.is_file())
+
+
+def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Run | None:
+    """Return the run that ``--ckpt_path`` names; ``last`` before the first run means a new one."""
+    if resume is None:
+        return None
+    if resume != LAST:
+        return Run.open(Path(resume).expanduser())
+    folder = last_run(job.runs_folder)
+    if folder is None:
+        progress.say(f"no run in {job.runs_folder} yet: this is the first")
+        return None
+    return Run.open(folder)
+
+
+def _check_weights(job: Job, progress: WalkProgress) -> None:
+    """Read all weights once: a NaN in the last block is noticed before hours of work."""
+    names = list(job.checkpoint.tensors)
+    progress.begin("Checking weights, tensors", len(names))
+    for name in names:
+        job.checkpoint.tensor(name)
+        progress.advance()
+
+
+def _quantize(
+    job: Job,
+    run: Run,
+    tokens: Tensor,
+    *,
+    make_trainer: Callable[[Run, int], Trainer],
+    loggers: Sequence[Logger],
+    progress: WalkProgress,
+    ranks: Ranks,
+) -> None:
+    source = job.stream(job.checkpoint)
+    trainer = partial(make_trainer, run)
+    shape = Shape.of(job.checkpoint.config, job.family)
+    segments, length = tokens.shape
+    work = Work(segments, length, job.data.batch_size, job.dtype.itemsize)
+    partition = divide(shape, work, job.data, job.quantization, job.device, ranks=ranks)
+    for words in described(partition, shape):
+        progress.say(words)
+    walk = Walk(
+        source=source,
+        run=run,
+        settings=job.quantization,
+        batch_size=job.data.batch_size,
+        make_trainer=trainer,
+        progress=progress,
+        stopwatch=Stopwatch(),
+        partition=partition,
+        loggers=loggers,
+        ranks=ranks,
+    )
+    walk.quantize(tokens)
+    for logger in loggers:
+        logger.finalize("success")
+    if ranks.is_first:
+        _write_description(job, run)
+
+
+def _write_description(job: Job, run: Run) -> None:
+    """Write ``quantization.json`` beside the quantized weights."""
+    write_json(
+        run.model_folder / "quantization.json",
+        {
+            "method": job.quantization.method,
+            "model": asdict(job.model),
+            "calibration": asdict(job.data.calibration),
+            "quantization": asdict(job.quantization),
+            "versions": {
+                "aespa_pl": aespa_pl.__version__,
+                "torch": torch.__version__,
+                "lightning": lightning.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+            "losses": {str(i): record["losses"] for i, record in sorted(run.blocks.items())},
+        },
+    )
+
+
+def _total(run: Run, phase: str) -> float:
+    return sum(float(record["seconds"].get(phase, 0)) for record in run.blocks.values())
+
+
+def _check_output(job: Job) -> None:
+    """Refuse a folder that cannot be written to or is too small, before anything is computed."""
+    folder = job.runs_folder
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    needed = FREE_SPACE_FACTOR * job.size
+    if job.quantization.method != "aespa-fast":
+        needed += CHECKPOINT_BYTES * job.largest_block
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{folder} has {free / 1e9:.1f} GB free, the run needs about {needed / 1e9:.1f} GB: free "
+            "space there or choose another folder with --output.folder"
+        )

@@ -1,0 +1,1 @@
+"""Several processes, one a device: who does what, and how they start and end."""

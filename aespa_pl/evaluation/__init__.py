@@ -1,0 +1,1 @@
+"""How good a quantized model is."""

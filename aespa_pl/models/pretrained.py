@@ -1,0 +1,222 @@
+"""Read a model's weights from its safetensors, block by block, without ever holding the model.
+
+Everything that can be wrong with a folder is found by ``Checkpoint.open``, before any tensor is
+read; what is left for later is a value that is not finite.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from aespa_pl.errors import UserError
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Family
+from aespa_pl.models.headers import (
+    DTYPES,
+    StoredTensor,
+    locate,
+    opened,
+    read_config,
+    read_header,
+    refuse_no_tokenizer,
+    shards,
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with config.json, safetensors and tokenizer, known to be complete."""
+
+    folder: Path
+    config: PreTrainedConfig
+    tensors: Mapping[str, StoredTensor]
+    """By name in the model's ``state_dict``, in its order. Tied names lead to the same tensor."""
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """Check a folder and read its configuration.
+
+        Raises:
+            UserError: A file is missing or damaged, the model is of no family that we know or has
+                parts that its family refuses, or a tensor is missing or has another shape.
+        """
+        config = read_config(folder)
+        family_of(config)
+        refuse_no_tokenizer(folder)
+        stored = {
+            name: tensor for path in shards(folder) for name, tensor in read_header(path).items()
+        }
+        return cls(folder, config, locate(skeleton(config), stored, folder))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that the blocks' weights are stored in: the first matrix's, should they differ."""
+        family = family_of(self.config)
+        first = next(
+            tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(family.blocks_path) and len(tensor.shape) > 1
+        )
+        return DTYPES[first.dtype]
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer.
+
+        Raises:
+            UserError: Its files are damaged.
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        except Exception as error:  # what it raises depends on the tokenizer's class
+            raise UserError(
+                f"model.pretrained: the tokenizer in {self.folder} cannot be read ({error}): "
+                "copy it from the model's origin"
+            ) from error
+        return cast(PreTrainedTokenizerBase, tokenizer)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor as it is stored, on the CPU.
+
+        Args:
+            name: As in the model's ``state_dict``; a tied head gives the embedding.
+
+        Raises:
+            UserError: It has NaN or infinite values.
+        """
+        stored = self.tensors[name]
+        return self._read([name], torch.device("cpu"), DTYPES[stored.dtype])[name]
+
+    def stem_names(self, family: Family) -> tuple[str, ...]:
+        """Return the names of what lies outside the blocks; of tied names, the first only."""
+        names: dict[StoredTensor, str] = {}
+        for name, stored in self.tensors.items():
+            if not name.startswith(f"{family.blocks_path}."):
+                names.setdefault(stored, name)
+        return tuple(names.values())
+
+    def block_names(self, family: Family, index: int) -> tuple[str, ...]:
+        """Return the names of a block's tensors, as in the model's ``state_dict``."""
+        prefix = _block_prefix(family, index)
+        return tuple(name for name in self.tensors if name.startswith(prefix))
+
+    def skeleton(self) -> PreTrainedModel:
+        """Return the model without weights: all on the meta device, in evaluation mode."""
+        return skeleton(self.config)
+
+    def load_stem(
+        self, model: PreTrainedModel, family: Family, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make everything outside the blocks of a skeleton real.
+
+        Raises:
+            UserError: A tensor has NaN or infinite values.
+        """
+        head: Any = model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
+        tied = head.weight is embedding.weight
+        tensors = self._read(self.stem_names(family), device, dtype)
+        model.load_state_dict(tensors, assign=True, strict=False)
+        # A checkpoint may hold another head in spite of what its configuration says; transformers
+        # then runs with that one.
+        if tied and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
+            head.weight = embedding.weight
+        family.restore_buffers(model, device)
+
+    def release_stem(self, model: PreTrainedModel, family: Family) -> None:
+        """Put everything outside the blocks back on the meta device, but for buffers."""
+        head: Any = model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
+        tied = head.weight is embedding.weight
+        names = [name for name in self.tensors if not name.startswith(f"{family.blocks_path}.")]
+        empty = {
+            name: torch.empty(self.tensors[name].shape, dtype=head.weight.dtype, device="meta")
+            for name in names
+        }
+        model.load_state_dict(empty, assign=True, strict=False)
+        if tied:
+            head.weight = embedding.weight
+
+    def load_block(
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        index: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> nn.Module:
+        """Make one block real, and return it.
+
+        Raises:
+            UserError: A tensor has NaN or infinite values.
+        """
+        prefix = _block_prefix(family, index)
+        block = cast(nn.Module, model.get_submodule(prefix.removesuffix(".")))
+        tensors = self._read(self.block_names(family, index), device, dtype)
+        block.load_state_dict(
+            {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, assign=True
+        )
+        return block
+
+    def release_block(self, model: PreTrainedModel, family: Family, index: int) -> None:
+        """Put a block back on the meta device; its memory is free unless others refer to it."""
+        block = model.get_submodule(_block_prefix(family, index).removesuffix("."))
+        empty = {
+            name: torch.empty_like(tensor, device="meta")
+            for name, tensor in block.state_dict().items()
+        }
+        block.load_state_dict(empty, assign=True)
+
+    def _read(
+        self, names: Sequence[str], device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        tensors = {}
+        for path, inside in by_file.items():
+            with opened(path) as file:
+                for name in inside:
+                    raw = file.get_tensor(self.tensors[name].name)
+                    # The copy frees us of the file: raw is a view of its memory map.
+                    tensors[name] = raw.to(device, dtype, copy=True)
+                    _refuse_not_finite(name, path, raw, tensors[name])
+        return {name: tensors[name] for name in names}
+
+
+def _block_prefix(family: Family, index: int) -> str:
+    return f"{family.blocks_path}.{index}."
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model of a configuration without weights: all on the meta device."""
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return cast(PreTrainedModel, model.eval().requires_grad_(requires_grad=False))
+
+
+def _refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:
+    if bool(converted.isfinite().all()):
+        return
+    if bool(raw.isfinite().all()):
+        raise UserError(
+            f"model.dtype: tensor {name} in {path} has values beyond the range of "
+            f"{converted.dtype}: set model.dtype to float32 or bfloat16"
+        )
+    raise UserError(
+        f"model.pretrained: tensor {name} in {path} has NaN or infinite values: copy the file anew "
+        "from the model's origin"
+    )

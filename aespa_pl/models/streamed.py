@@ -1,0 +1,135 @@
+"""Hidden states of many segments, carried through a model one block at a time.
+
+Only one block and one batch are on the device, before the first and after the last block also the stem
+(embedding, final norm, head); the hidden
+states of all segments wait in host memory or on disk, in the type that the blocks run in.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from aespa_pl.models.family import Family
+from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.storage.batches import Batches, BatchesOnDisk
+
+
+@dataclass(frozen=True)
+class StreamedModel:
+    """A model whose blocks are read from its checkpoint when they are needed."""
+
+    checkpoint: Checkpoint
+    family: Family
+    model: PreTrainedModel
+    """On the meta device but for the part in use, which is on ``device``, and for buffers."""
+    device: torch.device
+    dtype: torch.dtype
+    hidden_folder: Path | None = None
+    """Where the hidden states of all segments are kept in files; None: in host memory."""
+
+    @classmethod
+    def open(
+        cls,
+        checkpoint: Checkpoint,
+        family: Family,
+        device: torch.device,
+        dtype: torch.dtype,
+        hidden_folder: Path | None = None,
+    ) -> "StreamedModel":
+        """Make the skeleton; no weight is read."""
+        model = checkpoint.skeleton()
+        family.restore_buffers(model, device)
+        return cls(checkpoint, family, model, device, dtype, hidden_folder)
+
+    @property
+    def block_count(self) -> int:
+        """Number of Transformer blocks."""
+        return int(self.checkpoint.config.num_hidden_layers)
+
+    @contextmanager
+    def block(self, index: int, checkpoint: Checkpoint | None = None) -> Iterator[nn.Module]:
+        """Have a block in memory for the time of this context.
+
+        Args:
+            index: Which.
+            checkpoint: Where to read it from instead of the model's own checkpoint.
+        """
+        checkpoint = checkpoint or self.checkpoint
+        block = checkpoint.load_block(self.model, self.family, index, self.device, self.dtype)
+        try:
+            yield block
+        finally:
+            checkpoint.release_block(self.model, self.family, index)
+
+    @contextmanager
+    def stem(self) -> Iterator[None]:
+        """Have what lies outside the blocks in memory for the time of this context."""
+        self.checkpoint.load_stem(self.model, self.family, self.device, self.dtype)
+        try:
+            yield
+        finally:
+            self.checkpoint.release_stem(self.model, self.family)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        """Yield the blocks, first to last, each in memory only until the next is asked for."""
+        for index in range(self.block_count):
+            with self.block(index) as block:
+                yield block
+
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor, batch_size: int) -> Batches:
+        """Return the hidden states before the first block, in batches ``[B, L, d]``.
+
+        Args:
+            tokens: Token ids, ``[segments, L]``.
+            batch_size: Segments in a batch; the last may have fewer.
+        """
+        batches = (
+            self.family.embed(self.model, ids.to(self.device))[0].cpu()
+            for ids in tokens.split(batch_size)
+            if len(ids)  # without segments one is empty
+        )
+        with self.stem():
+            if self.hidden_folder is None:
+                return list(batches)
+            return BatchesOnDisk(self.hidden_folder, batches)
+
+    @torch.inference_mode()
+    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Run one batch ``[B, L, d]`` through a block, on the device."""
+        hidden = hidden.to(self.device)
+        return self.family.run_block(block, hidden, self.family.arguments(self.model, hidden))
+
+    def advance(self, block: nn.Module, batches: Batches) -> None:
+        """Replace the hidden states of all batches by the block's output."""
+        for i, hidden in enumerate(in_turn(batches, self.device)):
+            batches[i] = self.run_block(block, hidden).cpu()
+
+
+def in_turn(batches: Batches, device: torch.device) -> Iterator[Tensor]:
+    """Yield the batches on a device; a GPU is sent the next one while it works on this one.
+
+    A batch that was yielded may be replaced in ``batches``; the one after it was read already.
+    """
+    if device.type != "cuda":
+        yield from (batches[i].to(device) for i in range(len(batches)))
+        return
+    side = torch.cuda.Stream(device)
+
+    def send(index: int) -> tuple[Tensor, torch.cuda.Event]:
+        with torch.cuda.stream(side):  # from pinned memory: other copies wait for their end
+            return batches[index].pin_memory().to(device, non_blocking=True), side.record_event()
+
+    sent = map(send, range(len(batches)))
+    ahead = next(sent, None)
+    while ahead is not None:
+        (batch, arrived), ahead = ahead, next(sent, None)
+        current = torch.cuda.current_stream(device)
+        current.wait_event(arrived)
+        batch.record_stream(current)  # whose work must end before side may have the memory
+        yield batch

@@ -1,0 +1,1 @@
+"""The folder of a run: its journal, checkpoints, versions and the quantized model."""

@@ -1,0 +1,48 @@
+"""What a run was made from: checksums, and what differs between two descriptions."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+MEBIBYTE = 2**20
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def model_fingerprint(files: Iterable[Path]) -> str:
+    """Return a SHA-256 over names, sizes, and first and last MiB of the files of a checkpoint.
+
+    Hashing 60 GB would take minutes; a checkpoint that was trained on differs in every tensor.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(MEBIBYTE))
+            file.seek(max(0, size - MEBIBYTE))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return ``key was x and is y`` for each leaf of nested mappings that differs."""
+    found = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} was {_short(old)} and is {_short(new)}")
+    return found
+
+
+def _short(value: Any) -> str:
+    """Return a value for a message; of a checksum the beginning."""
+    text = str(value)
+    return f"{text[:8]}..." if len(text) == hashlib.sha256().digest_size * 2 else text

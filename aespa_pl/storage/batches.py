@@ -1,0 +1,82 @@
+"""Tensors of one kind on disk, one at a time in memory: hidden states of all segments, H_V of all heads."""
+
+import tempfile
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aespa_pl.storage.files import disk_errors
+
+
+class BatchesOnDisk:
+    """Batches in one file, read and replaced like those of a list.
+
+    The file has no name in its folder: when the process ends, in whatever way, its space is free.
+    Batches are read and written whole; a mapping of the file would count as memory of the process.
+    """
+
+    def __init__(self, folder: Path, batches: Iterable[Tensor] = ()) -> None:
+        """Write ``batches``, tensors on the CPU; all but the last have the same shape.
+
+        Raises:
+            UserError: The disk is full or the folder not writable.
+        """
+        self._folder = folder
+        self._shapes: list[torch.Size] = []
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed below
+        weakref.finalize(self, self._file.close)
+        for batch in batches:
+            self.append(batch)
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return len(self._shapes)
+
+    def append(self, batch: Tensor) -> None:
+        """Write one more batch.
+
+        Raises:
+            UserError: The disk is full.
+        """
+        self._dtype = batch.dtype
+        self._shapes.append(batch.shape)
+        self[len(self._shapes) - 1] = batch
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Read a batch; the tensor is the caller's.
+
+        Raises:
+            IndexError: There is no such batch.
+        """
+        batch = torch.empty(self._shapes[index], dtype=self._dtype)
+        with disk_errors(self._folder):
+            self._file.seek(self._start(index))
+            self._file.readinto(_bytes(batch))
+        return batch
+
+    def __setitem__(self, index: int, batch: Tensor) -> None:
+        """Replace a batch by another of its shape and type.
+
+        Raises:
+            UserError: The disk is full.
+        """
+        with disk_errors(self._folder):
+            self._file.seek(self._start(index))
+            self._file.write(_bytes(batch.contiguous()))
+            self._file.flush()
+
+    def _start(self, index: int) -> int:
+        return index * self._shapes[0].numel() * self._dtype.itemsize
+
+
+Batches = list[Tensor] | BatchesOnDisk
+
+
+def _bytes(batch: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return batch.view(-1).view(torch.uint8).numpy().data

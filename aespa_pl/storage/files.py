@@ -1,0 +1,102 @@
+"""What a run leaves on disk: every file is written whole or not at all.
+
+A file is written under a temporary name in its folder, flushed to the disk and renamed; so a file
+that is there is complete.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from aespa_pl.errors import UserError
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn a full disk or a missing permission into a UserError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror or error}. Free space there, correct its "
+            "permissions, or choose another folder with --output.folder"
+        ) from error
+    except Exception as error:
+        # safetensors reports a failed write as an exception of its own, with the system's words
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise UserError(
+            f"cannot write to {folder}: {error}. Free space there, correct its permissions, or "
+            "choose another folder with --output.folder"
+        ) from error
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` make a file under a temporary name, and rename it to ``path`` once it is on disk.
+
+    Raises:
+        UserError: The disk is full or the folder not writable; nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with disk_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _flush_folder(path.parent)
+    finally:
+        with suppress(OSError):  # the error that brought us here is the one to report
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_whole(path, write)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write readable JSON, whole or not at all."""
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file.
+
+    Raises:
+        UserError: It can't be read.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): remove it") from error
+    return content
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, whole or not at all."""
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_whole(path, lambda temporary: save_file(stored, temporary, dict(metadata)))
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make a rename durable; a file system that can't do it is no reason to stop."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)

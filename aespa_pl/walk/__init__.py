@@ -1,0 +1,1 @@
+"""The order of things: one Transformer block after the other."""

@@ -1,0 +1,440 @@
+"""Statistics against sums over explicit samples, in float64, on a tiny model of each kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from aespa_pl.algorithm.products import Precision
+from aespa_pl.algorithm.rotation import rotate_back, through_norm
+from aespa_pl.calibration.collector import StatisticsCollector
+from aespa_pl.calibration.statistics import BlockStatisticTensors
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Attention
+from tests import reference
+
+LENGTH, SEGMENTS, HEADS, HEAD_SIZE = 7, 8, 4, 6
+WIDTH = HEADS * HEAD_SIZE
+LLAMA = {
+    "hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 20, "vocab_size": 50,
+    "num_hidden_layers": 1, "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def opt() -> PreTrainedModel:
+    return OPTForCausalLM(
+        OPTConfig(
+            hidden_size=WIDTH, num_attention_heads=HEADS, ffn_dim=20, vocab_size=50, num_hidden_layers=1,
+            max_position_embeddings=16, word_embed_proj_dim=WIDTH, dropout=0.0, attention_dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def bloom() -> PreTrainedModel:
+    return BloomForCausalLM(BloomConfig(hidden_size=WIDTH, n_head=HEADS, n_layer=1, vocab_size=50))
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA, num_key_value_heads=HEADS))
+
+
+def grouped() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA, num_key_value_heads=2))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=HEAD_SIZE))
+
+
+def window() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**LLAMA, num_key_value_heads=2, sliding_window=3))
+
+
+MODELS = [opt, bloom, llama, grouped, window, qwen3]
+
+
+def make(model_of: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    model = model_of().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.4 if parameter.dim() > 1 else 1.0))
+    return model.requires_grad_(requires_grad=False)
+
+
+def collect(
+    model: PreTrainedModel,
+    ids: Tensor,
+    batch_size: int,
+    before_the_end: Callable[[StatisticsCollector], None] = lambda _: None,
+    precision: Precision = "float32",
+) -> tuple[BlockStatisticTensors, list[Attention], Tensor]:
+    """Return the statistics, what was observed, and the attention input ``[tokens, d]``."""
+    family = family_of(model.config)
+    block = model.get_submodule(family.blocks_path)[0]
+    layout = family.layout(model.config)
+    seen: list[Attention] = []
+    inputs: list[Tensor] = []
+    collector = StatisticsCollector(layout, value=True, query_key=True, precision=precision)
+
+    def observe(report: Callable[[Attention], None]) -> Any:
+        def both(attention: Attention) -> None:
+            seen.append(attention)
+            report(attention)
+
+        return family.observe_attention(model, block, both)
+
+    module = block.get_submodule(layout.groups[0].projections[0].module)
+    handle = module.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
+    with collector.watch(block, observe):
+        for part in ids.split(batch_size):
+            hidden, _ = family.embed(model, part)
+            family.run_block(block, hidden, family.arguments(model, hidden))
+    handle.remove()
+    before_the_end(collector)
+    statistics = collector.finish(family.norm_weights(block))
+    return statistics, seen, torch.cat([x.flatten(0, 1) for x in inputs])
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, 50, (SEGMENTS, LENGTH))
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_batches_of_one_and_of_eight_agree(model_of: Callable[[], PreTrainedModel]) -> None:
+    model, ids = make(model_of), tokens()
+    single, _, _ = collect(model, ids, 1)
+    whole, _, _ = collect(model, ids, 8)
+    for name, H in single.inputs.items():
+        torch.testing.assert_close(H, whole.inputs[name])
+    for kind in ("attended", "keys", "queries"):
+        torch.testing.assert_close(getattr(single, kind), getattr(whole, kind))
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_products_in_tf32_round_the_operands_and_nothing_else(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    model, ids = make(model_of), tokens()
+    exact, near = (collect(model, ids, 3, precision=p)[0] for p in ("float32", "tf32"))
+    half = make(model_of).bfloat16()
+    exact_half, near_half = (collect(half, ids, 3, precision=p)[0] for p in ("float32", "tf32"))
+    for name, H in exact.inputs.items():
+        assert 1e-7 < float((near.inputs[name] - H).norm() / H.norm()) < 2**-10
+        assert torch.equal(near_half.inputs[name], exact_half.inputs[name])
+    pairs = [(exact.attended, near.attended), (exact.keys, near.keys)]
+    for expected, found in [*pairs, (exact.queries, near.queries)]:
+        assert isinstance(expected, Tensor)
+        assert isinstance(found, Tensor)
+        assert found.dtype == torch.float32
+        assert 1e-7 < float((found - expected).norm() / expected.norm()) < 2**-10
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_collectors_add_up(model_of: Callable[[], PreTrainedModel]) -> None:
+    """Two have seen different segments; a third one has seen what does not count."""
+    model, ids = make(model_of), tokens()
+    whole, _, _ = collect(model, ids, 2)
+    sums: list[Tensor] = []
+
+    def keep(total: Tensor) -> None:
+        sums.append(total.clone())
+
+    def add(total: Tensor) -> None:
+        total += sums.pop(0)
+        sums.append(total.clone())
+
+    collect(model, ids[:2], 2, lambda collector: collector.add_up(keep, counts=True))
+    collect(model, ids[:2], 2, lambda collector: collector.add_up(add, counts=False))
+    found, _, _ = collect(model, ids[2:], 2, lambda one: one.add_up(add, counts=True))
+    for name, H in whole.inputs.items():
+        torch.testing.assert_close(H, found.inputs[name])
+    for kind in ("attended", "keys", "queries"):
+        torch.testing.assert_close(getattr(whole, kind), getattr(found, kind))
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_input_hessian_is_the_squared_error_of_the_output(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    statistics, _, X = collect(make(model_of), tokens(), 3)
+    dW = torch.randn(2, WIDTH, dtype=torch.float64)
+    expected = 2 * reference.output_error(dW, X.T) / X.shape[0]
+    H = statistics.inputs["attention_input"].double()
+    assert float(torch.trace(dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_value_hessian_is_the_squared_error_of_the_attention_output(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    """Summed over the query heads of a value head, whose number the mean divides by."""
+    model = make(model_of)
+    statistics, seen, X = collect(model, tokens(), 8)
+    X = X.view(SEGMENTS, LENGTH, WIDTH)
+    value_heads = statistics.attended.shape[0]
+    shared, probabilities = HEADS // value_heads, seen[0].probabilities()
+    for head in range(value_heads):
+        dW = torch.randn(3, WIDTH, dtype=torch.float64)
+        expected = 0.0
+        for segment in range(SEGMENTS):
+            for h in range(head * shared, (head + 1) * shared):
+                A = probabilities[segment, h]
+                expected += reference.attention_output_error(dW, X[segment].T, A)
+        H = statistics.attended[head].double()
+        found = float(torch.trace(dW @ H @ dW.T)) * X.shape[0] * LENGTH / 2 * shared
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def scores_by_hand(others: Tensor, dW: Tensor, X: Tensor, rotations: list[Tensor]) -> float:
+    """Mean over all positions of the squared scores between errors there and all ``others``.
+
+    Under the Kronecker approximation the input x and the position are independent of each other.
+    """
+    total = 0.0
+    for R in rotations:
+        total += reference.score_error(R @ dW, X.T, others)
+    return total / len(rotations)
+
+
+@pytest.mark.parametrize("model_of", [opt, bloom, llama, grouped, window])
+def test_query_and_key_objectives_are_the_squared_error_of_the_scores(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    model = make(model_of)
+    ids = tokens()[:2]
+    statistics, seen, X = collect(model, ids, 2)
+    rotations = [torch.eye(HEAD_SIZE, dtype=torch.float64)]
+    if seen[0].rotation is not None:
+        base = model.config.rope_parameters["rope_theta"]
+        rotations = [reference.rotation_matrix(t, HEAD_SIZE, base) for t in range(LENGTH)]
+    N, H = X.shape[0], statistics.inputs["attention_input"].double()
+    shared = HEADS // seen[0].key.shape[1]
+    dW = torch.randn(HEAD_SIZE, WIDTH, dtype=torch.float64)
+    K = seen[0].key.transpose(0, 1).flatten(1, 2)  # [n_kv, tokens, d_h]
+    Q = seen[0].query.transpose(0, 1).flatten(1, 2)
+    for h in range(HEADS):
+        G = statistics.keys[h].double()
+        expected = 4 * scores_by_hand(K[h // shared], dW, X, rotations) / N**2
+        assert float(torch.trace(G @ dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-4)
+    for h in range(HEADS // shared):
+        G = statistics.queries[h].double()
+        group = range(h * shared, (h + 1) * shared)
+        expected = sum(4 * scores_by_hand(Q[g], dW, X, rotations) / N**2 for g in group) / shared
+        assert float(torch.trace(G @ dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_observed_query_has_no_scale() -> None:
+    """OPT hands its attention function a query that is scaled already."""
+    for model_of in (opt, llama):
+        model = make(model_of)
+        _, seen, _ = collect(model, tokens()[:1], 1)
+        scores = seen[0].query[0] @ seen[0].key[0].transpose(1, 2) / HEAD_SIZE**0.5
+        scores = scores + torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
+        torch.testing.assert_close(torch.softmax(scores, -1), seen[0].probabilities()[0].double())
+
+
+def test_rotating_back_equals_the_mean_over_positions() -> None:
+    G = torch.randn(3, 8, 8, dtype=torch.float64)
+    G = G @ G.transpose(1, 2)
+    rotations = [reference.rotation_matrix(t, 8, 100.0) for t in range(5)]
+    cos = torch.stack([R.diagonal() for R in rotations])
+    sin = torch.stack([torch.cat([-R[:4, 4:].diagonal()] * 2) for R in rotations])
+    expected = sum(R.T @ G @ R for R in rotations) / 5
+    torch.testing.assert_close(rotate_back(G, cos, sin), expected)
+
+
+def test_norm_on_heads_scales_the_error_of_each_token() -> None:
+    """Against the derivative of the norm by autograd, without the part that changes its rms."""
+    model = make(qwen3)
+    statistics, seen, _ = collect(model, tokens(), 8)
+    assert seen[0].query_inverse_square is not None
+    assert statistics.keys.shape == (HEADS, HEAD_SIZE, HEAD_SIZE)
+    weight, x = torch.randn(6, dtype=torch.float64), torch.randn(30, 6, dtype=torch.float64)
+    K = torch.randn(9, 6, dtype=torch.float64)
+    d = torch.randn(6, dtype=torch.float64)
+    expected = 0.0
+    for token in x:
+        rms = token.square().mean().sqrt()  # held fixed: the part that is left out
+        expected += float((K @ (weight * d / rms)).square().sum()) / 30
+    inverse = (1 / x.square().mean(-1)).mean()[None]
+    G = through_norm((K.T @ K)[None], weight, inverse)[0]
+    assert float(d @ G @ d) == pytest.approx(expected)
+
+
+def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores() -> None:
+    """As above; the norm's factor ``weight / rms`` comes before the rotation.
+
+    In the approximation the token's x, its position and its rms are independent of each other.
+    """
+    model = make(qwen3)
+    statistics, seen, X = collect(model, tokens()[:2], 2)
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    base = model.config.rope_parameters["rope_theta"]
+    N, H = X.shape[0], statistics.inputs["attention_input"].double()
+    dW = torch.randn(HEAD_SIZE, WIDTH, dtype=torch.float64)
+    sides = (
+        (statistics.keys, seen[0].key, attention.q_proj, attention.q_norm),
+        (statistics.queries, seen[0].query, attention.k_proj, attention.k_norm),
+    )
+    for G, other_side, projection, norm in sides:
+        heads = G.shape[0]
+        rotations = [
+            reference.rotation_matrix(t, HEAD_SIZE, base) @ torch.diag(norm.weight)
+            for t in range(LENGTH)
+        ]
+        square = projection(X).view(N, heads, HEAD_SIZE).square().mean(-1)
+        gain = (1 / (square + norm.variance_epsilon)).mean(0)
+        others = other_side.transpose(0, 1).flatten(1, 2)  # [its heads, tokens, d_h]
+        for h in range(heads):
+            group = [h // 2] if heads == HEADS else [2 * h, 2 * h + 1]
+            error = sum(scores_by_hand(others[g], dW, X, rotations) for g in group) / len(group)
+            expected = float(gain[h]) * 4 * error / N**2
+            found = float(torch.trace(G[h].double() @ dW @ H @ dW.T))
+            assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_statistics_of_a_model_in_half_precision_are_summed_in_float32(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    """What was seen, once more in float64; sums in bfloat16 would be off by a per cent."""
+    model = make(model_of).bfloat16()
+    statistics, seen, X = collect(model, tokens(), 8)
+    N = X.shape[0]
+    found = {"attended": statistics.attended, **statistics.inputs}
+    if seen[0].rotation is None:
+        found |= {"keys": statistics.keys, "queries": statistics.queries}
+        for name, heads in (("keys", seen[0].key), ("queries", seen[0].query)):
+            rows = heads.double().transpose(0, 1).flatten(1, 2)
+            expected = 2 / N * torch.stack([x.T @ x for x in rows])
+            torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-3)
+    assert {statistic.dtype for statistic in found.values()} == {torch.float32}
+    expected = 2 / N * (X.double().T @ X.double())
+    H = statistics.inputs["attention_input"].double()
+    torch.testing.assert_close(H, expected, rtol=1e-4, atol=1e-3)
+    A = seen[0].probabilities().double().unflatten(1, (statistics.attended.shape[0], -1))
+    AX = A @ X.double().view(SEGMENTS, 1, 1, LENGTH, WIDTH)
+    expected = 2 / N * torch.einsum("bhsld,bhsle->hde", AX, AX) / A.shape[2]
+    torch.testing.assert_close(statistics.attended.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def collect_both(
+    model: PreTrainedModel, ids: Tensor, other: Tensor, batch_size: int, *, value: bool = True
+) -> tuple[BlockStatisticTensors, dict[str, list[Tensor]], list[Attention]]:
+    """Return the statistics of ids as the quantized and of ``other`` as the original stream.
+
+    Also the inputs of each group, in pairs of original and quantized, and what attention did.
+    """
+    family = family_of(model.config)
+    block = model.get_submodule(family.blocks_path)[0]
+    layout = family.layout(model.config)
+    collector = StatisticsCollector(layout, value=value, query_key=True)
+    inputs: dict[str, list[Tensor]] = {group.name: [] for group in layout.groups}
+    seen: list[Attention] = []
+    for group in layout.groups:
+        block.get_submodule(group.projections[0].module).register_forward_pre_hook(
+            lambda _, x, name=group.name: inputs[name].append(x[0])
+        )
+
+    def observe(report: Callable[[Attention], None]) -> Any:
+        def both(attention: Attention) -> None:
+            seen.append(attention)
+            report(attention)
+
+        return family.observe_attention(model, block, both)
+
+    for part, original in zip(ids.split(batch_size), other.split(batch_size), strict=True):
+        for watch, words in ((collector.watch_original, original), (collector.watch, part)):
+            with watch(block, observe):
+                hidden, _ = family.embed(model, words)
+                family.run_block(block, hidden, family.arguments(model, hidden))
+    return collector.finish(family.norm_weights(block)), inputs, seen
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_shifts_are_the_mean_product_of_difference_and_input(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    model, ids, other = make(model_of), tokens(), tokens()
+    plain, _, _ = collect(model, ids, 3)
+    statistics, inputs, _ = collect_both(model, ids, other, 3)
+    assert statistics.shifts.keys() == statistics.inputs.keys()
+    for name, seen in inputs.items():
+        original, X = (torch.cat([x.flatten(0, -2) for x in seen[i::2]]).T for i in (0, 1))
+        expected = (
+            2
+            / X.shape[1]
+            * sum(torch.outer(original[:, t] - X[:, t], X[:, t]) for t in range(X.shape[1]))
+        )
+        torch.testing.assert_close(statistics.shifts[name].double(), expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(statistics.inputs[name], plain.inputs[name])
+    for kind in ("attended", "keys", "queries"):  # those of the quantized stream, as without
+        torch.testing.assert_close(getattr(statistics, kind), getattr(plain, kind))
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_value_shift_is_that_of_the_attention_output(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    model = make(model_of)
+    statistics, inputs, seen = collect_both(model, tokens(), tokens(), SEGMENTS)
+    original, X = inputs["attention_input"]
+    A_original, A = (attention.probabilities() for attention in seen)
+    value_heads = statistics.attended_shift.shape[0]
+    shared = HEADS // value_heads
+    for head in range(value_heads):
+        expected = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+        for segment in range(SEGMENTS):
+            for h in range(head * shared, (head + 1) * shared):
+                AX_original = A_original[segment, h] @ original[segment]
+                AX = A[segment, h] @ X[segment]
+                expected += (AX_original - AX).T @ AX
+        expected *= 2 / (SEGMENTS * LENGTH) / shared
+        torch.testing.assert_close(
+            statistics.attended_shift[head].double(), expected, rtol=1e-4, atol=1e-3
+        )
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_residual_shifts_are_those_of_what_the_outputs_are_added_to(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    """In the residual stream before the attention, which is the block's input in these models."""
+    model, ids, other = make(model_of), tokens(), tokens()
+    family = family_of(model.config)
+    statistics, inputs, _ = collect_both(model, ids, other, SEGMENTS)
+    R_original, R = (family.embed(model, words)[0].flatten(0, 1) for words in (other, ids))
+    X = inputs["attention_output"][1].flatten(0, 1)
+    expected = 2 / X.shape[0] * (R_original - R).T @ X
+    found = statistics.residual_shifts
+    assert found.keys() == {"attention_output", "mlp_hidden"}
+    torch.testing.assert_close(found["attention_output"].double(), expected, rtol=1e-4, atol=1e-3)
+    assert found["mlp_hidden"].shape == (WIDTH, inputs["mlp_hidden"][1].shape[-1])
+
+
+def test_without_the_original_stream_there_are_no_shifts() -> None:
+    statistics, _, _ = collect(make(opt), tokens(), 3)
+    assert statistics.shifts == {}
+    assert statistics.attended_shift is None
+
+
+def test_layerwise_values_have_no_shift_of_their_own() -> None:
+    statistics, _, _ = collect_both(make(opt), tokens(), tokens(), 3, value=False)
+    assert statistics.attended_shift is None
+    assert len(statistics.shifts) == 4

@@ -1,0 +1,282 @@
+"""Hidden states carried block by block are the library's, and one block at a time is in memory."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from aespa_pl.models import family_of
+from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.streamed import StreamedModel, in_turn
+from aespa_pl.storage.batches import BatchesOnDisk
+from tests.models.examples import EXAMPLES, LENGTH, make_ids, make_model, save
+
+every_example = pytest.mark.parametrize("name", EXAMPLES)
+BLOCKS = 3
+# The stream runs in batches of another size than the library does: sums in another order.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def open_stream(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
+    checkpoint = Checkpoint.open(folder)
+    family = family_of(checkpoint.config)
+    return StreamedModel.open(checkpoint, family, torch.device("cpu"), dtype)
+
+
+def make(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, StreamedModel]:
+    """Return an example as the library runs it, and its stream."""
+    model = make_model(name, dtype)
+    return model, open_stream(save(model, folder), dtype)
+
+
+def loaded(source: StreamedModel) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(source.checkpoint.folder)
+
+
+def library_states(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """Return the embeddings and each block's output, without the norm after the last block."""
+    last: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        last.append(output if isinstance(output, Tensor) else output[0])
+
+    block = model.get_submodule(family_of(model.config).blocks_path)[-1]
+    handle = block.register_forward_hook(keep)
+    states = model(ids, use_cache=False, output_hidden_states=True).hidden_states
+    handle.remove()
+    assert len(states) == BLOCKS + 1
+    return [*states[:BLOCKS], *last]
+
+
+def real(source: StreamedModel) -> list[bool]:
+    """Return which blocks are in memory; each must be so as a whole."""
+    found = []
+    for block in source.model.get_submodule(source.family.blocks_path):
+        kinds = {tensor.is_meta for tensor in block.state_dict().values()}
+        assert len(kinds) == 1
+        found.append(kinds == {False})
+    return found
+
+
+@every_example
+def test_hidden_states_are_the_librarys(name: str, tmp_path: Path) -> None:
+    model, source = make(name, tmp_path)
+    ids = make_ids(5)
+    expected = library_states(model, ids)
+    batches = source.embed(ids, 2)
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    torch.testing.assert_close(torch.cat(batches), expected[0], **CLOSE)
+    assert source.block_count == BLOCKS
+    for index, block in enumerate(source.blocks()):
+        source.advance(block, batches)
+        torch.testing.assert_close(torch.cat(batches), expected[index + 1], **CLOSE)
+        assert float((torch.cat(batches) - expected[index]).abs().max()) > 0.1
+    with source.stem():
+        logits = source.family.head(source.model, torch.cat(batches))
+    torch.testing.assert_close(logits, model(ids, use_cache=False).logits, **CLOSE)
+
+
+def test_running_a_block_leaves_its_input(tmp_path: Path) -> None:
+    """The statistics and the next block need the same states."""
+    model, source = make("opt", tmp_path)
+    ids = make_ids(2)
+    states = library_states(model, ids)
+    hidden = source.embed(ids, 2)[0]
+    before = hidden.clone()
+    with source.block(0) as block:
+        torch.testing.assert_close(source.run_block(block, hidden), states[1], **CLOSE)
+    assert torch.equal(hidden, before)
+
+
+@every_example
+def test_only_the_part_in_use_is_in_memory(name: str, tmp_path: Path) -> None:
+    source = make(name, tmp_path)[1]
+
+    def in_memory() -> set[str]:
+        return {n for n, p in source.model.named_parameters() if not p.is_meta}
+
+    assert in_memory() == set()
+    stem = {n for n, _ in source.model.named_parameters()}
+    stem -= {n for n in stem if n.startswith(f"{source.family.blocks_path}.")}
+    for _ in range(2):  # a head that is tied to the embedding is so again
+        with source.stem():
+            assert in_memory() == stem
+            embedding, head = (
+                layer.weight
+                for layer in (
+                    source.model.get_input_embeddings(),
+                    source.model.get_output_embeddings(),
+                )
+            )
+            assert (head is embedding) == source.checkpoint.config.tie_word_embeddings
+        assert in_memory() == set()
+    source.embed(make_ids(2), 1)
+    assert in_memory() == set()
+    for index, block in enumerate(source.blocks()):
+        assert in_memory() and not in_memory() & stem  # noqa: PT018
+        assert block is source.model.get_submodule(source.family.blocks_path)[index]
+        assert real(source) == [i == index for i in range(BLOCKS)]
+    assert index == BLOCKS - 1
+    assert real(source) == [False] * BLOCKS
+
+
+def test_memory_of_a_block_is_free_before_the_next_is_read(tmp_path: Path) -> None:
+    source = make("llama", tmp_path)[1]
+    weights: list[weakref.ref[Tensor]] = []
+    for block in source.blocks():
+        gc.collect()
+        assert all(weight() is None for weight in weights)
+        weights.append(weakref.ref(block.get_submodule("mlp.up_proj").weight))
+        assert weights[-1]() is not None
+
+
+def test_block_is_released_when_the_walk_breaks_off(tmp_path: Path) -> None:
+    source = make("opt", tmp_path)[1]
+    blocks = source.blocks()
+    next(blocks)
+    next(blocks)
+    assert real(source) == [False, True, False]
+    blocks.close()
+    assert real(source) == [False] * BLOCKS
+
+    blocks = source.blocks()
+    next(blocks)
+    with pytest.raises(KeyboardInterrupt):
+        blocks.throw(KeyboardInterrupt())
+    assert real(source) == [False] * BLOCKS
+
+
+@pytest.mark.parametrize("index", range(BLOCKS))
+def test_a_block_alone_is_in_memory_for_its_context(index: int, tmp_path: Path) -> None:
+    model, source = make("llama", tmp_path)
+    states = library_states(model, make_ids(2))
+    with source.block(index) as block:
+        assert real(source) == [i == index for i in range(BLOCKS)]
+        found = source.run_block(block, states[index])
+    torch.testing.assert_close(found, states[index + 1], **CLOSE)
+    assert real(source) == [False] * BLOCKS
+
+
+def test_a_block_can_be_read_from_another_checkpoint(tmp_path: Path) -> None:
+    """As the quantized blocks of a continued run are; the others are read from the model's own."""
+    source = make("opt", tmp_path / "own")[1]
+    other, other_source = make("opt", tmp_path / "other")
+    ids = make_ids(2)
+    hidden = source.embed(ids, 2)[0]
+    weights = {}
+    for index, checkpoint in enumerate((None, other_source.checkpoint, None)):
+        with source.block(index, checkpoint) as block:
+            weights[index] = block.get_submodule("fc1").weight.clone()
+        assert real(source) == [False] * BLOCKS
+    own = loaded(source)
+    for index, model in enumerate((own, other, own)):
+        expected = model.get_submodule(f"model.decoder.layers.{index}.fc1").weight
+        assert torch.equal(weights[index], expected)
+    assert not torch.equal(weights[1], own.get_submodule("model.decoder.layers.1.fc1").weight)
+    assert torch.equal(source.embed(ids, 2)[0], hidden)  # the stem is the model's own
+
+
+def test_a_changed_block_changes_the_states_after_it(tmp_path: Path) -> None:
+    """As a quantized block does; the checkpoint and the next pass are as before."""
+    model, source = make("llama-grouped", tmp_path)
+    ids = make_ids(3)
+    original = library_states(model, ids)
+    model.get_submodule("model.layers")[1].get_submodule("mlp.down_proj").weight.mul_(2)
+    changed = library_states(model, ids)
+    for expected, factor in ((changed, 2), (original, 1)):
+        batches = source.embed(ids, 2)
+        for index, block in enumerate(source.blocks()):
+            if index == 1:
+                block.get_submodule("mlp.down_proj").weight.mul_(factor)
+            source.advance(block, batches)
+            torch.testing.assert_close(torch.cat(batches), expected[index + 1], **CLOSE)
+    assert float((changed[3] - original[3]).abs().max()) > 0.1
+
+
+def test_each_segment_goes_its_own_way(tmp_path: Path) -> None:
+    """Batches keep the order of the segments; the last may be smaller."""
+    source = make("opt", tmp_path)[1]
+    ids = make_ids(5)
+    batches = source.embed(ids, 2)
+    assert [tuple(batch.shape) for batch in batches] == [(n, LENGTH, 24) for n in (2, 2, 1)]
+    single = source.embed(ids[3:4], 1)
+    for block in source.blocks():
+        source.advance(block, batches)
+        source.advance(block, single)
+    torch.testing.assert_close(batches[1][1], single[0][0], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom", "llama"])
+def test_blocks_run_in_the_type_that_is_asked_for(name: str, tmp_path: Path) -> None:
+    save(make_model(name, torch.float32), tmp_path)
+    source = open_stream(tmp_path, torch.bfloat16)
+    batches = source.embed(make_ids(3), 2)
+    for block in source.blocks():
+        assert {parameter.dtype for parameter in block.parameters()} == {torch.bfloat16}
+        source.advance(block, batches)
+        assert {batch.dtype for batch in batches} == {torch.bfloat16}
+
+
+def test_states_hold_no_graph(tmp_path: Path) -> None:
+    source = make("llama", tmp_path)[1]
+    batches = source.embed(make_ids(2), 1)
+    for block in source.blocks():
+        for parameter in block.parameters():
+            parameter.requires_grad_()
+        source.advance(block, batches)
+        assert not any(batch.requires_grad for batch in batches)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_batches_come_in_turn_while_those_before_are_replaced(
+    count: int, device: str, on_disk: bool, tmp_path: Path
+) -> None:
+    """On a GPU with work behind each that is longer than a copy, so that one too early would show."""
+    where = torch.device(device)
+    values = [torch.randn(2, 512, 64) for _ in range(count)]
+    kept = [value.clone() for value in values]
+    batches = BatchesOnDisk(tmp_path, values) if on_disk else values
+    sums = []
+    for i, batch in enumerate(in_turn(batches, where)):
+        assert batch.device.type == device
+        work = torch.randn(1024, 1024, device=where)
+        for _ in range(20 if device == "cuda" else 0):
+            work = torch.tanh(work @ work)
+        sums.append(batch + 0 * work[0, 0])  # not read before the work is done
+        batches[i] = torch.full_like(kept[i], torch.nan)
+    assert len(sums) == count
+    for found, expected in zip(sums, kept, strict=True):
+        assert torch.equal(found.cpu(), expected)
+    assert all(bool(batches[i].isnan().all()) for i in range(count))
+
+
+def test_a_batch_is_not_read_before_its_turn_on_a_cpu() -> None:
+    """Where hidden states are on disk, one batch of a stream is in memory."""
+    asked: list[int] = []
+
+    class Watched(list):
+        def __getitem__(self, index: int) -> Tensor:
+            asked.append(index)
+            return super().__getitem__(index)
+
+    turns = in_turn(Watched([torch.zeros(1)] * 3), torch.device("cpu"))
+    for i in range(3):
+        next(turns)
+        assert asked == list(range(i + 1))

@@ -1,0 +1,201 @@
+"""What does not fit into memory is worked on in parts, and comes out the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from aespa_pl.errors import UserError
+from aespa_pl.planning.partition import WHOLE, Divisible, Partition, Piece, learning_parts
+from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration
+from aespa_pl.run.interruption import Interruption, RunInterrupted
+from aespa_pl.run.journal import Run
+from aespa_pl.storage.head_matrices import HeadsOnDisk
+from tests.walks import Quantized, walk
+
+DIVIDED = Partition(heads=1, weights=600)
+"""One head at a time, and of the blocks of the examples two projections of the attention at most."""
+SHORT = {"rounding.iterations": 8}
+CORRECTED = {**SHORT, "input_correction": 0.5, "polish.enabled": True}
+
+
+def test_heads_are_divided_evenly() -> None:
+    assert Partition().head_groups(5) == [range(5)]
+    assert Partition(heads=8).head_groups(5) == [range(5)]
+    assert Partition(heads=2).head_groups(5) == [range(2), range(2, 3), range(3, 5)]
+    assert Partition(heads=1).head_groups(2) == [range(1), range(1, 2)]
+
+
+@pytest.mark.parametrize("weights", [1, 40, 100, 130, 250, None])
+@pytest.mark.parametrize("heads", [1, 3, None])
+def test_every_head_is_learned_once(weights: int | None, heads: int | None) -> None:
+    projections = [
+        Divisible("q", 4, 80, on_disk=False),
+        Divisible("v", 8, 80, on_disk=True),
+        Divisible("o", 1, 120, on_disk=False),
+    ]
+    parts = learning_parts(projections, Partition(heads, weights))
+    for p in projections:
+        pieces = [piece for part in parts for piece in part if piece.name == p.name]
+        found = [head for piece in pieces for head in range(piece.first, piece.end)]
+        assert found == list(range(p.heads))
+    for part in parts:
+        each = {"q": 20, "v": 10, "o": 120}
+        size = sum((piece.end - piece.first) * each[piece.name] for piece in part)
+        one = len(part) == 1 and part[0].end - part[0].first == 1
+        assert weights is None or size <= weights or one
+        assert len({piece.name for piece in part}) == len(part)
+        assert all(p.end - p.first <= (heads or 8) for p in part if p.name == "v")
+
+
+def test_nothing_to_divide_is_one_part_of_whole_projections() -> None:
+    projections = [Divisible("q", 4, 80, on_disk=False), Divisible("o", 1, 120, on_disk=False)]
+    (part,) = learning_parts(projections, WHOLE)
+    assert part == (Piece("q", 0, 4, 4), Piece("o", 0, 1, 1))
+    assert [piece.key for piece in part] == ["q", "o"]
+    assert learning_parts([], WHOLE) == []
+
+
+def test_heads_on_disk_read_like_a_tensor(tmp_path: Path) -> None:
+    matrices = torch.randn(5, 3, 3)
+    stored = HeadsOnDisk.create(tmp_path, torch.device("cpu"))
+    stored.append(matrices[:2])
+    stored.append(matrices[2:])
+    assert list(tmp_path.iterdir()) == []  # a file without a name: nothing is left of it
+    assert stored.shape == matrices.shape
+    for heads in (slice(None), slice(1, 3), slice(4, 5)):
+        assert torch.equal(stored[heads], matrices[heads])
+    assert torch.equal(stored.diagonal(), matrices.diagonal(dim1=1, dim2=2))
+    diagonals = torch.rand(5, 3)
+    changed = HeadsOnDisk(stored.matrices, stored.device, diagonals)
+    assert torch.equal(changed[1:4].diagonal(dim1=1, dim2=2), diagonals[1:4])
+    assert torch.equal(stored[:], matrices)
+
+
+def same_files(one: Quantized, other: Quantized) -> None:
+    for index in (0, 1):
+        a, b = one.file(index), other.file(index)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama-grouped", "bloom"])
+@pytest.mark.parametrize("changes", [SHORT, CORRECTED], ids=["paper", "corrected"])
+def test_parts_give_what_the_whole_gives(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = walk(name, tmp_path / "whole", changes)
+    divided = walk(name, tmp_path / "divided", changes, partition=DIVIDED)
+    same_files(divided, whole)
+    for index in (0, 1):
+        for projection, losses in whole.losses(index).items():
+            assert divided.losses(index)[projection] == pytest.approx(losses, rel=1e-5)
+    assert not (divided.run.folder / "parts").exists()
+
+
+def test_values_are_learned_head_by_head(tmp_path: Path) -> None:
+    learned: list[list[str]] = []
+
+    class Note(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            learned.append(list(pl_module.variables.keys()))  # type: ignore[operator,union-attr]
+
+    walk(
+        "llama-grouped",
+        tmp_path,
+        SHORT,
+        options=lambda *_: {"callbacks": [Note()]},
+        partition=DIVIDED,
+    )
+    names = [name for part in learned[: len(learned) // 2] for name in part]
+    assert {"v_proj_heads_0_to_0", "v_proj_heads_1_to_1"} <= set(names)
+    assert len(names) == len(set(names))
+    assert not any({"v_proj_heads_0_to_0", "v_proj_heads_1_to_1"} <= set(part) for part in learned)
+
+
+class StopIn(Callback):
+    """Sends the signal in an iteration of one part of a block."""
+
+    def __init__(self, interruption: Interruption, fits: list[int], part: int) -> None:
+        self.interruption, self.fits, self.part = interruption, fits, part
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.fits.append(0)
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if len(self.fits) == self.part and trainer.global_step == 5:
+            self.interruption.received = 15
+
+
+def stopping(fits: list[int], part: int) -> Callable[[Run, int], dict[str, Any]]:
+    def options(run: Run, index: int) -> dict[str, Any]:
+        interruption, folder = Interruption(), run.checkpoint_folder(index)
+        return {
+            "callbacks": [
+                StopIn(interruption, fits, part), StopAtIteration(interruption, folder)
+            ],
+            "plugins": [JournaledCheckpointIO(run, index)],
+        }  # fmt: skip
+
+    return options
+
+
+@pytest.fixture
+def single_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each Lightning step one iteration."""
+    monkeypatch.setattr("aespa_pl.rounding.module.STEP_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("single_iterations")
+def test_parts_that_are_done_are_not_learned_again(tmp_path: Path) -> None:
+    whole = walk("llama-grouped", tmp_path / "whole", SHORT)
+    run, fits = Run.create(tmp_path / "runs", {}), list[int]()
+    with pytest.raises(RunInterrupted):
+        walk(
+            "llama-grouped", tmp_path, SHORT, options=stopping(fits, 3), run=run, partition=DIVIDED
+        )
+    assert len(fits) == 3
+    run = Run.open(run.folder)
+    assert len(run.parts) == 2
+    again: list[int] = []
+    resumed = walk(
+        "llama-grouped", tmp_path, SHORT, options=stopping(again, 99), run=run, partition=DIVIDED
+    )
+    every: list[int] = []
+    walk("llama-grouped", tmp_path / "x", SHORT, options=stopping(every, 99), partition=DIVIDED)
+    assert len(again) == len(every) - 2
+    same_files(resumed, whole)
+
+
+@pytest.mark.usefixtures("single_iterations")
+@pytest.mark.parametrize("harm", ["damaged", "other parts"])
+def test_part_that_is_of_no_use_is_learned_again(
+    harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = walk("llama-grouped", tmp_path / "whole", SHORT)
+    run, fits = Run.create(tmp_path / "runs", {}), list[int]()
+    with pytest.raises(RunInterrupted):
+        walk(
+            "llama-grouped", tmp_path, SHORT, options=stopping(fits, 3), run=run, partition=DIVIDED
+        )
+    run = Run.open(run.folder)
+    if harm == "damaged":
+        run.part_file(0, 0).write_bytes(b"x")
+    partition = DIVIDED if harm == "damaged" else Partition(heads=1, weights=2000)
+    resumed = walk("llama-grouped", tmp_path, SHORT, run=run, partition=partition)
+    assert ("is damaged or missing: it is learned again" in caplog.text) == (harm == "damaged")
+    same_files(resumed, whole)
+
+
+def test_full_disk_is_named_before_the_learning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("aespa_pl.storage.batches._bytes", full)
+    with pytest.raises(UserError, match="No space left"):
+        walk("llama-grouped", tmp_path, SHORT, partition=DIVIDED)

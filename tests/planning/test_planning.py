@@ -1,0 +1,236 @@
+"""What a plan says follows from the shape of a model, and is said without its weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aespa_pl.algorithm.products import Precision
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Role
+from aespa_pl.planning.budget import described, divide
+from aespa_pl.planning.needs import (
+    batch_bytes,
+    block_flops,
+    device_bytes,
+    disk_bytes,
+    gram_flops,
+    hessian_bytes,
+    host_bytes,
+    partition_for,
+    search_products,
+    shift_bytes,
+)
+from aespa_pl.planning.partition import WHOLE, Partition
+from aespa_pl.planning.rates import measure_rates
+from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.planning.table import duration, human
+from aespa_pl.settings import (
+    DataSettings,
+    ObjectiveSettings,
+    QuantizationSettings,
+    RoundingSettings,
+)
+from tests.models.examples import EXAMPLES, make_model
+
+PAPER = replace(QuantizationSettings(), input_correction=0.0)
+WORK = Work(segments=10, length=32, batch_size=2, dtype_bytes=2)
+
+
+def shape(name: str = "llama-grouped") -> Shape:
+    config = EXAMPLES[name]()
+    return Shape.of(config, family_of(config))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_shape_is_that_of_a_real_model(name: str) -> None:
+    model, found = make_model(name), shape(name)
+    family = family_of(model.config)
+    blocks = model.get_submodule(family.blocks_path)
+    assert found.blocks == len(blocks)
+    assert found.block_weights == sum(p.numel() for p in blocks[0].parameters())
+    everything = sum(p.numel() for p in model.parameters())
+    assert found.stem_weights + found.blocks * found.block_weights == everything
+    modules = {p.module for p in family.layout(model.config).projections}
+    weights = sum(blocks[0].get_submodule(path).weight.numel() for path in modules)
+    assert found.weights == weights
+    roles = [matrix.role for matrix in found.matrices]
+    assert roles[:3] == [Role.QUERY, Role.KEY, Role.VALUE]
+    assert sum(matrix.adds_to_residual for matrix in found.matrices) == 2
+
+
+def test_statistics_are_counted_one_by_one() -> None:
+    s = shape()  # 24 wide, 4 query and 2 key heads of 6, feed-forward of 20 or 32
+    d, wide = s.hidden, s.inputs["mlp_hidden"]
+    layout = s.layout
+    plain = sum(c**2 for c in (d, layout.heads * layout.head_dim, d, wide))
+    G = (layout.heads + layout.key_value_heads) * layout.head_dim**2
+    H_V = layout.key_value_heads * d**2
+    assert hessian_bytes(s, PAPER) == 4 * (plain + G + H_V)
+    layer = replace(PAPER, objective=ObjectiveSettings("layer", "layer"))
+    assert hessian_bytes(s, layer) == 4 * plain
+    assert shift_bytes(s, PAPER) == 0
+    residual = d * (layout.heads * layout.head_dim + wide)
+    assert shift_bytes(s, QuantizationSettings()) == 4 * (plain + H_V + residual)
+
+
+def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
+    """Not of the probabilities of all heads, but where the model forms them itself."""
+    s, layout = shape("llama"), shape("llama").layout
+    long = Work(segments=1, length=1 << 15, batch_size=1, dtype_bytes=2)
+    all_heads = 4 * layout.heads * long.length**2
+    assert batch_bytes(s, long, PAPER) < 0.5 * all_heads
+    assert batch_bytes(shape("bloom"), long, PAPER) > 3 * all_heads
+    # an eighth of the rows of one head, scores and probabilities, and all else grows with L
+    twice = replace(long, length=2 * long.length)
+    square = batch_bytes(s, twice, PAPER) - 2 * batch_bytes(s, long, PAPER)
+    assert square == 4 * 2 * (twice.length**2 // 8 - 2 * (long.length**2 // 8))
+    d = s.hidden
+    # queries, keys, X and A X, once more for the original model, and its inputs as they are
+    both = batch_bytes(s, long, QuantizationSettings()) - batch_bytes(s, long, PAPER)
+    inputs = sum(s.inputs.values()) + 3 * d
+    assert both == 4 * long.length * (2 * d + 2 * d) + 2 * long.length * inputs
+
+
+def test_arithmetic_of_the_statistics_is_that_of_the_products() -> None:
+    """Multiplications counted one by one, on a shape that is too narrow for blocks."""
+    s, work = shape("llama"), Work(segments=3, length=1024, batch_size=1, dtype_bytes=4)
+    heads, d_h, d = s.layout.heads, s.layout.head_dim, s.hidden
+    inputs = sum(c**2 for c in s.inputs.values())
+    A = sum(row_end for row_end in (128 * (i // 128 + 1) for i in range(1024)))  # of one head
+    count = 3 * (1024 * inputs + heads * (A * (d_h + d) + 1024 * d**2) + 1024 * 2 * heads * d_h**2)
+    assert gram_flops(s, work, PAPER) == 2 * count
+    residual = d * sum(m.columns for m in s.matrices if m.adds_to_residual)
+    count += 3 * (1024 * (inputs + residual) + heads * (A * (d_h + d) + 1024 * d**2))
+    assert gram_flops(s, work, QuantizationSettings()) == 2 * count
+    layer = replace(PAPER, objective=ObjectiveSettings("layer", "layer"))
+    assert gram_flops(s, work, layer) == 2 * 3 * 1024 * inputs
+
+
+def test_less_is_learned_with_a_faster_method() -> None:
+    s, found = shape(), {}
+    for method in ("aespa", "aespa-hybrid", "aespa-fast"):
+        settings = replace(PAPER, method=method)
+        found[method] = (
+            device_bytes(s, WORK, settings)["rounding"],
+            block_flops(s, WORK, settings)["rounding"],
+            disk_bytes(s, WORK, settings, stored_bytes=2, on_disk=False),
+        )
+    for one, two in (("aespa", "aespa-hybrid"), ("aespa-hybrid", "aespa-fast")):
+        assert all(a > b for a, b in zip(found[one], found[two], strict=True))
+    assert found["aespa-fast"][1] == 0
+
+
+def test_arithmetic_of_an_iteration_is_that_of_the_products() -> None:
+    s = shape()
+    settings = replace(PAPER, rounding=RoundingSettings(iterations=7))
+    expected = sum(2 * m.rows * m.columns**2 for m in s.matrices)
+    d_h = s.layout.head_dim
+    expected += sum(2 * m.rows * m.columns * d_h for m in s.matrices[:2])
+    assert block_flops(s, WORK, settings)["rounding"] == 7 * expected
+
+
+def test_products_in_bfloat16_need_the_statistics_in_it() -> None:
+    exact = device_bytes(shape(), WORK, PAPER)
+    lower = device_bytes(shape(), WORK, replace(PAPER, products="bfloat16"))
+    assert lower["rounding"] - exact["rounding"] == hessian_bytes(shape(), PAPER) // 2
+    assert {**lower, "rounding": 0} == {**exact, "rounding": 0}
+
+
+def test_hidden_states_are_in_memory_or_on_disk() -> None:
+    s, settings = shape(), QuantizationSettings()
+    stream = 10 * 32 * s.hidden * 2
+    host = [host_bytes(s, WORK, settings, on_cpu=False, on_disk=d) for d in (False, True)]
+    assert host[0] - host[1] == 2 * stream  # the original's and the quantized model's
+    disk = [disk_bytes(s, WORK, settings, stored_bytes=2, on_disk=d) for d in (False, True)]
+    assert disk[1] - disk[0] == 2 * stream
+    largest = max(device_bytes(s, WORK, settings).values())
+    assert host_bytes(s, WORK, settings, on_cpu=True, on_disk=True) == host[1] + largest
+
+
+def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
+    few = shape()
+    many = replace(few, blocks=10 * few.blocks)
+    settings = QuantizationSettings()
+    assert device_bytes(few, WORK, settings) == device_bytes(many, WORK, settings)
+
+
+def test_parts_need_no_more_than_there_is() -> None:
+    s, settings = shape(), QuantizationSettings()
+    needs = device_bytes(s, WORK, settings)
+    assert partition_for(s, WORK, settings, max(needs.values())) == WHOLE
+    one = device_bytes(s, WORK, settings, Partition(heads=1))
+    collecting = max(one[phase] for phase in ("statistics", "correction", "OPTQ"))
+    assert collecting < max(needs[phase] for phase in ("statistics", "correction", "OPTQ"))
+    assert partition_for(s, WORK, settings, collecting).heads == 1
+    in_parts = partition_for(s, WORK, settings, 0.7 * needs["rounding"])
+    assert in_parts.weights is not None
+    assert device_bytes(s, WORK, settings, in_parts)["rounding"] <= 0.7 * needs["rounding"]
+    larger = replace(in_parts, weights=2 * in_parts.weights)
+    assert device_bytes(s, WORK, settings, larger)["rounding"] > 0.7 * needs["rounding"]
+
+
+def test_smallest_parts_are_planned_where_nothing_fits() -> None:
+    s, settings = shape(), QuantizationSettings()
+    partition = partition_for(s, WORK, settings, 0)
+    assert partition.heads == 1
+    learning = sum(m.size for m in s.matrices)
+    assert partition.weights is not None
+    assert partition.weights <= learning / 10
+    layer = replace(settings, objective=ObjectiveSettings("layer", "layer"), method="aespa-fast")
+    assert partition_for(s, WORK, layer, 0) == WHOLE
+
+
+def test_memory_that_is_free_decides_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, settings, cpu = shape(), QuantizationSettings(), torch.device("cpu")
+    monkeypatch.setattr("aespa_pl.planning.budget.free_bytes", lambda _: 1)
+    assert divide(s, WORK, DataSettings(), settings, cpu).heads == 1
+    assert divide(s, WORK, DataSettings(memory_gb=1), settings, cpu) == WHOLE
+    hidden = DataSettings(memory_gb=2 * WORK.stream_bytes(s.hidden) / 1e9)
+    assert (
+        divide(s, WORK, hidden, settings, cpu).heads == 1
+    )  # nothing left beside the hidden states
+    words = described(divide(s, WORK, hidden, settings, cpu), s)
+    assert words[0].startswith("H_V of 1 of 2 heads at once, in 2 passes")
+    assert "learning in parts" in words[1]
+    assert described(WHOLE, s) == []
+
+
+def test_passes_over_the_segments_are_counted() -> None:
+    s = shape()
+    once, twice = (block_flops(s, WORK, PAPER, p) for p in (WHOLE, Partition(heads=1)))
+    assert twice["statistics"] - once["statistics"] == once["forward"]
+    needs = [
+        disk_bytes(s, WORK, PAPER, stored_bytes=2, on_disk=False, partition=p)
+        for p in (WHOLE, Partition(heads=1))
+    ]
+    assert needs[1] - needs[0] == 4 * s.layout.key_value_heads * s.hidden**2
+
+
+def test_few_products_are_counted_for_wide_searches() -> None:
+    assert search_products(128, 200) == 200
+    assert 1 < search_products(4096, 200) < 30
+    assert search_products(4096, 10) == 10
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_rates_are_measured(precision: Precision) -> None:
+    rates = measure_rates(shape(), torch.device("cpu"), seconds=0.3, precision=precision)
+    assert min(rates.product, rates.grid, rates.rounding) > 1e4
+    seconds = rates.seconds({"grid": rates.grid, "rounding": 2 * rates.rounding, "other": 0.0})
+    assert seconds == pytest.approx({"grid": 1, "rounding": 2, "other": 0})
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0.0 "), (999, "999.0 "), (1500, "1.5 K"), (3.25e10, "32.5 G")]
+)
+def test_numbers_are_readable(number: float, text: str) -> None:
+    assert human(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(3, "3.0 s"), (119, "119.0 s"), (150, "2.5 min"), (9000, "2.5 h"), (2e6, "23.1 days")],
+)
+def test_durations_are_readable(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
