@@ -1,6 +1,5 @@
 """The command line: ``aespa-pl fit`` quantizes a model, ``aespa-pl test`` measures it."""
 
-import inspect
 import logging
 import shlex
 import sys
@@ -10,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
@@ -28,11 +25,17 @@ from rich.table import Table
 from aespa_pl.commands import evaluate, fit
 from aespa_pl.commands.evaluate import LAST
 from aespa_pl.commands.job import Job
+from aespa_pl.commands.trainers import (
+    PRECISIONS,
+    BlockTrainers,
+    check_strategy,
+    check_trainer,
+    walk_loggers,
+)
 from aespa_pl.distributed.launch import (
     LONGEST_WAIT,
     RowsStrategy,
     end_with_launcher,
-    environment_plugins,
     launch,
 )
 from aespa_pl.distributed.processes import PeerLostError, Ranks
@@ -41,10 +44,8 @@ from aespa_pl.models import family_of
 from aespa_pl.models.headers import read_config
 from aespa_pl.models.hub import resolve
 from aespa_pl.planning.table import plan
-from aespa_pl.progress import IterationProgress, WalkProgress
-from aespa_pl.run.checkpointing import JournaledCheckpointIO, PeriodicCheckpoint, StopAtIteration
+from aespa_pl.progress import WalkProgress
 from aespa_pl.run.interruption import Interruption, RunInterrupted
-from aespa_pl.run.journal import Run
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import write_text
 
@@ -53,15 +54,6 @@ MEASURING_SECONDS = 30.0
 FIRST_TO_SPEAK_SECONDS = 10.0
 """That other processes wait before they end with a message: what is wrong for all, the first one says,
 and its end is theirs."""
-OWN_KEYS = (
-    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "fast_dev_run",
-    "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
-)  # fmt: skip
-"""Keys of the Trainer that would change how many iterations are made: the walk decides that."""
-PRECISIONS: dict[Any, Literal["bfloat16"] | None] = {
-    None: None, 32: None, "32": None, "32-true": None, "bf16-mixed": "bfloat16",
-}  # fmt: skip
-"""What trainer.precision says of quantization.products; that of the model's own passes is model.dtype."""
 TRAINER_DEFAULTS = {
     "accelerator": "auto",
     "devices": 1,
@@ -127,12 +119,12 @@ class AespaCLI(LightningCLI):
         """Make the settings, and one Trainer that tells the device; each block gets its own later."""
         self.config_init = self.parser.instantiate(self.config)
         self.settings = self.config_init[self.subcommand]
-        _check_trainer(self.settings.trainer)
+        check_trainer(self.settings.trainer)
         self._take_precision()
         self.model = self.datamodule = None
         try:
             self.trainer = self.instantiate_trainer(logger=False, callbacks=[])
-            _check_strategy(self.trainer, self.settings.trainer.strategy)
+            check_strategy(self.trainer, self.settings.trainer.strategy)
             if isinstance(self.trainer.strategy, DDPStrategy):
                 self.trainer = self.instantiate_trainer(
                     logger=False, callbacks=[], strategy=RowsStrategy(timeout=LONGEST_WAIT)
@@ -164,8 +156,8 @@ class AespaCLI(LightningCLI):
             run, metrics = fit.fit(
                 job,
                 self.settings.ckpt_path,
-                make_trainer=partial(self._block_trainer, progress, ranks),
-                make_loggers=self._walk_loggers,
+                make_trainer=self._block_trainers(progress, ranks).of_block,
+                make_loggers=partial(walk_loggers, self.settings.trainer.logger),
                 save_config=self._save_config,
                 progress=progress,
                 ranks=ranks,
@@ -228,42 +220,18 @@ class AespaCLI(LightningCLI):
             logging.getLogger("aespa_pl").setLevel(logging.ERROR)  # the first has the same warnings
         return ranks, Console(quiet=not ranks.is_first)
 
-    def _block_trainer(self, progress: WalkProgress, ranks: Ranks, run: Run, index: int) -> Trainer:
-        """Return the Trainer of one block: the ``trainer`` section, and what the walk adds to it."""
-        # made anew for each block: loggers and callbacks keep a state
-        chosen = self.parser.instantiate(self.config)[self.subcommand].trainer
-        folder = run.checkpoint_folder(index)
-        callbacks = _listed(chosen.callbacks)
-        if chosen.enable_checkpointing:
-            callbacks.append(PeriodicCheckpoint(self.settings.output, folder, ranks))
-        several = isinstance(self.trainer.strategy, DDPStrategy)
-        strategy = {"strategy": RowsStrategy(timeout=LONGEST_WAIT)} if several else {}
-        return self.instantiate_trainer(
-            **strategy,
-            logger=_loggers(chosen.logger, run, index),
-            callbacks=[
-                *callbacks,
-                IterationProgress(progress),
-                StopAtIteration(self.interruption, folder, ranks),
-            ],
-            plugins=[
-                *_listed(chosen.plugins),
-                *environment_plugins(self.trainer),
-                JournaledCheckpointIO(run, index),
-            ],
-            enable_checkpointing=False,  # it would add one of its own
-            # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or
-            # the next block would start from it
-            default_root_dir=folder,
-            max_steps=self.settings.quantization.rounding.iterations,
-            max_epochs=-1,
+    def _block_trainers(self, progress: WalkProgress, ranks: Ranks) -> BlockTrainers:
+        return BlockTrainers(
+            # made anew for each block: loggers and callbacks keep a state
+            section=lambda: self.parser.instantiate(self.config)[self.subcommand].trainer,
+            instantiate=self.instantiate_trainer,
+            first=self.trainer,
+            output=self.settings.output,
+            iterations=self.settings.quantization.rounding.iterations,
+            interruption=self.interruption,
+            progress=progress,
+            ranks=ranks,
         )
-
-    def _walk_loggers(self, run: Run) -> list[Logger]:
-        """Return what takes the curves over the blocks: TensorBoard, unless other loggers were chosen."""
-        if self.settings.trainer.logger not in (None, True):
-            return []
-        return [_tensorboard(run, "walk")]
 
     def _save_config(self, folder: Path) -> None:
         """Write the configuration as it was run; the file runs again, and continues this run."""
@@ -339,61 +307,6 @@ def _stop(message: str, status: int) -> None:
         time.sleep(FIRST_TO_SPEAK_SECONDS)
     sys.stderr.write(f"aespa-pl: {' '.join(message.split())}\n")
     sys.exit(status)
-
-
-def _check_trainer(trainer: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(Trainer).parameters
-    for key in OWN_KEYS:
-        default = parameters[key].default
-        if trainer[key] != default or (default is None and trainer[key] is not None):
-            raise UserError(
-                f"trainer.{key} is decided by the walk: set quantization.rounding.iterations instead"
-            )
-    if trainer["log_every_n_steps"] in (None, 0):
-        raise UserError("trainer.log_every_n_steps: 1 or more iterations")
-    if any(isinstance(c, Checkpoint | EarlyStopping) for c in _listed(trainer["callbacks"])):
-        raise UserError(
-            "trainer.callbacks: ModelCheckpoint and EarlyStopping do not go with a run that can be resumed: "
-            "leave them out, and set output.checkpoint_seconds and output.checkpoint_iterations, and "
-            "quantization.rounding.iterations"
-        )
-    if trainer["gradient_clip_val"] is not None:
-        raise UserError(
-            "trainer.gradient_clip_val: gradients are those of the whole objective, without noise, and "
-            "are not clipped: leave it out"
-        )
-    if trainer["precision"] not in PRECISIONS:
-        raise UserError(
-            f"trainer.precision is {trainer['precision']}, but can be 32-true or bf16-mixed: set "
-            "quantization.products for the matrix products, and model.dtype for the model's own passes"
-        )
-
-
-def _check_strategy(trainer: Trainer, chosen: Any) -> None:
-    if trainer.world_size > 1 and chosen not in ("auto", "ddp"):
-        raise UserError(
-            f"trainer.strategy is {chosen}, but with several devices the rows of each matrix are divided "
-            "over them: set it to ddp, or leave it out"
-        )
-
-
-def _loggers(chosen: Any, run: Run, index: int) -> Any:
-    """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
-    if chosen is None or chosen is True:
-        return _tensorboard(run, f"block_{index:03}")
-    return chosen
-
-
-def _tensorboard(run: Run, part: str) -> TensorBoardLogger:
-    parent = run.folder.parent
-    return TensorBoardLogger(parent.parent, parent.name, run.folder.name, sub_dir=part)
-
-
-def _listed(one_or_more: Any) -> list[Any]:
-    """Return what Lightning takes alone or in a list as a list."""
-    if one_or_more is None:
-        return []
-    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 
 def _print_perplexities(console: Console, results: Mapping[str, Mapping[str, float]]) -> None:

@@ -1,0 +1,141 @@
+"""The Trainer of each block: the user's ``trainer`` section, and what the walk adds to it."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
+
+from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
+from aespa_pl.distributed.processes import Ranks
+from aespa_pl.errors import UserError
+from aespa_pl.progress import IterationProgress, WalkProgress
+from aespa_pl.run.checkpointing import JournaledCheckpointIO, PeriodicCheckpoint, StopAtIteration
+from aespa_pl.run.interruption import Interruption
+from aespa_pl.run.journal import Run
+from aespa_pl.settings import OutputSettings
+
+OWN_KEYS = (
+    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "fast_dev_run",
+    "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
+)  # fmt: skip
+"""Keys of the Trainer that would change how many iterations are made: the walk decides that."""
+PRECISIONS: dict[Any, Literal["bfloat16"] | None] = {
+    None: None, 32: None, "32": None, "32-true": None, "bf16-mixed": "bfloat16",
+}  # fmt: skip
+"""What trainer.precision says of quantization.products; that of the model's own passes is model.dtype."""
+
+
+@dataclass(frozen=True)
+class BlockTrainers:
+    """Makes the Trainer of each block."""
+
+    section: Callable[[], Any]
+    """Makes the values of the ``trainer`` section anew."""
+    instantiate: Callable[..., Trainer]
+    """LightningCLI.instantiate_trainer."""
+    first: Trainer
+    """A Trainer of the same section, from which the processes and the device are known."""
+    output: OutputSettings
+    iterations: int
+    interruption: Interruption
+    progress: WalkProgress
+    ranks: Ranks
+
+    def of_block(self, run: Run, index: int) -> Trainer:
+        """Return the Trainer of one block of a run."""
+        chosen = self.section()
+        folder = run.checkpoint_folder(index)
+        callbacks = _listed(chosen.callbacks)
+        if chosen.enable_checkpointing:
+            callbacks.append(PeriodicCheckpoint(self.output, folder, self.ranks))
+        several = isinstance(self.first.strategy, DDPStrategy)
+        strategy = {"strategy": RowsStrategy(timeout=LONGEST_WAIT)} if several else {}
+        return self.instantiate(
+            **strategy,
+            logger=_loggers(chosen.logger, run, index),
+            callbacks=[
+                *callbacks,
+                IterationProgress(self.progress),
+                StopAtIteration(self.interruption, folder, self.ranks),
+            ],
+            plugins=[
+                *_listed(chosen.plugins),
+                *environment_plugins(self.first),
+                JournaledCheckpointIO(run, index),
+            ],
+            enable_checkpointing=False,  # it would add one of its own
+            # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or
+            # the next block would start from it
+            default_root_dir=folder,
+            max_steps=self.iterations,
+            max_epochs=-1,
+        )
+
+
+def walk_loggers(chosen: Any, run: Run) -> list[Logger]:
+    """Return what takes the curves over the blocks: TensorBoard, unless other loggers were chosen."""
+    if chosen not in (None, True):
+        return []
+    return [_tensorboard(run, "walk")]
+
+
+def check_trainer(trainer: Mapping[str, Any]) -> None:
+    """Raise UserError where the trainer section asks for something that the walk decides."""
+    parameters = inspect.signature(Trainer).parameters
+    for key in OWN_KEYS:
+        default = parameters[key].default
+        if trainer[key] != default or (default is None and trainer[key] is not None):
+            raise UserError(
+                f"trainer.{key} is decided by the walk: set quantization.rounding.iterations instead"
+            )
+    if trainer["log_every_n_steps"] in (None, 0):
+        raise UserError("trainer.log_every_n_steps: 1 or more iterations")
+    if any(isinstance(c, Checkpoint | EarlyStopping) for c in _listed(trainer["callbacks"])):
+        raise UserError(
+            "trainer.callbacks: ModelCheckpoint and EarlyStopping do not go with a run that can be resumed: "
+            "leave them out, and set output.checkpoint_seconds and output.checkpoint_iterations, and "
+            "quantization.rounding.iterations"
+        )
+    if trainer["gradient_clip_val"] is not None:
+        raise UserError(
+            "trainer.gradient_clip_val: gradients are those of the whole objective, without noise, and "
+            "are not clipped: leave it out"
+        )
+    if trainer["precision"] not in PRECISIONS:
+        raise UserError(
+            f"trainer.precision is {trainer['precision']}, but can be 32-true or bf16-mixed: set "
+            "quantization.products for the matrix products, and model.dtype for the model's own passes"
+        )
+
+
+def check_strategy(trainer: Trainer, chosen: Any) -> None:
+    """Raise UserError where several devices are asked for with another strategy than ddp."""
+    if trainer.world_size > 1 and chosen not in ("auto", "ddp"):
+        raise UserError(
+            f"trainer.strategy is {chosen}, but with several devices the rows of each matrix are divided "
+            "over them: set it to ddp, or leave it out"
+        )
+
+
+def _loggers(chosen: Any, run: Run, index: int) -> Any:
+    """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
+    if chosen is None or chosen is True:
+        return _tensorboard(run, f"block_{index:03}")
+    return chosen
+
+
+def _tensorboard(run: Run, part: str) -> TensorBoardLogger:
+    parent = run.folder.parent
+    return TensorBoardLogger(parent.parent, parent.name, run.folder.name, sub_dir=part)
+
+
+def _listed(one_or_more: Any) -> list[Any]:
+    """Return what Lightning takes alone or in a list as a list."""
+    if one_or_more is None:
+        return []
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
