@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.grid import search_grid
 from aespa_pl.algorithm.objectives import error_product
-from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
+from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
 COLUMNS = [
     "projection",
@@ -72,7 +72,9 @@ def main(
         found: dict[str, Grid] = {}
 
         def ours(p: Problem = p, zeta: Tensor = zeta, found: dict[str, Grid] = found) -> None:
-            found["ours"] = search_grid(p.W, p.H, zeta, bits=bits, symmetric=False, group_size=None)
+            found["ours"] = search_grid(
+                p.W, p.H, zeta, GridFormat(bits, symmetric=False, group_size=None)
+            )
 
         def plain(p: Problem = p, zeta: Tensor = zeta, found: dict[str, Grid] = found) -> None:
             found["plain"] = plain_search(p.W, p.H, zeta, bits)

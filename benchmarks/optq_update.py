@@ -19,7 +19,7 @@ from torch import Tensor
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.hessian import inverse_factor
 from aespa_pl.algorithm.optq import update_weights
-from aespa_pl.algorithm.quantizer import Grid
+from aespa_pl.algorithm.quantizer import Grid, GridFormat
 
 KINDS = ("ours", "plain", "factor")
 
@@ -52,7 +52,7 @@ def main(
     )
     for p in problems(model, rows, where):
         ones = torch.ones(p.W.shape[-1], device=where)
-        grid = min_max_grid(p.W, ones, bits=2, symmetric=False, group_size=None)
+        grid = min_max_grid(p.W, ones, GridFormat(2, symmetric=False, group_size=None))
         seconds = median_of_each(
             [
                 lambda p=p, grid=grid: update_weights(p.W, p.H, grid),

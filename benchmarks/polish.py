@@ -21,7 +21,7 @@ from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.hessian import damp
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.optq import update_weights
-from aespa_pl.algorithm.quantizer import dequantize
+from aespa_pl.algorithm.quantizer import GridFormat, dequantize
 
 ITERATIONS = 2000
 HEAD_SIZE = 64
@@ -80,7 +80,9 @@ def _measure(
     """Return seconds of the rounding and of the descent, what it found and how the objective fell."""
     W = torch.randn(shape.heads, shape.rows, shape.columns)
     H, G = _statistics(shape)
-    grid = min_max_grid(W, torch.ones(shape.columns), bits=bits, symmetric=False, group_size=None)
+    grid = min_max_grid(
+        W, torch.ones(shape.columns), GridFormat(bits, symmetric=False, group_size=None)
+    )
     updated, integers, _ = update_weights(W, H, grid)
     rounding, B = start(W, updated, grid)
     B.requires_grad_()

@@ -21,6 +21,7 @@ from torch import Tensor
 from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss, start
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.objectives import error_product
+from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.algorithm.workspace import Workspace
 
 BETA, WEIGHT = 8.0, 1.5
@@ -59,7 +60,7 @@ def main(
     total = [0.0] * 4
     for p in problems(model, rows, where):
         ones = torch.ones(p.W.shape[-1], device=where)
-        grid = min_max_grid(p.W, ones, bits=2, symmetric=False, group_size=None)
+        grid = min_max_grid(p.W, ones, GridFormat(2, symmetric=False, group_size=None))
         works = list(steps(*start(p.W, p.W, grid), p.H, p.G))
         seconds = median_of_each(works, repeats, where)
         total = [a + b for a, b in zip(total, seconds, strict=True)]

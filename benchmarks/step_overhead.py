@@ -23,7 +23,7 @@ from shapes import Problem, problems
 
 from aespa_pl.algorithm.adaround import penalty_exponent, rounding_loss, start
 from aespa_pl.algorithm.grid import min_max_grid
-from aespa_pl.algorithm.quantizer import quantize
+from aespa_pl.algorithm.quantizer import GridFormat, quantize
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.cli import quiet_libraries
 from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask
@@ -152,7 +152,7 @@ def _tasks(block: list[Problem]) -> dict[str, RoundingTask]:
     tasks = {}
     for p in block:
         grid = min_max_grid(
-            p.W, torch.ones_like(p.W[0, 0]), bits=2, symmetric=False, group_size=None
+            p.W, torch.ones_like(p.W[0, 0]), GridFormat(2, symmetric=False, group_size=None)
         )
         nearest = quantize(p.W, grid).to(torch.uint8)
         tasks[p.name] = RoundingTask(*start(p.W, p.W, grid), nearest=nearest, penalty=1.5)

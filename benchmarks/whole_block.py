@@ -23,6 +23,7 @@ from shapes import Problem, problems
 from aespa_pl.algorithm.adaround import start
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.optq import update_weights
+from aespa_pl.algorithm.quantizer import GridFormat
 
 PHASES = ("grid", "OPTQ", "rounding")
 
@@ -76,12 +77,14 @@ def main(
 def _measure(p: Problem, repeats: int) -> list[list[float]]:
     """Return seconds, ours and plain, of one search, one update and one iteration."""
     zeta, where = torch.ones_like(p.W[0, 0]), p.W.device
-    grid = min_max_grid(p.W, zeta, bits=2, symmetric=False, group_size=None)
+    grid = min_max_grid(p.W, zeta, GridFormat(2, symmetric=False, group_size=None))
     ours, trace, _, _ = steps(*start(p.W, p.W, grid), p.H, p.G)
     return [
         median_of_each(
             [
-                lambda: search_grid(p.W, p.H, zeta, bits=2, symmetric=False, group_size=None),
+                lambda: search_grid(
+                    p.W, p.H, zeta, GridFormat(2, symmetric=False, group_size=None)
+                ),
                 lambda: plain_search(p.W, p.H, zeta, 2),
             ],
             repeats,

@@ -1,7 +1,7 @@
 """AdaRound on the precomputed objectives: soft rounding, its loss and its closed-form gradient.
 
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization" (ICML 2020),
-with the objectives of aespa (Eq. 25 of the paper).
+with the objectives of aespa (Eq. 27 and 28 of the paper).
 """
 
 import math
@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import error_product
-from aespa_pl.algorithm.products import Precision, multiply, operand
+from aespa_pl.algorithm.products import multiply, operand
 from aespa_pl.algorithm.quantizer import Grid
 from aespa_pl.algorithm.workspace import Workspace, chunk_elements
 
@@ -115,20 +115,18 @@ def rounding_loss(
     beta: float | None,
     workspace: Workspace | None = None,
     gradient: Tensor | None = None,
-    precision: Precision = "float32",
 ) -> RoundingLoss:
     """Return loss and gradient of the soft rounding, with one product ``G dW H`` for both.
 
     Args:
         B: Rounding variables, contiguous, without autograd.
         rounding: Fixed part.
-        H: Damped Hessian.
+        H: Damped Hessian, an ``operand``.
         G: Second moment of the other side (query and key projections), or None.
         weight: lambda, the weight of the rounding loss ``sum(1 - |2 h(B) - 1| ** beta)``.
         beta: Its exponent; None: no rounding loss.
         workspace: For intermediate results; None: new memory.
         gradient: Where the gradient goes, in the shape of B; None: new memory.
-        precision: Of the products; H is an ``operand`` in it. Everything else is float32.
     """
     workspace = workspace or Workspace()
     gradient = torch.empty_like(B) if gradient is None else gradient
@@ -142,10 +140,10 @@ def rounding_loss(
         torch.sigmoid(b, out=h).mul_(STRETCH).sub_((STRETCH - 1) / 2).clamp_(0, 1)
         torch.addcmul(base, gain, h, out=error)
     if G is None:
-        error_product(dW, H, out=gradient, precision=precision)
+        error_product(dW, H, out=gradient)
     else:
-        P = error_product(dW, H, out=workspace.like("product", B), precision=precision)
-        multiply(G, operand(P, precision), precision, out=gradient)
+        P = error_product(dW, H, out=workspace.like("product", B))
+        multiply(G, operand(P), out=gradient)
     reconstruction, penalty = torch.zeros_like(B[0, 0, 0]), torch.zeros_like(B[0, 0, 0])
     for b, _, gain, error, g in chunks:
         reconstruction += torch.dot(error, g)

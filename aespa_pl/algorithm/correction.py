@@ -17,17 +17,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from aespa_pl.algorithm.hessian import HeadMatrices, solve
+from aespa_pl.algorithm.hessian import solve
 
 
 def corrected_weights(
     W: Float[Tensor, "heads rows d_in"],
-    shift: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
-    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
+    shift: Float[Tensor, "#heads d_in d_in"],
+    H: Float[Tensor, "#heads d_in d_in"],
     share: float,
     residual_shift: Float[Tensor, "heads rows d_in"] | None = None,
-) -> Float[Tensor, "heads rows d_in"]:
-    """Return ``W + share (W shift + residual_shift) H^-1``.
+) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]]:
+    """Return ``W + share (W shift + residual_shift) H^-1``, and the extra damping of each H.
 
     Args:
         W: Original weights.
@@ -37,14 +37,13 @@ def corrected_weights(
         residual_shift: ``E[(R_fp - R) X^T]``, scaled as H; None: the output is added to nothing.
 
     Raises:
-        ArithmeticError: H cannot be factored, whatever the damping.
+        NumericalError: H cannot be factored, whatever the damping.
     """
-    if not isinstance(shift, Tensor):
-        change = torch.cat([W[h : h + 1] @ shift[h : h + 1] for h in range(W.shape[0])])
-    elif H.shape[0] == 1:  # one problem with the rows of all heads
-        change = (W.flatten(0, 1) @ shift[0])[None]
-    else:
-        change = W @ shift
+    shape = W.shape
+    if H.shape[0] == 1:  # one problem with the rows of all heads
+        W = W.flatten(0, 1)[None]
+    change = W @ shift
     if residual_shift is not None:
         change += residual_shift
-    return torch.add(W, solve(H, change).view_as(W), alpha=share)
+    solved, added = solve(H, change)
+    return torch.add(W, solved, alpha=share).view(shape), added

@@ -10,14 +10,12 @@ Source: coordinate descent on the integer least-squares problem that rounding is
 problem; Eq. 17, 21 and 22 of the paper are its quadratic forms); the blocks of columns are OPTQ's.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Real
 from torch import Tensor
 
-from aespa_pl.algorithm.hessian import HeadMatrices
 from aespa_pl.algorithm.objectives import error_product, keep_better, reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize
 
@@ -46,7 +44,7 @@ def descend(
     integers: Real[Tensor, "heads rows d_in"],
     W: Float[Tensor, "heads rows d_in"],
     grid: Grid,
-    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
+    H: Float[Tensor, "#heads d_in d_in"],
     G: Float[Tensor, "heads rows rows"] | None = None,
     *,
     passes: int,
@@ -66,13 +64,6 @@ def descend(
         G: Second moment of the other side (query and key projections), or None.
         passes: Visits of all columns at most.
     """
-    if not isinstance(H, Tensor):
-        return _joined(
-            [
-                descend(q[None], W[h : h + 1], grid.heads(h, 1), H[h : h + 1], passes=passes)
-                for h, q in enumerate(integers)
-            ]
-        )
     current, done, moving = integers.to(W.dtype), 0, True
     while moving and done < passes:
         R = error_product(dequantize(current, grid) - W, H)
@@ -87,16 +78,6 @@ def descend(
     )
     kept = keep_better(integers, before, current.to(integers.dtype), after)
     return Descent(kept, done, int((kept != integers).sum()), float(before.sum()))
-
-
-def _joined(heads: Sequence[Descent]) -> Descent:
-    """Return the descents of single heads as one."""
-    return Descent(
-        torch.cat([head.integers for head in heads]),
-        max(head.passes for head in heads),
-        sum(head.changed for head in heads),
-        sum(head.loss_before for head in heads),
-    )
 
 
 def _visit_row_by_row(

@@ -5,8 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from aespa_pl.algorithm.candidates import Candidates, every_loss, least_loss
-from aespa_pl.algorithm.hessian import HeadMatrices
-from aespa_pl.algorithm.quantizer import Grid
+from aespa_pl.algorithm.quantizer import Grid, GridFormat
 
 CLIP_RATIOS = 100
 """Ratios 1.00, 0.99 ... 0.01 of the min-max range (algorithm.md)."""
@@ -17,24 +16,18 @@ MANY_COLUMNS = 256
 def min_max_grid(
     W: Float[Tensor, "heads rows d_in"],
     zeta: Float[Tensor, " d_in"],
-    *,
-    bits: int,
-    symmetric: bool,
-    group_size: int | None,
+    grid_format: GridFormat,
 ) -> Grid:
     """Return the grid from the smallest to the largest weight of each row (and group of columns)."""
-    scale, zero_point = _range(_split(W / zeta, group_size), bits, symmetric=symmetric)
-    return Grid(scale, zero_point.round(), zeta, bits)
+    scale, zero_point = _range(_split(W / zeta, grid_format.group_size), grid_format)
+    return Grid(scale, zero_point.round(), zeta, grid_format.bits)
 
 
 def search_grid(
     W: Float[Tensor, "heads rows d_in"],
-    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
+    H: Float[Tensor, "#heads d_in d_in"],
     zeta: Float[Tensor, " d_in"],
-    *,
-    bits: int,
-    symmetric: bool,
-    group_size: int | None,
+    grid_format: GridFormat,
 ) -> Grid:
     """Return the grid with the least ``dw H dw^T`` for each row under nearest rounding.
 
@@ -44,10 +37,10 @@ def search_grid(
     parts = W.reshape(H.shape[0], -1, W.shape[-1])  # rows that share a Hessian
     found = []
     for h, part in enumerate(parts):  # one by one: what is made of H takes as much memory as H
-        blocks = _blocks(H[h : h + 1][0], zeta, group_size)
-        found.append(_search(_split(part / zeta, group_size), blocks, bits, symmetric=symmetric))
+        blocks = _blocks(H[h], zeta, grid_format.group_size)
+        found.append(_search(_split(part / zeta, grid_format.group_size), blocks, grid_format))
     scale, zero_point = (torch.cat(x).view(*W.shape[:2], -1) for x in zip(*found, strict=True))
-    return Grid(scale, zero_point, zeta, bits)
+    return Grid(scale, zero_point, zeta, grid_format.bits)
 
 
 def _split(V: Tensor, group_size: int | None) -> Tensor:
@@ -62,24 +55,24 @@ def _blocks(H: Tensor, zeta: Tensor, group_size: int | None) -> Tensor:
     return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
 
-def _range(V: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
+def _range(V: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
     """Return scale and (not yet rounded) zero point of the min-max range, which contains 0."""
-    levels = 2**bits - 1
+    levels = grid_format.levels
     low, high = V.amin(-1).clamp(max=0), V.amax(-1).clamp(min=0)
-    if symmetric:
+    if grid_format.symmetric:
         high = torch.maximum(-low, high)
         low = -high
     empty = (low == 0) & (high == 0)  # a row of zeros: any range does
     low, high = torch.where(empty, -1, low), torch.where(empty, 1, high)
     scale = (high - low) / levels
-    if symmetric:
-        return scale, torch.full_like(scale, 2 ** (bits - 1))
+    if grid_format.symmetric:
+        return scale, torch.full_like(scale, 2 ** (grid_format.bits - 1))
     return scale, (-low / scale).clamp(max=levels)  # the quotient may be a rounding error above
 
 
-def _search(V: Tensor, H: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor]:
+def _search(V: Tensor, H: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
     """Return the best scale and zero point ``[rows, groups]`` for ``V [rows, groups, columns]``."""
-    scale, zero_point = _range(V, bits, symmetric=symmetric)
+    scale, zero_point = _range(V, grid_format)
     ratios = torch.arange(CLIP_RATIOS, 0, -1, dtype=V.dtype, device=V.device) / CLIP_RATIOS
     zero_points = torch.stack([zero_point.floor(), zero_point.ceil()], -1)  # [rows, groups, 2]
     if bool((zero_points[..., 0] == zero_points[..., 1]).all()):  # symmetric: half the work
@@ -88,7 +81,7 @@ def _search(V: Tensor, H: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor
     candidates = Candidates(
         (scale.T[..., None] * ratios).repeat(1, 1, zero_points.shape[-1]),
         zero_points.transpose(0, 1).repeat_interleave(CLIP_RATIOS, -1),
-        2**bits - 1,
+        grid_format.levels,
     )
     if V.shape[-1] < MANY_COLUMNS:
         best = every_loss(V, H, candidates).argmin(-1)

@@ -1,33 +1,15 @@
 """Dead inputs, damping and the inverse of a Hessian."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from aespa_pl.errors import NumericalError
+
 DEAD_DIAGONAL = 1 / 2048
-"""Diagonal given to an input that is always 0 (algorithm.md)."""
-MAX_DAMPING_FACTOR = 10_000
-NOT_FACTORED = "the Hessian cannot be factored, whatever the damping"
-
-
-class HeadMatrices(ABC):
-    """Matrices ``[heads, d_in, d_in]`` that are not all in memory: those of a slice of heads are a tensor."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> torch.Size:
-        """Heads, d_in, d_in."""
-
-    @abstractmethod
-    def __getitem__(self, heads: slice) -> Float[Tensor, "some d_in d_in"]:
-        """Return the matrices of some heads, on the device that they are worked on."""
-
-    @abstractmethod
-    def only(self, heads: slice) -> "HeadMatrices":
-        """Return those of some heads, where they are."""
+"""Diagonal given to an input that is always 0 (docs/algorithm.md, step 1)."""
+FIRST_EXTRA_DAMPING, LAST_EXTRA_DAMPING = 0.01, 100.0
+"""Shares of the mean diagonal that are added, growing tenfold, until a Hessian can be factored."""
 
 
 def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor, "heads d_in"]:
@@ -41,52 +23,73 @@ def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor,
 
 def inverse_factor(
     H: Float[Tensor, "heads d_in d_in"],
-) -> tuple[Float[Tensor, "heads d_in d_in"], float]:
-    """Return the upper Cholesky factor of ``H^-1`` and the damping that it took.
+) -> tuple[Float[Tensor, "heads d_in d_in"], Float[Tensor, " heads"]]:
+    """Return the upper Cholesky factor of ``H^-1`` and the damping that each head took.
+
+    Each head is damped on its own, so that its factor does not depend on the heads beside it.
 
     Returns:
-        U with ``U^T U = H^-1``, and the share of the mean diagonal that had to be added to make the
+        U with ``U^T U = H^-1``, and by head the share of the mean diagonal that was added to make the
         factorization work: 0 where none was needed.
 
     Raises:
-        ArithmeticError: H cannot be factored even with 100 times its mean diagonal added.
+        NumericalError: A head cannot be factored even with 100 times its mean diagonal added.
     """
-    for lower, added in _factors(H):
-        inverse = torch.cholesky_inverse(lower)
-        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-        if not failed.any() and bool(torch.isfinite(upper).all()):
-            return upper, added
-    raise ArithmeticError(NOT_FACTORED)
+    added = H.new_zeros(len(H))
+    upper, usable = _inverse_upper(H)
+    while not bool(usable.all()):
+        failed = ~usable
+        _raise_damping(added, failed)
+        upper[failed], usable[failed] = _inverse_upper(_damped(H[failed], added[failed]))
+    return upper, added
 
 
 def solve(
-    H: Float[Tensor, "heads d_in d_in"] | HeadMatrices, B: Float[Tensor, "heads rows d_in"]
-) -> Float[Tensor, "heads rows d_in"]:
-    """Return ``B H^-1``, one head after the other: a factor takes as much memory as H.
+    H: Float[Tensor, "heads d_in d_in"], B: Float[Tensor, "heads rows d_in"]
+) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, " heads"]]:
+    """Return ``B H^-1`` and the damping that each head took, one head after the other.
+
+    A factor takes as much memory as H.
 
     Raises:
-        ArithmeticError: H cannot be factored even with 100 times its mean diagonal added.
+        NumericalError: A head cannot be solved even with 100 times its mean diagonal added.
     """
-    solved = torch.empty_like(B)
-    for h in range(H.shape[0]):
-        for lower, _ in _factors(H[h : h + 1]):
+    solved, added = torch.empty_like(B), H.new_zeros(len(H))
+    for h in range(len(H)):
+        one = slice(h, h + 1)
+        while True:
+            lower, failed = torch.linalg.cholesky_ex(_damped(H[one], added[one]))
             solved[h] = torch.cholesky_solve(B[h].T, lower[0]).T
-            if bool(torch.isfinite(solved[h]).all()):
+            if not failed.any() and bool(torch.isfinite(solved[h]).all()):
                 break
-        else:
-            raise ArithmeticError(NOT_FACTORED)
-    return solved
+            _raise_damping(added, torch.arange(len(H), device=H.device) == h)
+    return solved, added
 
 
-def _factors(H: Tensor) -> Iterator[tuple[Tensor, float]]:
-    """Yield the lower factor of H with more and more of its mean diagonal added, and that share."""
-    added, mean = 0.0, H.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-    while added <= MAX_DAMPING_FACTOR * 0.01:
-        damped = H
-        if added:  # else a copy would be memory for nothing
-            damped = H.clone()
-            damped.diagonal(dim1=-2, dim2=-1).add_(added * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if not failed.any():
-            yield lower, added
-        added = 10 * added if added else 0.01
+def _inverse_upper(H: Tensor) -> tuple[Tensor, Bool[Tensor, " heads"]]:
+    """Return the upper factors of the inverses, and which of them are factors indeed."""
+    lower, failed = torch.linalg.cholesky_ex(H)
+    upper, failed_again = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    finite = torch.isfinite(upper).flatten(1).all(1)
+    return upper, (failed == 0) & (failed_again == 0) & finite
+
+
+def _damped(H: Tensor, added: Tensor) -> Tensor:
+    """Return H with a share of each head's mean diagonal added; H itself where all shares are 0."""
+    if not bool(added.any()):  # a copy would be memory for nothing
+        return H
+    damped = H.clone()
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(added[:, None] * diagonal.mean(-1, keepdim=True))
+    return damped
+
+
+def _raise_damping(added: Tensor, failed: Tensor) -> None:
+    """Raise, in place, the damping of the heads that failed, tenfold.
+
+    Raises:
+        NumericalError: There is no more to try.
+    """
+    if bool((added[failed] >= LAST_EXTRA_DAMPING / 2).any()):
+        raise NumericalError("the Hessian cannot be factored, whatever the damping")
+    added[failed] = torch.where(added[failed] == 0, FIRST_EXTRA_DAMPING, 10 * added[failed])

@@ -3,15 +3,14 @@
 Every loss is a quadratic form of ``dW``: the product that the gradient needs is also the loss,
 ``loss = sum(dW * P)`` and ``d loss / d dW = 2 P``. Autograd would take three products a step.
 
-Source: Eq. 17 (value), 21 and 22 (query, key); Table 7 of the paper.
+Source: Eq. 17 (value), 21 and 22 (query, key); Table 4 of the paper.
 """
 
 import torch
 from jaxtyping import Float, Real
 from torch import Tensor
 
-from aespa_pl.algorithm.hessian import HeadMatrices
-from aespa_pl.algorithm.products import Precision, multiply, operand
+from aespa_pl.algorithm.products import multiply, operand
 
 
 def error_product(
@@ -20,29 +19,27 @@ def error_product(
     G: Float[Tensor, "heads rows rows"] | None = None,
     *,
     out: Tensor | None = None,
-    precision: Precision = "float32",
 ) -> Float[Tensor, "heads rows d_in"]:
     """Return ``G dW H``, or ``dW H`` without G.
 
     Args:
         dW: Quantization error, split into heads.
-        H: Hessian; one for all heads, or one a head (the value projection).
+        H: Hessian, an ``operand``; one for all heads, or one a head (the value projection).
         G: Second moment of the *other* side of the attention score, keys for the query projection
             and queries for the key projection; None for every other projection.
         out: Where ``dW H`` goes, contiguous; None: new memory.
-        precision: Of the products; H is an ``operand`` in it.
     """
     if H.shape[0] == 1:  # one large product instead of a batch of small ones
         flat = None if out is None else out.view(-1, out.shape[-1])
-        P = multiply(dW.flatten(0, 1), H[0], precision, out=flat).view_as(dW)
+        P = multiply(dW.flatten(0, 1), H[0], out=flat).view_as(dW)
     else:
-        P = multiply(dW, H, precision, out=out)
-    return P if G is None else multiply(G, operand(P, precision), precision)
+        P = multiply(dW, H, out=out)
+    return P if G is None else multiply(G, operand(P))
 
 
 def reconstruction_loss(
     dW: Float[Tensor, "heads rows d_in"],
-    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
+    H: Float[Tensor, "#heads d_in d_in"],
     G: Float[Tensor, "heads rows rows"] | None = None,
 ) -> Float[Tensor, "heads separable"]:
     """Return ``tr(G dW H dW^T)`` in its independent parts.
@@ -51,9 +48,6 @@ def reconstruction_loss(
         ``[heads, rows]`` without G, where each row's loss depends on that row alone, and
         ``[heads, 1]`` with G, which couples the rows of a head.
     """
-    if not isinstance(H, Tensor):
-        heads = range(dW.shape[0])
-        return torch.cat([reconstruction_loss(dW[h : h + 1], H[h : h + 1]) for h in heads])
     parts = (dW * error_product(dW, H, G)).sum(-1)  # [heads, rows]
     return parts if G is None else parts.sum(-1, keepdim=True)
 

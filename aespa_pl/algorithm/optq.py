@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from aespa_pl.algorithm.hessian import HeadMatrices, inverse_factor
+from aespa_pl.algorithm.hessian import inverse_factor
 from aespa_pl.algorithm.quantizer import Grid
 from aespa_pl.algorithm.workspace import chunk_elements
 
@@ -22,31 +22,33 @@ ACCELERATOR_CHUNK = 2**28
 
 def update_weights(
     W: Float[Tensor, "heads rows d_in"],
-    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
+    H: Float[Tensor, "#heads d_in d_in"],
     grid: Grid,
-) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], float]:
+) -> tuple[
+    Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]
+]:
     """Visit the columns in order of decreasing ``H_jj``, round each, compensate in those to come.
 
     Returns:
         The value that each weight had at the moment it was about to be rounded, the integer that it
-        was rounded to, and the extra damping that the factorization of H took (0: none).
+        was rounded to, and the extra damping that the factorization of each H took (0: none).
 
     Raises:
-        ArithmeticError: H cannot be factored.
+        NumericalError: An H cannot be factored.
     """
     elements = chunk_elements(W, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
     size = max(1, elements // W.shape[-1] ** 2) if H.shape[0] > 1 else W.shape[0]
     parts = [
         _update_heads(
-            W[i : i + size], H[:] if H.shape[0] == 1 else H[i : i + size], grid.heads(i, size)
+            W[i : i + size], H if H.shape[0] == 1 else H[i : i + size], grid.heads(i, size)
         )
         for i in range(0, W.shape[0], size)
     ]
     visited, integers, added = zip(*parts, strict=True)
-    return torch.cat(visited), torch.cat(integers), max(added)
+    return torch.cat(visited), torch.cat(integers), torch.cat(added)
 
 
-def _update_heads(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor, float]:
+def _update_heads(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     heads, rows, d_in = W.shape
     order = H.diagonal(dim1=-2, dim2=-1).argsort(
         dim=-1, descending=True, stable=True

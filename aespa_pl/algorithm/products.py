@@ -3,10 +3,13 @@
 bfloat16 has 8 significant bits, TF32 11, float32 24. An accelerator's matrix units multiply the first two
 several times as fast as float32. A CPU has no such units: there the operands are rounded and multiplied
 in float32, which gives an accelerator's numbers without its speed.
+
+The precision is that of the context: ``with multiplying_in("tf32"):``; outside it is float32.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal
 
 import torch
@@ -17,22 +20,27 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 TF32_DROPPED_BITS = 13
 """Of float32's 23 stored bits of a significand, TF32 has 10."""
 
+_current: ContextVar[Precision] = ContextVar("precision", default="float32")
+
 
 @contextmanager
 def multiplying_in(precision: Precision) -> Iterator[None]:
-    """Let the matrix units of an accelerator round what is float32, or not, in this context."""
+    """Multiply in this precision in this context; the matrix units of an accelerator are set to it."""
     before = torch.get_float32_matmul_precision()
     # a CPU is left alone: it rounds in ``operand``, and newer ones have such units as well
     coarse = precision != "float32" and torch.cuda.is_available()
     torch.set_float32_matmul_precision("high" if coarse else "highest")
+    token = _current.set(precision)
     try:
         yield
     finally:
+        _current.reset(token)
         torch.set_float32_matmul_precision(before)
 
 
-def operand(A: Float[Tensor, "..."], precision: Precision) -> Float[Tensor, "..."]:
-    """Return a float32 matrix as a product in this precision wants it."""
+def operand(A: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return a float32 matrix as a product in the context's precision wants it."""
+    precision = _current.get()
     if precision == "bfloat16":
         rounded = A.to(torch.bfloat16)
         return rounded if A.is_cuda else rounded.float()
@@ -49,20 +57,18 @@ def operand(A: Float[Tensor, "..."], precision: Precision) -> Float[Tensor, "...
 def multiply(
     A: Float[Tensor, "*batch m k"],
     B: Float[Tensor, "*batch k n"],
-    precision: Precision,
     *,
     out: Tensor | None = None,
 ) -> Float[Tensor, "*batch m n"]:
-    """Return ``A B`` in float32, of two matrices or two batches of them.
+    """Return ``A B`` in float32, of two matrices or two batches of them, in the context's precision.
 
     Args:
         A: In float32.
-        B: An ``operand`` in this precision.
-        precision: Of both.
-        out: Where it goes; None: new memory.
+        B: An ``operand`` in the same precision.
+        out: Memory that receives the product; None: new memory.
     """
     product = torch.mm if A.dim() == 2 else torch.bmm
-    A = operand(A, precision)
+    A = operand(A)
     if A.dtype == torch.bfloat16:
         return product(A, B, out_dtype=torch.float32, out=out)
     return product(A, B, out=out)

@@ -1,10 +1,26 @@
-"""The uniform quantizer ``W_hat = scale * zeta * (q - zero_point)`` (Eq. 1, with Z-Fold's zeta)."""
+"""The uniform quantizer ``W_hat = scale * zeta * (q - zero_point)`` (Eq. 3, with Z-Fold's zeta)."""
 
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Real
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GridFormat:
+    """Which grids a projection may have."""
+
+    bits: int
+    symmetric: bool = False
+    """The zero point stands in the middle of the range."""
+    group_size: int | None = None
+    """Columns that share a scale and a zero point; None: all columns of a row."""
+
+    @property
+    def levels(self) -> int:
+        """The largest integer."""
+        return int(2**self.bits - 1)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
-from aespa_pl.algorithm.hessian import HeadMatrices
 from aespa_pl.algorithm.objectives import reconstruction_loss
-from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
+from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
 Search = Callable[..., tuple[Grid, float]]
 """What ``search_with_loss`` does, by another way."""
@@ -21,26 +20,21 @@ Search = Callable[..., tuple[Grid, float]]
 
 def search_with_loss(
     W: Float[Tensor, "heads rows d_in"],
-    H: Float[Tensor, "#heads d_in d_in"] | HeadMatrices,
+    H: Float[Tensor, "#heads d_in d_in"],
     zeta: Float[Tensor, " d_in"],
-    *,
-    bits: int,
-    symmetric: bool,
-    group_size: int | None,
+    grid_format: GridFormat,
 ) -> tuple[Grid, float]:
     """Return what ``search_grid`` returns, and ``tr(dW H dW^T)`` under nearest rounding on it."""
-    grid = search_grid(W, H, zeta, bits=bits, symmetric=symmetric, group_size=group_size)
+    grid = search_grid(W, H, zeta, grid_format)
     loss = reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum()
     return grid, float(loss)
 
 
 def fit_grids(
     weights: Sequence[Tensor],
-    hessians: Sequence[Tensor | HeadMatrices],
+    hessians: Sequence[Tensor],
+    grid_format: GridFormat,
     *,
-    bits: int,
-    symmetric: bool,
-    group_size: int | None,
     with_zeta: bool,
     max_rounds: int,
     search_one: Search = search_with_loss,
@@ -50,9 +44,7 @@ def fit_grids(
     Args:
         weights: ``[heads, rows, d_in]`` each; d_in is the same for all.
         hessians: ``[heads or 1, d_in, d_in]`` each.
-        bits: Bits of a weight.
-        symmetric: Zero point fixed in the middle.
-        group_size: Columns that share a scale, or None.
+        grid_format: Of all of them.
         with_zeta: Alternate between zeta and the search; otherwise zeta is 1 and one search is made.
         max_rounds: Alternations at most. They end when the loss of all projections together,
             ``tr(dW H dW^T)`` under nearest rounding, no longer falls; the best grids are kept.
@@ -62,18 +54,14 @@ def fit_grids(
 
     def search(zeta: Tensor) -> tuple[list[Grid], float]:
         found = [
-            search_one(W, H, zeta, bits=bits, symmetric=symmetric, group_size=group_size)
-            for W, H in zip(weights, hessians, strict=True)
+            search_one(W, H, zeta, grid_format) for W, H in zip(weights, hessians, strict=True)
         ]
         return [grid for grid, _ in found], sum(loss for _, loss in found)
 
     best, best_loss = search(zeta)
     if not with_zeta:
         return best
-    grids = [
-        min_max_grid(W, zeta, bits=bits, symmetric=symmetric, group_size=group_size)
-        for W in weights
-    ]
+    grids = [min_max_grid(W, zeta, grid_format) for W in weights]
     previous = torch.inf
     for _ in range(max_rounds):
         zeta = least_squares_zeta(weights, grids)

@@ -17,7 +17,7 @@ from aespa_pl.algorithm.adaround import (
 from aespa_pl.algorithm.grid import search_grid
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
 from aespa_pl.algorithm.optq import update_weights
-from aespa_pl.algorithm.quantizer import Grid, dequantize
+from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize
 from tests import reference
 
 
@@ -27,7 +27,7 @@ def problem(heads: int, rows: int, columns: int, bits: int = 2) -> tuple[Tensor,
     W = torch.randn(heads, rows, columns, dtype=torch.float64)
     H = (X @ X.T)[None] / 50
     zeta = torch.ones(columns, dtype=torch.float64)
-    return W, H, search_grid(W, H, zeta, bits=bits, symmetric=False, group_size=None)
+    return W, H, search_grid(W, H, zeta, GridFormat(bits, symmetric=False, group_size=None))
 
 
 def autograd_loss(

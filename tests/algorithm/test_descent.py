@@ -12,7 +12,7 @@ from aespa_pl.algorithm.descent import descend
 from aespa_pl.algorithm.grid import search_grid
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.optq import update_weights
-from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
+from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from tests import reference
 
 KINDS = ["query", "value", "value, one H", "other"]
@@ -41,7 +41,7 @@ def problem(
         G = (K.transpose(1, 2) @ K / (5 * rows)).to(dtype)
     W, zeta = torch.randn(heads, rows, columns).to(dtype), (torch.rand(columns) + 0.5).to(dtype)
     H = H.to(dtype)
-    grid = search_grid(W, H, zeta, bits=bits, symmetric=False, group_size=group_size)
+    grid = search_grid(W, H, zeta, GridFormat(bits, symmetric=False, group_size=group_size))
     return W, H, G, grid
 
 

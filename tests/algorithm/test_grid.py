@@ -9,6 +9,7 @@ from torch import Tensor
 from aespa_pl.algorithm import candidates as candidates_module
 from aespa_pl.algorithm import grid as grid_module
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
+from aespa_pl.algorithm.quantizer import GridFormat
 from tests import reference
 
 
@@ -49,7 +50,7 @@ def by_hand(
 @pytest.mark.parametrize("bits", [2, 4])
 def test_search_equals_trying_every_candidate(bits: int, *, symmetric: bool) -> None:
     W, H, zeta = problem(heads=2)
-    found = search_grid(W, H, zeta, bits=bits, symmetric=symmetric, group_size=None)
+    found = search_grid(W, H, zeta, GridFormat(bits, symmetric=symmetric, group_size=None))
     for head in range(2):
         for row in range(3):
             scale, zero = by_hand(W[head, row], H[head], zeta, bits, symmetric=symmetric)
@@ -59,7 +60,7 @@ def test_search_equals_trying_every_candidate(bits: int, *, symmetric: bool) -> 
 
 def test_groups_are_searched_on_their_own_columns() -> None:
     W, H, zeta = problem()
-    found = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=4)
+    found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=4))
     assert found.scale.shape == (1, 3, 2)
     for row in range(3):
         for g, part in enumerate((slice(0, 4), slice(4, 8))):
@@ -70,17 +71,19 @@ def test_groups_are_searched_on_their_own_columns() -> None:
 
 def test_chunks_of_candidates_do_not_change_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     W, H, zeta = problem(heads=2)
-    whole = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
+    whole = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
     monkeypatch.setattr(candidates_module, "CPU_CHUNK", 1)
-    single = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
+    single = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
     assert torch.equal(whole.scale, single.scale)
     assert torch.equal(whole.zero_point, single.zero_point)
 
 
 def test_shared_hessian_equals_one_for_each_head() -> None:
     W, H, zeta = problem(heads=3)
-    shared = search_grid(W, H[:1], zeta, bits=2, symmetric=False, group_size=None)
-    copied = search_grid(W, H[:1].repeat(3, 1, 1), zeta, bits=2, symmetric=False, group_size=None)
+    shared = search_grid(W, H[:1], zeta, GridFormat(2, symmetric=False, group_size=None))
+    copied = search_grid(
+        W, H[:1].repeat(3, 1, 1), zeta, GridFormat(2, symmetric=False, group_size=None)
+    )
     assert torch.equal(shared.scale, copied.scale)
 
 
@@ -88,8 +91,8 @@ def test_a_row_of_zeros_gets_a_usable_grid() -> None:
     W, H, zeta = problem()
     W[0, 1] = 0
     for g in (
-        min_max_grid(W, zeta, bits=2, symmetric=False, group_size=None),
-        search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None),
+        min_max_grid(W, zeta, GridFormat(2, symmetric=False, group_size=None)),
+        search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None)),
     ):
         assert bool((g.scale > 0).all())
         assert bool(g.scale.isfinite().all())
@@ -98,7 +101,7 @@ def test_a_row_of_zeros_gets_a_usable_grid() -> None:
 def test_min_max_grid_reaches_both_ends_and_zero() -> None:
     W = torch.tensor([[[0.5, 1.0, 2.0, 3.0], [-3.0, -1.0, -0.5, 0.0]]], dtype=torch.float64)
     g = min_max_grid(
-        W, torch.ones(4, dtype=torch.float64), bits=2, symmetric=False, group_size=None
+        W, torch.ones(4, dtype=torch.float64), GridFormat(2, symmetric=False, group_size=None)
     )
     assert g.scale.flatten().tolist() == [1, 1]
     assert g.zero_point.flatten().tolist() == [0, 3]
@@ -107,7 +110,7 @@ def test_min_max_grid_reaches_both_ends_and_zero() -> None:
 def test_min_max_grid_covers_the_weights_divided_by_zeta_and_rounds_the_zero_point() -> None:
     v = torch.tensor([[-1.0, 0.2, 1.5, 2.0], [0.5, 1.0, 2.0, 3.0], [-3.0, -2.0, -1.0, -0.5]])
     zeta = torch.tensor([2.0, 0.5, 1.0, 4.0])
-    g = min_max_grid((v * zeta)[None], zeta, bits=3, symmetric=False, group_size=None)
+    g = min_max_grid((v * zeta)[None], zeta, GridFormat(3, symmetric=False, group_size=None))
     # 0 is always covered, also where all weights of a row have one sign
     torch.testing.assert_close(g.scale.flatten(), torch.tensor([3.0, 3.0, 3.0]) / 7)
     assert g.zero_point.flatten().tolist() == [2, 0, 7]  # 7 / 3 is rounded
@@ -118,7 +121,7 @@ def test_rows_of_one_sign_are_searched_like_all_others(sign: int) -> None:
     """Floor and ceiling of their zero point are the same, but not those of the other rows."""
     W, H, zeta = problem(rows=12)
     W[0, :4] = sign * W[0, :4].abs() - sign * 0.1 * W[0, :4].abs().amin(-1, keepdim=True)
-    found = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
+    found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
     for row in range(12):
         scale, zero = by_hand(W[0, row], H[0], zeta, 2, symmetric=False)
         assert float(found.scale[0, row, 0]) == pytest.approx(scale)
@@ -131,7 +134,7 @@ def test_zero_points_are_integers_of_the_range() -> None:
     low = W.amin(-1)
     assert bool((low / (low / 7) > 7).any())
     H, zeta = torch.eye(4)[None], torch.ones(4)
-    found = search_grid(W, H, zeta, bits=3, symmetric=False, group_size=None)
+    found = search_grid(W, H, zeta, GridFormat(3, symmetric=False, group_size=None))
     assert bool((found.zero_point <= 7).all())
 
 
@@ -140,5 +143,5 @@ def test_the_whole_range_and_a_hundredth_of_it_can_be_the_best() -> None:
     H = torch.eye(4, dtype=torch.float64)[None]
     H[0, 0, 0] = 1e-9  # the second row's outlier is of no matter
     zeta = torch.ones(4, dtype=torch.float64)
-    found = search_grid(W, H, zeta, bits=2, symmetric=False, group_size=None)
+    found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
     torch.testing.assert_close(found.scale.flatten().tolist(), [1.0, 1 / 3])

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.hessian import damp, inverse_factor
+from aespa_pl.algorithm.hessian import damp, inverse_factor, solve
+from aespa_pl.errors import NumericalError
 
 
 def hessian(heads: int = 1, columns: int = 6) -> Tensor:
@@ -42,7 +43,7 @@ def test_damping_leaves_its_argument_alone() -> None:
 def test_factor_gives_the_inverse() -> None:
     H = hessian(heads=3)
     U, added = inverse_factor(H)
-    assert added == 0
+    assert torch.equal(added, torch.zeros(3, dtype=H.dtype))
     torch.testing.assert_close(U.transpose(1, 2) @ U, torch.linalg.inv(H))
     assert torch.equal(U, U.triu())
 
@@ -50,7 +51,7 @@ def test_factor_gives_the_inverse() -> None:
 def test_a_singular_hessian_gets_more_damping_and_says_how_much() -> None:
     x = torch.randn(1, 6, 1)
     _, added = inverse_factor(x @ x.transpose(1, 2) - 0.05 * torch.eye(6))
-    assert added >= 0.01
+    assert float(added) >= 0.01
 
 
 @pytest.mark.parametrize(("lowest", "expected"), [(-0.005, 0.01), (-0.05, 0.1), (-0.5, 1)])
@@ -62,13 +63,28 @@ def test_extra_damping_is_the_first_power_of_ten_that_helps_times_each_heads_mea
     values = torch.tensor([lowest, 1, 1, 1, 1, 1], dtype=torch.float64)
     H[0] = vectors @ torch.diag(values * 6 / values.sum()) @ vectors.T  # mean diagonal 1
     U, added = inverse_factor(H)
-    assert added == pytest.approx(expected)
+    assert added.tolist() == pytest.approx([expected, 0])
     for head in range(2):
         mean = sum(float(H[head, j, j]) for j in range(6)) / 6
-        damped = H[head] + expected * mean * torch.eye(6, dtype=H.dtype)
+        damped = H[head] + float(added[head]) * mean * torch.eye(6, dtype=H.dtype)
         torch.testing.assert_close(U[head].T @ U[head] @ damped, torch.eye(6, dtype=H.dtype))
 
 
 def test_a_hessian_beyond_help_is_an_error() -> None:
-    with pytest.raises(ArithmeticError, match="cannot be factored"):
+    with pytest.raises(NumericalError, match="cannot be factored"):
         inverse_factor(torch.full((1, 3, 3), torch.nan))
+
+
+def test_a_head_that_cannot_be_factored_leaves_the_heads_beside_it_alone() -> None:
+    H = hessian(heads=3)
+    H[1] -= 2 * torch.linalg.eigvalsh(H[1]).min() * torch.eye(6, dtype=H.dtype)
+    B = torch.randn(3, 4, 6, dtype=H.dtype)
+    U, added = inverse_factor(H)
+    solved, also_added = solve(H, B)
+    assert added[1] > 0
+    assert also_added[1] > 0
+    for head in (0, 2):
+        alone = H[head : head + 1]
+        assert added[head] == also_added[head] == 0
+        assert torch.equal(U[head], inverse_factor(alone)[0][0])
+        torch.testing.assert_close(solved[head] @ H[head], B[head])

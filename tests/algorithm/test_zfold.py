@@ -6,11 +6,11 @@ from torch import Tensor
 
 from aespa_pl.algorithm import zfold
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
-from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
+from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from aespa_pl.algorithm.zfold import fit_grids, least_squares_zeta
 from tests import reference
 
-FORM = {"bits": 2, "symmetric": False, "group_size": None}
+FORM = GridFormat(2)
 
 
 def problem() -> tuple[list[Tensor], list[Tensor]]:
@@ -32,7 +32,7 @@ def loss(weights: list[Tensor], hessians: list[Tensor], grids: list[Grid]) -> fl
 def test_zeta_is_the_least_squares_factor_of_each_column() -> None:
     weights, _ = problem()
     zeta = torch.rand(12, dtype=torch.float64) + 0.5
-    grids = [min_max_grid(W, zeta, **FORM) for W in weights]
+    grids = [min_max_grid(W, zeta, FORM) for W in weights]
     fitted = least_squares_zeta(weights, grids)
     for j in range(12):
         w = torch.cat([W[0, :, j] for W in weights])
@@ -51,34 +51,34 @@ def test_zeta_stays_positive_and_finite_for_a_dead_column() -> None:
     weights, hessians = problem()
     for W in weights:
         W[..., 3] = 0
-    for g in fit_grids(weights, hessians, **FORM, with_zeta=True, max_rounds=30):
+    for g in fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=30):
         assert bool((g.zeta > 0).all())
         assert bool(g.zeta.isfinite().all())
 
 
 def test_projections_of_one_input_share_zeta() -> None:
     weights, hessians = problem()
-    first, second = fit_grids(weights, hessians, **FORM, with_zeta=True, max_rounds=30)
+    first, second = fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=30)
     assert torch.equal(first.zeta, second.zeta)
 
 
 def test_without_zeta_it_is_one() -> None:
     weights, hessians = problem()
-    for g in fit_grids(weights, hessians, **FORM, with_zeta=False, max_rounds=30):
+    for g in fit_grids(weights, hessians, FORM, with_zeta=False, max_rounds=30):
         assert bool((g.zeta == 1).all())
 
 
 def test_zeta_lowers_the_loss_of_unequal_columns() -> None:
     weights, hessians = problem()
-    plain = fit_grids(weights, hessians, **FORM, with_zeta=False, max_rounds=30)
-    folded = fit_grids(weights, hessians, **FORM, with_zeta=True, max_rounds=30)
+    plain = fit_grids(weights, hessians, FORM, with_zeta=False, max_rounds=30)
+    folded = fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=30)
     assert loss(weights, hessians, folded) < 0.7 * loss(weights, hessians, plain)
 
 
 def test_more_rounds_never_end_above_fewer() -> None:
     weights, hessians = problem()
     losses = [
-        loss(weights, hessians, fit_grids(weights, hessians, **FORM, with_zeta=True, max_rounds=n))
+        loss(weights, hessians, fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=n))
         for n in (1, 2, 5, 30)
     ]
     assert losses == sorted(losses, reverse=True)
@@ -86,7 +86,7 @@ def test_more_rounds_never_end_above_fewer() -> None:
 
 def test_first_zeta_is_that_of_the_min_max_grid() -> None:
     weights, hessians = problem()
-    found = fit_grids(weights, hessians, **FORM, with_zeta=True, max_rounds=1)
+    found = fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=1)
     rounded = []
     for w in torch.cat(weights, 1)[0]:
         low, high = min(float(w.min()), 0), max(float(w.max()), 0)
@@ -106,8 +106,8 @@ def test_alternation_ends_when_the_loss_no_longer_falls_and_keeps_the_best(
     """Over several problems; each round's loss is measured here, on the grids that it searched."""
     searched: list[tuple[Tensor, Tensor, Grid]] = []
 
-    def remember(W: Tensor, H: Tensor, zeta: Tensor, **form: int | None) -> Grid:
-        grid = search_grid(W, H, zeta, **form)
+    def remember(W: Tensor, H: Tensor, zeta: Tensor, grid_format: GridFormat) -> Grid:
+        grid = search_grid(W, H, zeta, grid_format)
         searched.append((W, H, grid))
         return grid
 
@@ -121,7 +121,7 @@ def test_alternation_ends_when_the_loss_no_longer_falls_and_keeps_the_best(
         X = torch.randn(2, 12, 80, dtype=torch.float64) * torch.logspace(0, 1, 12)[:, None]
         hessians = list((X @ X.transpose(1, 2))[:, None])
         searched.clear()
-        found = fit_grids(weights, hessians, **FORM, with_zeta=True, max_rounds=max_rounds)
+        found = fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=max_rounds)
         rounds = [searched[i : i + 2] for i in range(0, len(searched), 2)]
         losses = []
         for pair in rounds:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.adaround import decide, penalty_exponent, rounding_loss, start
 from aespa_pl.algorithm.grid import search_grid
-from aespa_pl.algorithm.quantizer import quantize
+from aespa_pl.algorithm.quantizer import GridFormat, quantize
 from aespa_pl.rounding import BlockRounding, BlockStatistics, NonFiniteLossError, RoundingTask
 from aespa_pl.settings import RoundingSettings
 
@@ -29,7 +29,7 @@ def problem() -> Problem:
         W = torch.randn(heads, 4, 6)
         X = torch.randn(6, 50)
         H = (X @ X.T)[None] / 25
-        grid = search_grid(W, H, torch.ones(6), bits=2, symmetric=False, group_size=None)
+        grid = search_grid(W, H, torch.ones(6), GridFormat(2, symmetric=False, group_size=None))
         K = torch.randn(heads, 9, 4)
         tasks[name] = RoundingTask(*start(W, W, grid), quantize(W, grid), penalty=0.1 * heads)
         batch[name] = (H, K.transpose(1, 2) @ K if name == "query" else None)
