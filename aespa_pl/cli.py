@@ -6,7 +6,6 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from aespa_pl.commands import evaluate, fit
 from aespa_pl.commands.evaluate import LAST
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.trainers import (
-    PRECISIONS,
     BlockTrainers,
     check_strategy,
     check_trainer,
@@ -120,7 +118,6 @@ class AespaCLI(LightningCLI):
         self.config_init = self.parser.instantiate(self.config)
         self.settings = self.config_init[self.subcommand]
         check_trainer(self.settings.trainer)
-        self._take_precision()
         self.model = self.datamodule = None
         try:
             self.trainer = self.instantiate_trainer(logger=False, callbacks=[])
@@ -135,19 +132,6 @@ class AespaCLI(LightningCLI):
         ) as error:  # fmt: skip
             raise UserError(f"trainer: {error}") from error
 
-    def _take_precision(self) -> None:
-        """Take trainer.precision as what it is here, the precision of the matrix products."""
-        s = self.settings
-        products = PRECISIONS[s.trainer.precision]
-        if products is not None:
-            if s.quantization.products not in (products, "float32"):
-                raise UserError(
-                    f"trainer.precision is {s.trainer.precision}, but quantization.products is "
-                    f"{s.quantization.products}: leave one of them out"
-                )
-            s.quantization = replace(s.quantization, products=products)
-            s.trainer.precision = None  # Lightning's would round more than the products
-
     def fit(self, **_: Any) -> None:
         """Quantize, and print what came out."""
         job = self._job()  # before other processes: most mistakes are noticed here
@@ -156,7 +140,7 @@ class AespaCLI(LightningCLI):
             run, metrics = fit.fit(
                 job,
                 self.settings.ckpt_path,
-                make_trainer=self._block_trainers(progress, ranks).of_block,
+                make_trainer=self._block_trainers(progress, ranks).of_portion,
                 make_loggers=partial(walk_loggers, self.settings.trainer.logger),
                 save_config=self._save_config,
                 progress=progress,

@@ -5,6 +5,7 @@ as used in Section 4.1 of the paper.
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -14,8 +15,8 @@ from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
-Search = Callable[..., tuple[Grid, float]]
-"""What ``search_with_loss`` does, by another way."""
+Problem = TypeVar("Problem")
+"""What a search needs of a projection beside its weights: its Hessian, or what leads to it."""
 
 
 def search_with_loss(
@@ -31,31 +32,29 @@ def search_with_loss(
 
 
 def fit_grids(
-    weights: Sequence[Tensor],
-    hessians: Sequence[Tensor],
+    weights: Sequence[Float[Tensor, "heads rows d_in"]],
+    problems: Sequence[Problem],
     grid_format: GridFormat,
     *,
     with_zeta: bool,
     max_rounds: int,
-    search_one: Search = search_with_loss,
+    search_one: Callable[[Problem, Tensor, GridFormat], tuple[Grid, float]],
 ) -> list[Grid]:
     """Return the grids of all projections that share one input.
 
     Args:
-        weights: ``[heads, rows, d_in]`` each; d_in is the same for all.
-        hessians: ``[heads or 1, d_in, d_in]`` each.
-        grid_format: Of all of them.
+        weights: Weights of each projection; d_in is the same for all.
+        problems: What ``search_one`` is called with for each projection.
+        grid_format: Bits, symmetry and groups, the same for all.
         with_zeta: Alternate between zeta and the search; otherwise zeta is 1 and one search is made.
         max_rounds: Alternations at most. They end when the loss of all projections together,
             ``tr(dW H dW^T)`` under nearest rounding, no longer falls; the best grids are kept.
-        search_one: Searches the grid of one projection.
+        search_one: Returns the best grid of one projection for a zeta, and its loss.
     """
     zeta = torch.ones_like(weights[0][0, 0])
 
     def search(zeta: Tensor) -> tuple[list[Grid], float]:
-        found = [
-            search_one(W, H, zeta, grid_format) for W, H in zip(weights, hessians, strict=True)
-        ]
+        found = [search_one(problem, zeta, grid_format) for problem in problems]
         return [grid for grid, _ in found], sum(loss for _, loss in found)
 
     best, best_loss = search(zeta)

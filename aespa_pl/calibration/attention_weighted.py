@@ -1,4 +1,4 @@
-"""What a value head's weights see: ``A X``, the inputs weighted by the attention probabilities A.
+"""Attention-weighted inputs ``A X``: the inputs of a value head, weighted by its probabilities A.
 
 All models are causal, so A is computed in chunks of rows, each without the columns behind its last row;
 then never more than one chunk of one head's probabilities is in memory.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from aespa_pl.algorithm.products import Precision, multiplying_in, operand
+from aespa_pl.algorithm.products import multiplying_in, operand
 from aespa_pl.models.family import Attention, BlockLayout
 
 CHUNKS, CHUNK_ROWS = 8, 128
@@ -18,25 +18,23 @@ CHUNKS, CHUNK_ROWS = 8, 128
 with 32 all of it took up to half as long again (512 and 2048 tokens, one thread of a CPU)."""
 
 
-def attended_inputs(
+def attention_weighted_inputs(
     attention: Attention,
     X: Tensor,
     layout: BlockLayout,
     heads: range,
-    precision: Precision = "float32",
 ) -> Iterator[Tensor]:
     """Yield ``A X`` for some value heads, ``[B * query heads that share it * L, d]``, in float32.
 
     All lie in the same memory: each is the caller's only until the next is asked for.
 
     Args:
-        attention: What A follows from.
-        X: ``[B, L, d]``.
-        layout: Of the block.
-        heads: Value heads.
-        precision: Of the product; A itself is exact.
+        attention: Queries, keys and masks, from which A follows.
+        X: Input of the attention block, ``[B, L, d]``.
+        layout: Layout of the block.
+        heads: Value heads whose inputs are yielded.
     """
-    X = operand(X.float(), precision)
+    X = operand(X.float())
     B, L, d = X.shape
     shared, step = layout.heads // layout.key_value_heads, chunk_rows(L)
     AX = X.new_empty(B, shared, L, d)
@@ -47,7 +45,7 @@ def attended_inputs(
             with multiplying_in("float32"):  # an error of a score is one of all that it weights
                 A = attention.probabilities(query_heads, rows).float()  # [B, shared, rows, stop]
             # Side by side, for a product with X for each query head would copy X for each.
-            product = operand(A.flatten(1, 2), precision) @ X[:, : rows.stop]
+            product = operand(A.flatten(1, 2)) @ X[:, : rows.stop]
             AX[:, :, rows] = product.unflatten(1, (shared, -1))
         yield AX.flatten(0, -2)
 

@@ -1,37 +1,71 @@
-"""The statistics of one block, as a value."""
+"""The statistics of one block, as a value: what steps 2 to 4 know of the calibration text.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+``N`` is the number of calibration tokens, ``X [d, N]`` a projection's inputs and ``A_h [L, L]`` the
+attention probabilities of head h. Every statistic is ``2 / N`` times a sum of outer products over all
+tokens: that is the Hessian of the squared error, and what the paper's lambda is weighed against.
+
+    H     = 2 E[X X^T]            every projection; projections with the same input share it
+    H_V   = 2 E[X A_h^T A_h X^T]  the value projection, a matrix for each key/value head
+    G_Q   = 2 E[K_h^T K_h]        the query projection, a matrix for each query head
+    G_K   = 2 E[Q_h^T Q_h]        the key projection, a matrix for each key/value head
+
+Source: docs/algorithm.md, step 1; Eq. 17, 21 and 22 of the paper.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from aespa_pl.storage.head_matrices import HeadsOnDisk
+from aespa_pl.calibration.hessian import Hessian
+from aespa_pl.storage.matrices import Matrices
 
 
 @dataclass(frozen=True)
-class BlockStatisticTensors:
-    """The statistics of one block, in float32; not damped before ``state_problem``."""
+class Shifts:
+    """What the correction of earlier blocks' errors needs (docs/correction.md).
 
-    inputs: Mapping[str, Tensor]
-    """``H = E[X X^T] [d_in, d_in]`` for each input group of the layout, by its name."""
-    attended: Tensor | HeadsOnDisk | None
-    """``H_V = E[X A^T A X^T] [n_kv, d, d]``; the mean over the query heads that share a value head."""
+    X_fp is the input in the original model, R the residual stream and R_fp the original model's.
+    """
+
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """``2 E[(X_fp - X) X^T] [d_in, d_in]`` by input group."""
+    attended: Matrices | None = None
+    """``2 E[(X_fp A_fp^T - X A^T) A X^T] [n_kv, d, d]``; the mean over the query heads of a value head."""
+    residuals: Mapping[str, Tensor] = field(default_factory=dict)
+    """``2 E[(R_fp - R) X^T] [d, d_in]`` by input group whose output is added to the residual stream."""
+
+
+@dataclass(frozen=True)
+class BlockStatistics:
+    """The statistics of one block, in float32."""
+
+    inputs: Mapping[str, Hessian]
+    """``H`` by input group of the layout."""
+    attended: Hessian | None
+    """``H_V``; the mean over the query heads that share a value head. None: not collected."""
     keys: Tensor | None
-    """``G_Q = E[K^T K] [n_h, d_h, d_h]``, as each query projection's head sees it."""
+    """``G_Q [n_h, d_h, d_h]``, as each query head sees its keys. None: not collected."""
     queries: Tensor | None
-    """``G_K = E[Q^T Q] [n_kv, d_h, d_h]``; the mean over the query heads that share a key head."""
-    shifts: Mapping[str, Tensor] = field(default_factory=dict)
-    """``E[(X_fp - X) X^T] [d_in, d_in]`` for each input group, X_fp being the input in the original
-    model; empty where it was not watched."""
-    attended_shift: Tensor | HeadsOnDisk | None = None
-    """``E[(X_fp A_fp^T - X A^T) A X^T] [n_kv, d, d]``, A_fp being the probabilities in the original
-    model; the mean over the query heads that share a value head."""
-    residual_shifts: Mapping[str, Tensor] = field(default_factory=dict)
-    """``E[(R_fp - R) X^T] [d, d_in]`` for each input group whose output is added to the residual stream,
-    R; R_fp is that of the original model."""
-    diagonals: dict[str, Tensor] = field(default_factory=dict)
-    """Of the Hessians as they were before ``state_problem`` damped them, by group; of H_V under its name."""
+    """``G_K [n_kv, d_h, d_h]``; the mean over the query heads that share a key head."""
+    shifts: Shifts | None = None
+    """None: the original model's stream was not watched, or equals the quantized one (block 0)."""
+    tokens: int = 0
+    """N."""
 
-    def without_shifts(self) -> "BlockStatisticTensors":
-        """Return the same without what only the correction needs."""
-        return replace(self, shifts={}, attended_shift=None, residual_shifts={})
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor that is in memory, with a name for messages."""
+        for group, hessian in self.inputs.items():
+            yield f"H of {group}", hessian[:]
+        named: dict[str, Hessian | Matrices | None]
+        named = {"H_V": self.attended, "G_Q": self.keys, "G_K": self.queries}
+        if self.shifts is not None:
+            named |= {f"the shift of {k}": v for k, v in self.shifts.inputs.items()}
+            named |= {f"the residual shift of {k}": v for k, v in self.shifts.residuals.items()}
+            named["the shift of H_V"] = self.shifts.attended
+        for name, tensor in named.items():
+            if isinstance(tensor, Tensor):
+                yield name, tensor
+            elif tensor is not None:
+                for head in range(len(tensor)):
+                    yield name, tensor[head : head + 1]

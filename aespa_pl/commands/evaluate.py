@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from aespa_pl.block.preparation import nearest_weight
+from aespa_pl.block.quantized import nearest_weight
 from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import ALONE, Ranks
 from aespa_pl.errors import UserError

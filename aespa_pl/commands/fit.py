@@ -19,17 +19,21 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 import aespa_pl
+from aespa_pl.block.learn import Learner
+from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.commands.evaluate import LAST, compare_perplexities
 from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import ALONE, Ranks
 from aespa_pl.errors import UserError
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import described, divide
+from aespa_pl.planning.partition import Portion
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
 from aespa_pl.storage.files import disk_errors, read_json, write_json
+from aespa_pl.walk.collect import StatisticsPasses
 from aespa_pl.walk.walk import Walk
 
 CHECKPOINT_BYTES = 24
@@ -57,7 +61,7 @@ def fit(
     job: Job,
     resume: str | None,
     *,
-    make_trainer: Callable[[Run, int], Trainer],
+    make_trainer: Callable[[Run, Portion], Trainer],
     make_loggers: Callable[[Run], Sequence[Logger]],
     save_config: Callable[[Path], None],
     progress: WalkProgress,
@@ -68,7 +72,7 @@ def fit(
     Args:
         job: What to do.
         resume: ``last`` or the folder of a run to continue; None: a new run.
-        make_trainer: Makes the Trainer of a block.
+        make_trainer: Makes the Trainer of what is learned together of a block.
         make_loggers: Makes what takes the curves over the blocks.
         save_config: Writes the configuration into the folder of the run.
         progress: Where to show how far it is.
@@ -173,7 +177,7 @@ def _quantize(
     run: Run,
     tokens: Tensor,
     *,
-    make_trainer: Callable[[Run, int], Trainer],
+    make_trainer: Callable[[Run, Portion], Trainer],
     loggers: Sequence[Logger],
     progress: WalkProgress,
     ranks: Ranks,
@@ -186,15 +190,17 @@ def _quantize(
     partition = divide(shape, work, job.data, job.quantization, job.device, ranks=ranks)
     for words in described(partition, shape):
         progress.say(words)
+    stopwatch = Stopwatch()
+    learner = Learner(job.quantization, trainer, run, job.device, partition, ranks)
     walk = Walk(
         source=source,
         run=run,
         settings=job.quantization,
         batch_size=job.data.batch_size,
-        make_trainer=trainer,
+        quantizer=BlockQuantizer(job.quantization, learner, stopwatch),
+        passes=StatisticsPasses(source, job.quantization, run.folder, partition, ranks),
         progress=progress,
-        stopwatch=Stopwatch(),
-        partition=partition,
+        stopwatch=stopwatch,
         loggers=loggers,
         ranks=ranks,
     )

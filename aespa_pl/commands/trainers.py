@@ -3,18 +3,19 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
 from aespa_pl.distributed.processes import Ranks
 from aespa_pl.errors import UserError
+from aespa_pl.planning.partition import Portion
 from aespa_pl.progress import IterationProgress, WalkProgress
-from aespa_pl.run.checkpointing import JournaledCheckpointIO, PeriodicCheckpoint, StopAtIteration
+from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import OutputSettings
@@ -24,10 +25,8 @@ OWN_KEYS = (
     "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
 )  # fmt: skip
 """Keys of the Trainer that would change how many iterations are made: the walk decides that."""
-PRECISIONS: dict[Any, Literal["bfloat16"] | None] = {
-    None: None, 32: None, "32": None, "32-true": None, "bf16-mixed": "bfloat16",
-}  # fmt: skip
-"""What trainer.precision says of quantization.products; that of the model's own passes is model.dtype."""
+PRECISIONS = (None, 32, "32", "32-true")
+"""Values of trainer.precision that mean what Lightning means by them here."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,18 @@ class BlockTrainers:
     progress: WalkProgress
     ranks: Ranks
 
-    def of_block(self, run: Run, index: int) -> Trainer:
-        """Return the Trainer of one block of a run."""
+    def of_portion(self, run: Run, portion: Portion) -> Trainer:
+        """Return the Trainer of what a run learns together of one block."""
         chosen = self.section()
-        folder = run.checkpoint_folder(index)
+        folder = run.checkpoint_folder(portion.block)
         callbacks = _listed(chosen.callbacks)
         if chosen.enable_checkpointing:
-            callbacks.append(PeriodicCheckpoint(self.output, folder, self.ranks))
+            callbacks += checkpoints(self.output, folder)
         several = isinstance(self.first.strategy, DDPStrategy)
         strategy = {"strategy": RowsStrategy(timeout=LONGEST_WAIT)} if several else {}
         return self.instantiate(
             **strategy,
-            logger=_loggers(chosen.logger, run, index),
+            logger=_loggers(chosen.logger, run, portion.block),
             callbacks=[
                 *callbacks,
                 IterationProgress(self.progress),
@@ -66,9 +65,9 @@ class BlockTrainers:
             plugins=[
                 *_listed(chosen.plugins),
                 *environment_plugins(self.first),
-                JournaledCheckpointIO(run, index),
+                JournaledCheckpointIO(run, portion),
             ],
-            enable_checkpointing=False,  # it would add one of its own
+            enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
             # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or
             # the next block would start from it
             default_root_dir=folder,
@@ -95,21 +94,11 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
             )
     if trainer["log_every_n_steps"] in (None, 0):
         raise UserError("trainer.log_every_n_steps: 1 or more iterations")
-    if any(isinstance(c, Checkpoint | EarlyStopping) for c in _listed(trainer["callbacks"])):
-        raise UserError(
-            "trainer.callbacks: ModelCheckpoint and EarlyStopping do not go with a run that can be resumed: "
-            "leave them out, and set output.checkpoint_seconds and output.checkpoint_iterations, and "
-            "quantization.rounding.iterations"
-        )
-    if trainer["gradient_clip_val"] is not None:
-        raise UserError(
-            "trainer.gradient_clip_val: gradients are those of the whole objective, without noise, and "
-            "are not clipped: leave it out"
-        )
     if trainer["precision"] not in PRECISIONS:
         raise UserError(
-            f"trainer.precision is {trainer['precision']}, but can be 32-true or bf16-mixed: set "
-            "quantization.products for the matrix products, and model.dtype for the model's own passes"
+            f"trainer.precision is {trainer['precision']}, but rounding variables are learned in "
+            "32-true: set quantization.products for the matrix products, and model.dtype for the "
+            "model's own passes"
         )
 
 

@@ -13,21 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from aespa_pl.errors import NumericalError
+
 T = TypeVar("T")
 
 
 class PeerLostError(Exception):
     """Another process of the run has ended, or cannot be reached."""
-
-
-@dataclass
-class Traffic:
-    """What a process has sent."""
-
-    bytes: float = 0.0
-    """If sums and gathers go round a ring: of a sum ``2 (count - 1) / count`` of its size, of a gathered
-    tensor ``(count - 1) / count``."""
-    calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,6 @@ class Ranks:
     count: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Of this process; tensors have to be on it."""
-    traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     @classmethod
     def current(cls, device: torch.device) -> "Ranks":
@@ -79,7 +70,6 @@ class Ranks:
     def sum_(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over the processes, which is the same in all of them."""
         if not self.alone:
-            self._count(2 * tensor.nbytes)
             # inference mode, because tensors that were made in it cannot be changed outside of it
             with _peers(), torch.inference_mode():
                 distributed.all_reduce(tensor)
@@ -97,7 +87,6 @@ class Ranks:
         if self.alone:
             return number
         largest = torch.tensor(number, dtype=torch.float64, device=self.device)
-        self._count(2 * largest.nbytes)
         with _peers():
             distributed.all_reduce(largest, distributed.ReduceOp.MAX)
         return float(largest)
@@ -115,7 +104,6 @@ class Ranks:
         padded = part.new_zeros(most, *part.shape[1:])  # all have to send the same number
         padded[: len(part)] = part
         parts = [torch.empty_like(padded) for _ in range(self.count)]
-        self._count(self.count * padded.nbytes)
         with _peers():
             distributed.all_gather(parts, padded)
         shares = (self.share(size, rank) for rank in range(self.count))
@@ -137,10 +125,10 @@ class Ranks:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Raise an ArithmeticError of any process in all of them: what follows needs everybody.
+        """Raise a NumericalError of any process in all of them: what follows needs everybody.
 
         Raises:
-            ArithmeticError: Raised in this context by one of the processes.
+            NumericalError: Raised in this context by one of the processes.
         """
         if self.alone:
             yield
@@ -148,18 +136,14 @@ class Ranks:
         message: str | None = None
         try:
             yield
-        except ArithmeticError as error:
+        except NumericalError as error:
             message = str(error)
         messages: list[str | None] = [None] * self.count
         with _peers():
             distributed.all_gather_object(messages, message)
         for found in messages:
             if found is not None:
-                raise ArithmeticError(found)
-
-    def _count(self, size: int) -> None:
-        self.traffic.bytes += size * (self.count - 1) / self.count
-        self.traffic.calls += 1
+                raise NumericalError(found)
 
 
 ALONE = Ranks()

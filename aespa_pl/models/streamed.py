@@ -5,7 +5,7 @@ Only one block and one batch are on the device, before the first and after the l
 states of all segments wait in host memory or on disk, in the type that the blocks run in.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,9 +95,13 @@ class StreamedModel:
             if len(ids)  # without segments one is empty
         )
         with self.stem():
-            if self.hidden_folder is None:
-                return list(batches)
-            return BatchesOnDisk(self.hidden_folder, batches)
+            return self.keep(batches)
+
+    def keep(self, batches: Iterable[Tensor]) -> Batches:
+        """Return hidden states ``[B, L, d]`` where those of all segments wait: in memory or on disk."""
+        if self.hidden_folder is None:
+            return list(batches)
+        return BatchesOnDisk(self.hidden_folder, batches)
 
     @torch.inference_mode()
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ class Partition:
 
     heads: int | None = None
     """Key/value heads whose H_V is in memory: with fewer than all, the statistics take several passes over
-    the segments, and what is done already waits on disk. None: all."""
+    the segments, and the matrices of other heads wait on disk. None: all."""
     weights: int | None = None
-    """Weights that are learned at once, each part with a Trainer of its own. None: all."""
+    """Weights that are learned at once, each portion with a Trainer of its own. None: all."""
 
     def head_groups(self, heads: int) -> list[range]:
         """Return the heads of each pass over the segments, as evenly as can be."""
@@ -28,21 +28,36 @@ WHOLE = Partition()
 
 
 @dataclass(frozen=True)
-class Piece:
+class HeadRange:
     """Some heads of a projection."""
 
     name: str
     first: int
     end: int
     heads: int
-    """Of the whole projection."""
+    """Heads of the whole projection."""
 
     @property
     def key(self) -> str:
-        """What tells the piece from others of its projection."""
+        """Name that tells these heads from others of their projection."""
         if self.end - self.first == self.heads:
             return self.name
         return f"{self.name}_heads_{self.first}_to_{self.end - 1}"
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What of a block is learned together."""
+
+    block: int
+    number: int
+    """Place among the portions of the block, from 0."""
+    ranges: tuple[HeadRange, ...]
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of the ranges; a checkpoint is of use only to the portion with the same ones."""
+        return [heads.key for heads in self.ranges]
 
 
 @dataclass(frozen=True)
@@ -51,33 +66,35 @@ class Divisible:
 
     name: str
     heads: int
-    """Parts of its rows that do not depend on each other; 1: it stays whole."""
+    """Groups of rows that do not depend on each other; 1: the projection stays whole."""
     weights: int
     on_disk: bool
-    """It has a Hessian a head, and they are on disk."""
+    """Whether it has a Hessian for each head, and they are on disk."""
 
 
-def learning_parts(
-    projections: Sequence[Divisible], partition: Partition
-) -> list[tuple[Piece, ...]]:
-    """Return what is learned together, part after part.
+def learning_portions(
+    block: int, projections: Sequence[Divisible], partition: Partition
+) -> list[Portion]:
+    """Return what of a block is learned together, portion after portion.
 
-    A part has at most ``partition.weights`` weights, but always something: a projection whose rows do
+    A portion has at most ``partition.weights`` weights, but always something: a projection whose rows do
     not fall apart into heads is never divided. Of one whose Hessians are on disk it has at most
     ``partition.heads`` heads.
     """
-    parts: list[list[Piece]] = [[]]
+    portions: list[list[HeadRange]] = [[]]
     free = limit = partition.weights or sum(p.weights for p in projections)
     for p in projections:
         each = p.weights // p.heads
         most = partition.heads if p.on_disk and partition.heads else p.heads
         first = 0
         while first < p.heads:
-            if parts[-1] and (free < each or parts[-1][-1].name == p.name):
-                parts.append([])
+            if portions[-1] and (free < each or portions[-1][-1].name == p.name):
+                portions.append([])
                 free = limit
             count = min(p.heads - first, most, max(1, free // each))
-            parts[-1].append(Piece(p.name, first, first + count, p.heads))
+            portions[-1].append(HeadRange(p.name, first, first + count, p.heads))
             first += count
             free -= count * each
-    return [tuple(part) for part in parts if part]
+    return [
+        Portion(block, number, tuple(ranges)) for number, ranges in enumerate(portions) if ranges
+    ]

@@ -9,6 +9,7 @@ import torch
 from aespa_pl.algorithm.adaround import rounding_loss, start
 from aespa_pl.algorithm.grid import CLIP_RATIOS, min_max_grid, search_grid
 from aespa_pl.algorithm.products import Precision, multiplying_in, operand
+from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.planning.needs import search_products
 from aespa_pl.planning.shape import Shape
@@ -59,14 +60,15 @@ def measure_rates(
     few, zeta = W[:, : max(1, rows // 8)], torch.ones(d, device=device)
 
     def search() -> object:
-        return search_grid(few, H, zeta, bits=2, symmetric=False, group_size=None)
+        return search_grid(few, H, zeta, GridFormat(2))
 
     searched = search_products(d, 2 * CLIP_RATIOS) * 2.0 * few.numel() * d
     grid = searched / _median_seconds(search, device, seconds / 3)
-    fixed, B = start(W, W, min_max_grid(W, zeta, bits=2, symmetric=False, group_size=None))
+    fixed, B = start(W, W, min_max_grid(W, zeta, GridFormat(2)))
     B = torch.nn.Parameter(B)
     adam, workspace = torch.optim.Adam([B], fused=True), Workspace()
-    Hessian = operand(H, precision)
+    with multiplying_in(precision):
+        Hessian = operand(H)
 
     def step() -> None:
         b = B.detach()
@@ -74,8 +76,7 @@ def measure_rates(
         B.grad = gradient
         with multiplying_in(precision):
             rounding_loss(
-                b, fixed, Hessian, None, weight=1.0, beta=8.0, workspace=workspace, gradient=gradient,
-                precision=precision,
+                b, fixed, Hessian, None, weight=1.0, beta=8.0, workspace=workspace, gradient=gradient
             )  # fmt: skip
         adam.step()
 

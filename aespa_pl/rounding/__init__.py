@@ -1,12 +1,11 @@
-"""Step 4 as a Lightning training: ``BlockRounding`` learns, ``BlockStatistics`` delivers."""
+"""Step 4 as a Lightning training: the rounding variables of a block are learned.
 
-from aespa_pl.rounding.data import BlockStatistics, StatisticsBatch
-from aespa_pl.rounding.module import BlockRounding, NonFiniteLossError, RoundingTask
+``ProjectionRounding`` holds those of one projection, ``BlockRounding`` is the LightningModule of all of
+them, and ``StatisticsDataModule`` delivers the statistics that their losses need.
+"""
 
-__all__ = [
-    "BlockRounding",
-    "BlockStatistics",
-    "NonFiniteLossError",
-    "RoundingTask",
-    "StatisticsBatch",
-]
+from aespa_pl.rounding.data import StatisticsBatch, StatisticsDataModule
+from aespa_pl.rounding.module import BlockRounding
+from aespa_pl.rounding.projection import ProjectionRounding
+
+__all__ = ["BlockRounding", "ProjectionRounding", "StatisticsBatch", "StatisticsDataModule"]

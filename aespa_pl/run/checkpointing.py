@@ -1,30 +1,36 @@
-"""Lightning's checkpoints inside a block: what is in them is its own, when and how they are written ours."""
+"""Lightning's checkpoints inside a block: when they are written, and that they are written whole."""
 
 import errno
+import hashlib
 import time
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from aespa_pl.distributed.processes import ALONE, Ranks
-from aespa_pl.rounding import BlockRounding
+from aespa_pl.planning.partition import Portion
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import OutputSettings
 from aespa_pl.storage.files import write_whole
 
+REST = 20
+"""Times the duration of a save that is waited until the next: saving takes at most 5 % of a run."""
+
 
 class JournaledCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint whole or not at all, and then names it in the run's journal."""
 
-    def __init__(self, run: Run, index: int) -> None:
-        """Write checkpoints of the block ``index``."""
+    def __init__(self, run: Run, portion: Portion) -> None:
+        """Write checkpoints of a portion of a block."""
         super().__init__()
         self.run = run
-        self.index = index
+        self.portion = portion
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -34,17 +40,18 @@ class JournaledCheckpointIO(TorchCheckpointIO):
         Raises:
             UserError: The disk is full or the folder not writable.
         """
-        path = Path(path)
+        path, digest = Path(path), hashlib.sha256()
 
         def write(temporary: Path) -> None:
-            try:
-                torch.save(checkpoint, temporary)
-            except RuntimeError as error:  # what torch makes of a write that failed
-                raise OSError(errno.EIO, "a write failed, the disk may be full") from error
+            with temporary.open("wb") as file:
+                try:
+                    torch.save(checkpoint, cast(BinaryIO, _Hashed(file, digest)))
+                except RuntimeError as error:  # what torch makes of a write that failed
+                    raise OSError(errno.EIO, "a write failed, the disk may be full") from error
 
         write_whole(path, write)
-        if path.is_relative_to(self.run.checkpoint_folder(self.index)):
-            self.run.note_checkpoint(self.index, path)
+        if path.is_relative_to(self.run.checkpoint_folder(self.portion.block)):
+            self.run.note_checkpoint(self.portion, path, digest.hexdigest())
 
     def load_checkpoint(
         self,
@@ -60,8 +67,23 @@ class JournaledCheckpointIO(TorchCheckpointIO):
         return content
 
 
+class _Hashed:
+    """A file whose content is hashed while it is written; torch writes it from start to end."""
+
+    def __init__(self, file: BinaryIO, digest: Any) -> None:
+        self._file = file
+        self._digest = digest
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 class StopAtIteration(Callback):
-    """Saves and stops at the end of Lightning's step in which a signal came, to whatever process."""
+    """Saves and stops at the end of the iteration in which a signal came, to whatever process."""
 
     def __init__(self, interruption: Interruption, folder: Path, ranks: Ranks = ALONE) -> None:
         """Look at ``interruption`` of all ``ranks``; save under ``folder``."""
@@ -104,7 +126,7 @@ class StopAtIteration(Callback):
         self.interruption.defer(active=False)
 
     def _save_and_stop(self, trainer: Trainer) -> None:
-        # what they agree on: a signal that comes now to one of them waits for the next step
+        # what they agree on: a signal that comes now to one of them waits for the next iteration
         number = int(self.ranks.largest(self.interruption.received or 0))
         if number:
             self.interruption.received = number
@@ -112,24 +134,24 @@ class StopAtIteration(Callback):
             self.interruption.check()
 
 
-class PeriodicCheckpoint(Callback):
-    """Saves the block under way by time and by iterations; the newest checkpoint is the only one.
+class TimedCheckpoint(ModelCheckpoint):
+    """Lightning's checkpoint by time, except that saving never takes more than a small share of it."""
 
-    Lightning's ModelCheckpoint does not save by time where a step is several iterations.
-    """
+    def __init__(self, seconds: float, folder: Path) -> None:
+        """Save under ``folder``, keeping the newest.
 
-    def __init__(self, settings: OutputSettings, folder: Path, ranks: Ranks = ALONE) -> None:
-        """Save under ``folder`` as often as ``settings`` say; the first of ``ranks`` tells when."""
-        self.seconds = settings.checkpoint_seconds
-        self.iterations = settings.checkpoint_iterations
-        self.folder = folder
-        self.ranks = ranks
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
-        self._saved = time.monotonic()
-        if self.iterations is not None and isinstance(pl_module, BlockRounding):
-            pl_module.rhythms.append(self.iterations)
+        Args:
+            seconds: Seconds from one save to the next; more where a save takes long.
+            folder: Folder of the checkpoints.
+        """
+        super().__init__(
+            folder,
+            filename="step_{step}-timed",
+            auto_insert_metric_name=False,
+            train_time_interval=timedelta(seconds=seconds),
+            save_on_train_epoch_end=False,
+        )
+        self._rest_until = 0.0
 
     def on_train_batch_end(
         self,
@@ -144,15 +166,28 @@ class PeriodicCheckpoint(Callback):
         Raises:
             UserError: The disk is full or the folder not writable.
         """
-        due = self.iterations is not None and trainer.global_step % self.iterations == 0
-        if self.seconds is not None:
-            late = time.monotonic() - self._saved >= self.seconds
-            due = due or self.ranks.from_first(lambda: late)
-        if due:
-            self._saved = time.monotonic()
-            path = self.folder / f"step_{trainer.global_step}.ckpt"
-            trainer.save_checkpoint(path)
-            if self.ranks.is_first:
-                for other in self.folder.glob("*.ckpt"):
-                    if other != path:
-                        other.unlink()
+        start = time.monotonic()
+        # one process decides for all, as Lightning does for the interval
+        if trainer.strategy.broadcast(start < self._rest_until):
+            return
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        end = time.monotonic()
+        self._rest_until = end + REST * (end - start)
+
+
+def checkpoints(settings: OutputSettings, folder: Path) -> list[ModelCheckpoint]:
+    """Return the callbacks that save the block under way by time and by iterations."""
+    found: list[ModelCheckpoint] = []
+    if settings.checkpoint_seconds is not None:
+        found.append(TimedCheckpoint(settings.checkpoint_seconds, folder))
+    if settings.checkpoint_iterations is not None:
+        found.append(
+            ModelCheckpoint(
+                folder,
+                filename="step_{step}",
+                auto_insert_metric_name=False,
+                every_n_train_steps=settings.checkpoint_iterations,
+                save_on_train_epoch_end=False,
+            )
+        )
+    return found

@@ -1,6 +1,5 @@
 """The folder of a run and its journal: what is complete, and what it was made from."""
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,12 +10,20 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from aespa_pl.errors import UserError
+from aespa_pl.planning.partition import Portion
 from aespa_pl.run.fingerprint import checksum, differences
+from aespa_pl.run.schema import (
+    FORMAT,
+    BlockRecord,
+    DamagedFileError,
+    JournalContent,
+    LearnedFile,
+    Metrics,
+    parse,
+    refuse_other_format,
+)
 from aespa_pl.run.versions import next_version
 from aespa_pl.storage.files import write_json
-
-FORMAT = 1
-"""Version of the journal; a newer one is refused."""
 
 
 @dataclass
@@ -30,16 +37,15 @@ class Run:
     folder: Path
     fingerprint: Mapping[str, Any]
     blocks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By block index: checksums of its files and what was measured."""
-    checkpoint: dict[str, Any] | None = None
-    """Lightning's checkpoint of the block under way: its ``block``, ``file`` and ``checksum``."""
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    """Of the block under way, what has been learned already where it is learned in parts: ``block``,
-    ``pieces``, ``file`` and ``checksum``."""
-    pieces: list[str] = field(default_factory=list)
-    """What is being learned; a checkpoint of anything else is of no use."""
+    """By block index: checksums of its files and what was measured (``schema.BlockRecord``)."""
+    checkpoint: LearnedFile | None = None
+    """Lightning's checkpoint of the portion that is being learned."""
+    portions: list[LearnedFile] = field(default_factory=list)
+    """Portions of the block under way that are learned already."""
     damping: dict[int, float] = field(default_factory=dict)
     """By block index: the damping of a second attempt, where the first one diverged."""
+    model: dict[str, str] = field(default_factory=dict)
+    """Checksums of what lies in the model folder beside the blocks, by path, once all is written."""
     writes: bool = True
     """Off in processes of the run that only look on: what they note stays in their memory."""
 
@@ -78,46 +84,50 @@ class Run:
         """Read a run.
 
         Raises:
-            UserError: There is no journal, it is damaged, or a newer version wrote it.
+            UserError: There is no journal, it is damaged, or another version wrote it.
         """
         path = folder / "journal.json"
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] > FORMAT:
-                raise UserError(
-                    f"{path} was written by a newer version of aespa-pl: update aespa-pl"
-                )
+            refuse_other_format(path)
+            content = parse(JournalContent, path)
             return cls(
                 folder,
-                content["fingerprint"],
-                {int(index): dict(record) for index, record in content["blocks"].items()},
-                content["checkpoint"],
-                list(content.get("parts", [])),
-                damping={int(index): float(share) for index, share in content["damping"].items()},
+                content.fingerprint,
+                {int(index): record.model_dump() for index, record in content.blocks.items()},
+                content.checkpoint,
+                content.portions,
+                {int(index): float(share) for index, share in content.damping.items()},
+                content.model,
             )
         except OSError as error:
             raise UserError(
                 f"{folder} is not the folder of a run: {path.name} cannot be read; give the folder of a "
                 "run (NAME/version_N), or last"
             ) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (DamagedFileError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}): start a new run") from error
 
     def save(self) -> None:
         """Write the journal."""
         if not self.writes:
             return
-        write_json(
-            self.journal,
-            {
-                "format": FORMAT,
-                "fingerprint": self.fingerprint,
-                "blocks": {str(index): record for index, record in self.blocks.items()},
-                "checkpoint": self.checkpoint,
-                "parts": self.parts,
-                "damping": {str(index): share for index, share in self.damping.items()},
-            },
+        content = JournalContent(
+            format=FORMAT,
+            fingerprint=dict(self.fingerprint),
+            blocks={str(i): BlockRecord(**record) for i, record in self.blocks.items()},
+            checkpoint=self.checkpoint,
+            portions=self.portions,
+            damping={str(i): share for i, share in self.damping.items()},
+            model=self.model,
         )
+        write_json(self.journal, content.model_dump())
+
+    def metrics(self) -> dict[str, Any] | None:
+        """Return what was measured at the end; None where it is not there yet, or damaged."""
+        try:
+            return parse(Metrics, self.metrics_file).model_dump()
+        except (OSError, DamagedFileError):
+            return None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -148,91 +158,109 @@ class Run:
         changes = differences(self.fingerprint, fingerprint)
         if changes:
             raise UserError(
-                f"{self.folder} cannot be continued, for {'; '.join(changes)}: restore these, or start "
-                "a new run without --ckpt_path"
+                f"{self.folder} cannot be continued, because {'; '.join(changes)}: restore these, or "
+                "start a new run without --ckpt_path"
             )
 
     def finish_block(self, index: int, record: Mapping[str, Any], files: Iterable[Path]) -> None:
-        """Note that a block is complete; its checkpoints are of no more use."""
-        sums = {file.name: checksum(file) for file in files} if self.writes else {}
-        self.blocks[index] = {**record, "files": sums}
+        """Note that a block is complete; the files of its learning are removed."""
+        self.blocks[index] = {**record, "files": self._checksums(files)}
         self.forget_learning()
 
-    def damaged(self, index: int, files: Iterable[Path]) -> list[Path]:
-        """Return the files of a complete block that are missing or not what the journal knows."""
-        known = self.blocks[index]["files"]
-        return [
-            file for file in files if not file.is_file() or checksum(file) != known.get(file.name)
-        ]
+    def finish_model(self, files: Iterable[Path]) -> None:
+        """Note that the model folder is complete.
 
-    def note_checkpoint(self, index: int, file: Path) -> None:
-        """Note a checkpoint of the block under way that is on the disk."""
-        self.checkpoint = {
-            "block": index,
-            "pieces": self.pieces,
-            **self._described(file),
-        }
+        Args:
+            files: What lies there beside the blocks.
+        """
+        self.model = self._checksums(files)
         self.save()
 
-    def usable_checkpoint(self, index: int) -> Path | None:
-        """Return the checkpoint of a block's ``pieces``, if the journal has one.
+    def damaged_files(self, index: int | None = None) -> list[Path]:
+        """Return the files that are missing or not what the journal knows.
+
+        Args:
+            index: A complete block; None: what lies in the model folder beside the blocks.
+        """
+        known = self.model if index is None else self.blocks[index]["files"]
+        files = [(self.folder / name, expected) for name, expected in known.items()]
+        return [
+            file for file, expected in files if not file.is_file() or checksum(file) != expected
+        ]
+
+    def all_damaged_files(self) -> list[Path]:
+        """Return every file of a finished run that is missing or not what the journal knows."""
+        of_blocks = [file for index in sorted(self.blocks) for file in self.damaged_files(index)]
+        return of_blocks + self.damaged_files()
+
+    def note_checkpoint(self, portion: Portion, file: Path, file_checksum: str) -> None:
+        """Note that Lightning's checkpoint of a portion is on the disk."""
+        self.checkpoint = self._learned(portion, file, file_checksum)
+        self.save()
+
+    def usable_checkpoint(self, portion: Portion) -> Path | None:
+        """Return the checkpoint of a portion, if the journal has one.
 
         Raises:
             DamagedFileError: The file is missing or not what the journal knows.
         """
-        if self.checkpoint is None or not self._fits(self.checkpoint, index):
+        if self.checkpoint is None or not _is_about(self.checkpoint, portion):
             return None
         return self._intact(self.checkpoint)
 
     def forget_checkpoint(self) -> None:
-        """Remove the checkpoints, also what a removal that was interrupted has left."""
+        """Remove the checkpoints, also what an interrupted removal has left."""
         self.checkpoint = None
         self.save()
         if self.writes:
             shutil.rmtree(self._checkpoints, ignore_errors=True)
 
-    def part_file(self, index: int, number: int) -> Path:
-        """Integers that one part of a block's learning has found, until the block is complete."""
-        return self._parts / f"block_{index:03}_{number:03}.safetensors"
+    def portion_file(self, portion: Portion) -> Path:
+        """Integers of a portion that is learned, until its block is complete."""
+        return self._portions / f"block_{portion.block:03}_{portion.number:03}.safetensors"
 
-    def note_part(self, index: int, file: Path) -> None:
-        """Note that the ``pieces`` of the block under way have been learned."""
-        self.parts.append({"block": index, "pieces": self.pieces, **self._described(file)})
+    def note_portion(self, portion: Portion, file: Path) -> None:
+        """Note that a portion of the block under way is learned."""
+        self.portions.append(self._learned(portion, file, checksum(file)))
         self.forget_checkpoint()
 
-    def usable_part(self, index: int, number: int) -> Path | None:
-        """Return what has been learned of a block's ``pieces``, if it has been.
+    def usable_portion(self, portion: Portion) -> Path | None:
+        """Return the integers that were learned of a portion, if it was learned.
 
         Raises:
             DamagedFileError: The file is missing or not what the journal knows.
         """
-        if number >= len(self.parts) or not self._fits(self.parts[number], index):
-            self.forget_parts(number)
+        known = self.portions[portion.number : portion.number + 1]
+        if not known or not _is_about(known[0], portion):
+            self.forget_portions(portion.number)
             return None
-        return self._intact(self.parts[number])
+        return self._intact(known[0])
 
-    def forget_parts(self, kept: int = 0) -> None:
-        """Forget all but the first parts; their files are overwritten, or go with the block."""
-        del self.parts[kept:]
+    def forget_portions(self, kept: int = 0) -> None:
+        """Forget all but the first portions; their files are overwritten, or go with the block."""
+        del self.portions[kept:]
 
     def forget_learning(self) -> None:
-        """Remove all that the learning of the block under way has left."""
-        self.forget_parts()
+        """Remove everything that the learning of the block under way has left."""
+        self.forget_portions()
         self.forget_checkpoint()
         if self.writes:
-            shutil.rmtree(self._parts, ignore_errors=True)
+            shutil.rmtree(self._portions, ignore_errors=True)
 
-    def _described(self, file: Path) -> dict[str, str]:
+    def _checksums(self, files: Iterable[Path]) -> dict[str, str]:
+        if not self.writes:
+            return {}
+        return {file.relative_to(self.folder).as_posix(): checksum(file) for file in files}
+
+    def _learned(self, portion: Portion, file: Path, file_checksum: str) -> LearnedFile:
         name = file.relative_to(self.folder).as_posix()
-        return {"file": name, "checksum": checksum(file)}
+        return LearnedFile(
+            block=portion.block, keys=portion.keys, file=name, checksum=file_checksum
+        )
 
-    def _fits(self, record: Mapping[str, Any], index: int) -> bool:
-        """Return whether a record is about the ``pieces`` of a block."""
-        return (record["block"], record.get("pieces", [])) == (index, self.pieces)
-
-    def _intact(self, record: Mapping[str, Any]) -> Path:
-        file = self.folder / str(record["file"])
-        if not file.is_file() or checksum(file) != record["checksum"]:
+    def _intact(self, record: LearnedFile) -> Path:
+        file = self.folder / record.file
+        if not file.is_file() or checksum(file) != record.checksum:
             raise DamagedFileError(str(file))
         return file
 
@@ -241,9 +269,9 @@ class Run:
         return self.folder / "checkpoints"
 
     @property
-    def _parts(self) -> Path:
-        return self.folder / "parts"
+    def _portions(self) -> Path:
+        return self.folder / "portions"
 
 
-class DamagedFileError(Exception):
-    """A file is not what the journal says of it."""
+def _is_about(record: LearnedFile, portion: Portion) -> bool:
+    return (record.block, record.keys) == (portion.block, portion.keys)

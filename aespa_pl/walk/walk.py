@@ -1,57 +1,32 @@
 """The walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.descent import Descent
-from aespa_pl.algorithm.quantizer import dequantize, quantize
-from aespa_pl.block.preparation import (
-    PreparedProjection,
-    group_zetas,
-)
-from aespa_pl.block.search import IntegerSearch, MakeTrainer
-from aespa_pl.calibration.collector import StatisticsCollector
-from aespa_pl.calibration.statistics import BlockStatisticTensors
+from aespa_pl.algorithm.quantizer import dequantize
+from aespa_pl.block.quantize import BlockQuantizer
+from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.distributed.processes import ALONE, Ranks
-from aespa_pl.errors import UserError
 from aespa_pl.measure import Stopwatch, release_memory
-from aespa_pl.models.family import Attention, BlockLayout
+from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.pretrained import Checkpoint
-from aespa_pl.models.streamed import StreamedModel, in_turn
+from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import fold, set_projection_weight
-from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.settings import QuantizationSettings
-from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import write_tensors
-from aespa_pl.storage.head_matrices import HeadsOnDisk
-
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class Streams:
-    """Hidden states of the calibration segments before the block under way, in batches."""
-
-    quantized: Batches
-    """As the blocks quantized so far have made them."""
-    original: Batches | None
-    """As in the original model; None without input_correction."""
-    own: bool = True
-    """Whether they are this process's; otherwise another has them, and here they only tell the shapes."""
+from aespa_pl.walk import record
+from aespa_pl.walk.collect import StatisticsPasses, Streams
 
 
 @dataclass(frozen=True)
@@ -62,10 +37,10 @@ class Walk:
     run: Run
     settings: QuantizationSettings
     batch_size: int
-    make_trainer: MakeTrainer
+    quantizer: BlockQuantizer
+    passes: StatisticsPasses
     progress: WalkProgress
     stopwatch: Stopwatch
-    partition: Partition = WHOLE
     loggers: Sequence[Logger] = ()
     """Take curves over the blocks; those over the iterations go to the Trainers' own loggers."""
     ranks: Ranks = ALONE
@@ -75,19 +50,6 @@ class Walk:
     def layout(self) -> BlockLayout:
         """Projections of each block."""
         return self.source.family.layout(self.source.checkpoint.config)
-
-    @property
-    def _search(self) -> IntegerSearch:
-        return IntegerSearch(
-            self.settings,
-            self.layout,
-            self.source.device,
-            self.run,
-            self.make_trainer,
-            self.stopwatch,
-            self.partition,
-            self.ranks,
-        )
 
     def quantize(self, tokens: Tensor) -> None:
         """Quantize all blocks that are not complete yet, and finish the model folder.
@@ -109,40 +71,37 @@ class Walk:
     def _begin(self, writer: ModelWriter) -> dict[int, dict[str, Any]]:
         """Write what lies outside the blocks; return what is known of those that are complete."""
         checkpoint, family = self.source.checkpoint, self.source.family
-        self._drop_damaged_blocks(writer)
+        self._drop_damaged_blocks()
         writer.write_stem({name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)})
         return self.run.blocks
 
     def _walk(self, tokens: Tensor, missing: Sequence[int], writer: ModelWriter) -> None:
-        mine = self.ranks.segments(tokens, self.batch_size)
-        own, tokens = len(mine) > 0, mine if len(mine) else tokens[:1]
-        streams = Streams(self.source.embed(tokens, self.batch_size), None, own)
-        if self.settings.input_correction:
-            streams.original = self.source.embed(tokens, self.batch_size)
+        two = self.settings.input_correction > 0
+        streams = Streams.begin(self.source, tokens, self.batch_size, self.ranks, two=two)
         self.progress.begin("Quantizing, blocks", self.source.block_count)
         for index in range(missing[-1] + 1):
             complete = index in self.run.blocks
             origin = self._quantized(index, writer) if complete else self.source.checkpoint
-            with self.source.block(index, origin) as block:
+            with self.source.block(index, origin) as module:
                 if not complete:
-                    self._quantize_block(index, block, streams, writer)
+                    self._quantize_block(index, module, streams, writer)
                 if index < missing[-1]:
                     with self._measure("forward"):
-                        self.source.advance(block, streams.quantized)
+                        self.source.advance(module, streams.quantized)
             if complete and streams.original is not None and index < missing[-1]:
-                with self._measure("forward"), self.source.block(index) as block:
-                    self.source.advance(block, streams.original)
+                with self._measure("forward"), self.source.block(index) as module:
+                    self.source.advance(module, streams.original)
             release_memory()
             self.progress.advance()
 
-    def _drop_damaged_blocks(self, writer: ModelWriter) -> None:
+    def _drop_damaged_blocks(self) -> None:
         """Forget the blocks whose files are not what the journal says; they are done again."""
         for index in sorted(self.run.blocks):
-            damaged = self.run.damaged(index, self._files(index, writer))
+            damaged = self.run.damaged_files(index)
             if damaged:
                 names = ", ".join(str(file) for file in damaged)
                 self.progress.say(
-                    f"block {index + 1}/{self.source.block_count}: {names} is damaged or missing: the "
+                    f"block {index} of {self.source.block_count}: {names} is damaged or missing: the "
                     "block is quantized again"
                 )
                 del self.run.blocks[index]
@@ -150,9 +109,6 @@ class Walk:
             self.progress.say(
                 f"{len(self.run.blocks)} of {self.source.block_count} blocks are complete already"
             )
-
-    def _files(self, index: int, writer: ModelWriter) -> tuple[Path, Path]:
-        return self.run.block_file(index), writer.block_file(index)
 
     def _quantized(self, index: int, writer: ModelWriter) -> Checkpoint:
         """Return the model's checkpoint, with a block's tensors where their quantized values lie."""
@@ -164,174 +120,60 @@ class Walk:
         return replace(checkpoint, tensors={**checkpoint.tensors, **moved})
 
     def _quantize_block(
-        self, index: int, block: nn.Module, streams: Streams, writer: ModelWriter
+        self, index: int, module: nn.Module, streams: Streams, writer: ModelWriter
     ) -> None:
         before = dict(self.stopwatch.seconds)
         with self._measure("statistics"):
-            statistics = self._collect(index, block, streams)
-        targets = self._search.targets(index, block, statistics)
-        statistics = statistics.without_shifts()  # which frees their memory
-        prepared, integers, descents = self._search.run(index, block, statistics, targets)
+            statistics = self.passes.collect(index, module, streams)
+        block = self.quantizer.start(index, module, self.layout, statistics)
+        del statistics  # and with it the memory of the shifts
+        self.quantizer.quantize(block)
         with self._measure("writing"):
-            record = {}
-            if self.ranks.is_first:
-                record = self._record(index, prepared, integers, descents)
-                # one key: safetensors writes several in any order
-                metadata = {"block": json.dumps(record)}
-                artifact = _artifact(self.layout, prepared, integers)
-                write_tensors(self.run.block_file(index), artifact, metadata)
-            stored = self._replace_weights(index, block, prepared, integers)
-            if self.ranks.is_first:
-                writer.write_block(index, stored)
+            measured = self._store(block, module, writer)
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
-        self.run.finish_block(index, {**record, "seconds": seconds}, self._files(index, writer))
+        files = (self.run.block_file(index), writer.block_file(index))
+        self.run.finish_block(index, {"losses": measured, "seconds": seconds}, files)
         if not self.ranks.is_first:
             return
         for logger in self.loggers:
-            logger.log_metrics(_curves(record, seconds), step=index)
+            logger.log_metrics(record.curves(measured, seconds), step=index)
             logger.save()
-        self._say(index, record, sum(seconds.values()))
+        total = sum(seconds.values())
+        self.progress.say(record.line(index, self.source.block_count, measured, total))
 
-    def _collect(self, index: int, block: nn.Module, streams: Streams) -> BlockStatisticTensors:
-        """Run step 1; the original model's hidden states, if there are any, go on to the next block.
+    def _store(
+        self, block: QuantizedBlock, module: nn.Module, writer: ModelWriter
+    ) -> dict[str, dict[str, float]]:
+        """Write the block and turn the module into it; return what was measured on it."""
+        measured = {}
+        if self.ranks.is_first:
+            measured = record.losses(block)
+            # one key: safetensors writes several in any order
+            metadata = {"block": json.dumps({"losses": measured})}
+            write_tensors(self.run.block_file(block.index), record.artifact(block), metadata)
+        stored = self._replace_weights(block, module)
+        if self.ranks.is_first:
+            writer.write_block(block.index, stored)
+        return measured
 
-        Where the partition wants it, H_V is collected for some heads at a time, and waits on disk.
-        """
-        heads = self.layout.key_value_heads
-        groups = [range(heads)]
-        if self.settings.objective.value == "attention":
-            groups = self.partition.head_groups(heads)
-        statistics = self._run_through(index, block, streams, groups[0], last=len(groups) == 1)
-        if len(groups) > 1:
-            statistics = replace(
-                statistics,
-                attended=self._on_disk(statistics.attended),
-                attended_shift=self._on_disk(statistics.attended_shift),
-            )
-        for group in groups[1:]:
-            more = self._run_through(index, block, streams, group, last=group is groups[-1])
-            for stored, found in (
-                (statistics.attended, more.attended),
-                (statistics.attended_shift, more.attended_shift),
-            ):
-                if isinstance(stored, HeadsOnDisk) and isinstance(found, Tensor):
-                    stored.append(found)
-        return statistics
+    @torch.no_grad()
+    def _replace_weights(self, block: QuantizedBlock, module: nn.Module) -> dict[str, Tensor]:
+        """Turn the module into the quantized block; return its tensors as they are stored.
 
-    def _on_disk(self, matrices: Tensor | HeadsOnDisk | None) -> HeadsOnDisk | None:
-        """Return the matrices of the first heads in a file, to which others can be appended."""
-        if not isinstance(matrices, Tensor):
-            return matrices
-        stored = HeadsOnDisk.create(self.run.folder, self.source.device)
-        stored.append(matrices)
-        return stored
-
-    def _run_through(
-        self,
-        index: int,
-        block: nn.Module,
-        streams: Streams,
-        heads: range,
-        *,
-        last: bool,
-    ) -> BlockStatisticTensors:
-        """Run all segments through a block and collect H_V of some heads; the first time, everything else."""
-        objective, first = self.settings.objective, heads.start == 0
-        collector = StatisticsCollector(
-            self.layout,
-            value=objective.value == "attention",
-            query_key=first and objective.query_key == "attention",
-            inputs=first,
-            heads=heads,
-            precision="float32" if self.settings.products == "float32" else "tf32",
-        )
-        observe = partial(self._observe_attention, block)
-        original = in_turn(streams.original or [], self.source.device)
-        for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
-            if streams.original is not None:
-                with collector.watch_original(block, observe):
-                    after = self.source.run_block(block, next(original)).cpu()
-                if last:
-                    streams.original[i] = after
-            with collector.watch(block, observe):
-                self.source.run_block(block, quantized)
-        if not self.ranks.alone:
-            collector.add_up(self.ranks.sum_, counts=streams.own)
-        statistics = collector.finish(self.source.family.norm_weights(block))
-        for name, tensor in _named_statistics(statistics):
-            if not bool(torch.isfinite(tensor).all()):
-                dtype = str(self.source.dtype).removeprefix("torch.")
-                advice = (
-                    "check model.pretrained" if dtype == "float32" else "try model.dtype float32"
-                )
-                raise UserError(
-                    f"block {index}: the statistic {name} has NaN or infinite values, so the model's "
-                    f"activations overflow in {dtype}: {advice}"
-                )
-        return statistics
-
-    def _observe_attention(
-        self, block: nn.Module, see: Callable[[Attention], None]
-    ) -> AbstractContextManager[None]:
-        return self.source.family.observe_attention(self.source.model, block, see)
-
-    def _record(
-        self,
-        index: int,
-        prepared: Mapping[str, PreparedProjection],
-        integers: Mapping[str, Tensor],
-        descents: Mapping[str, Descent],
-    ) -> dict[str, Any]:
-        """Return what was measured on a block."""
-        losses: dict[str, dict[str, float]] = {}
-        for name, p in prepared.items():
-            if p.extra_damping:
-                log.warning(
-                    "block %d, %s: the Hessian needed %g of its mean diagonal as extra damping",
-                    index, name, p.extra_damping,
-                )  # fmt: skip
-            losses[name] = {
-                "nearest": float(p.loss(quantize(p.weight, p.grid)).sum()),
-                "optq": float(p.loss(p.integers).sum()),
-                "final": float(p.loss(integers[name]).sum()),
-                "extra_damping": p.extra_damping,
-            }
-        for name, descent in descents.items():
-            losses[name] |= {
-                "before_polish": descent.loss_before,
-                "polish_passes": descent.passes,
-                "polish_changed": descent.changed,
-            }
-        return {"losses": losses}
-
-    def _replace_weights(
-        self,
-        index: int,
-        block: nn.Module,
-        prepared: Mapping[str, PreparedProjection],
-        integers: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Turn the block into the quantized one; return its tensors as they are stored.
-
-        The block gets the stored values back: the hidden states of the blocks to come are those of
+        The module gets the stored values back: the hidden states of the blocks to come are those of
         the model on disk.
         """
-        checkpoint = self.source.checkpoint
-        with torch.no_grad():
-            fold(block, self.layout, group_zetas(self.layout, prepared))
-            for p in prepared.values():
-                folded = replace(p.grid, scale=p.export_scale, zeta=torch.ones_like(p.grid.zeta))
-                weight = dequantize(integers[p.projection.name], folded).flatten(0, 1)
-                set_projection_weight(block, self.layout, p.projection, weight)
-            stored = {}
-            for name in checkpoint.block_names(self.source.family, index):
-                tensor = block.get_parameter(name.removeprefix(self._prefix(index)))
-                stored[name] = tensor.to(DTYPES[checkpoint.tensors[name].dtype])
-                tensor.copy_(stored[name])
+        checkpoint, family = self.source.checkpoint, self.source.family
+        fold(module, self.layout, block.zetas())
+        for p in block.projections.values():
+            weight = dequantize(p.integers, p.folded_grid).flatten(0, 1)
+            set_projection_weight(module, self.layout, p.projection, weight)
+        stored = {}
+        for name in checkpoint.block_names(family, block.index):
+            tensor = module.get_parameter(name.removeprefix(f"{family.blocks_path}.{block.index}."))
+            stored[name] = tensor.to(DTYPES[checkpoint.tensors[name].dtype])
+            tensor.copy_(stored[name])
         return stored
-
-    def _prefix(self, index: int) -> str:
-        return f"{self.source.family.blocks_path}.{index}."
 
     def _finish(self, writer: ModelWriter) -> None:
         checkpoint, family = self.source.checkpoint, self.source.family
@@ -339,64 +181,13 @@ class Walk:
         for index in range(self.source.block_count):
             names[index + 1] = checkpoint.block_names(family, index)
         writer.finish(names, checkpoint.config, checkpoint.tokenizer(), checkpoint.folder)
+        blocks = {writer.block_file(index) for index in range(self.source.block_count)}
+        self.run.finish_model(
+            path
+            for path in sorted(writer.folder.rglob("*"))
+            if path.is_file() and path not in blocks
+        )
         self.run.forget_checkpoint()
 
-    def _say(self, index: int, record: Mapping[str, Any], seconds: float) -> None:
-        losses = record["losses"].values()
-        line = f"block {index + 1}/{self.source.block_count}: "
-        if self.settings.polish.enabled:
-            changed = sum(x["polish_changed"] for x in losses)
-            passes = max(x["polish_passes"] for x in losses)
-            line += f"polish changed {changed} integers in {passes} passes; "
-        shares = [x["final"] / x["nearest"] for x in losses if x["nearest"] > 0]
-        mean = sum(shares) / max(1, len(shares))
-        self.progress.say(f"{line}loss {mean:.3f} of nearest rounding's, {seconds:.1f} s")
-
-    def _measure(self, phase: str) -> Any:
+    def _measure(self, phase: str) -> AbstractContextManager[None]:
         return self.stopwatch.measure(phase, self.source.device)
-
-
-def _curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return what was measured on a block as the points of curves over the blocks."""
-    curves = {f"seconds/{phase}": value for phase, value in seconds.items()}
-    for name, losses in record["losses"].items():
-        if losses["nearest"] > 0:
-            curves[f"loss_of_nearest/{name}"] = losses["final"] / losses["nearest"]
-        if losses.get("before_polish", 0) > 0:
-            curves[f"polish_loss_of_before/{name}"] = losses["final"] / losses["before_polish"]
-            curves[f"polish_changed/{name}"] = losses["polish_changed"]
-            curves[f"polish_passes/{name}"] = losses["polish_passes"]
-    return curves
-
-
-def _named_statistics(statistics: BlockStatisticTensors) -> list[tuple[str, Tensor]]:
-    named = [(f"H of {name}", tensor) for name, tensor in statistics.inputs.items()]
-    others = {
-        "H_V": statistics.attended,
-        "G_Q": statistics.keys,
-        "G_K": statistics.queries,
-        "the shift of H_V": statistics.attended_shift,
-    }
-    named += [(f"the shift of {name}", tensor) for name, tensor in statistics.shifts.items()]
-    named += [
-        (f"the residual shift of {name}", tensor)
-        for name, tensor in statistics.residual_shifts.items()
-    ]
-    return named + [(name, x) for name, x in others.items() if isinstance(x, Tensor)]
-
-
-def _artifact(
-    layout: BlockLayout,
-    prepared: Mapping[str, PreparedProjection],
-    integers: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """Return the tensors of a block's file.
-
-    The weights are ``scale * (integers - zero_point)``: zeta is folded into them already.
-    """
-    tensors = {f"{group}.zeta": zeta for group, zeta in group_zetas(layout, prepared).items()}
-    for name, p in prepared.items():
-        tensors[f"{name}.integers"] = integers[name].flatten(0, 1).to(torch.uint8)
-        tensors[f"{name}.scale"] = p.export_scale.flatten(0, 1).to(torch.float16)
-        tensors[f"{name}.zero_point"] = p.grid.zero_point.flatten(0, 1).to(torch.uint8)
-    return tensors

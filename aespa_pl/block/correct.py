@@ -1,0 +1,50 @@
+"""Before step 2: weights that make up for a share of the errors of earlier blocks.
+
+Source: docs/algorithm.md and docs/correction.md; not in the paper.
+"""
+
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm.correction import corrected_weights
+from aespa_pl.block.errors import naming
+from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
+from aespa_pl.calibration.statistics import Shifts
+from aespa_pl.models.family import InputGroup, Role
+
+
+def correct(block: QuantizedBlock, shifts: Shifts, share: float) -> None:
+    """Replace the weights that the block aims at.
+
+    Args:
+        block: The block, with damped Hessians.
+        shifts: How inputs and residual stream differ from the original model's.
+        share: Share alpha of the difference that is made up for, 0 to 1.
+
+    Raises:
+        NumericalError: A Hessian cannot be factored; the message names the projection.
+    """
+    for group in block.layout.groups:
+        for p in block.of_group(group):
+            with naming(block, p):
+                p.weight = _corrected(p, group, shifts, share)
+
+
+def _corrected(p: QuantizedProjection, group: InputGroup, shifts: Shifts, share: float) -> Tensor:
+    residual = shifts.residuals.get(group.name)
+    if p.projection.role is Role.VALUE and shifts.attended is not None:
+        slices = [slice(None)] if p.hessian.in_memory else _single_heads(p.heads)
+        found = [
+            corrected_weights(p.weight[s], shifts.attended[s], p.hessian[s], share) for s in slices
+        ]
+    else:
+        shift = shifts.inputs[group.name][None]
+        residual = None if residual is None else residual[None]
+        found = [corrected_weights(p.weight, shift, p.hessian[:], share, residual)]
+    weights, added = zip(*found, strict=True)
+    p.measured["correction_damping"] = float(torch.cat(added).max())
+    return torch.cat(weights)
+
+
+def _single_heads(heads: int) -> list[slice]:
+    return [slice(h, h + 1) for h in range(heads)]

@@ -1,0 +1,47 @@
+"""Step 2: scale, zero point and zeta of every projection.
+
+Source: docs/algorithm.md, step 2; Section 3.4 and 4.1 of the paper (Z-Fold).
+"""
+
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm.quantizer import Grid, GridFormat
+from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
+from aespa_pl.algorithm.zfold import search_with_loss
+from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, grid_format
+from aespa_pl.distributed.processes import Ranks
+from aespa_pl.settings import QuantizationSettings
+
+
+def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, ranks: Ranks) -> None:
+    """Search the grids of a block, one input group after the other; the integers are the nearest then.
+
+    Args:
+        block: The block, with damped Hessians.
+        settings: Bits, groups, symmetry; whether zeta is fitted, and in how many rounds.
+        ranks: The processes that divide the rows; all of them get all grids.
+    """
+    grids: dict[str, Grid] = {}
+
+    def search(p: QuantizedProjection, zeta: Tensor, form: GridFormat) -> tuple[Grid, float]:
+        share = p.share(ranks)
+        found = [search_with_loss(r.weight, r.hessian, zeta, form) for r in p.rows(share)]
+        parts, losses = zip(*found, strict=True)
+        scale = torch.cat([part.scale for part in parts])
+        zero_point = torch.cat([part.zero_point for part in parts])
+        whole = share.whole_grid(Grid(scale, zero_point, zeta, form.bits))
+        return whole, share.sum(sum(losses))
+
+    for group in block.layout.groups:
+        projections = block.of_group(group)
+        fitted = fit_grids_of_group(
+            [p.weight for p in projections],
+            projections,
+            grid_format(settings),
+            with_zeta=settings.grid.zfold and group.fold is not None,
+            max_rounds=settings.grid.max_rounds,
+            search_one=search,
+        )
+        grids |= {p.projection.name: grid for p, grid in zip(projections, fitted, strict=True)}
+    block.take_grids(grids)

@@ -1,0 +1,205 @@
+"""Step 4: the rounding is learned, with a Lightning Trainer for each portion of the block.
+
+Source: docs/algorithm.md, step 4; Eq. 27 and 28 of the paper.
+"""
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from safetensors.torch import load_file
+from torch import Tensor
+
+from aespa_pl.algorithm.objectives import keep_better
+from aespa_pl.algorithm.products import multiplying_in, operand
+from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
+from aespa_pl.calibration.hessian import Hessian
+from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.rows import RowShare
+from aespa_pl.errors import UserError
+from aespa_pl.measure import release_memory
+from aespa_pl.models.family import Role
+from aespa_pl.planning.partition import (
+    WHOLE,
+    Divisible,
+    HeadRange,
+    Partition,
+    Portion,
+    learning_portions,
+)
+from aespa_pl.rounding import (
+    BlockRounding,
+    ProjectionRounding,
+    StatisticsBatch,
+    StatisticsDataModule,
+)
+from aespa_pl.run.journal import Run
+from aespa_pl.run.schema import DamagedFileError
+from aespa_pl.settings import QuantizationSettings
+from aespa_pl.storage.files import write_tensors
+
+MakeTrainer = Callable[[Portion], Trainer]
+"""Makes the Trainer of one portion of a block."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Learns the rounding of one block after the other."""
+
+    settings: QuantizationSettings
+    make_trainer: MakeTrainer
+    journal: Run
+    """Knows the checkpoint of the block under way, and which portions are learned already."""
+    device: torch.device
+    partition: Partition = WHOLE
+    ranks: Ranks = ALONE
+    """All processes call the same methods; each gets all integers."""
+
+    def learn(self, block: QuantizedBlock) -> None:
+        """Replace the integers of the projections whose rounding the method learns.
+
+        Raises:
+            NumericalError: A loss is not finite.
+            UserError: A callback ended the training early.
+        """
+        learned = {name: p for name, p in block.projections.items() if self._learns(p)}
+        divisible = [
+            Divisible(name, p.heads, p.weight.numel(), not p.hessian.in_memory)
+            for name, p in learned.items()
+        ]
+        found: dict[str, list[Tensor]] = {name: [] for name in learned}
+        for portion in learning_portions(block.index, divisible, self.partition):
+            integers = self._integers_of(portion, block)
+            for heads in portion.ranges:
+                found[heads.name].append(integers[heads.key].to(self.device))
+        for name, p in learned.items():
+            q = torch.cat(found[name])
+            if self.settings.rounding.keep_best:
+                q = keep_better(q, p.loss(q), p.integers, p.loss(p.integers))
+            p.integers = q
+
+    def _learns(self, p: QuantizedProjection) -> bool:
+        return self.settings.learns(attention=p.projection.role is not Role.OTHER)
+
+    def _integers_of(self, portion: Portion, block: QuantizedBlock) -> dict[str, Tensor]:
+        """Return the integers of a portion by head range; what an interrupted run has learned is read."""
+        integers = self.ranks.from_first(lambda: self._learned_before(portion))
+        if integers is not None:
+            return integers
+        release_memory()
+        integers = self._fit(portion, block)
+        gc.collect()  # Trainer, module and optimizer refer to each other
+        release_memory()
+        # there may be a next portion to be interrupted in
+        if self.partition != WHOLE and self.ranks.is_first:
+            file = self.journal.portion_file(portion)
+            write_tensors(file, integers, {})
+            self.journal.note_portion(portion, file)
+        return integers
+
+    def _fit(self, portion: Portion, block: QuantizedBlock) -> dict[str, Tensor]:
+        """Run one Trainer.fit; each process learns its rows, and all get all integers."""
+        label, settings = f"block {block.index}", self.settings
+        projections = {heads.key: self._rounding(heads, block) for heads in portion.ranges}
+        shares = {key: rounding.share for key, rounding in projections.items()}
+        module = BlockRounding(projections, settings.rounding, label, settings.products)
+        trainer = self.make_trainer(portion)
+        trainer.fit(
+            module,
+            datamodule=StatisticsDataModule(self._statistics(portion, block)),
+            ckpt_path=self._checkpoint(portion),
+        )
+        self._refuse_early_end(trainer, label)
+        with self.ranks.failing_together():
+            found = module.integers()
+        return {key: shares[key].whole(q.to(self.device)) for key, q in found.items()}
+
+    def _rounding(self, heads: HeadRange, block: QuantizedBlock) -> ProjectionRounding:
+        """Return the soft rounding of this process's rows; W' goes when its last heads have begun."""
+        p, settings = block.projections[heads.name], self.settings.rounding
+        some = slice(heads.first, heads.end)
+        share, grid = self._share(heads, p), p.grid.heads(heads.first, heads.end - heads.first)
+        updated = p.weight if p.updated is None else p.updated
+        attention = p.projection.role is not Role.OTHER
+        rounding = ProjectionRounding(
+            share.part(p.weight[some]),
+            share.part(updated[some]),
+            share.grid(grid),
+            penalty=settings.penalty_attention if attention else settings.penalty_other,
+            share=share,
+        )
+        if heads.end == heads.heads:
+            p.updated = None
+        return rounding
+
+    def _statistics(self, portion: Portion, block: QuantizedBlock) -> StatisticsBatch:
+        """Return H and G of this process's rows; projections with the same input share an H."""
+        batch, shared = {}, dict[Hessian, Tensor]()
+        with multiplying_in(self.settings.products):
+            for heads in portion.ranges:
+                p = block.projections[heads.name]
+                taken = self._share(heads, p).taken_heads
+                taken = slice(heads.first + taken.start, heads.first + taken.stop)
+                if len(p.hessian) == 1:
+                    H = shared.setdefault(p.hessian, operand(p.hessian[:]))
+                else:
+                    H = operand(p.hessian[taken])
+                batch[heads.key] = H, None if p.other_side is None else p.other_side[taken]
+        return batch
+
+    def _share(self, heads: HeadRange, p: QuantizedProjection) -> RowShare:
+        return replace(p.share(self.ranks), heads=heads.end - heads.first)
+
+    def _refuse_early_end(self, trainer: Trainer, label: str) -> None:
+        """Accept that EarlyStopping ended the training, and refuse any other reason.
+
+        Raises:
+            UserError: Something else ended it.
+        """
+        done, wanted = trainer.global_step, self.settings.rounding.iterations
+        if done >= wanted:
+            return
+        stopping = [c for c in trainer.early_stopping_callbacks if c.stopped_epoch]
+        if stopping:
+            log.info("%s: EarlyStopping ended the learning after %d iterations", label, done)
+            return
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        others = sorted({type(c).__name__ for c in callbacks} - {"EarlyStopping"})
+        raise UserError(
+            f"{label}: learning ended after {done} of {wanted} iterations, so one of trainer.callbacks "
+            f"ended it ({', '.join(others)}): remove the one that does, or lower "
+            "quantization.rounding.iterations"
+        )
+
+    def _checkpoint(self, portion: Portion) -> Path | None:
+        """Return the checkpoint at which the learning of a portion was interrupted, if there is one."""
+
+        def look() -> Path | None:
+            try:
+                return self.journal.usable_checkpoint(portion)
+            except DamagedFileError as error:
+                log.warning(
+                    "block %d: %s is damaged or missing: it is not used", portion.block, error
+                )
+                self.journal.forget_checkpoint()
+                return None
+
+        return self.ranks.from_first(look)
+
+    def _learned_before(self, portion: Portion) -> dict[str, Tensor] | None:
+        """Return the integers that a portion had learned before an interruption, if it had."""
+        try:
+            file = self.journal.usable_portion(portion)
+        except DamagedFileError as error:
+            log.warning(
+                "block %d: %s is damaged or missing: it is learned again", portion.block, error
+            )
+            self.journal.forget_portions(portion.number)
+            return None
+        return None if file is None else load_file(file)

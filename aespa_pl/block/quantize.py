@@ -1,0 +1,104 @@
+"""The steps of one block in their order: from weights and statistics to integers."""
+
+import logging
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import nn
+
+from aespa_pl.block.correct import correct
+from aespa_pl.block.grids import fit_grids
+from aespa_pl.block.learn import Learner
+from aespa_pl.block.polish import polish
+from aespa_pl.block.quantized import QuantizedBlock
+from aespa_pl.block.update import update
+from aespa_pl.calibration.statistics import BlockStatistics, Shifts
+from aespa_pl.errors import NumericalError, UserError
+from aespa_pl.measure import Stopwatch
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.settings import QuantizationSettings
+
+DAMPING_GROWTH = 10
+"""Factor of the damping in the second attempt at a block whose loss was not finite."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BlockQuantizer:
+    """Runs the steps of one block after the other."""
+
+    settings: QuantizationSettings
+    learner: Learner
+    stopwatch: Stopwatch
+
+    def start(
+        self, index: int, module: nn.Module, layout: BlockLayout, statistics: BlockStatistics
+    ) -> QuantizedBlock:
+        """Return a block's nearest rounding, aimed at weights that make up for earlier blocks' errors.
+
+        Args:
+            index: Number of the block, from 0.
+            module: The block with its original weights.
+            layout: Layout of the block.
+            statistics: Statistics of the block. Its Hessians become the quantized block's; the rest is
+                not needed afterwards.
+
+        Raises:
+            UserError: A Hessian cannot be factored.
+        """
+        block = QuantizedBlock.nearest(index, module, layout, statistics, self.settings)
+        block.damp(self.settings.damping)
+        if statistics.shifts is not None:
+            with self._measure("correction"):
+                self._correct(block, statistics.shifts)
+        block.clear_dead_columns()
+        return block
+
+    def quantize(self, block: QuantizedBlock) -> None:
+        """Run steps 2 to 4 and the polish on a block that has started.
+
+        Raises:
+            UserError: The loss is not finite even with ten times the damping.
+        """
+        self._choose_integers(block)
+        if self.settings.polish.enabled:
+            with self._measure("polish"):
+                polish(block, self.settings.polish.passes, self.learner.ranks)
+
+    def _correct(self, block: QuantizedBlock, shifts: Shifts) -> None:
+        try:
+            correct(block, shifts, self.settings.input_correction)
+        except NumericalError as error:
+            raise UserError(f"{error}; raise quantization.damping in a new run") from error
+
+    def _choose_integers(self, block: QuantizedBlock) -> None:
+        """Run steps 2 to 4; once more with ten times the damping where the loss is not finite."""
+        journal, damping = self.learner.journal, self.settings.damping
+        used = journal.damping.get(block.index, damping)
+        block.damp(used)
+        try:
+            self._attempt(block)
+        except NumericalError as error:
+            stronger = DAMPING_GROWTH * used
+            if used != damping or stronger >= 1:
+                raise UserError(f"{error}; raise quantization.damping in a new run") from error
+            log.warning("%s; again with damping %g", error, stronger)
+            journal.damping[block.index] = stronger
+            journal.forget_learning()
+            self._choose_integers(block)
+
+    def _attempt(self, block: QuantizedBlock) -> None:
+        settings, ranks = self.settings, self.learner.ranks
+        with self._measure("grid"):
+            fit_grids(block, settings, ranks)
+        if settings.optq.enabled:
+            with self._measure("optq"):
+                update(block, ranks)
+        for p in block.projections.values():
+            p.measured["optq"] = float(p.loss(p.integers).sum())
+        with self._measure("rounding"):
+            self.learner.learn(block)
+
+    def _measure(self, phase: str) -> AbstractContextManager[None]:
+        return self.stopwatch.measure(phase, self.learner.device)

@@ -1,0 +1,219 @@
+"""A block on its way from weights to integers: the one object that the steps of a block hand on.
+
+It begins as nearest rounding on min-max grids, which is a quantized block already. Each step replaces
+something of it by something better: ``correct`` the weights that are aimed at, ``fit_grids`` the grids,
+``update`` and ``learn`` and ``polish`` the integers.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.objectives import reconstruction_loss
+from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize, round_to_half
+from aespa_pl.calibration.hessian import Hessian
+from aespa_pl.calibration.statistics import BlockStatistics
+from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.rows import RowShare
+from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection, Role
+from aespa_pl.models.weights import projection_weight
+from aespa_pl.settings import QuantizationSettings
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a projection with the Hessians that they need, all in memory."""
+
+    weight: Tensor
+    grid: Grid
+    integers: Tensor
+    hessian: Tensor
+    other_side: Tensor | None
+
+
+@dataclass
+class QuantizedProjection:
+    """One projection, from weight to integers; the steps of a block change it in place."""
+
+    projection: Projection
+    weight: Tensor
+    """The weight that is aimed at, ``[heads, rows, d_in]``, float32: the original one, or with
+    input_correction the one that makes up for earlier blocks' errors; columns of dead inputs are 0."""
+    hessian: Hessian
+    other_side: Tensor | None
+    """G ``[heads, d_h, d_h]`` of the query and key projections' objective; None for the others."""
+    grid: Grid
+    """Grid before folding."""
+    row_factor: Tensor
+    """``[heads, rows]``: zeta of the next input group, which is folded into the rows; 1 where none is."""
+    integers: Tensor
+    """Best integers so far, uint8, ``[heads, rows, d_in]``."""
+    updated: Tensor | None = None
+    """W', the weights at the moment when OPTQ was about to round them, until learning has begun there."""
+    measured: dict[str, float] = field(default_factory=lambda: {"extra_damping": 0.0})
+    """Losses and other numbers that the steps leave for the journal."""
+
+    @property
+    def heads(self) -> int:
+        """Heads that the rows are split into; 1 where heads do not matter."""
+        return self.weight.shape[0]
+
+    @property
+    def folded_grid(self) -> Grid:
+        """The grid of the block as it is stored: zeta is 1, and float16 holds every scale."""
+        scale = round_to_half(self.grid.scale * self.row_factor[..., None])
+        return replace(self.grid, scale=scale, zeta=torch.ones_like(self.grid.zeta))
+
+    def share(self, ranks: Ranks) -> RowShare:
+        """Return which rows this process works on."""
+        by_heads = self.other_side is not None or len(self.hessian) > 1
+        return RowShare(self.heads, self.weight.shape[1], by_heads, ranks)
+
+    def rows(self, share: RowShare) -> Iterator[Rows]:
+        """Yield the rows of a share: all at once, or head by head where the Hessians are on disk."""
+        weight, integers = share.part(self.weight), share.part(self.integers)
+        grid, G, taken = share.grid(self.grid), self.other_side, share.taken_heads
+        if self.hessian.in_memory:
+            H = self.hessian[:] if len(self.hessian) == 1 else self.hessian[taken]
+            yield Rows(weight, grid, integers, H, None if G is None else G[taken])
+            return
+        for i, head in enumerate(range(taken.start, taken.stop)):
+            one = slice(i, i + 1)
+            H = self.hessian[head : head + 1]
+            yield Rows(weight[one], grid.heads(i, 1), integers[one], H, None)
+
+    def restart(self, grid: Grid) -> None:
+        """Take a grid, and nearest rounding on it."""
+        self.grid, self.updated = grid, None
+        self.integers = quantize(self.weight, grid).to(torch.uint8)
+
+    def loss(self, integers: Tensor) -> Tensor:
+        """Return the exact objective of ``integers`` in its independent parts (see objectives)."""
+        everything = replace(self, integers=integers).rows(self.share(ALONE))
+        return torch.cat(
+            [
+                reconstruction_loss(
+                    dequantize(rows.integers, rows.grid) - rows.weight,
+                    rows.hessian,
+                    rows.other_side,
+                )
+                for rows in everything
+            ]
+        )
+
+
+@dataclass
+class QuantizedBlock:
+    """All projections of one block, and where their factors are folded."""
+
+    index: int
+    layout: BlockLayout
+    projections: dict[str, QuantizedProjection]
+
+    @classmethod
+    def nearest(
+        cls,
+        index: int,
+        module: nn.Module,
+        layout: BlockLayout,
+        statistics: BlockStatistics,
+        settings: QuantizationSettings,
+    ) -> "QuantizedBlock":
+        """Return a block's nearest rounding on min-max grids.
+
+        Args:
+            index: Number of the block, from 0.
+            module: The block with its original weights, which may be shared, not copied.
+            layout: Layout of the block.
+            statistics: Statistics of the block; its Hessians become the block's, which damps them.
+            settings: Bits, groups and symmetry of the grids.
+        """
+        projections = {}
+        for group in layout.groups:
+            for p in group.projections:
+                weight = projection_weight(module, layout, p).float()
+                weight = weight.view(head_count(layout, p), -1, weight.shape[-1])
+                hessian = statistics.inputs[group.name]
+                if p.role is Role.VALUE and statistics.attended is not None:
+                    hessian = statistics.attended
+                zeta = torch.ones_like(weight[0, 0])
+                grid = min_max_grid(weight, zeta, grid_format(settings))
+                quantized = QuantizedProjection(
+                    p,
+                    weight,
+                    hessian,
+                    _other_side(p, statistics),
+                    grid,
+                    torch.ones_like(weight[..., 0]),
+                    torch.empty(0),
+                )
+                quantized.restart(replace(grid, scale=round_to_half(grid.scale)))
+                projections[p.name] = quantized
+        return cls(index, layout, projections)
+
+    def of_group(self, group: InputGroup) -> list[QuantizedProjection]:
+        """Return the projections that see one input."""
+        return [self.projections[p.name] for p in group.projections]
+
+    def damp(self, share: float) -> None:
+        """Damp all Hessians with a share of their mean diagonal."""
+        for hessian in {id(p.hessian): p.hessian for p in self.projections.values()}.values():
+            hessian.damp(share)
+
+    def clear_dead_columns(self) -> None:
+        """Aim at 0 for the weights of inputs that are always 0: any other value would only cost range."""
+        for p in self.projections.values():
+            dead = p.hessian.dead[:, None]  # [heads or 1, 1, d_in]
+            if bool(dead.any()):
+                p.weight = p.weight.masked_fill(dead, 0)
+
+    def zetas(self) -> Mapping[str, Tensor]:
+        """Return zeta ``[d_in]`` of each input group that folds it somewhere."""
+        groups = (group for group in self.layout.groups if group.fold is not None)
+        return {group.name: self.of_group(group)[0].grid.zeta for group in groups}
+
+    def take_grids(self, grids: Mapping[str, Grid]) -> None:
+        """Take the grids of all projections, and nearest rounding on them.
+
+        Scales are rounded so that float16 holds them after the next group's zeta is folded into the
+        rows: the export is exact, and the integers are chosen for the scales that it has.
+        """
+        for group in self.layout.groups:
+            if isinstance(group.fold, FoldIntoRows):
+                before = self.projections[group.fold.projection]
+                zeta = grids[group.projections[0].name].zeta
+                before.row_factor = zeta.view(before.weight.shape[:2])
+        for name, grid in grids.items():
+            p = self.projections[name]
+            factor = p.row_factor[..., None]
+            p.restart(replace(grid, scale=round_to_half(grid.scale * factor) / factor))
+
+
+def head_count(layout: BlockLayout, projection: Projection) -> int:
+    """Return the number of heads that the rows of a projection are split into: 1 where none matter."""
+    if projection.role is Role.QUERY:
+        return layout.heads
+    return 1 if projection.role is Role.OTHER else layout.key_value_heads
+
+
+def grid_format(settings: QuantizationSettings) -> GridFormat:
+    """Return what the settings say of grids."""
+    return GridFormat(settings.bits, settings.symmetric, settings.group_size)
+
+
+def nearest_weight(
+    module: nn.Module, layout: BlockLayout, projection: Projection, settings: QuantizationSettings
+) -> Tensor:
+    """Return round-to-nearest on the min-max grid, ``[rows, d_in]``: the usual thing to compare with."""
+    W = projection_weight(module, layout, projection).float()[None]
+    grid = min_max_grid(W, torch.ones_like(W[0, 0]), grid_format(settings))
+    return dequantize(quantize(W, grid), grid)[0]
+
+
+def _other_side(projection: Projection, statistics: BlockStatistics) -> Tensor | None:
+    if projection.role is Role.QUERY:
+        return statistics.keys
+    return statistics.queries if projection.role is Role.KEY else None

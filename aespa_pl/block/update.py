@@ -1,0 +1,31 @@
+"""Step 3: the update of the full-precision weights before rounding (OPTQ).
+
+Source: docs/algorithm.md, step 3.
+"""
+
+import torch
+
+from aespa_pl.algorithm.optq import update_weights
+from aespa_pl.block.errors import naming
+from aespa_pl.block.quantized import QuantizedBlock
+from aespa_pl.distributed.processes import Ranks
+
+
+def update(block: QuantizedBlock, ranks: Ranks) -> None:
+    """Replace the integers by OPTQ's, and keep W' as the start of the learning.
+
+    Args:
+        block: The block, with grids.
+        ranks: The processes that divide the rows; all of them get all integers.
+
+    Raises:
+        NumericalError: A Hessian cannot be factored; the message names the projection.
+    """
+    for p in block.projections.values():
+        share = p.share(ranks)
+        with naming(block, p), ranks.failing_together():
+            found = [update_weights(r.weight, r.hessian, r.grid) for r in p.rows(share)]
+        updated, integers, added = (torch.cat(x) for x in zip(*found, strict=True))
+        p.updated = share.whole(updated)
+        p.integers = share.whole(integers.to(torch.uint8))
+        p.measured["extra_damping"] = ranks.largest(float(added.max()))

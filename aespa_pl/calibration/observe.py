@@ -1,0 +1,64 @@
+"""What a block does with one batch, as its modules see it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from aespa_pl.models.family import Attention, InputGroup
+
+ObserveAttention = Callable[[Callable[[Attention], None]], AbstractContextManager[None]]
+"""Opens a context in which its argument is called with what the block's attention does."""
+
+
+@dataclass
+class Observation:
+    """One batch on its way through a block."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    """``X [B, L, d_in]`` by input group."""
+    residuals: dict[str, Tensor] = field(default_factory=dict)
+    """The residual stream ``[B, L, d]`` that a group's output is added to, by input group."""
+    attention: Attention | None = None
+    """Queries and keys of the attention; None where they were not asked for."""
+
+
+@contextmanager
+def observing(
+    block: nn.Module,
+    groups: Sequence[InputGroup],
+    *,
+    residuals: bool = False,
+    attention: ObserveAttention | None = None,
+) -> Iterator[Observation]:
+    """Fill an observation with the one batch that runs through ``block`` in this context.
+
+    Args:
+        block: A block of the model.
+        groups: Input groups to look at.
+        residuals: Whether the residual stream is looked at as well.
+        attention: Observes the block's attention; None: its queries and keys are not wanted.
+    """
+    seen = Observation()
+
+    def see_attention(found: Attention) -> None:
+        seen.attention = found
+
+    with ExitStack() as stack:
+
+        def keep_input(module: str, kept: dict[str, Tensor], name: str) -> None:
+            def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+                kept[name] = arguments[0]
+
+            handle = block.get_submodule(module).register_forward_pre_hook(hook)
+            stack.callback(handle.remove)
+
+        for group in groups:
+            first = group.projections[0]
+            keep_input(first.module, seen.inputs, group.name)
+            if residuals and first.residual is not None:
+                keep_input(first.residual, seen.residuals, group.name)
+        if attention is not None:
+            stack.enter_context(attention(see_attention))
+        yield seen

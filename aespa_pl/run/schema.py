@@ -1,0 +1,98 @@
+"""What the JSON files of a run hold; they are validated here and nowhere else."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from aespa_pl.errors import UserError
+
+FORMAT = 2
+"""Version of the journal."""
+
+
+class Strict(BaseModel):
+    """Values of the right type or none at all."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class BlockRecord(Strict):
+    """A block that is complete."""
+
+    losses: dict[str, dict[str, int | float]]
+    """Losses, damping and other numbers, by projection."""
+    seconds: dict[str, int | float]
+    """Seconds by phase."""
+    files: dict[str, str]
+    """SHA-256 by path in the folder of the run."""
+
+
+class LearnedFile(Strict):
+    """A file that the learning of the block under way has left."""
+
+    block: int
+    keys: list[str]
+    """Head ranges that are learned together; the file is of use for nothing else."""
+    file: str
+    """Path in the folder of the run."""
+    checksum: str
+
+
+class JournalContent(Strict):
+    """journal.json."""
+
+    format: int
+    fingerprint: dict[str, Any]
+    blocks: dict[str, BlockRecord]
+    checkpoint: LearnedFile | None
+    portions: list[LearnedFile]
+    damping: dict[str, int | float]
+    model: dict[str, str]
+    """SHA-256 of what lies in the model folder beside the blocks, by path; empty until all is written."""
+
+
+class Metrics(Strict):
+    """metrics.json."""
+
+    perplexity: dict[str, dict[str, int | float]]
+    seconds: dict[str, int | float]
+    peak_bytes: dict[str, int]
+
+
+class Version(Strict):
+    """What is read first of a journal."""
+
+    format: int
+
+
+Content = TypeVar("Content", bound=Strict)
+
+
+def parse(kind: type[Content], path: Path) -> Content:
+    """Read a JSON file.
+
+    Raises:
+        OSError: It cannot be read.
+        DamagedFileError: It does not hold what it should.
+    """
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(key) for key in first["loc"])
+        raise DamagedFileError(f"{path}: {where}: {first['msg']}") from error
+
+
+class DamagedFileError(Exception):
+    """A file of a run is missing, or not what the run says of it."""
+
+
+def refuse_other_format(path: Path) -> None:
+    """Raise UserError where another version of this program wrote a journal."""
+    found = parse(Version, path).format
+    if found != FORMAT:
+        newer = "newer" if found > FORMAT else "older"
+        raise UserError(
+            f"{path} was written by a {newer} version of aespa-pl: use that version, or start a new run"
+        )

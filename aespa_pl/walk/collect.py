@@ -1,0 +1,166 @@
+"""Step 1 of a block: its calibration segments run through it, and the statistics are collected."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from aespa_pl.calibration.collector import StatisticsCollector
+from aespa_pl.calibration.hessian import Hessian
+from aespa_pl.calibration.observe import observing
+from aespa_pl.calibration.statistics import BlockStatistics
+from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.errors import UserError
+from aespa_pl.models.family import Attention, BlockLayout
+from aespa_pl.models.streamed import StreamedModel, in_turn
+from aespa_pl.planning.partition import WHOLE, Partition
+from aespa_pl.settings import QuantizationSettings
+from aespa_pl.storage.batches import Batches
+from aespa_pl.storage.matrices import MatricesOnDisk
+
+
+@dataclass
+class Streams:
+    """Hidden states of the calibration segments before the block under way, in batches."""
+
+    quantized: Batches
+    """As the blocks quantized so far have made them."""
+    original: Batches | None
+    """As in the original model; None without input_correction."""
+    own: bool
+    """Whether they are this process's; otherwise another has them, and here they only tell the shapes."""
+
+    @classmethod
+    def begin(
+        cls, source: StreamedModel, tokens: Tensor, batch_size: int, ranks: Ranks, *, two: bool
+    ) -> "Streams":
+        """Embed this process's share of the segments.
+
+        Args:
+            source: The model.
+            tokens: Calibration segments, ``[segments, L]``.
+            batch_size: Segments in a batch.
+            ranks: The processes that divide the segments.
+            two: Whether the original model's stream is wanted as well.
+        """
+        mine = ranks.segments(tokens, batch_size)
+        own = len(mine) > 0
+        quantized = source.embed(mine if own else tokens[:1], batch_size)
+        again = (quantized[i] for i in range(len(quantized)))
+        return cls(quantized, source.keep(again) if two else None, own)
+
+
+@dataclass(frozen=True)
+class StatisticsPasses:
+    """Runs the calibration segments through one block after the other."""
+
+    source: StreamedModel
+    settings: QuantizationSettings
+    folder: Path
+    """Folder for matrices that wait on disk."""
+    partition: Partition = WHOLE
+    ranks: Ranks = ALONE
+
+    def collect(self, index: int, module: nn.Module, streams: Streams) -> BlockStatistics:
+        """Return the statistics of a block; the original model's hidden states go on to the next one.
+
+        Where the partition wants it, H_V is collected for some heads at a time, and waits on disk.
+
+        Args:
+            index: Number of the block, from 0.
+            module: The block with its original weights.
+            streams: Hidden states before the block.
+
+        Raises:
+            UserError: A statistic is not finite, because activations overflow.
+        """
+        heads = self._layout.key_value_heads
+        first, *others = [range(heads)]
+        if self.settings.objective.value == "attention":
+            first, *others = self.partition.head_groups(heads)
+        statistics = self._run_through(index, module, streams, first, last=not others)
+        if not others:
+            return statistics
+        values, shifts = (MatricesOnDisk(self.folder, self.source.device) for _ in range(2))
+        statistics = _move_values(statistics, values, shifts)
+        for group in others:
+            more = self._run_through(index, module, streams, group, last=group is others[-1])
+            _move_values(more, values, shifts)
+        found = statistics.shifts and replace(statistics.shifts, attended=shifts)
+        return replace(statistics, attended=Hessian(values), shifts=found)
+
+    @property
+    def _layout(self) -> BlockLayout:
+        return self.source.family.layout(self.source.checkpoint.config)
+
+    def _run_through(
+        self, index: int, module: nn.Module, streams: Streams, heads: range, *, last: bool
+    ) -> BlockStatistics:
+        """Run all segments through a block and collect H_V of some heads; the first time, everything else."""
+        objective, first = self.settings.objective, heads.start == 0
+        collector = StatisticsCollector(
+            self._layout,
+            value=objective.value == "attention",
+            query_key=first and objective.query_key == "attention",
+            inputs=first,
+            heads=heads,
+            precision="float32" if self.settings.products == "float32" else "tf32",
+        )
+        attention = partial(self._observe_attention, module)
+        value = attention if collector.value else None
+        either = attention if collector.value or collector.query_key else None
+        # before block 0 both streams are equal, and so are what comes out and the statistics
+        differ = streams.original is not None and index > 0
+        originals = in_turn(streams.original or [], self.source.device)
+        for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
+            original = None
+            if differ:
+                with observing(
+                    module, collector.groups, residuals=True, attention=value
+                ) as original:
+                    after = self.source.run_block(module, next(originals))
+            with observing(module, collector.groups, residuals=differ, attention=either) as seen:
+                output = self.source.run_block(module, quantized)
+            if streams.original is not None and last:
+                streams.original[i] = (after if differ else output).cpu()
+            collector.add(seen, original)
+        if not self.ranks.alone:
+            collector.add_up(self.ranks.sum_, counts=streams.own)
+        statistics = collector.finish(self.source.family.norm_weights(module))
+        self._refuse_not_finite(index, statistics)
+        return statistics
+
+    def _observe_attention(
+        self, module: nn.Module, see: Callable[[Attention], None]
+    ) -> AbstractContextManager[None]:
+        return self.source.family.observe_attention(self.source.model, module, see)
+
+    def _refuse_not_finite(self, index: int, statistics: BlockStatistics) -> None:
+        for name, tensor in statistics.named_tensors():
+            if bool(torch.isfinite(tensor).all()):
+                continue
+            dtype = str(self.source.dtype).removeprefix("torch.")
+            advice = "check model.pretrained"
+            if dtype != "float32":
+                advice = "continue with --model.dtype bfloat16, or float32 where that is not enough"
+            raise UserError(
+                f"block {index}: the statistic {name} has NaN or infinite values, so the model's "
+                f"activations overflow in {dtype}: {advice}"
+            )
+
+
+def _move_values(
+    statistics: BlockStatistics, values: MatricesOnDisk, shifts: MatricesOnDisk
+) -> BlockStatistics:
+    """Append H_V and its shift to files, and return the statistics without them."""
+    values.append(cast(Hessian, statistics.attended)[:])
+    found = statistics.shifts
+    if found is not None and found.attended is not None:
+        shifts.append(found.attended[:])
+        found = replace(found, attended=None)
+    return replace(statistics, attended=None, shifts=found)

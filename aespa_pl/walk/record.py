@@ -1,0 +1,86 @@
+"""What is stored of a quantized block: its tensors, what was measured, its curves and its line."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm.quantizer import quantize
+from aespa_pl.block.quantized import QuantizedBlock
+
+log = logging.getLogger(__name__)
+
+
+def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
+    """Return what was measured on each projection: losses, damping and what the polish changed."""
+    found = {}
+    for name, p in block.projections.items():
+        for key, phase in (
+            ("extra_damping", "the update"),
+            ("correction_damping", "the correction"),
+        ):
+            if p.measured.get(key):
+                log.warning(
+                    "block %d, %s: %s needed %g of the Hessian's mean diagonal as extra damping",
+                    block.index, name, phase, p.measured[key],
+                )  # fmt: skip
+        found[name] = {
+            "nearest": float(p.loss(quantize(p.weight, p.grid)).sum()),
+            "final": float(p.loss(p.integers).sum()),
+            **p.measured,
+        }
+    return found
+
+
+def artifact(block: QuantizedBlock) -> dict[str, Tensor]:
+    """Return the tensors of a block's file.
+
+    The weights are ``scale * (integers - zero_point)``: zeta is folded into them already.
+    """
+    tensors = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
+    for name, p in block.projections.items():
+        grid = p.folded_grid
+        tensors[f"{name}.integers"] = p.integers.flatten(0, 1)
+        tensors[f"{name}.scale"] = grid.scale.flatten(0, 1).to(torch.float16)
+        tensors[f"{name}.zero_point"] = grid.zero_point.flatten(0, 1).to(torch.uint8)
+    return tensors
+
+
+def curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return what was measured on a block as the points of curves over the blocks.
+
+    Args:
+        record: What ``losses`` returned.
+        seconds: Seconds of each phase.
+    """
+    points = {}
+    for name, measured in record.items():
+        if measured["nearest"] > 0:
+            points[f"loss_of_nearest/{name}"] = measured["final"] / measured["nearest"]
+        if measured.get("before_polish", 0) > 0:
+            points[f"polish_loss_of_before/{name}"] = measured["final"] / measured["before_polish"]
+            points[f"polish_changed/{name}"] = measured["polish_changed"]
+            points[f"polish_passes/{name}"] = measured["polish_passes"]
+    return points | {f"seconds/{phase}": value for phase, value in seconds.items()}
+
+
+def line(index: int, blocks: int, record: Mapping[str, Any], seconds: float) -> str:
+    """Return one line about a finished block.
+
+    Args:
+        index: Number of the block, from 0.
+        blocks: Number of blocks of the model.
+        record: What ``losses`` returned.
+        seconds: Seconds that the block took.
+    """
+    measured = record.values()
+    text = f"block {index} of {blocks}: "
+    if all("polish_changed" in x for x in measured):
+        changed = sum(x["polish_changed"] for x in measured)
+        passes = max(x["polish_passes"] for x in measured)
+        text += f"polish changed {changed} integers in {passes} passes; "
+    shares = [x["final"] / x["nearest"] for x in measured if x["nearest"] > 0]
+    mean = sum(shares) / max(1, len(shares))
+    return f"{text}loss {mean:.3f} of nearest rounding's, {seconds:.1f} s"
