@@ -17,16 +17,19 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from aespa_pl.block.learn import Learner, MakeTrainer
+from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
-from aespa_pl.planning.partition import WHOLE, Partition
+from aespa_pl.planning.partition import WHOLE, Partition, Portion
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import PolishSettings, QuantizationSettings, RoundingSettings
-from aespa_pl.walk.walk import MakeTrainer, Walk
+from aespa_pl.walk.collect import StatisticsPasses
+from aespa_pl.walk.walk import Walk
 from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save
 
 SEGMENTS, BLOCKS = 6, 2
@@ -39,8 +42,8 @@ BASE = QuantizationSettings(
 """The paper's parts alone; so few iterations want larger steps, or the rounding stays where OPTQ left it."""
 
 
-TrainerOptions = Callable[[Run, int], Mapping[str, Any]]
-"""Arguments of a block's Trainer, beside those of ``trainers``."""
+TrainerOptions = Callable[[Run, Portion], Mapping[str, Any]]
+"""Arguments of a portion's Trainer, beside those of ``trainers``."""
 
 
 def changed(changes: Mapping[str, Any], settings: Any = BASE) -> Any:
@@ -55,7 +58,7 @@ def changed(changes: Mapping[str, Any], settings: Any = BASE) -> Any:
 def trainers(settings: QuantizationSettings, run: Run, options: TrainerOptions) -> MakeTrainer:
     """Return what makes a silent Trainer for each block."""
 
-    def make(index: int) -> Trainer:
+    def make(portion: Portion) -> Trainer:
         silent = {
             "accelerator": "cpu",
             "max_steps": settings.rounding.iterations,
@@ -66,7 +69,7 @@ def trainers(settings: QuantizationSettings, run: Run, options: TrainerOptions) 
             "enable_model_summary": False,
             "log_every_n_steps": 12,
         }
-        return Trainer(**{**silent, **options(run, index)})
+        return Trainer(**{**silent, **options(run, portion)})
 
     return make
 
@@ -125,7 +128,7 @@ def walk(
     *,
     model: PreTrainedModel | None = None,
     ids: Tensor | None = None,
-    options: TrainerOptions = lambda _run, _index: {},
+    options: TrainerOptions = lambda _run, _portion: {},
     run: Run | None = None,
     hidden_folder: Path | None = None,
     partition: Partition = WHOLE,
@@ -157,15 +160,19 @@ def walk(
     )
     run = run or Run.create(folder / "runs", {})
     said = io.StringIO()
+    stopwatch = Stopwatch()
+    learner = Learner(
+        settings, trainers(settings, run, options), run, torch.device("cpu"), partition
+    )
     walker = Walk(
         source=source,
         run=run,
         settings=settings,
         batch_size=4,
-        make_trainer=trainers(settings, run, options),
+        quantizer=BlockQuantizer(settings, learner, stopwatch),
+        passes=StatisticsPasses(source, settings, run.folder, partition),
         progress=WalkProgress(Console(file=said, width=200)),
-        stopwatch=Stopwatch(),
-        partition=partition,
+        stopwatch=stopwatch,
     )
     walker.quantize(ids)
     return Quantized(model, ids, run, walker.layout, said.getvalue())

@@ -32,7 +32,7 @@ def search_with_loss(
 
 
 def fit_grids(
-    weights: Sequence[Float[Tensor, "heads rows d_in"]],
+    weights: Sequence[Float[Tensor, "_ _ d_in"]],
     problems: Sequence[Problem],
     grid_format: GridFormat,
     *,

@@ -1,10 +1,9 @@
 """The statistics of a block as a LightningDataModule: every batch is the same set of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 StatisticsBatch = Mapping[str, tuple[Tensor, Tensor | None]]
 """By projection: damped Hessian ``[heads or 1, d_in, d_in]``, and G ``[heads, d_h, d_h]`` or None."""
@@ -12,17 +11,36 @@ EPOCH = 100
 """Iterations of what Lightning calls an epoch: EarlyStopping and others act at the end of each."""
 
 
-class _Repeated(Dataset[StatisticsBatch]):
-    """The objective of all calibration tokens, once for each iteration of an epoch."""
+class Repetition:
+    """One epoch: the objective of all calibration tokens, once for each iteration.
+
+    Lightning takes any iterable for a loader. This one tells it where inside an epoch it is, so that a
+    training that continues there has its epochs end where they would have ended.
+    """
 
     def __init__(self, batch: StatisticsBatch) -> None:
-        self.batch = batch
+        """Repeat ``batch``, the tensors themselves and not copies."""
+        self._batch = batch
+        self._done = 0
 
     def __len__(self) -> int:
+        """Return the iterations of an epoch."""
         return EPOCH
 
-    def __getitem__(self, _: int) -> StatisticsBatch:
-        return self.batch
+    def __iter__(self) -> Iterator[StatisticsBatch]:
+        """Yield the batch for the rest of the epoch."""
+        while self._done < EPOCH:
+            self._done += 1
+            yield self._batch
+        self._done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place inside the epoch."""
+        return {"done": self._done}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at a place inside the epoch."""
+        self._done = state["done"]
 
 
 class StatisticsDataModule(LightningDataModule):
@@ -37,6 +55,6 @@ class StatisticsDataModule(LightningDataModule):
         super().__init__()
         self.batch = batch
 
-    def train_dataloader(self) -> DataLoader[StatisticsBatch]:
-        """Return the loader that Trainer.fit reads."""
-        return DataLoader(_Repeated(self.batch), batch_size=None, num_workers=0)
+    def train_dataloader(self) -> Repetition:
+        """Return what Trainer.fit reads."""
+        return Repetition(self.batch)

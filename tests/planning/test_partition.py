@@ -8,12 +8,20 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.errors import UserError
-from aespa_pl.planning.partition import WHOLE, Divisible, Partition, Piece, learning_parts
+from aespa_pl.planning.partition import (
+    WHOLE,
+    Divisible,
+    HeadRange,
+    Partition,
+    Portion,
+    learning_portions,
+)
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
-from aespa_pl.storage.head_matrices import HeadsOnDisk
+from aespa_pl.storage.matrices import MatricesOnDisk
 from tests.walks import Quantized, walk
 
 DIVIDED = Partition(heads=1, weights=600)
@@ -37,7 +45,9 @@ def test_every_head_is_learned_once(weights: int | None, heads: int | None) -> N
         Divisible("v", 8, 80, on_disk=True),
         Divisible("o", 1, 120, on_disk=False),
     ]
-    parts = learning_parts(projections, Partition(heads, weights))
+    parts = [
+        portion.ranges for portion in learning_portions(3, projections, Partition(heads, weights))
+    ]
     for p in projections:
         pieces = [piece for part in parts for piece in part if piece.name == p.name]
         found = [head for piece in pieces for head in range(piece.first, piece.end)]
@@ -51,27 +61,31 @@ def test_every_head_is_learned_once(weights: int | None, heads: int | None) -> N
         assert all(p.end - p.first <= (heads or 8) for p in part if p.name == "v")
 
 
-def test_nothing_to_divide_is_one_part_of_whole_projections() -> None:
+def test_nothing_to_divide_is_one_portion_of_whole_projections() -> None:
     projections = [Divisible("q", 4, 80, on_disk=False), Divisible("o", 1, 120, on_disk=False)]
-    (part,) = learning_parts(projections, WHOLE)
-    assert part == (Piece("q", 0, 4, 4), Piece("o", 0, 1, 1))
-    assert [piece.key for piece in part] == ["q", "o"]
-    assert learning_parts([], WHOLE) == []
+    (portion,) = learning_portions(3, projections, WHOLE)
+    assert portion == Portion(3, 0, (HeadRange("q", 0, 4, 4), HeadRange("o", 0, 1, 1)))
+    assert portion.keys == ["q", "o"]
+    assert learning_portions(3, [], WHOLE) == []
 
 
 def test_heads_on_disk_read_like_a_tensor(tmp_path: Path) -> None:
     matrices = torch.randn(5, 3, 3)
-    stored = HeadsOnDisk.create(tmp_path, torch.device("cpu"))
+    stored = MatricesOnDisk(tmp_path, torch.device("cpu"))
     stored.append(matrices[:2])
     stored.append(matrices[2:])
     assert list(tmp_path.iterdir()) == []  # a file without a name: nothing is left of it
-    assert stored.shape == matrices.shape
+    assert len(stored) == len(matrices)
     for heads in (slice(None), slice(1, 3), slice(4, 5)):
         assert torch.equal(stored[heads], matrices[heads])
-    assert torch.equal(stored.diagonal(), matrices.diagonal(dim1=1, dim2=2))
-    diagonals = torch.rand(5, 3)
-    changed = HeadsOnDisk(stored.matrices, stored.device, diagonals)
-    assert torch.equal(changed[1:4].diagonal(dim1=1, dim2=2), diagonals[1:4])
+    on_disk, in_memory = Hessian(stored), Hessian(matrices.clone())
+    for share in (0.01, 0.1):  # the second damping replaces the first
+        on_disk.damp(share)
+        in_memory.damp(share)
+        assert torch.equal(on_disk[1:4], in_memory[1:4])
+        mean = matrices[2].diagonal().mean()
+        expected = matrices[2] + share * mean * torch.eye(3)
+        torch.testing.assert_close(on_disk[2:3][0], expected)
     assert torch.equal(stored[:], matrices)
 
 
@@ -93,7 +107,7 @@ def test_parts_give_what_the_whole_gives(
     for index in (0, 1):
         for projection, losses in whole.losses(index).items():
             assert divided.losses(index)[projection] == pytest.approx(losses, rel=1e-5)
-    assert not (divided.run.folder / "parts").exists()
+    assert not (divided.run.folder / "portions").exists()
 
 
 def test_values_are_learned_head_by_head(tmp_path: Path) -> None:
@@ -101,7 +115,7 @@ def test_values_are_learned_head_by_head(tmp_path: Path) -> None:
 
     class Note(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            learned.append(list(pl_module.variables.keys()))  # type: ignore[operator,union-attr]
+            learned.append([name for name, _ in pl_module.named_projections()])  # type: ignore[operator]
 
     walk(
         "llama-grouped",
@@ -130,26 +144,19 @@ class StopIn(Callback):
             self.interruption.received = 15
 
 
-def stopping(fits: list[int], part: int) -> Callable[[Run, int], dict[str, Any]]:
-    def options(run: Run, index: int) -> dict[str, Any]:
-        interruption, folder = Interruption(), run.checkpoint_folder(index)
+def stopping(fits: list[int], part: int) -> Callable[[Run, Portion], dict[str, Any]]:
+    def options(run: Run, portion: Portion) -> dict[str, Any]:
+        interruption, folder = Interruption(), run.checkpoint_folder(portion.block)
         return {
             "callbacks": [
                 StopIn(interruption, fits, part), StopAtIteration(interruption, folder)
             ],
-            "plugins": [JournaledCheckpointIO(run, index)],
+            "plugins": [JournaledCheckpointIO(run, portion)],
         }  # fmt: skip
 
     return options
 
 
-@pytest.fixture
-def single_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each Lightning step one iteration."""
-    monkeypatch.setattr("aespa_pl.rounding.module.STEP_SECONDS", 0.0)
-
-
-@pytest.mark.usefixtures("single_iterations")
 def test_parts_that_are_done_are_not_learned_again(tmp_path: Path) -> None:
     whole = walk("llama-grouped", tmp_path / "whole", SHORT)
     run, fits = Run.create(tmp_path / "runs", {}), list[int]()
@@ -159,7 +166,7 @@ def test_parts_that_are_done_are_not_learned_again(tmp_path: Path) -> None:
         )
     assert len(fits) == 3
     run = Run.open(run.folder)
-    assert len(run.parts) == 2
+    assert len(run.portions) == 2
     again: list[int] = []
     resumed = walk(
         "llama-grouped", tmp_path, SHORT, options=stopping(again, 99), run=run, partition=DIVIDED
@@ -170,7 +177,6 @@ def test_parts_that_are_done_are_not_learned_again(tmp_path: Path) -> None:
     same_files(resumed, whole)
 
 
-@pytest.mark.usefixtures("single_iterations")
 @pytest.mark.parametrize("harm", ["damaged", "other parts"])
 def test_part_that_is_of_no_use_is_learned_again(
     harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -183,7 +189,7 @@ def test_part_that_is_of_no_use_is_learned_again(
         )
     run = Run.open(run.folder)
     if harm == "damaged":
-        run.part_file(0, 0).write_bytes(b"x")
+        run.portion_file(Portion(0, 0, ())).write_bytes(b"x")
     partition = DIVIDED if harm == "damaged" else Partition(heads=1, weights=2000)
     resumed = walk("llama-grouped", tmp_path, SHORT, run=run, partition=partition)
     assert ("is damaged or missing: it is learned again" in caplog.text) == (harm == "damaged")

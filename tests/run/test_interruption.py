@@ -1,9 +1,12 @@
 """A signal stops at once, or while a block is rounded after the iteration, with a checkpoint."""
 
+import hashlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from aespa_pl.run.checkpointing import JournaledCheckpointIO, PeriodicCheckpoint, StopAtIteration
+from aespa_pl.planning.partition import HeadRange, Portion
+from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import SIGNALS, Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import OutputSettings
@@ -19,6 +23,18 @@ from tests.walks import BASE, Quantized, walk
 
 LAST = BASE.rounding.iterations
 both = pytest.mark.parametrize("number", SIGNALS)
+
+
+HEADS = 4
+"""Heads of the tests' OPT."""
+
+
+def whole_block(index: int) -> Portion:
+    """Return what the tests' OPT learns together: all projections of a block."""
+    names = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+    heads = {"q_proj": HEADS, "k_proj": HEADS, "v_proj": HEADS}
+    ranges = (HeadRange(name, 0, heads.get(name, 1), heads.get(name, 1)) for name in names)
+    return Portion(index, 0, tuple(ranges))
 
 
 def send(number: int) -> None:
@@ -84,12 +100,6 @@ def test_other_threads_leave_signals_alone() -> None:
 EVERY_FIVE = OutputSettings(checkpoint_iterations=5, checkpoint_seconds=None)
 
 
-@pytest.fixture
-def single_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each Lightning step one iteration."""
-    monkeypatch.setattr("aespa_pl.rounding.module.STEP_SECONDS", 0.0)
-
-
 class SignalAt(Callback):
     """Sends a signal in a hook of the block ``index`` at ``step``."""
 
@@ -113,15 +123,15 @@ def options(
     before: list[Callback],
     after: list[Callback],
     output: OutputSettings = EVERY_FIVE,
-) -> Callable[[Run, int], dict[str, Any]]:
+) -> Callable[[Run, Portion], dict[str, Any]]:
     """Return what the command line adds to each block's Trainer, and callbacks around it."""
 
-    def make(run: Run, index: int) -> dict[str, Any]:
-        folder = run.checkpoint_folder(index)
+    def make(run: Run, portion: Portion) -> dict[str, Any]:
+        folder = run.checkpoint_folder(portion.block)
         stop = StopAtIteration(interruption, folder)
-        callbacks = [*before, stop, *after, PeriodicCheckpoint(output, folder)]
-        plugins = [JournaledCheckpointIO(run, index)]
-        return {"callbacks": callbacks, "plugins": plugins}
+        callbacks = [*before, stop, *after, *checkpoints(output, folder)]
+        plugins = [JournaledCheckpointIO(run, portion)]
+        return {"callbacks": callbacks, "plugins": plugins, "enable_checkpointing": True}
 
     return make
 
@@ -143,7 +153,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
         ("on_train_epoch_end", LAST, LAST),
     ],
 )
-@pytest.mark.usefixtures("single_iterations")
 @both
 def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
     number: signal.Signals, hook: str, step: int, saved: int, whole: Quantized, tmp_path: Path
@@ -155,9 +164,7 @@ def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
     run = Run.open(tmp_path / "runs" / "version_0")
     assert list(run.blocks) == [0]
     assert run.checkpoint is not None
-    run.pieces = run.checkpoint["pieces"]
-    assert run.pieces  # those that a continued run will ask for
-    file = run.usable_checkpoint(1)
+    file = run.usable_checkpoint(whole_block(1))
     assert file is not None
     assert file.name == f"step_{saved}-interrupted.ckpt"
     assert torch.load(file, weights_only=True)["global_step"] == saved
@@ -175,7 +182,7 @@ def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
 def test_signal_outside_of_rounding_stops_at_once(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aespa_pl.block.search.fit_block_grids", lambda *_: send(number))
+    monkeypatch.setattr("aespa_pl.block.quantize.fit_grids", lambda *_: send(number))
     interruption = Interruption()
     with pytest.raises(RunInterrupted), interruption.watching():
         walk("opt", tmp_path, options=options(interruption, [], []))
@@ -206,10 +213,11 @@ def test_error_lets_signals_through_again(tmp_path: Path) -> None:
         (OutputSettings(checkpoint_iterations=None, checkpoint_seconds=None), []),
     ],
 )
-@pytest.mark.usefixtures("single_iterations")
 def test_checkpoints_come_by_iterations_and_time(
-    output: OutputSettings, expected: list[int], tmp_path: Path
+    output: OutputSettings, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("aespa_pl.run.checkpointing.REST", 0)
+
     class Watch(Callback):
         def __init__(self) -> None:
             self.steps: list[int] = []
@@ -222,9 +230,8 @@ def test_checkpoints_come_by_iterations_and_time(
 
         def _look(self) -> None:
             run = Run.open(tmp_path / "runs" / "version_0")
-            if run.checkpoint is not None and run.checkpoint["block"] == 0:
-                run.pieces = run.checkpoint["pieces"]
-                file = run.usable_checkpoint(0)
+            if run.checkpoint is not None and run.checkpoint.block == 0:
+                file = run.usable_checkpoint(whole_block(0))
                 assert file is not None
                 self.steps.append(torch.load(file, weights_only=True)["global_step"])
                 assert len(list(run.checkpoint_folder(0).iterdir())) == 1  # the older is removed
@@ -234,15 +241,35 @@ def test_checkpoints_come_by_iterations_and_time(
     assert sorted(set(watch.steps)) == expected
 
 
-def test_checkpoints_by_iterations_come_where_a_step_is_many(
+def test_saving_takes_a_small_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aespa_pl.rounding.module.STEP_SECONDS", 3600.0)
-    saved: list[int] = []
+    """A clock on which an iteration takes 1 s and a save 2 s; 5 s between saves are asked for."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    saved: list[float] = []
 
-    class Note(Callback):
-        def on_save_checkpoint(self, trainer: Trainer, *_: object) -> None:
-            saved.append(trainer.global_step)
+    class Slow(Callback):
+        def on_train_batch_start(self, *_: object) -> None:
+            clock[0] += 1
 
-    walk("opt", tmp_path, options=options(Interruption(), [], [Note()]))
-    assert saved == [5, 10, 15, 20] * 2
+        def on_save_checkpoint(self, *_: object) -> None:
+            saved.append(clock[0])
+            clock[0] += 2
+
+    output = OutputSettings(checkpoint_seconds=5.0)
+    changes = {"rounding.iterations": 100}
+    walk("opt", tmp_path, changes, options=options(Interruption(), [Slow()], [], output))
+    between = [b - (a + 2) for a, b in pairwise(saved)]  # from the end of a save
+    assert between[0] == between[1] == 20 * 2 + 1
+    assert saved[0] == 5
+
+
+def test_checksum_made_while_writing_is_that_of_the_file(tmp_path: Path) -> None:
+    run, portion = Run.create(tmp_path, {}), whole_block(0)
+    path = run.checkpoint_folder(0) / "step_1.ckpt"
+    content = {"a": torch.randn(1000), "b": {"c": 3}}
+    JournaledCheckpointIO(run, portion).save_checkpoint(content, path)
+    assert run.checkpoint is not None
+    assert run.checkpoint.checksum == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert torch.equal(JournaledCheckpointIO(run, portion).load_checkpoint(path)["a"], content["a"])

@@ -14,8 +14,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aespa_pl.errors import UserError
+from aespa_pl.errors import NumericalError, UserError
 from aespa_pl.models.family import FoldIntoNorm, Projection
+from aespa_pl.planning.partition import Portion
 from aespa_pl.run.journal import Run
 from tests.models.examples import VOCABULARY, make_model
 from tests.reference import optq_row
@@ -536,7 +537,7 @@ class Stop(Callback):
     def __init__(self) -> None:
         self.trainings = 0
 
-    def options(self, _run: Run, _index: int) -> dict[str, Any]:
+    def options(self, _run: Run, _portion: Portion) -> dict[str, Any]:
         return {"callbacks": [self]}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -579,13 +580,13 @@ class Poison(Callback):
         self.times = times
         self.trainings = 0
 
-    def options(self, _run: Run, _index: int) -> dict[str, Any]:
+    def options(self, _run: Run, _portion: Portion) -> dict[str, Any]:
         return {"callbacks": [self]}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trainings += 1
         if self.trainings <= self.times:
-            dict(pl_module.named_parameters())["variables.fc1"].data.fill_(torch.nan)
+            dict(pl_module.named_parameters())["projections.fc1.variables"].data.fill_(torch.nan)
 
 
 def test_block_that_diverges_is_done_again_with_more_damping(
@@ -629,7 +630,7 @@ def test_damping_that_a_factorization_needed_is_reported(
     needed = {k: v["extra_damping"] for k, v in quantized.losses(0).items() if v["extra_damping"]}
     assert "q_proj" in needed
     for name, share in needed.items():
-        line = f"block 0, {name}: the Hessian needed {share:g} of its mean diagonal"
+        line = f"block 0, {name}: the update needed {share:g} of the Hessian's mean diagonal"
         assert any(message.startswith(line) for message in caplog.messages)
     assert all(v["extra_damping"] == 0 for v in walk("llama", tmp_path).losses(0).values())
 
@@ -638,9 +639,9 @@ def test_hessian_that_cannot_be_factored_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise ArithmeticError("no factor")
+        raise NumericalError("no factor")
 
-    monkeypatch.setattr("aespa_pl.block.preparation.update_weights", fail)
+    monkeypatch.setattr("aespa_pl.block.update.update_weights", fail)
     with pytest.raises(
         UserError, match=r"^block 0, q_proj: no factor; raise quantization\.damping"
     ):
