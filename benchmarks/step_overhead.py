@@ -1,7 +1,7 @@
 """What an iteration of the rounding costs outside of its arithmetic, for a whole block.
 
-python benchmarks/step_overhead.py --model opt-125m
-python benchmarks/step_overhead.py --model embedded         # the smallest block that anybody quantizes
+python benchmarks/step_overhead.py --models '[opt-125m]'
+python benchmarks/step_overhead.py --models '[embedded]'    # the smallest block that anybody quantizes
 
 The same block is learned by a bare loop (losses, gradients, Adam), by Lightning's Trainer with nothing
 else, and by the Trainer of ``aespa-pl fit``: curves for TensorBoard every 20 iterations, a checkpoint a
