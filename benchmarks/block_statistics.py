@@ -82,7 +82,9 @@ def _ours(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tens
 
 
 def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
-    layout, found, seen = family.layout(model.config), [], []
+    layout = family.layout(model.config)
+    found: list[Tensor] = []
+    seen: list[Attention] = []
     inputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -96,7 +98,7 @@ def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Ten
         _forward(model, family, block, hidden)
     for handle in handles:
         handle.remove()
-    attention: Attention = seen[0]
+    attention = seen[0]
     found += [torch.einsum("nd,ne->de", X, X) for X in (x.flatten(0, -2) for x in inputs.values())]
     A, X = attention.probabilities(), inputs[layout.groups[0].name]
     AX = torch.einsum("bhlm,bmd->hbld", A, X)

@@ -8,6 +8,7 @@ inverse of H is the same in both, and in both times. *factor* is what it takes a
 Hessians (``shapes.py``). Medians.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,9 +56,9 @@ def main(
         grid = min_max_grid(p.W, ones, GridFormat(2, symmetric=False, group_size=None))
         seconds = median_of_each(
             [
-                lambda p=p, grid=grid: update_weights(p.W, p.H, grid),
-                lambda p=p, grid=grid: plain_update(p.W, p.H, grid),
-                lambda p=p: [inverse_factor(H[None]) for H in p.H],
+                partial(update_weights, p.W, p.H, grid),
+                partial(plain_update, p.W, p.H, grid),
+                partial(factor_each, p.H),
             ],
             repeats,
             where,
@@ -72,6 +73,12 @@ def main(
             columns=p.shape[1],
             **dict(zip(KINDS, seconds, strict=True)),
         )  # fmt: skip
+
+
+def factor_each(H: Tensor) -> None:
+    """Factor the inverse of each Hessian, and nothing else."""
+    for single in H:
+        inverse_factor(single[None])
 
 
 def plain_update(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonargparse import auto_cli
@@ -104,7 +105,7 @@ def _works(
     """Yield the bare loop, the Trainer alone, and that of ``fit``; each returns seconds, and with all."""
     objective = {p.name: (p.H, p.G) for p in block}
 
-    def fit(callbacks: list[Callback], **options: object) -> tuple[float, float]:
+    def fit(callbacks: list[Callback], **options: Any) -> tuple[float, float]:
         began, watch = time.perf_counter(), _Watch()
         trainer = Trainer(
             accelerator="gpu" if device == "cuda" else device, devices=1, max_epochs=-1,

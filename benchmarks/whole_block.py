@@ -59,10 +59,8 @@ def main(
         benchmark="whole_block", model=model, rows=rows, threads=threads, device=device,
     )  # fmt: skip
     times = torch.tensor([searches, 1, iterations], dtype=torch.float64)[:, None]
-    total = sum(
-        times * torch.tensor(_measure(p, repeats), dtype=torch.float64)
-        for p in problems(model, rows, where)
-    )  # [phases, ours and plain]
+    single = [torch.tensor(_measure(p, repeats)).double() for p in problems(model, rows, where)]
+    total = times * torch.stack(single).sum(0)  # [phases, ours and plain]
     for phase, (ours, plain) in zip(
         (*PHASES, "block"), [*total.tolist(), total.sum(0).tolist()], strict=True
     ):
