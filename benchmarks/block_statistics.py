@@ -8,12 +8,13 @@ Medians.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from jsonargparse import auto_cli
-from report import Report, median_of_each
+from options import Options, begin
+from report import median_of_each
 from shapes import config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -25,45 +26,34 @@ from aespa_pl.models.family import Attention, Family
 COLUMNS = ["model", "batch", "ours, s", "plain, s", "ratio", "forward, s", "ours / forward"]
 
 
-def main(
-    model: str = "opt-125m",
-    *,
-    segments: int = 1,
-    length: int = 2048,
-    repeats: int = 5,
-    threads: int = 1,
-    device: str = "cpu",
-    output: Path | None = None,
-) -> None:
-    """Measure a block and print a table.
+@dataclass(frozen=True, kw_only=True)
+class StatisticsOptions(Options):
+    """Measure a block and print a table."""
 
-    Args:
-        model: One of SHAPES.
-        segments: In a batch.
-        length: Tokens in each.
-        repeats: Calls that the median is taken of.
-        threads: Threads of torch.
-        device: Where.
-        output: JSON lines are appended to this file.
-    """
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    where = torch.device(device)
-    family = family_of(config(model, length))
-    whole = AutoModelForCausalLM.from_config(config(model, length)).eval().to(where)
+    segments: int = 1
+    """Segments in a batch."""
+    length: int = 2048
+    """Tokens in each."""
+
+
+def main(options: StatisticsOptions) -> None:
+    """Measure a block and print a table."""
+    report = begin(options, COLUMNS, benchmark="block_statistics")
+    segments, length, where = options.segments, options.length, torch.device(options.device)
+    settings = config(options.model, length)
+    family = family_of(settings)
+    whole = AutoModelForCausalLM.from_config(settings).eval().to(where)
     block = whole.get_submodule(family.blocks_path)[0]
     hidden = torch.randn(segments, length, whole.config.hidden_size, device=where)
     works = [partial(work, whole, family, block, hidden) for work in (_ours, _plain, _forward)]
     with torch.inference_mode():
-        seconds = median_of_each(works, repeats, where)
+        seconds = median_of_each(works, options.repeats, where)
     ours, plain, forward = seconds
-    report = Report(COLUMNS, output, benchmark="block_statistics", threads=threads, device=device)
     report.row(
         [
-            model, f"{segments} x {length}", f"{ours:.3f}", f"{plain:.3f}", f"{plain / ours:.2f}",
+            options.model, f"{segments} x {length}", f"{ours:.3f}", f"{plain:.3f}", f"{plain / ours:.2f}",
             f"{forward:.3f}", f"{ours / forward:.2f}",
         ],
-        model=model,
         segments=segments,
         length=length,
         **dict(zip(("ours", "plain", "forward"), seconds, strict=True)),
@@ -107,4 +97,4 @@ def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Ten
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    main(auto_cli(StatisticsOptions))

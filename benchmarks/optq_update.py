@@ -9,12 +9,11 @@ Hessians (``shapes.py``). Medians.
 """
 
 from functools import partial
-from pathlib import Path
 
 import torch
 from jsonargparse import auto_cli
-from report import Report, median_of_each
-from shapes import problems
+from options import ProjectionOptions, begin, projections
+from report import median_of_each
 from torch import Tensor
 
 from aespa_pl.algorithm.grid import min_max_grid
@@ -25,34 +24,12 @@ from aespa_pl.algorithm.quantizer import Grid, GridFormat
 KINDS = ("ours", "plain", "factor")
 
 
-def main(
-    model: str = "opt-125m",
-    *,
-    rows: int | None = None,
-    repeats: int = 5,
-    threads: int = 1,
-    device: str = "cpu",
-    output: Path | None = None,
-) -> None:
-    """Measure each projection and print a table.
-
-    Args:
-        model: One of SHAPES.
-        rows: At most so many rows of each matrix (whole heads); None: all.
-        repeats: Calls that the median is taken of.
-        threads: Threads of torch.
-        device: Where.
-        output: JSON lines are appended to this file.
-    """
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    where = torch.device(device)
+def main(options: ProjectionOptions) -> None:
+    """Measure each projection and print a table."""
     columns = ["projection", "shape", "ours, s", "plain, s", "ratio", "factor, s"]
-    report = Report(
-        columns, output, benchmark="optq_update", model=model, threads=threads, device=device
-    )
-    for p in problems(model, rows, where):
-        ones = torch.ones(p.W.shape[-1], device=where)
+    report = begin(options, columns, benchmark="optq_update")
+    for p in projections(options):
+        ones = torch.ones_like(p.W[0, 0])
         grid = min_max_grid(p.W, ones, GridFormat(2, symmetric=False, group_size=None))
         seconds = median_of_each(
             [
@@ -60,8 +37,8 @@ def main(
                 partial(plain_update, p.W, p.H, grid),
                 partial(factor_each, p.H),
             ],
-            repeats,
-            where,
+            options.repeats,
+            torch.device(options.device),
         )
         report.row(
             [
@@ -103,4 +80,4 @@ def plain_update(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    main(auto_cli(ProjectionOptions))
