@@ -42,7 +42,10 @@ class BlockOptions(ProjectionOptions):
 def main(options: BlockOptions) -> None:
     """Measure each projection and print the sums of a block."""
     report = begin(
-        options, ["phase", "ours, s", "plain, s", "ratio"], benchmark="whole_block", rows=options.rows
+        options,
+        ["phase", "ours, s", "plain, s", "ratio"],
+        benchmark="whole_block",
+        rows=options.rows,
     )
     times = torch.tensor([options.searches, 1, options.iterations]).double()[:, None]
     single = [torch.tensor(_measure(p, options.repeats)).double() for p in projections(options)]
