@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aespa_pl.calibration.collector import StatisticsCollector
+from aespa_pl.calibration.observe import observing
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Attention, Family
 
@@ -66,8 +67,10 @@ def _forward(model: PreTrainedModel, family: Family, block: nn.Module, hidden: T
 
 def _ours(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
     collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
-    with collector.watch(block, partial(family.observe_attention, model, block)):
+    attention = partial(family.observe_attention, model, block)
+    with observing(block, collector.groups, attention=attention) as seen:
         _forward(model, family, block, hidden)
+    collector.add(seen)
     collector.finish()
 
 
