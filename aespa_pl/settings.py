@@ -101,7 +101,7 @@ class GridSettings:
     zfold: bool = True
     """Fit the column factor zeta where it can be folded into the operation before (Z-Fold)."""
     max_rounds: PositiveInt = 30
-    """Alternations between zeta and the clip search at most (algorithm.md)."""
+    """Alternations between zeta and the clip search at most (docs/algorithm.md)."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class RoundingSettings:
     penalty_attention: NonNegativeFloat = 1.5
     """Weight lambda of the rounding loss for Q, K and V (Section 4.1)."""
     penalty_other: NonNegativeFloat = 1.0
-    """Weight lambda of the rounding loss for the other projections (algorithm.md)."""
+    """Weight lambda of the rounding loss for the other projections (docs/algorithm.md)."""
     warmup: ClosedUnitInterval = 0.2
     """Share of the iterations, at the start, without rounding loss (AdaRound)."""
     beta_start: PenaltyExponent = 20.0

@@ -5,7 +5,7 @@ python benchmarks/accuracy.py MODEL EVAL.safetensors CALIB_0.safetensors CALIB_1
 Each safetensors file holds ``ids``, ``[segments, 256]`` for calibration and ``[1, tokens]`` for
 evaluation; instead, ``SOURCE@SEED`` samples 128 segments of a text, and EVAL may be a text as well
 (``embedded`` and ``embedded@0`` for the models that come with the package). Options are those of
-the ``quantization`` section, for example ``--quantization.bits 3 --quantization.rounding.enabled false``.
+the ``quantization`` section, for example ``--quantization.bits 3 --quantization.polish.enabled false``.
 """
 
 import json
@@ -24,11 +24,14 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from aespa_pl.block.learn import Learner
+from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.cli import quiet_libraries
 from aespa_pl.commands.evaluate import evaluate
 from aespa_pl.commands.job import Job
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.planning.partition import Portion
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import (
@@ -39,6 +42,7 @@ from aespa_pl.settings import (
     OutputSettings,
     QuantizationSettings,
 )
+from aespa_pl.walk.collect import StatisticsPasses
 from aespa_pl.walk.walk import Walk
 
 DEFAULTS = QuantizationSettings()
@@ -134,7 +138,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         run = Run.create(Path(folder), {})
 
-        def trainer(_: int) -> Trainer:
+        def trainer(_: Portion) -> Trainer:
             return Trainer(
                 accelerator="cpu",
                 devices=1,
@@ -148,8 +152,16 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor) -> Measured:
             )
 
         progress = WalkProgress(Console(quiet=True))
+        source, settings = job.stream(job.checkpoint), job.quantization
         Walk(
-            job.stream(job.checkpoint), run, job.quantization, 8, trainer, progress, stopwatch
+            source,
+            run,
+            settings,
+            job.data.batch_size,
+            BlockQuantizer(settings, Learner(settings, trainer, run, job.device), stopwatch),
+            StatisticsPasses(source, settings, run.folder),
+            progress,
+            stopwatch,
         ).quantize(tokens)
         seconds = {"total": time.perf_counter() - start, **stopwatch.seconds}
         value = evaluate(job, Checkpoint.open(run.model_folder), {"": ids})[""]

@@ -8,62 +8,53 @@ Medians.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from jsonargparse import auto_cli
-from report import Report, median_of_each
+from options import Options, begin
+from report import median_of_each
 from shapes import config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aespa_pl.calibration.collector import StatisticsCollector
+from aespa_pl.calibration.observe import observing
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Attention, Family
 
 COLUMNS = ["model", "batch", "ours, s", "plain, s", "ratio", "forward, s", "ours / forward"]
 
 
-def main(
-    model: str = "opt-125m",
-    *,
-    segments: int = 1,
-    length: int = 2048,
-    repeats: int = 5,
-    threads: int = 1,
-    device: str = "cpu",
-    output: Path | None = None,
-) -> None:
-    """Measure a block and print a table.
+@dataclass(frozen=True, kw_only=True)
+class StatisticsOptions(Options):
+    """Measure a block and print a table."""
 
-    Args:
-        model: One of SHAPES.
-        segments: In a batch.
-        length: Tokens in each.
-        repeats: Calls that the median is taken of.
-        threads: Threads of torch.
-        device: Where.
-        output: JSON lines are appended to this file.
-    """
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    where = torch.device(device)
-    family = family_of(config(model, length))
-    whole = AutoModelForCausalLM.from_config(config(model, length)).eval().to(where)
+    segments: int = 1
+    """Segments in a batch."""
+    length: int = 2048
+    """Tokens in each."""
+
+
+def main(options: StatisticsOptions) -> None:
+    """Measure a block and print a table."""
+    report = begin(options, COLUMNS, benchmark="block_statistics")
+    segments, length, where = options.segments, options.length, torch.device(options.device)
+    settings = config(options.model, length)
+    family = family_of(settings)
+    whole = AutoModelForCausalLM.from_config(settings).eval().to(where)
     block = whole.get_submodule(family.blocks_path)[0]
     hidden = torch.randn(segments, length, whole.config.hidden_size, device=where)
     works = [partial(work, whole, family, block, hidden) for work in (_ours, _plain, _forward)]
     with torch.inference_mode():
-        seconds = median_of_each(works, repeats, where)
+        seconds = median_of_each(works, options.repeats, where)
     ours, plain, forward = seconds
-    report = Report(COLUMNS, output, benchmark="block_statistics", threads=threads, device=device)
     report.row(
         [
-            model, f"{segments} x {length}", f"{ours:.3f}", f"{plain:.3f}", f"{plain / ours:.2f}",
+            options.model, f"{segments} x {length}", f"{ours:.3f}", f"{plain:.3f}", f"{plain / ours:.2f}",
             f"{forward:.3f}", f"{ours / forward:.2f}",
         ],
-        model=model,
         segments=segments,
         length=length,
         **dict(zip(("ours", "plain", "forward"), seconds, strict=True)),
@@ -76,13 +67,17 @@ def _forward(model: PreTrainedModel, family: Family, block: nn.Module, hidden: T
 
 def _ours(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
     collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
-    with collector.watch(block, partial(family.observe_attention, model, block)):
+    attention = partial(family.observe_attention, model, block)
+    with observing(block, collector.groups, attention=attention) as seen:
         _forward(model, family, block, hidden)
+    collector.add(seen)
     collector.finish()
 
 
 def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
-    layout, found, seen = family.layout(model.config), [], []
+    layout = family.layout(model.config)
+    found: list[Tensor] = []
+    seen: list[Attention] = []
     inputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -96,7 +91,7 @@ def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Ten
         _forward(model, family, block, hidden)
     for handle in handles:
         handle.remove()
-    attention: Attention = seen[0]
+    attention = seen[0]
     found += [torch.einsum("nd,ne->de", X, X) for X in (x.flatten(0, -2) for x in inputs.values())]
     A, X = attention.probabilities(), inputs[layout.groups[0].name]
     AX = torch.einsum("bhlm,bmd->hbld", A, X)
@@ -105,4 +100,4 @@ def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Ten
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    main(auto_cli(StatisticsOptions))

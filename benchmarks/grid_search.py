@@ -10,6 +10,7 @@ search depend (``shapes.py``). Medians; *worse* counts rows whose loss, in float
 than 1e-6 of it than that of the plain loop's choice.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -79,7 +80,7 @@ def main(
         def plain(p: Problem = p, zeta: Tensor = zeta, found: dict[str, Grid] = found) -> None:
             found["plain"] = plain_search(p.W, p.H, zeta, bits)
 
-        seconds = median_of_each([ours, plain, lambda p=p: error_product(p.W, p.H)], repeats, where)
+        seconds = median_of_each([ours, plain, partial(error_product, p.W, p.H)], repeats, where)
         losses = {name: _loss(p, grid) for name, grid in found.items()}
         worse = int((losses["ours"] > losses["plain"] * (1 + 1e-6)).sum())
         report.row(

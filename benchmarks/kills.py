@@ -2,7 +2,7 @@
 
 python benchmarks/kills.py [--kills 200]
 
-The longer variant of a test: ``tests/test_resume.py`` has the run, the kills and the comparison.
+The longer variant of a test: ``tests/run/test_resume.py`` has the run, the kills and the comparison.
 """
 
 import os
@@ -21,7 +21,15 @@ def main(*, kills: int = 200) -> None:
     Args:
         kills: SIGKILLs over all runs.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_resume.py", "-k", "at_any_moment"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "tests/run/test_resume.py",
+        "-k",
+        "at_any_moment",
+    ]
     environment = {**os.environ, "AESPA_KILLS": str(kills)}
     sys.exit(subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode)
 

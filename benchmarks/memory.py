@@ -149,7 +149,7 @@ def _make_model(config: LlamaConfig, folder: Path) -> None:
         parts = name.split(".")
         shard = parts[2] if parts[1] == "layers" else "stem"
         shards.setdefault(shard, {})[name] = parameter.shape
-    where = {}
+    where: dict[str, str] = {}
     for number, shapes in enumerate(shards.values()):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         tensors = {

@@ -8,12 +8,12 @@ inverse of H is the same in both, and in both times. *factor* is what it takes a
 Hessians (``shapes.py``). Medians.
 """
 
-from pathlib import Path
+from functools import partial
 
 import torch
 from jsonargparse import auto_cli
-from report import Report, median_of_each
-from shapes import problems
+from options import ProjectionOptions, begin, projections
+from report import median_of_each
 from torch import Tensor
 
 from aespa_pl.algorithm.grid import min_max_grid
@@ -24,43 +24,21 @@ from aespa_pl.algorithm.quantizer import Grid, GridFormat
 KINDS = ("ours", "plain", "factor")
 
 
-def main(
-    model: str = "opt-125m",
-    *,
-    rows: int | None = None,
-    repeats: int = 5,
-    threads: int = 1,
-    device: str = "cpu",
-    output: Path | None = None,
-) -> None:
-    """Measure each projection and print a table.
-
-    Args:
-        model: One of SHAPES.
-        rows: At most so many rows of each matrix (whole heads); None: all.
-        repeats: Calls that the median is taken of.
-        threads: Threads of torch.
-        device: Where.
-        output: JSON lines are appended to this file.
-    """
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    where = torch.device(device)
+def main(options: ProjectionOptions) -> None:
+    """Measure each projection and print a table."""
     columns = ["projection", "shape", "ours, s", "plain, s", "ratio", "factor, s"]
-    report = Report(
-        columns, output, benchmark="optq_update", model=model, threads=threads, device=device
-    )
-    for p in problems(model, rows, where):
-        ones = torch.ones(p.W.shape[-1], device=where)
+    report = begin(options, columns, benchmark="optq_update")
+    for p in projections(options):
+        ones = torch.ones_like(p.W[0, 0])
         grid = min_max_grid(p.W, ones, GridFormat(2, symmetric=False, group_size=None))
         seconds = median_of_each(
             [
-                lambda p=p, grid=grid: update_weights(p.W, p.H, grid),
-                lambda p=p, grid=grid: plain_update(p.W, p.H, grid),
-                lambda p=p: [inverse_factor(H[None]) for H in p.H],
+                partial(update_weights, p.W, p.H, grid),
+                partial(plain_update, p.W, p.H, grid),
+                partial(factor_each, p.H),
             ],
-            repeats,
-            where,
+            options.repeats,
+            torch.device(options.device),
         )
         report.row(
             [
@@ -72,6 +50,12 @@ def main(
             columns=p.shape[1],
             **dict(zip(KINDS, seconds, strict=True)),
         )  # fmt: skip
+
+
+def factor_each(H: Tensor) -> None:
+    """Factor the inverse of each Hessian, and nothing else."""
+    for single in H:
+        inverse_factor(single[None])
 
 
 def plain_update(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -96,4 +80,4 @@ def plain_update(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    main(auto_cli(ProjectionOptions))

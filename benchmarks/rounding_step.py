@@ -10,12 +10,12 @@ other: *trace* computes ``tr(G dW H dW^T)`` as it is written, *sum* as ``sum(dW 
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from jsonargparse import auto_cli
-from report import Report, median_of_each
-from shapes import problems
+from options import ProjectionOptions, begin, projections
+from report import median_of_each
 from torch import Tensor
 
 from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss, start
@@ -32,37 +32,23 @@ COLUMNS = [
 KINDS = ("ours", "trace", "sum", "product")
 
 
-def main(
-    model: str = "opt-125m",
-    *,
-    rows: int | None = None,
-    repeats: int = 7,
-    threads: int = 1,
-    device: str = "cpu",
-    output: Path | None = None,
-) -> None:
-    """Measure each projection and print a table.
+@dataclass(frozen=True, kw_only=True)
+class RoundingOptions(ProjectionOptions):
+    """Measure each projection and print a table."""
 
-    Args:
-        model: One of SHAPES.
-        rows: At most so many rows of each matrix (whole heads); None: all.
-        repeats: Calls that the median is taken of.
-        threads: Threads of torch.
-        device: Where.
-        output: JSON lines are appended to this file.
-    """
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    where = torch.device(device)
-    report = Report(
-        COLUMNS, output, benchmark="rounding_step", model=model, threads=threads, device=device
-    )
+    repeats: int = 7
+    """Calls that the median is taken of, after one that warms up."""
+
+
+def main(options: RoundingOptions) -> None:
+    """Measure each projection and print a table."""
+    report = begin(options, COLUMNS, benchmark="rounding_step")
     total = [0.0] * 4
-    for p in problems(model, rows, where):
-        ones = torch.ones(p.W.shape[-1], device=where)
+    for p in projections(options):
+        ones = torch.ones_like(p.W[0, 0])
         grid = min_max_grid(p.W, ones, GridFormat(2, symmetric=False, group_size=None))
         works = list(steps(*start(p.W, p.W, grid), p.H, p.G))
-        seconds = median_of_each(works, repeats, where)
+        seconds = median_of_each(works, options.repeats, torch.device(options.device))
         total = [a + b for a, b in zip(total, seconds, strict=True)]
         report.row(
             [p.name, "{} x {}".format(*p.shape), *_cells(seconds)],
@@ -135,4 +121,4 @@ def _autograd(
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    main(auto_cli(RoundingOptions))

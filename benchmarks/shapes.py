@@ -55,7 +55,7 @@ def hessian(columns: int, device: torch.device) -> Tensor:
     """Return a damped Hessian whose variances fall as ``1 / j``, half of each in a few directions."""
     variances = columns / torch.arange(1, columns + 1, device=device)[torch.randperm(columns)]
     A = torch.randn(columns, SHARED_DIRECTIONS, device=device) / SHARED_DIRECTIONS**0.5
-    H = 0.5 * variances.sqrt()[:, None] * (A @ A.T) * variances.sqrt()
+    H: Tensor = 0.5 * variances.sqrt()[:, None] * (A @ A.T) * variances.sqrt()
     H.diagonal().add_(0.5 * variances + 0.01 * variances.mean())
     return H
 

@@ -1,11 +1,11 @@
 """What an iteration of the rounding costs outside of its arithmetic, for a whole block.
 
-python benchmarks/step_overhead.py --model opt-125m
-python benchmarks/step_overhead.py --model embedded         # the smallest block that anybody quantizes
+python benchmarks/step_overhead.py --models '[opt-125m]'
+python benchmarks/step_overhead.py --models '[embedded]'    # the smallest block that anybody quantizes
 
 The same block is learned by a bare loop (losses, gradients, Adam), by Lightning's Trainer with nothing
 else, and by the Trainer of ``aespa-pl fit``: curves for TensorBoard every 20 iterations, a checkpoint a
-minute, the look for a signal after each of Lightning's steps. Measured is from the first iteration to the
+minute, the look for a signal after each iteration. Measured is from the first iteration to the
 last; what it takes to begin and to end is in *once*. They take turns; medians.
 """
 
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonargparse import auto_cli
@@ -21,13 +22,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from report import Report
 from shapes import Problem, problems
 
-from aespa_pl.algorithm.adaround import penalty_exponent, rounding_loss, start
+from aespa_pl.algorithm.adaround import penalty_exponent
 from aespa_pl.algorithm.grid import min_max_grid
-from aespa_pl.algorithm.quantizer import GridFormat, quantize
+from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.cli import quiet_libraries
-from aespa_pl.rounding import BlockRounding, BlockStatistics, RoundingTask
-from aespa_pl.run.checkpointing import PeriodicCheckpoint, StopAtIteration
+from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsDataModule
+from aespa_pl.run.checkpointing import StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.settings import OutputSettings, RoundingSettings
 
@@ -104,21 +105,21 @@ def _works(
     """Yield the bare loop, the Trainer alone, and that of ``fit``; each returns seconds, and with all."""
     objective = {p.name: (p.H, p.G) for p in block}
 
-    def fit(callbacks: list[Callback], **options: object) -> tuple[float, float]:
+    def fit(callbacks: list[Callback], **options: Any) -> tuple[float, float]:
         began, watch = time.perf_counter(), _Watch()
         trainer = Trainer(
             accelerator="gpu" if device == "cuda" else device, devices=1, max_epochs=-1,
             max_steps=settings.iterations, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[*callbacks, watch], **options,
         )  # fmt: skip
-        module = BlockRounding(_tasks(block), settings, "block 0")
-        trainer.fit(module, datamodule=BlockStatistics(objective))
+        module = BlockRounding(_projections(block), settings, "block 0")
+        trainer.fit(module, datamodule=StatisticsDataModule(objective))
         return watch.seconds, time.perf_counter() - began
 
     yield lambda: bare_loop(block, settings)
     yield lambda: fit([], logger=False, enable_checkpointing=False, log_every_n_steps=10**9)
     yield lambda: fit(
-        [PeriodicCheckpoint(OutputSettings(), folder), StopAtIteration(Interruption(), folder)],
+        [*checkpoints(OutputSettings(), folder), StopAtIteration(Interruption(), folder)],
         logger=TensorBoardLogger(folder),
         log_every_n_steps=20,
     )
@@ -126,9 +127,9 @@ def _works(
 
 def bare_loop(block: list[Problem], settings: RoundingSettings) -> tuple[float, float]:
     """Learn a block without Lightning; return seconds of the iterations, twice."""
-    tasks, workspace = _tasks(block), Workspace()
-    variables = {name: torch.nn.Parameter(task.start) for name, task in tasks.items()}
-    adam = torch.optim.Adam(variables.values(), lr=float(settings.learning_rate), fused=True)
+    projections, workspace = _projections(block), Workspace()
+    variables = [projection.variables for projection in projections.values()]
+    adam = torch.optim.Adam(variables, lr=float(settings.learning_rate), fused=True)
     began = time.perf_counter()
     for i in range(settings.iterations):
         beta = penalty_exponent(
@@ -136,27 +137,20 @@ def bare_loop(block: list[Problem], settings: RoundingSettings) -> tuple[float, 
             end=settings.beta_end,
         )  # fmt: skip
         for p in block:
-            b = variables[p.name].detach()
-            gradient = workspace.like(p.name, b)
-            rounding_loss(
-                b, tasks[p.name].rounding, p.H, p.G,
-                weight=tasks[p.name].penalty, beta=beta, workspace=workspace, gradient=gradient,
-            )  # fmt: skip
-            variables[p.name].grad = gradient
+            projection = projections[p.name]
+            projection.loss(p.H, p.G, beta, workspace)
+            projection.variables.grad = projection.gradient
         adam.step()
     seconds = time.perf_counter() - began
     return seconds, seconds
 
 
-def _tasks(block: list[Problem]) -> dict[str, RoundingTask]:
-    tasks = {}
+def _projections(block: list[Problem]) -> dict[str, ProjectionRounding]:
+    found = {}
     for p in block:
-        grid = min_max_grid(
-            p.W, torch.ones_like(p.W[0, 0]), GridFormat(2, symmetric=False, group_size=None)
-        )
-        nearest = quantize(p.W, grid).to(torch.uint8)
-        tasks[p.name] = RoundingTask(*start(p.W, p.W, grid), nearest=nearest, penalty=1.5)
-    return tasks
+        grid = min_max_grid(p.W, torch.ones_like(p.W[0, 0]), GridFormat(2))
+        found[p.name] = ProjectionRounding(p.W, p.W, grid, penalty=1.5)
+    return found
 
 
 if __name__ == "__main__":

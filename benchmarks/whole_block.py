@@ -10,15 +10,16 @@ rounding. *plain* is the plain loop over candidates, over columns, and autograd 
 of them.
 """
 
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from grid_search import plain_search
 from jsonargparse import auto_cli
+from options import ProjectionOptions, begin, projections
 from optq_update import plain_update
-from report import Report, median_of_each
+from report import median_of_each
 from rounding_step import steps
-from shapes import Problem, problems
+from shapes import Problem
 
 from aespa_pl.algorithm.adaround import start
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
@@ -28,41 +29,27 @@ from aespa_pl.algorithm.quantizer import GridFormat
 PHASES = ("grid", "OPTQ", "rounding")
 
 
-def main(
-    model: str = "opt-125m",
-    *,
-    searches: int = 11,
-    iterations: int = 2000,
-    rows: int | None = None,
-    repeats: int = 5,
-    threads: int = 1,
-    device: str = "cpu",
-    output: Path | None = None,
-) -> None:
-    """Measure each projection and print the sums of a block.
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(ProjectionOptions):
+    """Measure each projection and print the sums of a block."""
 
-    Args:
-        model: One of SHAPES.
-        searches: Of a grid: 1 without zeta, 11 with ten rounds of Z-Fold.
-        iterations: Of the rounding.
-        rows: At most so many rows of each matrix (whole heads); None: all.
-        repeats: Calls that the median is taken of.
-        threads: Threads of torch.
-        device: Where.
-        output: JSON lines are appended to this file.
-    """
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    where = torch.device(device)
-    report = Report(
-        ["phase", "ours, s", "plain, s", "ratio"], output,
-        benchmark="whole_block", model=model, rows=rows, threads=threads, device=device,
-    )  # fmt: skip
-    times = torch.tensor([searches, 1, iterations], dtype=torch.float64)[:, None]
-    total = sum(
-        times * torch.tensor(_measure(p, repeats), dtype=torch.float64)
-        for p in problems(model, rows, where)
-    )  # [phases, ours and plain]
+    searches: int = 11
+    """Searches of a grid: 1 without zeta, 11 with ten rounds of Z-Fold."""
+    iterations: int = 2000
+    """Iterations of the rounding."""
+
+
+def main(options: BlockOptions) -> None:
+    """Measure each projection and print the sums of a block."""
+    report = begin(
+        options,
+        ["phase", "ours, s", "plain, s", "ratio"],
+        benchmark="whole_block",
+        rows=options.rows,
+    )
+    times = torch.tensor([options.searches, 1, options.iterations]).double()[:, None]
+    single = [torch.tensor(_measure(p, options.repeats)).double() for p in projections(options)]
+    total = times * torch.stack(single).sum(0)  # [phases, ours and plain]
     for phase, (ours, plain) in zip(
         (*PHASES, "block"), [*total.tolist(), total.sum(0).tolist()], strict=True
     ):
@@ -100,4 +87,4 @@ def _measure(p: Problem, repeats: int) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    main(auto_cli(BlockOptions))

@@ -8,7 +8,7 @@ from aespa_pl.algorithm.candidates import Candidates, every_loss, least_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 
 CLIP_RATIOS = 100
-"""Ratios 1.00, 0.99 ... 0.01 of the min-max range (algorithm.md)."""
+"""Ratios 1.00, 0.99 ... 0.01 of the min-max range (docs/algorithm.md)."""
 MANY_COLUMNS = 256
 """Columns from which on bounds are worth more than they cost."""
 

@@ -1,7 +1,7 @@
 """Z-Fold: scale, zero point and column factor of the projections that share an input.
 
 Source: Jeon et al., "A Frustratingly Easy Post-Training Quantization Scheme for LLMs" (EMNLP 2023),
-as used in Section 4.1 of the paper.
+as used in Sections 3.4 and 4.1 of the paper.
 """
 
 from collections.abc import Callable, Sequence

@@ -19,7 +19,7 @@ from aespa_pl.errors import UserError
 
 
 class Role(StrEnum):
-    """What a projection does in its block; it decides the objective (Table 7 of the paper)."""
+    """What a projection does in its block; it decides the objective (Table 4 of the paper)."""
 
     QUERY = "query"
     KEY = "key"

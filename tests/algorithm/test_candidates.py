@@ -1,5 +1,7 @@
 """The bounds save products and never cost the best candidate; the oracle computes every loss."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,7 +45,7 @@ class ProductCounter(TorchFunctionMode):
         super().__init__()
         self.matrix, self.rows = matrix, 0
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "matmul" in func.__name__ and args[1] is self.matrix:
             self.rows += len(args[0])
         return func(*args, **(kwargs or {}))
@@ -106,7 +108,8 @@ def test_rounding_all_to_zero_is_no_candidate() -> None:
     """Here it would be the best: the weights add up to 0, and H sees nothing but their sum."""
     V = torch.tensor([[0.7, -0.4, -0.3]], dtype=torch.float64)
     H = torch.ones(3, 3, dtype=torch.float64) + 1e-3 * torch.eye(3, dtype=torch.float64)
-    candidates = Candidates(*torch.tensor([[[0.9, 1.0]], [[1.0, 1.0]]], dtype=torch.float64), 3)
+    scale, zero = torch.tensor([[[0.9, 1.0]], [[1.0, 1.0]]], dtype=torch.float64)
+    candidates = Candidates(scale, zero, 3)
     assert loss_of(V, H, candidates, 0, 0) < loss_of(V, H, candidates, 0, 1)
     assert least_loss(V, H, candidates).tolist() == [0]
     assert least_loss(V, H, candidates[:, [1, 0]]).tolist() == [1]

@@ -196,7 +196,7 @@ def test_value_hessian_is_the_squared_error_of_the_attention_output(
             for h in range(head * shared, (head + 1) * shared):
                 A = probabilities[segment, h]
                 expected += reference.attention_output_error(dW, X[segment].T, A)
-        H = statistics.attended[head].double()
+        H = statistics.attended[head : head + 1][0].double()
         found = float(torch.trace(dW @ H @ dW.T)) * X.shape[0] * LENGTH / 2 * shared
         assert found == pytest.approx(expected, rel=1e-4)
 
@@ -407,7 +407,7 @@ def test_value_shift_is_that_of_the_attention_output(
                 expected += (AX_original - AX).T @ AX
         expected *= 2 / (SEGMENTS * LENGTH) / shared
         torch.testing.assert_close(
-            statistics.attended_shift[head].double(), expected, rtol=1e-4, atol=1e-3
+            statistics.attended_shift[head : head + 1][0].double(), expected, rtol=1e-4, atol=1e-3
         )
 
 

@@ -126,7 +126,7 @@ def test_a_full_disk_is_only_a_warning_and_leaves_nothing(
     def fail(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(token_cache.os, "fsync", fail)
+    monkeypatch.setattr("aespa_pl.data.token_cache.os.fsync", fail)
     assert torch.equal(cached_tokens(tmp_path, {}, maker), TOKENS)
     assert "No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []

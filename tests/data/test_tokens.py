@@ -1,5 +1,6 @@
 """From a text to token ids, with every setting acting, and the cache behind it."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_a_text_longer_than_the_model_gives_no_warning(
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library = tokens.logging.getLogger("transformers")
+    library = logging.getLogger("transformers")
     monkeypatch.setattr(library, "propagate", True)
     evaluation_tokens(str(file), tokenizer, 10, None, cache)
     assert "longer than" not in caplog.text

@@ -15,8 +15,8 @@ from tests.models.examples import EXAMPLES, LENGTH, WINDOW, make_ids, make_model
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 # The library's RMSNorm and its softmax are float32 in a float64 model: 6e-8 a rounding.
-SINGLE = {"rtol": 1e-5, "atol": 1e-5}
-DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
+SINGLE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+DOUBLE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def run(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -59,6 +59,7 @@ def test_residual_is_what_the_output_is_added_to(name: str) -> None:
     writers = [p for p in layout.projections if p.residual is not None]
     assert [p.role for p in writers] == ["other", "other"]
     for p in writers:
+        assert p.residual is not None
         keep(f"{p.name} residual", p.residual)
         keep(f"{p.name} output", p.module, output=True)
     hidden, arguments = family.embed(model, make_ids())

@@ -33,7 +33,7 @@ def change_config(folder: Path, **options: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **options}))
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")

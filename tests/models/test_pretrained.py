@@ -179,7 +179,7 @@ def test_type_is_the_one_that_is_stored(stored: torch.dtype, tmp_path: Path) -> 
     assert checkpoint.tensor(name).dtype == stored
     family = family_of(model.config)
     block = checkpoint.load_block(checkpoint.skeleton(), family, 0, CPU, torch.float32)
-    weight = block.get_submodule("mlp.up_proj").weight
+    weight = block.get_parameter("mlp.up_proj.weight")
     assert torch.equal(weight, model.state_dict()[name].float())
     assert weight.dtype == torch.float32
 
