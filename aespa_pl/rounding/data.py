@@ -29,10 +29,10 @@ class Repetition:
 
     def __iter__(self) -> Iterator[StatisticsBatch]:
         """Yield the batch for the rest of the epoch."""
+        self._done %= EPOCH  # Lightning stops at the last batch, not after it
         while self._done < EPOCH:
             self._done += 1
             yield self._batch
-        self._done = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the place inside the epoch."""
