@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aespa_pl.data import calibration_tokens, check_vocabulary, default_cache, evaluation_tokens
+from aespa_pl.data import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Family
@@ -18,6 +18,7 @@ from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
+from aespa_pl.storage.cache import default_cache
 
 EVALUATION_LENGTH = 2048
 """Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
