@@ -50,7 +50,8 @@ class Job:
         Raises:
             UserError: The model can't be found, read or quantized with these settings.
         """
-        checkpoint = Checkpoint.open(resolve(model.pretrained, model.revision))
+        cache = Path(data.cache).expanduser() if data.cache else None
+        checkpoint = Checkpoint.open(resolve(model.pretrained, model.revision), cache)
         job = cls(
             model, data, quantization, output, device, checkpoint, family_of(checkpoint.config)
         )

@@ -1,10 +1,9 @@
-"""Read a model's weights from its safetensors, block by block, without ever holding the model.
+"""Read a model's weights from its files, block by block, without ever holding the model.
 
 Everything that can be wrong with a folder is found by ``Checkpoint.open``, before any tensor is
 read; what is left for later is a value that is not finite.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -33,6 +31,9 @@ from aespa_pl.models.headers import (
     refuse_no_tokenizer,
     shards,
 )
+from aespa_pl.models.pickles import converted
+from aespa_pl.models.skeleton import skeleton
+from aespa_pl.storage.cache import default_cache
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,24 @@ class Checkpoint:
     """By name in the model's ``state_dict``, in its order. Tied names lead to the same tensor."""
 
     @classmethod
-    def open(cls, folder: Path) -> "Checkpoint":
+    def open(cls, folder: Path, cache: Path | None = None) -> "Checkpoint":
         """Check a folder and read its configuration.
+
+        Args:
+            folder: With config.json, weights (safetensors, or else pickles) and tokenizer.
+            cache: Where the weights of pickles are kept as safetensors; None: the default cache.
 
         Raises:
             UserError: A file is missing or damaged, the model is of no family that we know or has
                 parts that its family refuses, or a tensor is missing or has another shape.
         """
         config = read_config(folder)
-        family_of(config)
         refuse_no_tokenizer(folder)
-        stored = {
-            name: tensor for path in shards(folder) for name, tensor in read_header(path).items()
-        }
+        files = [
+            converted(path, cache or default_cache()) if path.suffix == ".bin" else path
+            for path in shards(folder)
+        ]
+        stored = {name: tensor for path in files for name, tensor in read_header(path).items()}
         return cls(folder, config, locate(skeleton(config), stored, folder))
 
     @property
@@ -197,15 +203,6 @@ class Checkpoint:
 
 def _block_prefix(family: Family, index: int) -> str:
     return f"{family.blocks_path}.{index}."
-
-
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model of a configuration without weights: all on the meta device."""
-    config = copy.deepcopy(config)
-    config.use_cache = False
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return cast(PreTrainedModel, model.eval().requires_grad_(requires_grad=False))
 
 
 def _refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:

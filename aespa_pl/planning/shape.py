@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from aespa_pl.models.family import BlockLayout, Family, Role
-from aespa_pl.models.pretrained import skeleton
+from aespa_pl.models.skeleton import skeleton
 
 
 @dataclass(frozen=True)
