@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,8 +62,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
     except UserError:
         raise
     except Exception as error:  # the library's configurations raise whatever their checks raise
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"model.pretrained: {path} cannot be read ({error}): copy it from the model's origin"
+            f"model.pretrained: {path} cannot be read ({reason}): copy it from the model's origin"
         ) from error
     config = cast(PreTrainedConfig, config)
     refuse_unsound(config, family_of(config))
@@ -70,11 +72,23 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def refuse_no_tokenizer(folder: Path) -> None:
-    """Raise UserError if no file of the folder can be a tokenizer."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    """Refuse a folder without a tokenizer that this installation can read.
+
+    Raises:
+        UserError: No file can be a tokenizer, or the only one needs a package that isn't installed.
+    """
+    found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not found:
         raise UserError(
             f"model.pretrained: no tokenizer in {folder}: expected one of "
             f"{', '.join(TOKENIZER_FILES)}; copy it from the model's origin"
+        )
+    if found == ["tokenizer.model"] and find_spec("sentencepiece") is None:
+        # transformers would ask for tiktoken, which can't read it either
+        raise UserError(
+            f"model.pretrained: the tokenizer in {folder} is a tokenizer.model alone, which needs "
+            "the package sentencepiece: pip install sentencepiece, or copy tokenizer.json from the "
+            "model's origin"
         )
 
 
@@ -97,7 +111,7 @@ def _names_in(index: Path) -> list[str]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
         names = set(content["weight_map"].values())
-        if not names or any(Path(name).name != name for name in names):
+        if not names or any(not name or Path(name).name != name for name in names):
             raise ValueError("weight_map must name files beside it")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise UserError(

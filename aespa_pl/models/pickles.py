@@ -9,7 +9,6 @@ import logging
 import shutil
 import zipfile
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -91,11 +90,12 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         content: Any = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
-    except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError) as error:
+    except Exception as error:  # of what is damaged, almost any kind
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"model.pretrained: {path} is damaged, or a pickle of more than weights, which could "
-            f"run code and is not read ({str(error).splitlines()[0]}): copy it anew from the "
-            "model's origin, or give a folder with safetensors"
+            f"run code and is not read ({reason}): copy it anew from the model's origin, or give a "
+            "folder with safetensors"
         ) from error
     if not isinstance(content, dict) or not all(map(_is_named_tensor, content.items())):
         raise UserError(

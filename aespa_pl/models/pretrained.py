@@ -4,6 +4,7 @@ Everything that can be wrong with a folder is found by ``Checkpoint.open``, befo
 read; what is left for later is a value that is not finite.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ class Checkpoint:
     config: PreTrainedConfig
     tensors: Mapping[str, StoredTensor]
     """By name in the model's ``state_dict``, in its order. Tied names lead to the same tensor."""
+    extra: tuple[str, ...] = ()
+    """Names in the files that the model has no place for."""
 
     @classmethod
     def open(cls, folder: Path, cache: Path | None = None) -> "Checkpoint":
@@ -64,7 +67,9 @@ class Checkpoint:
             for path in shards(folder)
         ]
         stored = {name: tensor for path in files for name, tensor in read_header(path).items()}
-        return cls(folder, config, locate(skeleton(config), stored, folder))
+        tensors = locate(skeleton(config), stored, folder)
+        used = {tensor.name for tensor in tensors.values()}
+        return cls(folder, config, tensors, tuple(sorted(stored.keys() - used)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,17 +97,37 @@ class Checkpoint:
             ) from error
         return cast(PreTrainedTokenizerBase, tokenizer)
 
-    def tensor(self, name: str) -> Tensor:
-        """Return one tensor as it is stored, on the CPU.
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return one tensor, on the CPU.
 
         Args:
             name: As in the model's ``state_dict``; a tied head gives the embedding.
+            dtype: Type to convert it to; None: the one that it is stored in.
 
         Raises:
-            UserError: It has NaN or infinite values.
+            UserError: It has NaN or infinite values, or values beyond the range of ``dtype``.
         """
-        stored = self.tensors[name]
-        return self._read([name], torch.device("cpu"), DTYPES[stored.dtype])[name]
+        stored = DTYPES[self.tensors[name].dtype]
+        return self._read([name], torch.device("cpu"), dtype or stored)[name]
+
+    def unused(self, family: Family) -> str | None:
+        """Say which tensors in the files the model has no place for; None if there are none."""
+        if not self.extra:
+            return None
+        blocks = self.config.num_hidden_layers
+        block = re.compile(rf"(?:^|\.){family.blocks_path.rpartition('.')[2]}\.(\d+)\.")
+        numbers = [int(found[1]) for name in self.extra if (found := block.search(name))]
+        last = max(numbers, default=-1)
+        if last >= blocks:
+            return (
+                f"config.json has {blocks} blocks, the files in {self.folder} have {last + 1}: the "
+                "others are left out"
+            )
+        shown = ", ".join(self.extra[:3]) + (" ..." if len(self.extra) > 3 else "")
+        return (
+            f"tensors in {self.folder} that the model has no place for are left out: "
+            f"{len(self.extra)} ({shown})"
+        )
 
     def stem_names(self, family: Family) -> tuple[str, ...]:
         """Return the names of what lies outside the blocks; of tied names, the first only."""

@@ -50,9 +50,10 @@ def refuse_unsound(config: PreTrainedConfig, family: Family) -> None:
     try:
         _try(config, family)
     except Exception as error:  # the library's models raise whatever their parts raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             "model.pretrained: transformers can't run the model that config.json describes "
-            f"({type(error).__name__}: {error}): copy config.json from the model's origin"
+            f"({reason}): copy config.json from the model's origin"
         ) from error
 
 
