@@ -99,7 +99,7 @@ class Job:
     def calibration(self) -> Tensor:
         """Return the calibration segments ``[segments, L]``."""
         tokens = calibration_tokens(
-            self.data.calibration, self.checkpoint.tokenizer(), self.segment_length, self._cache
+            self.data.calibration, self.checkpoint.tokenizer(), self.segment_length, self.cache
         )
         check_vocabulary(tokens, self.checkpoint.config.vocab_size)
         return tokens
@@ -109,7 +109,7 @@ class Job:
         settings, tokenizer = self.data.evaluation, self.checkpoint.tokenizer()
         texts = {
             text: evaluation_tokens(
-                text, tokenizer, self.evaluation_length, settings.max_segments, self._cache
+                text, tokenizer, self.evaluation_length, settings.max_segments, self.cache
             )
             for text in settings.texts
         }
@@ -167,7 +167,8 @@ class Job:
         return {tensor.file for tensor in self.checkpoint.tensors.values()}
 
     @property
-    def _cache(self) -> Path:
+    def cache(self) -> Path:
+        """Folder of what later runs need again."""
         return Path(self.data.cache).expanduser() if self.data.cache else default_cache()
 
     def _check_lengths(self) -> None:

@@ -51,7 +51,7 @@ def _read(path: Path, description: str) -> Tensor | None:
     except (OSError, SafetensorError) as error:
         log.warning("tokenizing again: the cached tokens %s can't be read (%s)", path, error)
         return None
-    if found != {"made_from": description, "sha256": _checksum(tokens)}:
+    if found != {"made_from": description, "sha256": checksum(tokens)}:
         log.warning("tokenizing again: the cached tokens %s are damaged", path)
         return None
     return tokens
@@ -64,7 +64,7 @@ def _write(path: Path, tokens: Tensor, description: str) -> None:
             write_tensors(
                 path,
                 {"tokens": tokens},
-                {"made_from": description, "sha256": _checksum(tokens)},
+                {"made_from": description, "sha256": checksum(tokens)},
             )
     except (OSError, UserError) as error:
         # write_tensors words its error for a run's own files; the system's reason is underneath
@@ -77,5 +77,6 @@ def _write(path: Path, tokens: Tensor, description: str) -> None:
         )
 
 
-def _checksum(tokens: Tensor) -> str:
+def checksum(tokens: Tensor) -> str:
+    """Return the SHA-256 of token ids."""
     return hashlib.sha256(tokens.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
