@@ -17,12 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedIOBase, BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from aespa_pl.errors import UserError
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 log = logging.getLogger(__name__)
 
@@ -198,9 +195,9 @@ class _Watched(RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: "WriteableBuffer") -> int:
-        chunk = self._raw.read(len(memoryview(buffer)))
-        memoryview(buffer)[: len(chunk)] = chunk
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._raw.read(len(buffer))
+        buffer[: len(chunk)] = chunk
         self._bytes += len(chunk)
         if self._bytes > LARGEST_TEXT:
             raise self._file.too_large()
