@@ -342,7 +342,7 @@ def test_exported_scales_are_float16_numbers(name: str, factor: float) -> None:
     """Of weights beyond what float16 can hold as well."""
     block, layout = example(name)
     for p in layout.projections:
-        block.get_submodule(p.module).weight.mul_(factor if p.part[0] == 0 else 1)
+        block.get_submodule(p.module).weight.mul_(factor if p.fused[0] == 0 else 1)
     problem = state_problem(block, layout, make_statistics(block, layout), 0.01)
     for p in prepare(problem, FEW).values():
         assert torch.equal(p.export_scale.half().float(), p.export_scale)
