@@ -1,6 +1,6 @@
 """Take projections out of a block, put them back, and fold zeta into what comes before them.
 
-Source: algorithm.md, step 2; Section 3.3 of the paper (Z-Fold).
+Source: algorithm.md, step 2; Sections 3.4 and 4.1 of the paper (Z-Fold).
 """
 
 from collections.abc import Mapping
