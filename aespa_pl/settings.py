@@ -47,12 +47,15 @@ class CalibrationSettings:
     """The text that the statistics are taken from."""
 
     source: str = "c4"
-    """c4, wikitext2 or ptb (from the hub), embedded (comes with the package), or a local file: .txt,
-    .json or .jsonl, also with .gz."""
+    """c4, wikitext2 or ptb (from the hub), embedded (comes with the package), or a local file: .json or
+    .jsonl, of which each row is a document, or any other text, which is one document; also with .gz."""
     segments: PositiveInt = 128
     """Number of calibration segments (Section 4.1)."""
     segment_length: PositiveInt | None = 2048
     """Tokens in a segment (Section 4.1); null: as many as the model has positions."""
+    pack: bool = False
+    """Join documents that are shorter than a segment, in random order, until they are longer than one; off:
+    leave them out, as in the paper (OPTQ)."""
     seed: NonNegativeInt = 0
     """Seed of the random choice of segments."""
 
@@ -91,7 +94,8 @@ class DataSettings:
     Where the statistics need more, H_V is collected for some heads at a time, with one more pass over the
     segments for each group; where the learning needs more, it is done in parts. The result is the same."""
     cache: str | None = None
-    """Folder for tokenized text; null: aespa_pl/tokens under $XDG_CACHE_HOME or ~/.cache."""
+    """Folder for what later runs need again: tokenized texts, weights read out of pickles, perplexities
+    of the original model; null: aespa_pl under $XDG_CACHE_HOME or ~/.cache."""
 
 
 @dataclass(frozen=True)

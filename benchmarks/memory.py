@@ -24,7 +24,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.models import family_of
-from aespa_pl.models.pretrained import skeleton
+from aespa_pl.models.skeleton import skeleton
 from aespa_pl.planning.budget import described
 from aespa_pl.planning.needs import device_bytes, host_bytes, partition_for
 from aespa_pl.planning.shape import Shape, Work

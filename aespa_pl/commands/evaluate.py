@@ -1,6 +1,7 @@
 """``aespa-pl test``: the perplexity of the original and of the quantized model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import ALONE, Ranks
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity
+from aespa_pl.evaluation.remembered import measured_on, recall, remember
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.progress import WalkProgress
@@ -85,16 +87,48 @@ def compare_perplexities(
     """
     results = {}
     for kind in kinds:
-        progress.begin(f"Perplexity of {kind}, blocks", job.checkpoint.config.num_hidden_layers)
-        results[kind] = evaluate(
-            job,
-            Checkpoint.open(model) if kind == "quantized" else job.checkpoint,
-            texts,
-            nearest=kind == "nearest",
-            after_block=progress.advance,
-            ranks=ranks,
-        )
+        keys = {name: _remembered_as(job, kind, tokens) for name, tokens in texts.items()}
+        known = ranks.from_first(partial(_recalled, job, keys))
+        unknown = {name: tokens for name, tokens in texts.items() if name not in known}
+        measured = {}
+        if unknown:
+            blocks = job.checkpoint.config.num_hidden_layers * len(unknown)
+            progress.begin(f"Perplexity of {kind}, blocks", blocks)
+            measured = evaluate(
+                job,
+                Checkpoint.open(model) if kind == "quantized" else job.checkpoint,
+                unknown,
+                nearest=kind == "nearest",
+                after_block=progress.advance,
+                ranks=ranks,
+            )
+        if ranks.is_first:
+            for name, value in measured.items():
+                if (key := keys[name]) is not None:
+                    remember(job.cache, key, value)
+        results[kind] = {name: {**known, **measured}[name] for name in texts}
     return results
+
+
+def _remembered_as(job: Job, kind: str, tokens: Tensor) -> dict[str, object] | None:
+    """Return what the perplexity of a kind depends on; None for the quantized model, which is new."""
+    if kind == "quantized":
+        return None
+    q = job.quantization
+    rounding = {"bits": q.bits, "symmetric": q.symmetric, "group_size": q.group_size}
+    model = {
+        "model": job.model_fingerprint,
+        "rounded": rounding if kind == "nearest" else None,
+        "dtype": str(job.dtype).removeprefix("torch."),
+        "device": job.device.type,
+    }
+    return measured_on(model, tokens)
+
+
+def _recalled(job: Job, keys: Mapping[str, dict[str, object] | None]) -> dict[str, float]:
+    """Return the perplexities that an earlier run measured, by text."""
+    found = {name: recall(job.cache, key) for name, key in keys.items() if key is not None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def evaluate(

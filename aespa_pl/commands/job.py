@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aespa_pl.data import calibration_tokens, check_vocabulary, default_cache, evaluation_tokens
+from aespa_pl.data import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Family
@@ -18,6 +18,7 @@ from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
+from aespa_pl.storage.cache import default_cache
 
 EVALUATION_LENGTH = 2048
 """Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
@@ -49,7 +50,8 @@ class Job:
         Raises:
             UserError: The model can't be found, read or quantized with these settings.
         """
-        checkpoint = Checkpoint.open(resolve(model.pretrained, model.revision))
+        cache = Path(data.cache).expanduser() if data.cache else None
+        checkpoint = Checkpoint.open(resolve(model.pretrained, model.revision), cache)
         job = cls(
             model, data, quantization, output, device, checkpoint, family_of(checkpoint.config)
         )
@@ -97,7 +99,7 @@ class Job:
     def calibration(self) -> Tensor:
         """Return the calibration segments ``[segments, L]``."""
         tokens = calibration_tokens(
-            self.data.calibration, self.checkpoint.tokenizer(), self.segment_length, self._cache
+            self.data.calibration, self.checkpoint.tokenizer(), self.segment_length, self.cache
         )
         check_vocabulary(tokens, self.checkpoint.config.vocab_size)
         return tokens
@@ -107,7 +109,7 @@ class Job:
         settings, tokenizer = self.data.evaluation, self.checkpoint.tokenizer()
         texts = {
             text: evaluation_tokens(
-                text, tokenizer, self.evaluation_length, settings.max_segments, self._cache
+                text, tokenizer, self.evaluation_length, settings.max_segments, self.cache
             )
             for text in settings.texts
         }
@@ -165,7 +167,8 @@ class Job:
         return {tensor.file for tensor in self.checkpoint.tensors.values()}
 
     @property
-    def _cache(self) -> Path:
+    def cache(self) -> Path:
+        """Folder of what later runs need again."""
         return Path(self.data.cache).expanduser() if self.data.cache else default_cache()
 
     def _check_lengths(self) -> None:

@@ -1,6 +1,5 @@
 """Text in, token ids out: calibration segments and evaluation texts."""
 
-from aespa_pl.data.token_cache import default_cache
 from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
 
-__all__ = ["calibration_tokens", "check_vocabulary", "default_cache", "evaluation_tokens"]
+__all__ = ["calibration_tokens", "check_vocabulary", "evaluation_tokens"]

@@ -7,21 +7,33 @@ string, and ends with StopIteration on an empty file.
 import gzip
 import hashlib
 import json
+import logging
 import os
+import stat
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import TextIOWrapper
+from io import BufferedIOBase, BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 from aespa_pl.errors import UserError
 
-FORMATS = (".txt", ".json", ".jsonl")
+log = logging.getLogger(__name__)
+
+JSON_FORMATS = (".json", ".jsonl")
+"""Endings of files of which every row is an object; any other file is plain text."""
 FIELDS = ("text", "sentence")
 """Field of a JSON row that holds its text; PTB calls it sentence."""
 SENTENCE_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
-"""Files of which every line is a row. Any other .txt is one row."""
+"""Plain texts of which every line is a row. Any other plain text is one row."""
+LARGEST_TEXT = 4 * 10**9
+"""Bytes that are read of a text: five times the shard of C4 that the paper samples. A text that never
+ends is given up here."""
+REPORT_SECONDS = 10
+"""Seconds between two lines in the log about a text that is being read."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +49,29 @@ class TextFile:
         """Return the file that the user named.
 
         Raises:
-            UserError: There is no such file, or its name ends in something that we can't read.
+            UserError: There is no such file, or it can't be read twice (a pipe), or is too large.
         """
         # Path.expanduser would raise RuntimeError for an unknown ~user
         file = cls(Path(os.path.expanduser(given)), key)  # noqa: PTH111
         with file._errors():
             exists = file.path.exists()
+            if exists:
+                found = file.path.stat()
         if not exists:
             raise UserError(
                 f"{key}: {given} is neither c4, wikitext2, ptb or embedded nor an existing file; "
                 f"looked for {file.path.absolute()}"
             )
-        if file.path.is_dir():
-            raise UserError(f"{key}: {given} is a folder; name one file in it ({_formats()})")
-        if file.format not in FORMATS:
-            raise UserError(f"{key}: {given} must end in {_formats()}")
+        if stat.S_ISDIR(found.st_mode):
+            raise UserError(f"{key}: {given} is a folder; name one file in it")
+        if not stat.S_ISREG(found.st_mode):
+            # its checksum is taken before it is read, so that a second run finds its tokens
+            raise UserError(
+                f"{key}: {given} is a pipe or a device, and a text is read twice; write it to a "
+                "file and name that"
+            )
+        if found.st_size > LARGEST_TEXT:
+            raise file.too_large()
         return file
 
     @property
@@ -60,9 +80,16 @@ class TextFile:
         return self.path.name.removesuffix(".gz")
 
     @property
-    def format(self) -> str:
-        """One of FORMATS, if the file can be read."""
-        return Path(self.name).suffix
+    def is_json(self) -> bool:
+        """Whether every row of the file is an object; otherwise it is plain text."""
+        return Path(self.name).suffix in JSON_FORMATS
+
+    def too_large(self) -> UserError:
+        """Return the error for a text that is longer than anyone needs, or never ends."""
+        return UserError(
+            f"{self.key}: {self.path} has more than {LARGEST_TEXT / 1e9:.0f} GB of text; name a "
+            "part of it"
+        )
 
     def checksum(self) -> str:
         """Return the SHA-256 of the file as it lies on the disk."""
@@ -70,16 +97,17 @@ class TextFile:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def rows(self) -> list[str]:
-        """Return the file's text: one string for a .txt, one for each row of a .json or .jsonl.
+        """Return the file's text: one string for a plain text, one for each row of a .json or .jsonl.
 
         Raises:
-            UserError: The file can't be read or decoded, is empty, or a row has no text.
+            UserError: The file can't be read or decoded, is empty or too large, or a row has no text.
         """
         opened = gzip.open if self.path.suffix == ".gz" else open
-        # newline="\n": a .txt is taken as it is, and a lone carriage return ends no JSON line
         with self._errors(), opened(self.path, "rb") as raw:
-            file = TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
-            rows = self._text_rows(file) if self.format == ".txt" else self._json_rows(file)
+            watched = BufferedReader(_Watched(raw, self), 2**20)
+            # newline="\n": plain text stays unchanged, and a lone carriage return ends no JSON line
+            file = TextIOWrapper(watched, encoding="utf-8-sig", newline="\n")
+            rows = self._json_rows(file) if self.is_json else self._text_rows(file)
         if not any(row.strip() for row in rows):
             raise UserError(f"{self.key}: {self.path} holds no text; name another file")
         return rows
@@ -130,6 +158,11 @@ class TextFile:
                 f"{self.key}: {self.path}, line {number + error.lineno - 1}: {error.msg}; expected "
                 "JSON lines, or one JSON array of objects"
             ) from error
+        except RecursionError as error:
+            raise UserError(
+                f"{self.key}: {self.path}, line {number}: values are nested too deeply; expected "
+                "JSON lines, or one JSON array of objects"
+            ) from error
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -151,8 +184,27 @@ class TextFile:
             ) from error
 
 
-def _formats() -> str:
-    return f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}, also with .gz"
+class _Watched(RawIOBase):
+    """Bytes of a text, counted while they are read: a long text is reported, an endless one refused."""
+
+    def __init__(self, raw: BufferedIOBase, file: TextFile) -> None:
+        self._raw, self._file = raw, file
+        self._bytes = 0
+        self._reported = time.monotonic()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._raw.read(len(buffer))
+        buffer[: len(chunk)] = chunk
+        self._bytes += len(chunk)
+        if self._bytes > LARGEST_TEXT:
+            raise self._file.too_large()
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self._reported = time.monotonic()
+            log.warning("reading %s: %.1f GB of text so far", self._file.path, self._bytes / 1e9)
+        return len(chunk)
 
 
 def _encodable(text: str) -> bool:

@@ -1,7 +1,7 @@
 """The random choice of calibration segments.
 
 Source: Section 4.1 of the paper, which follows OPTQ: random windows of random documents that are
-longer than a segment. Only documents that are drawn are tokenized: a shard of C4 has 356,317.
+longer than a segment. Only documents that are drawn are tokenized, because a shard of C4 has 356,317.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,13 @@ def draw_segments(
     """Return random windows of random documents that have more than ``length`` tokens.
 
     A document is used once while others are left. After that windows are drawn from all of them, so
-    that every window is equally likely.
+    that every window is equally likely. With ``settings.pack`` shorter documents are joined, in the
+    order in which they are drawn, and count as one as soon as they are long enough together.
 
     Args:
         documents: The calibration text; an item is read when it is asked for.
         tokenize: Makes token ids of a document.
-        settings: Number of segments and seed; the text's name, for messages.
+        settings: Number of segments, seed and packing; the text's name, for messages.
         length: Tokens in a segment.
 
     Raises:
@@ -56,10 +57,15 @@ def _draw_documents(
 ) -> list[Tensor]:
     """Return the tokens of long enough documents: one for each segment, or as many as there are."""
     long: list[Tensor] = []
+    packed: list[Tensor] = []
     read = longest = short_in_a_row = 0
     for index in random.sample(range(len(documents)), len(documents)):
         tokens = tokenize(documents[index])
         read, longest = read + 1, max(longest, len(tokens))
+        if settings.pack and len(tokens) <= length:
+            packed.append(tokens)
+            if sum(map(len, packed)) > length:
+                tokens, packed = torch.cat(packed), []
         if len(tokens) > length:
             long.append(tokens)
             short_in_a_row = 0
@@ -70,8 +76,9 @@ def _draw_documents(
     if not long:
         raise UserError(
             f"{CALIBRATION_KEY}: {settings.source} has no document of more than {length} tokens "
-            f"(documents read: {read}, the longest has {longest} tokens); choose a shorter "
-            "data.calibration.segment_length, or another text (a .txt is one document)"
+            f"(documents read: {read}, the longest has {longest} tokens); "
+            f"{'' if settings.pack else 'join documents with data.calibration.pack true, '}choose a "
+            "shorter data.calibration.segment_length, or another text (a .txt is one document)"
         )
     return long
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 
-from aespa_pl.data.files import FORMATS, SENTENCE_FILES, TextFile
+from aespa_pl.data.files import SENTENCE_FILES, TextFile
 from aespa_pl.data.hub import HubRows
 
 CALIBRATION_KEY = "data.calibration.source"
@@ -98,7 +98,7 @@ EVALUATION = {
 def calibration_text(source: str) -> Text:
     """Return the text that segments are drawn from.
 
-    A .txt is one document; every row of a .json or .jsonl is one.
+    Every row of a .json or .jsonl is a document; any other file is one document.
 
     Args:
         source: ``CalibrationSettings.source``.
@@ -117,8 +117,8 @@ def calibration_text(source: str) -> Text:
 def evaluation_text(source: str) -> Text:
     """Return the text that perplexity is measured on: one document.
 
-    A .txt is taken as it is, rows of a .json or .jsonl are joined by blank lines, as WikiText-2's
-    are. Local copies of PTB and of C4's validation shards are known by their names and treated as
+    Rows of a .json or .jsonl are joined by blank lines, as WikiText-2's are; any other file is used
+    unchanged. Local copies of PTB and of C4's validation shards are known by their names and treated as
     ``ptb`` and ``c4`` are.
 
     Args:
@@ -138,7 +138,7 @@ def evaluation_text(source: str) -> Text:
 def _evaluation_protocol(file: TextFile) -> Protocol:
     if file.name in SENTENCE_FILES:
         return SENTENCES
-    if file.format == FORMATS[0]:
+    if not file.is_json:
         return AS_THEY_ARE
     return C4_EVALUATION if file.name.startswith("c4-validation.") else PARAGRAPHS
 
@@ -148,7 +148,7 @@ def _hub_text(source: str, hub: HubRows, protocol: Protocol, key: str) -> Text:
 
 
 def _file_text(source: str, file: TextFile, protocol: Protocol) -> Text:
-    content = {"format": file.format, "sha256": file.checksum()}
+    content = {"format": "json" if file.is_json else "text", "sha256": file.checksum()}
     return Text(source, _identity(content, protocol), protocol, file.rows)
 
 

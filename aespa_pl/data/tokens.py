@@ -45,6 +45,7 @@ def calibration_tokens(
         "text": text.identity,
         "tokenizer": tokenizer_identity(tokenizer),
         "segments": settings.segments,
+        "pack": settings.pack,
         "segment_length": segment_length,
         "seed": settings.seed,
     }

@@ -1,4 +1,8 @@
-"""Perplexity of a model, a whole block at a time.
+"""Perplexity of a model, one text and one block at a time.
+
+Host memory holds the hidden states of one text. In exchange every block is read, and changed, once for
+each text: reading a block costs far less than running a text's segments through it. The stem is
+loaded once and stays on the device.
 
 Source: the protocol of the paper's Section 4: the text is tokenized once and cut into segments; the
 mean negative log likelihood of positions 2 .. L of every segment is exponentiated.
@@ -33,32 +37,31 @@ def perplexity(
     after_block: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
 ) -> dict[str, float]:
-    """Return the perplexity on each text; every block is read once for all of them.
+    """Return the perplexity on each text.
 
     Args:
         source: The model.
         texts: Token ids ``[segments, L]`` by name.
         batch_size: Segments that run through a block at once.
         change: Applied to each block before it is used (round-to-nearest, for example).
-        after_block: Called after each block, for a progress bar.
-        ranks: They divide the segments; all get the perplexities.
+        after_block: Called after each block of each text, for a progress bar.
+        ranks: The processes that divide the segments; all get the perplexities.
 
     Raises:
-        UserError: It is not a finite number.
+        UserError: A perplexity is not a finite number.
     """
-    texts = {name: ranks.segments(tokens, batch_size) for name, tokens in texts.items()}
-    streams = {name: source.embed(tokens, batch_size) for name, tokens in texts.items()}
-    for block in source.blocks():
-        if change is not None:
-            change(block)
-        for batches in streams.values():
-            source.advance(block, batches)
-        after_block()
+    found = {}
     with source.stem():
-        return {
-            name: _head_perplexity(source, batches, texts[name], batch_size)
-            for name, batches in streams.items()
-        }
+        for name, all_tokens in texts.items():
+            tokens = ranks.segments(all_tokens, batch_size)
+            batches = source.embed_with_stem(tokens, batch_size)
+            for block in source.blocks():
+                if change is not None:
+                    change(block)
+                source.advance(block, batches)
+                after_block()
+            found[name] = _head_perplexity(source, batches, tokens, batch_size)
+    return found
 
 
 def _head_perplexity(
@@ -67,14 +70,13 @@ def _head_perplexity(
     mean = MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(source.device)
     for i, ids in zip(range(len(batches)), tokens.split(batch_size), strict=False):
         hidden = batches[i]
-        for segment, segment_ids in zip(
-            hidden, ids, strict=True
-        ):  # logits of one segment at a time
+        # Logits of a batch would take more memory than a block: a segment at a time.
+        for segment, segment_ids in zip(hidden, ids, strict=True):
             logits = source.family.head(source.model, segment[None].to(source.device))[0]
             labels = segment_ids.to(source.device)
             mean.update(cross_entropy(logits[:-1].float(), labels[1:], reduction="none"))
     if not len(batches):
-        mean.update(torch.zeros(0))  # of nothing: the other processes have the text
+        mean.update(torch.zeros(0))  # the other processes have all segments of the text
     average = float(mean.compute())  # over all processes: the metric adds up its sums
     if not average < LARGEST_EXPONENT:
         advice = "" if source.dtype == torch.float32 else ": try --model.dtype float32"

@@ -1,6 +1,6 @@
 """Model families: one adapter a file; the only place that knows a family's name.
 
-Read ``family.py`` first: it is the interface. ``checkpoint.py`` reads weights block by block,
+Read ``family.py`` first: it is the interface. ``pretrained.py`` reads weights block by block,
 ``weights.py`` takes projections out of a block and folds zeta into it.
 """
 
@@ -22,7 +22,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     """Return the family of a model.
 
     Raises:
-        UserError: There is none for its ``model_type``, or the family refuses the configuration.
+        UserError: No family has its ``model_type``, or the family refuses the configuration.
     """
     for family in FAMILIES:
         if config.model_type in family.model_types:

@@ -1,4 +1,4 @@
-"""What the walk needs to know of a model family, and nothing else.
+"""The interface of a model family: all that the rest of the package knows about one.
 
 Notation: B batch of segments, L tokens of a segment, d hidden size, n_h query heads, n_kv key/value
 heads (n_kv divides n_h), d_h head size.
@@ -19,7 +19,7 @@ from aespa_pl.errors import UserError
 
 
 class Role(StrEnum):
-    """What a projection does in its block; it decides the objective (Table 4 of the paper)."""
+    """The job of a projection in its block, which decides its objective (Table 4 of the paper)."""
 
     QUERY = "query"
     KEY = "key"
@@ -36,8 +36,9 @@ class Projection:
     module: str
     """Path of the ``nn.Linear`` in the block that holds the matrix."""
     role: Role = Role.OTHER
-    part: tuple[int, int] = (0, 1)
-    """``(i, n)``: the module's rows are ``[heads, n, d_head]`` and this is part i of n (BLOOM)."""
+    fused: tuple[int, int] = (0, 1)
+    """``(i, n)``: the module holds n fused projections, its rows are ``[heads, n, d_head]``, and this is
+    the i-th of them (BLOOM)."""
     residual: str | None = None
     """Path of the module whose input the output is added to; None where it is added to nothing."""
 
@@ -83,7 +84,7 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class Attention:
-    """What one attention layer did with one batch."""
+    """Queries, keys and masks of one attention layer for one batch."""
 
     query: Tensor
     """``[B, n_h, L, d_h]``: after RoPE where there is one, without the factor ``1 / sqrt(d_h)``."""
@@ -156,7 +157,7 @@ class Family(ABC):
 
     @abstractmethod
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Make anew the buffers outside the blocks that no file stores (RoPE's frequencies)."""
+        """Compute the buffers outside the blocks that no file stores (RoPE's frequencies)."""
 
     @abstractmethod
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
@@ -175,8 +176,8 @@ class Family(ABC):
     def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
         """Return the keyword arguments of a block for hidden states ``[B, L, d]``.
 
-        Only shape, device and type of the hidden states matter; the mask is the one that the
-        attention in use wants, so arguments made outside ``observe_attention`` are of no use in it.
+        Only shape, device and type of the hidden states matter. The mask depends on the attention
+        in use: inside of ``observe_attention`` the arguments must be made inside of it as well.
         """
 
     @abstractmethod
@@ -191,7 +192,7 @@ class Family(ABC):
     def observe_attention(
         self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
     ) -> AbstractContextManager[None]:
-        """Call ``observer`` with what the block's attention does, for each batch in the context."""
+        """Call ``observer`` with the block's queries and keys of each batch that runs in the context."""
 
     @abstractmethod
     def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:

@@ -1,9 +1,10 @@
 """What the folder of a checkpoint holds, from config.json and the headers of its safetensors."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.models import MODEL_TYPES, unknown_model_type
+from aespa_pl.models import MODEL_TYPES, family_of, unknown_model_type
+from aespa_pl.models.skeleton import refuse_unsound
 
 DTYPES = {
     "F64": torch.float64,
@@ -21,6 +23,9 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 """The types that weights may be stored in, by their names in a header."""
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Names of a model's weights in one file, the preferred first; ``.index.json`` behind it names shards."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -37,10 +42,11 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Read config.json.
+    """Read config.json, and make sure that it describes a model that can be quantized.
 
     Raises:
-        UserError: It is missing or damaged, or names a ``model_type`` of no family.
+        UserError: It is missing or damaged, names a ``model_type`` of no family, has parts that its
+            family refuses, or describes a model that transformers can't make or run.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -56,57 +62,80 @@ def read_config(folder: Path) -> PreTrainedConfig:
     except UserError:
         raise
     except Exception as error:  # the library's configurations raise whatever their checks raise
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"model.pretrained: {path} cannot be read ({error}): copy it from the model's origin"
+            f"model.pretrained: {path} cannot be read ({reason}): copy it from the model's origin"
         ) from error
-    return cast(PreTrainedConfig, config)
+    config = cast(PreTrainedConfig, config)
+    refuse_unsound(config, family_of(config))
+    return config
 
 
 def refuse_no_tokenizer(folder: Path) -> None:
-    """Raise UserError if no file of the folder can be a tokenizer."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    """Refuse a folder without a tokenizer that this installation can read.
+
+    Raises:
+        UserError: No file can be a tokenizer, or the only one needs a package that isn't installed.
+    """
+    found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not found:
         raise UserError(
             f"model.pretrained: no tokenizer in {folder}: expected one of "
             f"{', '.join(TOKENIZER_FILES)}; copy it from the model's origin"
         )
+    if found == ["tokenizer.model"] and find_spec("sentencepiece") is None:
+        # transformers would ask for tiktoken, which can't read it either
+        raise UserError(
+            f"model.pretrained: the tokenizer in {folder} is a tokenizer.model alone, which needs "
+            "the package sentencepiece: pip install sentencepiece, or copy tokenizer.json from the "
+            "model's origin"
+        )
 
 
 def shards(folder: Path) -> list[Path]:
-    """Return the files that hold the model: those of the index, or the only one.
+    """Return the files that hold the model: safetensors, or pickles (.bin) where there are none.
 
     Raises:
-        UserError: One is missing, or the index is damaged.
+        UserError: One is missing, or an index is damaged.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            content = json.loads(index.read_text(encoding="utf-8"))
-            names = sorted(set(content["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"model.pretrained: {index} is damaged ({error}): copy it from the model's origin"
-            ) from error
-    else:
-        names = ["model.safetensors"]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if not missing:
-        return [folder / name for name in names]
-    if not index.is_file() and any(folder.glob("*.bin")):
+    for whole in WEIGHTS:
+        index = folder / f"{whole}.index.json"
+        if index.is_file():
+            return _present(folder, _names_in(index))
+        if (folder / whole).is_file():
+            return [folder / whole]
+    return _present(folder, [WEIGHTS[0]])
+
+
+def _names_in(index: Path) -> list[str]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        names = set(content["weight_map"].values())
+        if not names or any(not name or Path(name).name != name for name in names):
+            raise ValueError("weight_map must name files beside it")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise UserError(
-            f"model.pretrained: {folder} has weights in pickles (.bin) only: load the model with "
-            "transformers, save it with save_pretrained, and give model.pretrained that folder"
+            f"model.pretrained: {index} is damaged ({error}): copy it from the model's origin"
+        ) from error
+    return sorted(names)
+
+
+def _present(folder: Path, names: Sequence[str]) -> list[Path]:
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UserError(
+            f"model.pretrained: {', '.join(missing)} missing in {folder}: copy the weights from "
+            "the model's origin"
         )
-    raise UserError(
-        f"model.pretrained: {', '.join(missing)} missing in {folder}: copy the weights from the "
-        "model's origin"
-    )
+    return [folder / name for name in names]
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return what a file holds.
+    """Return where the tensors of a safetensors file lie, by their names in it.
 
     Raises:
-        UserError: The header is damaged, or the file is shorter or longer than it says.
+        UserError: The file can't be read, its header is damaged, or it is shorter or longer than it
+            says.
     """
     with opened(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no Mapping
@@ -118,11 +147,22 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; anything wrong with it is a UserError."""
+    """Open a safetensors file.
+
+    Raises:
+        UserError: The file can't be read, or it is truncated or damaged.
+    """
     try:
+        with path.open("rb"):  # the library words a missing permission like damage
+            pass
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise UserError(
+            f"model.pretrained: {path} cannot be read ({error.strerror or error}): correct its "
+            "permissions, or copy it anew from the model's origin"
+        ) from error
+    except SafetensorError as error:
         raise UserError(
             f"model.pretrained: {path} is truncated or damaged ({error}): copy it anew from the "
             "model's origin (with git: git lfs pull)"

@@ -1,4 +1,4 @@
-"""From what ``model.pretrained`` says to a folder on this machine."""
+"""Find the folder on this machine that ``model.pretrained`` means, and download it if need be."""
 
 import logging
 import re
@@ -24,8 +24,6 @@ HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 WANTED = (
     "config.json",
     "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
     "tokenizer*",
     "vocab.json",
     "merges.txt",
@@ -33,7 +31,10 @@ WANTED = (
     "added_tokens.json",
     "chat_template*",
 )
-"""What is downloaded: no pickles and no code."""
+"""What is downloaded beside the weights: no code."""
+SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
+PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+"""Weights of models without safetensors; ``pickles.py`` reads nothing but tensors from them."""
 
 CONVERTER = "SFconvertbot"
 """The hub's account that offers safetensors, in a pull request, to models that have pickles only
@@ -46,11 +47,11 @@ def resolve(pretrained: str, revision: str | None = None, *, weights: bool = Tru
     Args:
         pretrained: ``embedded:NAME``, a folder, or a name on the hub.
         revision: Branch, tag or commit on the hub; None: main, or the hub's own conversion to
-            safetensors where main has none.
-        weights: Whether they are wanted; otherwise config.json alone is downloaded.
+            safetensors where main has none and there is a conversion.
+        weights: False: only config.json is needed, and nothing else is downloaded.
 
     Raises:
-        UserError: There is no such folder or model, it can't be reached, or has no safetensors.
+        UserError: There is no such folder or model, it can't be reached, or has no weights.
     """
     if pretrained.startswith(EMBEDDED):
         return _embedded(pretrained.removeprefix(EMBEDDED))
@@ -62,7 +63,7 @@ def resolve(pretrained: str, revision: str | None = None, *, weights: bool = Tru
     if pretrained.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(pretrained):
         raise UserError(
             f"model.pretrained: there is no folder {folder}: give a folder with config.json and "
-            "safetensors, a name on the hub such as org/name, or embedded:NAME"
+            "weights, a name on the hub such as org/name, or embedded:NAME"
         )
     return _from_hub(pretrained, revision, weights=weights)
 
@@ -80,8 +81,8 @@ def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
     try:
         if not weights:
             return Path(hf_hub_download(name, "config.json", revision=revision)).parent
-        chosen = revision or _revision_with_safetensors(name)
-        return Path(snapshot_download(name, revision=chosen, allow_patterns=list(WANTED)))
+        chosen, files = _best_weights(name, revision)
+        return Path(snapshot_download(name, revision=chosen, allow_patterns=[*WANTED, *files]))
     except GatedRepoError as error:
         raise UserError(
             f"model.pretrained: {name} is gated: accept its licence at https://huggingface.co/{name}"
@@ -111,33 +112,49 @@ def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
         ) from error
 
 
-def _revision_with_safetensors(name: str) -> str | None:
-    """Return None for main, or the reference of the conversion's pull request.
+def _best_weights(name: str, revision: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """Return the revision to take, and the patterns of its files with weights.
+
+    Safetensors of the revision that the user named (or of main) come first; then, unless the user
+    named one, those of the hub's conversion; pickles come last.
 
     Raises:
-        UserError: Neither has safetensors.
+        UserError: There are neither safetensors nor pickles.
     """
     api = HfApi()
-    if _has_safetensors(api.list_repo_files(name)):
-        return None
-    offers = api.get_repo_discussions(name, author=CONVERTER, discussion_type="pull_request")
-    for offer in offers:
-        revision = offer.git_reference
-        if revision and _has_safetensors(api.list_repo_files(name, revision=revision)):
-            logger.warning("%s: main has no safetensors, using %s of %s", name, revision, CONVERTER)
-            return revision
+    names = api.list_repo_files(name, revision=revision)
+    if _has(names, SAFETENSORS):
+        return revision, SAFETENSORS
+    if revision is None and (offer := _conversion(api, name)) is not None:
+        logger.warning("%s: main has no safetensors, using %s of %s", name, offer, CONVERTER)
+        return offer, SAFETENSORS
+    if _has(names, PICKLES):
+        return revision, PICKLES
     raise UserError(
-        f"model.pretrained: {name} has no safetensors on the hub: load it with transformers, save "
-        "it with save_pretrained, and give model.pretrained that folder"
+        f"model.pretrained: {name} has neither safetensors nor pytorch_model.bin on the hub: load it "
+        "with transformers, save it with save_pretrained, and give model.pretrained that folder"
     )
 
 
-def _has_safetensors(names: list[str]) -> bool:
-    return any(Path(name).match("model*.safetensors") for name in names)
+def _conversion(api: HfApi, name: str) -> str | None:
+    """Return the reference of the hub's pull request with safetensors, if there is one."""
+    offers = api.get_repo_discussions(name, author=CONVERTER, discussion_type="pull_request")
+    for offer in offers:
+        revision = offer.git_reference
+        if revision and _has(api.list_repo_files(name, revision=revision), SAFETENSORS):
+            return revision
+    return None
+
+
+def _has(names: list[str], patterns: tuple[str, ...]) -> bool:
+    return any(Path(name).match(pattern) for name in names for pattern in patterns[:1])
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
-    """Return the newest downloaded snapshot that has safetensors and fits the revision, if any."""
+    """Return the newest downloaded snapshot that has weights and fits the revision, if any.
+
+    Snapshots with safetensors come before those with pickles only.
+    """
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
@@ -148,7 +165,9 @@ def _cached(name: str, revision: str | None) -> Path | None:
         if (repository.repo_type, repository.repo_id) == ("model", name)
         for snapshot in repository.revisions
         if revision is None or revision in snapshot.refs or revision == snapshot.commit_hash
-        if _has_safetensors([file.file_name for file in snapshot.files])
     ]
-    newest = max(snapshots, key=lambda snapshot: snapshot.last_modified, default=None)
-    return None if newest is None else newest.snapshot_path
+    for patterns in (SAFETENSORS, PICKLES):
+        fitting = [s for s in snapshots if _has([file.file_name for file in s.files], patterns)]
+        if fitting:
+            return max(fitting, key=lambda snapshot: snapshot.last_modified).snapshot_path
+    return None

@@ -117,7 +117,7 @@ class LlamaFamily(Family):
         )
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Make RoPE's frequencies anew; they are float32 whatever the model's type."""
+        """Compute RoPE's frequencies; they are float32 whatever the model's type."""
         decoder = cast(LlamaForCausalLM, model).model
         rotary = type(decoder.rotary_emb)(model.config)
         decoder.rotary_emb = rotary.to(device)

@@ -121,7 +121,7 @@ class OptFamily(Family):
         def report(attention: Attention) -> None:
             # OPT's module hands its attention function a query that it has already multiplied by
             # 1 / sqrt(d_h). G_K = E[Q^T Q] is weighed against lambda, so the factor must go; in
-            # float32, for in half precision that would be one more rounding.
+            # float32, because half precision would round once more.
             query = attention.query
             exact = query.to(torch.promote_types(query.dtype, torch.float32))
             scaling = attention.scaling / head_dim**0.5

@@ -1,10 +1,10 @@
-"""Read a model's weights from its safetensors, block by block, without ever holding the model.
+"""Read a model's weights from its files, block by block, without ever holding the model.
 
 Everything that can be wrong with a folder is found by ``Checkpoint.open``, before any tensor is
 read; what is left for later is a value that is not finite.
 """
 
-import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -33,6 +32,9 @@ from aespa_pl.models.headers import (
     refuse_no_tokenizer,
     shards,
 )
+from aespa_pl.models.pickles import converted
+from aespa_pl.models.skeleton import skeleton
+from aespa_pl.storage.cache import default_cache
 
 
 @dataclass(frozen=True)
@@ -43,22 +45,31 @@ class Checkpoint:
     config: PreTrainedConfig
     tensors: Mapping[str, StoredTensor]
     """By name in the model's ``state_dict``, in its order. Tied names lead to the same tensor."""
+    extra: tuple[str, ...] = ()
+    """Names in the files that the model has no place for."""
 
     @classmethod
-    def open(cls, folder: Path) -> "Checkpoint":
+    def open(cls, folder: Path, cache: Path | None = None) -> "Checkpoint":
         """Check a folder and read its configuration.
+
+        Args:
+            folder: With config.json, weights (safetensors, or else pickles) and tokenizer.
+            cache: Where the weights of pickles are kept as safetensors; None: the default cache.
 
         Raises:
             UserError: A file is missing or damaged, the model is of no family that we know or has
                 parts that its family refuses, or a tensor is missing or has another shape.
         """
         config = read_config(folder)
-        family_of(config)
         refuse_no_tokenizer(folder)
-        stored = {
-            name: tensor for path in shards(folder) for name, tensor in read_header(path).items()
-        }
-        return cls(folder, config, locate(skeleton(config), stored, folder))
+        files = [
+            converted(path, cache or default_cache()) if path.suffix == ".bin" else path
+            for path in shards(folder)
+        ]
+        stored = {name: tensor for path in files for name, tensor in read_header(path).items()}
+        tensors = locate(skeleton(config), stored, folder)
+        used = {tensor.name for tensor in tensors.values()}
+        return cls(folder, config, tensors, tuple(sorted(stored.keys() - used)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,17 +97,37 @@ class Checkpoint:
             ) from error
         return cast(PreTrainedTokenizerBase, tokenizer)
 
-    def tensor(self, name: str) -> Tensor:
-        """Return one tensor as it is stored, on the CPU.
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return one tensor, on the CPU.
 
         Args:
             name: As in the model's ``state_dict``; a tied head gives the embedding.
+            dtype: Type to convert it to; None: the one that it is stored in.
 
         Raises:
-            UserError: It has NaN or infinite values.
+            UserError: It has NaN or infinite values, or values beyond the range of ``dtype``.
         """
-        stored = self.tensors[name]
-        return self._read([name], torch.device("cpu"), DTYPES[stored.dtype])[name]
+        stored = DTYPES[self.tensors[name].dtype]
+        return self._read([name], torch.device("cpu"), dtype or stored)[name]
+
+    def unused(self, family: Family) -> str | None:
+        """Say which tensors in the files the model has no place for; None if there are none."""
+        if not self.extra:
+            return None
+        blocks = self.config.num_hidden_layers
+        block = re.compile(rf"(?:^|\.){family.blocks_path.rpartition('.')[2]}\.(\d+)\.")
+        numbers = [int(found[1]) for name in self.extra if (found := block.search(name))]
+        last = max(numbers, default=-1)
+        if last >= blocks:
+            return (
+                f"config.json has {blocks} blocks, the files in {self.folder} have {last + 1}: the "
+                "others are left out"
+            )
+        shown = ", ".join(self.extra[:3]) + (" ..." if len(self.extra) > 3 else "")
+        return (
+            f"tensors in {self.folder} that the model has no place for are left out: "
+            f"{len(self.extra)} ({shown})"
+        )
 
     def stem_names(self, family: Family) -> tuple[str, ...]:
         """Return the names of what lies outside the blocks; of tied names, the first only."""
@@ -197,15 +228,6 @@ class Checkpoint:
 
 def _block_prefix(family: Family, index: int) -> str:
     return f"{family.blocks_path}.{index}."
-
-
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model of a configuration without weights: all on the meta device."""
-    config = copy.deepcopy(config)
-    config.use_cache = False
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return cast(PreTrainedModel, model.eval().requires_grad_(requires_grad=False))
 
 
 def _refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:

@@ -1,8 +1,7 @@
 """Hidden states of many segments, carried through a model one block at a time.
 
-Only one block and one batch are on the device, before the first and after the last block also the stem
-(embedding, final norm, head); the hidden
-states of all segments wait in host memory or on disk, in the type that the blocks run in.
+Only one block and one batch are on the device, and the stem (embedding, final norm, head) while it is
+needed; the hidden states of all segments wait in host memory or on disk, in the type of the blocks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -81,21 +80,28 @@ class StreamedModel:
             with self.block(index) as block:
                 yield block
 
-    @torch.inference_mode()
     def embed(self, tokens: Tensor, batch_size: int) -> Batches:
-        """Return the hidden states before the first block, in batches ``[B, L, d]``.
+        """Load the stem, embed the tokens and release it.
 
         Args:
             tokens: Token ids, ``[segments, L]``.
             batch_size: Segments in a batch; the last may have fewer.
+
+        Returns:
+            The hidden states before the first block, in batches ``[B, L, d]``.
         """
+        with self.stem():
+            return self.embed_with_stem(tokens, batch_size)
+
+    @torch.inference_mode()
+    def embed_with_stem(self, tokens: Tensor, batch_size: int) -> Batches:
+        """Do what ``embed`` does inside of a ``stem`` context."""
         batches = (
             self.family.embed(self.model, ids.to(self.device))[0].cpu()
             for ids in tokens.split(batch_size)
             if len(ids)  # without segments one is empty
         )
-        with self.stem():
-            return self.keep(batches)
+        return self.keep(batches)
 
     def keep(self, batches: Iterable[Tensor]) -> Batches:
         """Return hidden states ``[B, L, d]`` where those of all segments wait: in memory or on disk."""

@@ -28,12 +28,12 @@ def set_projection_weight(
 def fold(block: nn.Module, layout: BlockLayout, zeta: Mapping[str, Tensor]) -> None:
     """Move zeta from the columns of projections into what comes before; the output stays the same.
 
-    Column and row scalings commute, so the order of the groups is of no matter.
+    Column and row scalings commute, so the groups may be folded in any order.
 
     Args:
-        block: Changed in place.
-        layout: The block's.
-        zeta: ``[d_in]`` by the name of the input group.
+        block: A block of the model; its weights are changed in place.
+        layout: Says which projections share an input, and what comes before them.
+        zeta: Positive factors ``[d_in]`` of the columns, by the name of the input group.
 
     Raises:
         ValueError: A zeta is not positive, or its group has no fold.
@@ -71,9 +71,9 @@ def _rows(tensor: Tensor, layout: BlockLayout, projection: Projection) -> Tensor
 
     A projection with a module of its own counts as one head.
     """
-    index, parts = projection.part
-    rows = tensor.shape[0] if parts == 1 else layout.head_dim
-    return tensor.view(-1, parts, rows, *tensor.shape[1:])[:, index]
+    index, fused = projection.fused
+    rows = tensor.shape[0] if fused == 1 else layout.head_dim
+    return tensor.view(-1, fused, rows, *tensor.shape[1:])[:, index]
 
 
 def _linear(block: nn.Module, projection: Projection) -> nn.Linear:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from aespa_pl.models.family import BlockLayout, Family, Role
-from aespa_pl.models.pretrained import skeleton
+from aespa_pl.models.skeleton import skeleton
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Shape:
             for p in group.projections:
                 rows, columns = block.get_submodule(p.module).weight.shape
                 matrices.append(
-                    Matrix(rows // p.part[1], columns, p.role, group.name, p.residual is not None)
+                    Matrix(rows // p.fused[1], columns, p.role, group.name, p.residual is not None)
                 )
         everything = sum(parameter.numel() for parameter in model.parameters())
         in_block = sum(parameter.numel() for parameter in block.parameters())

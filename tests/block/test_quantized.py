@@ -376,7 +376,7 @@ def test_exported_scales_are_float16_numbers(name: str, factor: float) -> None:
     """Of weights beyond what float16 can hold as well."""
     block, layout = example(name)
     for p in layout.projections:
-        block.get_submodule(p.module).weight.mul_(factor if p.part[0] == 0 else 1)
+        block.get_submodule(p.module).weight.mul_(factor if p.fused[0] == 0 else 1)
     problem = begin(block, layout, make_statistics(block, layout))
     for p in updated(problem).projections.values():
         assert torch.equal(p.folded_grid.scale.half().float(), p.folded_grid.scale)

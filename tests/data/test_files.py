@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from aespa_pl.data.files import TextFile
+from aespa_pl.data import files
+from aespa_pl.data.files import LARGEST_TEXT, TextFile
 from aespa_pl.errors import UserError
 
 KEY = "data.calibration.source"
@@ -157,11 +159,55 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
         TextFile.find(str(tmp_path), KEY)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a", "a.parquet.gz", "a.gz"])
-def test_another_extension_is_refused(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path / name, "text")
-    with pytest.raises(UserError, match=r"must end in \.txt, \.json or \.jsonl, also with \.gz"):
+@pytest.mark.parametrize("name", ["wiki.test.raw", "a.csv", "README", "a.md.gz", "a.gz"])
+def test_any_other_ending_is_plain_text(tmp_path: Path, name: str) -> None:
+    assert rows_of(write(tmp_path / name, '{"text": "a"}\n b\n')) == ['{"text": "a"}\n b\n']
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    """Nobody writes to it: whoever opens it waits for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"is a pipe or a device, .* write it to a file"):
+        TextFile.find(str(tmp_path / "pipe"), KEY)
+
+
+def test_a_device_that_never_ends_is_refused_at_once() -> None:
+    with pytest.raises(UserError, match="/dev/zero is a pipe or a device"):
+        TextFile.find("/dev/zero", KEY)
+
+
+def test_a_file_of_more_than_the_limit_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.txt"
+    with path.open("wb") as file:
+        file.truncate(LARGEST_TEXT + 1)
+    with pytest.raises(UserError, match="has more than 4 GB of text; name a part"):
         TextFile.find(str(path), KEY)
+
+
+@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz"])
+def test_a_text_that_unpacks_without_end_is_given_up(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LARGEST_TEXT", 10**7)
+    path = write(tmp_path / name, "a" * (2 * 10**7))
+    assert path.stat().st_size < 10**5
+    with pytest.raises(UserError, match=r"has more than 0 GB of text"):
+        rows_of(path)
+
+
+def test_reading_a_long_text_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "REPORT_SECONDS", 0)
+    rows_of(write(tmp_path / "a.txt", "a" * (3 * 10**6)))
+    assert f"reading {tmp_path / 'a.txt'}: 0.0 GB of text so far" in caplog.text
+
+
+@pytest.mark.parametrize("layout", ['{"text": "a"}\n%s', "[%s]"])
+def test_json_nested_without_end_is_refused(tmp_path: Path, layout: str) -> None:
+    path = write(tmp_path / "a.jsonl", layout % ("[" * 200_000))
+    with pytest.raises(UserError, match="values are nested too deeply"):
+        rows_of(path)
 
 
 def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:

@@ -34,8 +34,10 @@ def make_documents(lengths: list[int]) -> list[str]:
     return documents
 
 
-def draw(documents: list[str], segments: int, seed: int = 0) -> list[list[int]]:
-    settings = CalibrationSettings(source="a.txt", segments=segments, seed=seed)
+def draw(
+    documents: list[str], segments: int, seed: int = 0, *, pack: bool = False
+) -> list[list[int]]:
+    settings = CalibrationSettings(source="a.txt", segments=segments, seed=seed, pack=pack)
     tokens = draw_segments(documents, Words(), settings, LENGTH)
     assert tokens.dtype == torch.int64
     assert tokens.shape == (segments, LENGTH)
@@ -128,8 +130,8 @@ def test_too_short_documents_are_refused_with_the_numbers() -> None:
         draw(make_documents([5, LENGTH, 7]), 2)
     assert str(caught.value) == (
         "data.calibration.source: a.txt has no document of more than 16 tokens (documents read: 3, "
-        "the longest has 16 tokens); choose a shorter data.calibration.segment_length, or another "
-        "text (a .txt is one document)"
+        "the longest has 16 tokens); join documents with data.calibration.pack true, choose a "
+        "shorter data.calibration.segment_length, or another text (a .txt is one document)"
     )
 
 
@@ -164,3 +166,35 @@ def test_short_documents_between_long_ones_do_not_end_the_search(
     monkeypatch.setattr(sampling, "PATIENCE", 60)
     documents = make_documents([5, 5, 2 * LENGTH] * 100)
     assert len({origin(segment, documents) for segment in draw(documents, 100)}) == 100
+
+
+def test_packing_joins_whole_short_documents_until_they_are_long_enough() -> None:
+    """Five documents of 5 tokens make a window of 16; a word in a window tells whose it is."""
+    documents = make_documents([5] * 30)
+    owner = {int(word): i for i, document in enumerate(documents) for word in document.split()}
+    segments = draw(documents, 4, pack=True)
+    used = [{owner[word] for word in segment} for segment in segments]
+    assert all(not a & b for i, a in enumerate(used) for b in used[:i])
+    for segment in segments:
+        assert len(set(segment)) == LENGTH
+        for index in {owner[word] for word in segment[1:-1]}:
+            words = [word for word in segment if owner[word] == index]
+            assert words == list(range(words[0], words[0] + len(words)))  # in their own order
+        inner = {owner[w] for w in segment} - {owner[segment[0]], owner[segment[-1]]}
+        assert all(sum(owner[w] == i for w in segment) == 5 for i in inner)  # and whole
+    assert segments != draw(documents, 4, seed=1, pack=True)
+
+
+def test_packing_leaves_long_documents_alone() -> None:
+    documents = make_documents([2 * LENGTH] * 20)
+    assert draw(documents, 10, pack=True) == draw(documents, 10)
+    mixed = make_documents([3, 2 * LENGTH] * 20)
+    whole = [{int(word) for word in document.split()} for document in mixed[1::2]]
+    found = [set(segment) for segment in draw(mixed, 20, pack=True)]
+    assert sum(any(f <= w for w in whole) for f in found) >= 17  # 60 short tokens make 3 at most
+
+
+def test_too_few_tokens_are_refused_though_they_are_packed() -> None:
+    with pytest.raises(UserError, match=r"4 tokens\); choose a shorter") as caught:
+        draw(make_documents([4] * 4), 1, pack=True)
+    assert "pack" not in str(caught.value)

@@ -1,6 +1,7 @@
 """The cache saves work, never changes a result, and never stops a run."""
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aespa_pl.data import token_cache
-from aespa_pl.data.token_cache import cached_tokens, default_cache
+from aespa_pl.data.token_cache import cached_tokens
+from aespa_pl.storage.cache import default_cache
 
 TOKENS = torch.arange(600, dtype=torch.int64).view(20, 30)
 
@@ -31,7 +33,7 @@ def maker() -> Maker:
 
 
 def only_file(folder: Path) -> Path:
-    (path,) = folder.iterdir()
+    (path,) = (folder / "tokens").glob("[!.]*")
     return path
 
 
@@ -126,18 +128,18 @@ def test_a_full_disk_is_only_a_warning_and_leaves_nothing(
     def fail(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("aespa_pl.data.token_cache.os.fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     assert torch.equal(cached_tokens(tmp_path, {}, maker), TOKENS)
     assert "No space left on device" in caplog.text
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in (tmp_path / "tokens").iterdir()] == [".lock"]
 
 
 def test_the_cache_lies_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert default_cache() == tmp_path / "xdg/aespa_pl/tokens"
+    assert default_cache() == tmp_path / "xdg/aespa_pl"
     for ignored in ["", "relative"]:
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert default_cache() == tmp_path / ".cache/aespa_pl/tokens"
+        assert default_cache() == tmp_path / ".cache/aespa_pl"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache() == tmp_path / ".cache/aespa_pl/tokens"
+    assert default_cache() == tmp_path / ".cache/aespa_pl"

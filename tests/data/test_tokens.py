@@ -1,5 +1,6 @@
 """From a text to token ids, with every setting acting, and the cache behind it."""
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -181,6 +182,18 @@ def test_every_calibration_setting_acts_and_is_never_served_from_an_old_cache(
     second = calibration_tokens(changed, tokenizer, 20, cache)
     assert not torch.equal(first, second)
     assert second.equal(calibration_tokens(changed, tokenizer, 20, cache.with_name("fresh")))
+
+
+def test_packing_acts_and_is_never_served_from_an_old_cache(
+    tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [text_of(range(1, 8)), text_of(range(1, 30))] * 9
+    path.write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    settings = CalibrationSettings(str(path), segments=9)
+    apart = calibration_tokens(settings, tokenizer, 20, cache)
+    packed = calibration_tokens(replace(settings, pack=True), tokenizer, 20, cache)
+    assert not torch.equal(apart, packed)
 
 
 def test_a_changed_length_is_never_served_from_an_old_cache(

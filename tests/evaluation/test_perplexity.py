@@ -1,6 +1,7 @@
 """Perplexity is the exponential of the library model's own cross entropy."""
 
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,12 +87,12 @@ def test_texts_of_different_lengths_are_measured_on_their_own(tmp_path: Path) ->
     assert len({round(value, 3) for value in found.values()}) == 3
 
 
-def test_blocks_are_read_once_for_all_texts(
+def test_blocks_are_read_once_for_each_text_and_the_stem_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make("opt", tmp_path)[1]
-    read: list[int] = []
-    load = Checkpoint.load_block
+    read: list[int | str] = []
+    load, load_stem = Checkpoint.load_block, Checkpoint.load_stem
 
     def counted(
         self: Checkpoint, model: PreTrainedModel, family: object, index: int, *rest: object
@@ -99,12 +100,36 @@ def test_blocks_are_read_once_for_all_texts(
         read.append(index)
         return load(self, model, family, index, *rest)
 
+    def counted_stem(self: Checkpoint, *rest: object) -> None:
+        read.append("stem")
+        load_stem(self, *rest)
+
     monkeypatch.setattr(Checkpoint, "load_block", counted)
+    monkeypatch.setattr(Checkpoint, "load_stem", counted_stem)
     seen: list[int] = []
     texts = {"a": make_ids(3), "b": make_ids(4)}
     perplexity(source, texts, batch_size=1, after_block=lambda: seen.append(len(read)))
-    assert read == [0, 1, 2]
-    assert seen == [1, 2, 3]  # called after each, for a progress bar
+    assert read == ["stem", 0, 1, 2, 0, 1, 2]
+    assert seen == [2, 3, 4, 5, 6, 7]  # called after each, for a progress bar
+
+
+def test_hidden_states_of_one_text_are_in_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make("opt", tmp_path)[1]
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = [0]
+    run_block = StreamedModel.run_block
+
+    def observed(self: StreamedModel, block: nn.Module, hidden: Tensor) -> Tensor:
+        output = run_block(self, block, hidden)
+        alive.add(output)
+        most[0] = max(most[0], len(alive))
+        return output
+
+    monkeypatch.setattr(StreamedModel, "run_block", observed)
+    perplexity(source, {name: make_ids(4) for name in "abcde"}, batch_size=1)
+    assert most[0] <= 2 * 4  # before and after a block, of one text
 
 
 def test_no_texts_give_no_numbers(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Each thing that can be wrong with a folder is found before any work, and named."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aespa_pl.errors import UserError
+from aespa_pl.models import headers
+from aespa_pl.models.headers import read_config
 from aespa_pl.models.pretrained import Checkpoint
 from tests.models.examples import make_model, save
 
@@ -59,6 +63,59 @@ def test_config_that_the_library_refuses(folder: Path) -> None:
     refused(folder, r"config.json cannot be read \(.*hidden_size")
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("opt", {"hidden_size": 25}, "can't run the model .*divisible"),
+        ("opt", {"num_attention_heads": 0}, "num_attention_heads in config.json is 0: expected 1"),
+        ("opt", {"num_attention_heads": -4}, "num_attention_heads in config.json is -4"),
+        ("opt", {"num_hidden_layers": 0}, "num_hidden_layers in config.json is 0"),
+        ("opt", {"num_hidden_layers": 10**9}, "num_hidden_layers .* expected 1000 or less"),
+        ("opt", {"num_hidden_layers": "3"}, "config.json cannot be read .*num_hidden_layers"),
+        ("opt", {"vocab_size": -3}, "vocab_size in config.json is -3"),
+        ("opt", {"vocab_size": 10**18}, "can't run the model"),
+        ("opt", {"ffn_dim": 0}, "can't run the model .*fc1 is 0 x 24"),
+        ("opt", {"max_position_embeddings": 0}, "can't run the model .*max_position_embeddings"),
+        ("opt", {"activation_function": "nope"}, "can't run the model .*'nope'"),
+        ("opt", {"pad_token_id": 9999}, "can't run the model .*Padding_idx"),
+        ("bloom", {"n_head": 5}, "can't run the model .*divisible"),
+        ("bloom", {"n_layer": 0}, "num_hidden_layers in config.json is 0"),
+        ("llama", {"num_key_value_heads": 3}, "4 query heads can't share 3 key/value heads"),
+        ("llama", {"num_key_value_heads": 0}, "can't run the model"),
+        ("llama", {"head_dim": 7}, "config.json cannot be read .*even rotary dimension"),
+        ("llama", {"hidden_act": "nope"}, "can't run the model .*'nope'"),
+        ("llama", {"rope_parameters": {"rope_type": "nope"}}, "can't run the model .*'nope'"),
+        ("llama", {"rope_parameters": [1]}, "config.json cannot be read"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "config.json cannot be read"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of transformers, about what it is going to fail on
+def test_config_whose_model_can_not_be_made_or_run(
+    name: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = save(make_model(name, torch.float32), tmp_path)
+    change_config(folder, **changes)
+    with pytest.raises(UserError, match=f"model.pretrained: .*{reason}"):
+        read_config(folder)  # as plan does
+    refused(folder, reason)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_every_kind_of_rope_that_the_library_knows_is_let_through(
+    kind: str, tmp_path: Path
+) -> None:
+    folder = save(make_model("llama", torch.float32), tmp_path)
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    change_config(folder, rope_parameters=rope)
+    assert read_config(folder).rope_parameters["rope_type"] == kind
+
+
+@pytest.mark.parametrize("nested", ["[" * 200_000, '{"a":' * 200_000])
+def test_config_nested_without_end(folder: Path, nested: str) -> None:
+    (folder / "config.json").write_text(nested)
+    refused(folder, r"config.json cannot be read \(maximum recursion")
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "of-the-future", None])
 def test_unknown_model_type(folder: Path, model_type: str | None) -> None:
     change_config(folder, model_type=model_type)
@@ -70,15 +127,23 @@ def test_quantized_checkpoint(folder: Path) -> None:
     refused(folder, r"already quantized \(awq")
 
 
+def test_sentencepiece_is_named_where_it_is_needed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    monkeypatch.setattr(headers, "find_spec", lambda _: None)
+    refused(folder, "a tokenizer.model alone, which needs the package sentencepiece: pip install")
+    (folder / "vocab.json").touch()
+    Checkpoint.open(folder)
+    (folder / "vocab.json").unlink()
+    monkeypatch.setattr(headers, "find_spec", lambda name: name)
+    Checkpoint.open(folder)
+
+
 @pytest.mark.filterwarnings("default")
 def test_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     refused(folder, f"no tokenizer in {folder}: expected one of tokenizer.json")
-
-
-def test_pickles_only(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, "has weights in pickles .* load the model with transformers, save it with")
 
 
 def test_no_weights(folder: Path) -> None:
@@ -92,7 +157,23 @@ def test_missing_shard(sharded: Path) -> None:
     refused(sharded, f"{shard.name} missing in {sharded}")
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": []}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "{}",
+        "[]",
+        "[" * 200_000,
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": 3, "b": "model.safetensors"}}',
+        '{"weight_map": {"a": null}}',
+        '{"weight_map": {"a": ["model.safetensors"]}}',
+        '{"weight_map": {"a": ""}}',
+        '{"weight_map": {"a": "../model.safetensors"}}',
+    ],
+)
 def test_damaged_index(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_text(content)
     refused(sharded, f"{INDEX} is damaged")
@@ -113,6 +194,24 @@ def test_truncated_shard(sharded: Path, content: Callable[[bytes], bytes]) -> No
     shard = sorted(sharded.glob("*.safetensors"))[-1]
     shard.write_bytes(content(shard.read_bytes()))
     refused(sharded, f"{shard} is truncated or damaged .*git lfs pull")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_file_without_permission_is_not_called_damaged(folder: Path) -> None:
+    (folder / "model.safetensors").chmod(0)
+    refused(folder, r"model.safetensors cannot be read \(Permission denied\): correct its perm")
+
+
+def test_file_that_can_not_be_read_is_not_called_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's refusal as root can have it: a disk that fails."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(headers, "safe_open", fail)
+    refused(folder, r"model.safetensors cannot be read \(Input/output error\): correct its perm")
 
 
 def test_missing_tensor(folder: Path) -> None:

@@ -88,7 +88,7 @@ def test_home_is_expanded(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ["./model", "../model", "/no/model", "~/no-model", "a/b/c", "org/na me", "C:\\model"],
 )
 def test_wrong_path_is_not_looked_for_on_the_hub(hub: Hub, path: str) -> None:
-    refused("there is no folder .*: give a folder with config.json and safetensors", path)
+    refused("there is no folder .*: give a folder with config.json and weights", path)
     assert not hub.downloads
 
 
@@ -102,19 +102,16 @@ def test_hub_name_is_downloaded_without_pickles_and_code(hub: Hub) -> None:
     assert resolve("org/name") == Path("/cache/snapshot")
     (download,) = hub.downloads
     assert (download["name"], download["revision"]) == ("org/name", None)
-    wanted = download["allow_patterns"]
-
-    def fits(name: str) -> bool:
-        return any(Path(name).match(pattern) for pattern in wanted)
-
-    assert all(fits(name) for name in SAFE)
-    assert fits("model_00001-of-00072.safetensors")  # as bigscience/bloom names them
-    assert fits("model.safetensors.index.json")
-    assert not any(fits(n) for n in ["pytorch_model.bin", "modeling.py", "a.pt", "model.pth"])
-    assert not fits("consolidated.safetensors")  # Mistral's second copy
+    assert all(fits(download, name) for name in SAFE)
+    assert fits(download, "model_00001-of-00072.safetensors")  # as bigscience/bloom names them
+    assert fits(download, "model.safetensors.index.json")
+    unwanted = ["pytorch_model.bin", "modeling.py", "a.pt", "model.pth"]
+    assert not any(fits(download, name) for name in unwanted)
+    assert not fits(download, "consolidated.safetensors")  # Mistral's second copy
 
 
 def test_revision_of_the_user_is_taken(hub: Hub) -> None:
+    hub.files["v2"] = SAFE
     resolve("org/name", "v2")
     assert hub.downloads[0]["revision"] == "v2"
 
@@ -128,9 +125,34 @@ def test_conversion_of_the_hub_is_found(hub: Hub, caplog: pytest.LogCaptureFixtu
     assert "using refs/pr/42 of SFconvertbot" in caplog.text
 
 
-def test_pickles_only(hub: Hub) -> None:
-    hub.files = {None: PICKLED}
-    refused("org/name has no safetensors on the hub: load it with transformers")
+def fits(download: dict[str, Any], name: str) -> bool:
+    return any(Path(name).match(pattern) for pattern in download["allow_patterns"])
+
+
+@pytest.mark.parametrize("revision", [None, "v2"])
+def test_pickles_are_downloaded_where_there_are_no_safetensors(
+    hub: Hub, revision: str | None
+) -> None:
+    shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
+    hub.files = {None: PICKLED, "v2": ["config.json", *shards], "refs/pr/9": PICKLED}
+    hub.offers = ["refs/pr/9"]
+    resolve("org/name", revision)
+    (download,) = hub.downloads
+    assert download["revision"] == revision
+    assert all(fits(download, name) for name in [*PICKLED, *shards])
+    assert not any(fits(download, name) for name in ["a.pt", "modeling.py", "tf_model.h5"])
+
+
+def test_a_conversion_is_not_taken_instead_of_the_revision_of_the_user(hub: Hub) -> None:
+    hub.files = {None: SAFE, "v2": PICKLED, "refs/pr/9": SAFE}
+    hub.offers = ["refs/pr/9"]
+    resolve("org/name", "v2")
+    assert hub.downloads[0]["revision"] == "v2"
+
+
+def test_no_weights_at_all(hub: Hub) -> None:
+    hub.files = {None: ["config.json", "flax_model.msgpack", "training_args.bin"]}
+    refused("org/name has neither safetensors nor pytorch_model.bin on the hub: load it with")
 
 
 def hub_error(kind: Callable[..., Exception]) -> Exception:
@@ -193,6 +215,16 @@ def test_cache_serves_without_network(hub: Hub, revision: str | None, path: str 
         refused("cannot be downloaded", revision=revision)
     else:
         assert resolve("org/name", revision) == Path(path)
+
+
+def test_cache_with_pickles_only_serves_without_network(hub: Hub) -> None:
+    hub.error = NoRouteError("no route")
+    snapshots = [
+        snapshot("pickles", PICKLED, {"main"}, 3.0),
+        snapshot("config", ["config.json"], {"v1"}, 4.0),
+    ]
+    hub.cached = [SimpleNamespace(repo_type="model", repo_id="org/name", revisions=snapshots)]
+    assert resolve("org/name") == Path("pickles")
 
 
 def test_embedded_models_are_in_the_package(

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,11 @@ def test_base_model_without_prefix_and_head_is_read(name: str, tmp_path: Path) -
     torch.testing.assert_close(stream(tmp_path, ids), model(ids, use_cache=False).logits)
     names = Checkpoint.open(tmp_path).stem_names(family_of(model.config))
     assert all(name.startswith(prefix) for name in names)
+
+
+def change_names(folder: Path, change: Callable[[str], str]) -> None:
+    path = folder / "model.safetensors"
+    save_file({change(name): tensor for name, tensor in load_file(path).items()}, path)
 
 
 def test_head_alone_of_a_tied_pair_is_enough(tmp_path: Path) -> None:
@@ -224,3 +230,52 @@ def test_values_beyond_float16_are_refused_with_the_remedy(tmp_path: Path) -> No
     checkpoint = Checkpoint.open(save(model, tmp_path))
     with pytest.raises(UserError, match=r"model.dtype: tensor .*fc1.weight .* torch.float16: set"):
         checkpoint.load_block(checkpoint.skeleton(), family_of(model.config), 0, CPU, torch.float16)
+
+
+@pytest.mark.parametrize("value", [1e5, -7e4])
+def test_a_tensor_beyond_float16_is_found_by_reading_it_in_that_type(
+    value: float, tmp_path: Path
+) -> None:
+    model = make_model("opt", torch.float32)
+    name = "model.decoder.layers.2.fc1.weight"
+    spoil(model, name, value)
+    checkpoint = Checkpoint.open(save(model, tmp_path))
+    assert float(checkpoint.tensor(name).view(-1)[3]) == value
+    assert checkpoint.tensor(name, torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(UserError, match=rf"model.dtype: tensor {name} .* torch.float16: set"):
+        checkpoint.tensor(name, torch.float16)
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
+def test_a_good_folder_has_nothing_left_over(name: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(save(make_model(name, torch.float32), tmp_path))
+    assert checkpoint.extra == ()
+    assert checkpoint.unused(family_of(checkpoint.config)) is None
+
+
+@pytest.mark.parametrize("prefix", [True, False], ids=["causal-LM", "base model"])
+@pytest.mark.parametrize("name", ["opt", "bloom", "llama"])
+def test_fewer_blocks_in_the_configuration_are_said(
+    name: str, prefix: bool, tmp_path: Path
+) -> None:
+    model = make_model(name, torch.float32)
+    save(model, tmp_path)
+    if not prefix:
+        change_names(tmp_path, lambda key: key.removeprefix(f"{model.base_model_prefix}."))
+    model.config.num_hidden_layers = 1
+    model.config.save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.unused(family_of(checkpoint.config)) == (
+        f"config.json has 1 blocks, the files in {tmp_path} have 3: the others are left out"
+    )
+
+
+def test_tensors_without_a_place_are_said(tmp_path: Path) -> None:
+    path = save(make_model("opt", torch.float32), tmp_path) / "model.safetensors"
+    extra = {f"layers.0.adapter.{i}": torch.ones(2) for i in "abcd"}
+    save_file({**load_file(path), **extra}, path)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.extra == tuple(extra)
+    assert str(checkpoint.unused(family_of(checkpoint.config))).endswith(
+        "are left out: 4 (layers.0.adapter.a, layers.0.adapter.b, layers.0.adapter.c ...)"
+    )

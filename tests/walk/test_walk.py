@@ -45,7 +45,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
 
 def rows(weight: Tensor, projection: Projection, quantized: Quantized) -> Tensor:
     """Return a projection's rows of its module's weight, copied one by one."""
-    part, parts = projection.part
+    part, parts = projection.fused
     if parts == 1:
         return weight
     size = quantized.layout.head_dim
@@ -113,7 +113,7 @@ def test_what_is_not_quantized_is_the_originals_with_zeta_in_it(name: str, walke
                 bias = expected.get(f"{prefix}.{p.module}.bias")
                 factor = quantized.row_factor(index, p)[:, 0]
                 if bias is not None and factor.numel() > 1:
-                    if p.part[1] == 1:
+                    if p.fused[1] == 1:
                         bias *= factor
                     else:  # of BLOOM's rows ``[heads, 3, d_head]`` the values
                         bias.view(-1, 3, quantized.layout.head_dim)[:, 2] *= factor.view(

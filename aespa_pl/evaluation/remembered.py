@@ -1,0 +1,72 @@
+"""Perplexities that don't change from run to run, remembered beside the token cache.
+
+Those of the original model and of round-to-nearest depend on nothing that a run decides, and take as
+long as that of the quantized model.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+import aespa_pl
+from aespa_pl.data.token_cache import checksum
+from aespa_pl.errors import UserError
+from aespa_pl.storage.cache import alone_in, described, entry_name
+from aespa_pl.storage.files import write_json
+
+
+def measured_on(model: Mapping[str, object], tokens: Tensor) -> dict[str, object]:
+    """Return all that a perplexity depends on, as JSON.
+
+    Args:
+        model: Fingerprint of the weights, what is done to them (nothing, or rounding with which
+            settings), type and device that blocks run in.
+        tokens: The text, ``[segments, L]``.
+    """
+    return {
+        **model,
+        "tokens": checksum(tokens),
+        "segments": list(tokens.shape),
+        "versions": {
+            "aespa_pl": aespa_pl.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def recall(cache: Path, described_by: Mapping[str, object]) -> float | None:
+    """Return the perplexity that was measured on this before; None if it must be measured.
+
+    Args:
+        cache: Folder of the cache (``data.cache``); perplexities lie in ``perplexities`` in it.
+        described_by: What ``measured_on`` returns.
+    """
+    try:
+        content = json.loads(_file(cache, described_by).read_text(encoding="utf-8"))
+        value = content["perplexity"]
+        whole = content["measured_on"] == json.loads(described(described_by))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not whole or not isinstance(value, float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def remember(cache: Path, described_by: Mapping[str, object], perplexity: float) -> None:
+    """Keep a perplexity; a cache that can't be written to only means that it is measured again."""
+    path = _file(cache, described_by)
+    try:
+        with alone_in(path.parent):
+            write_json(path, {"measured_on": dict(described_by), "perplexity": perplexity})
+    except (OSError, UserError):
+        return
+
+
+def _file(cache: Path, described_by: Mapping[str, object]) -> Path:
+    return cache / "perplexities" / f"{entry_name(described(described_by))}.json"

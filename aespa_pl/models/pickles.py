@@ -1,0 +1,121 @@
+"""Weights that are stored as pickles (``pytorch_model.bin``), turned into safetensors once.
+
+A pickle can run code when it is read. Only ``weights_only`` is used, which makes tensors and refuses
+everything else, so what can't be read that way isn't read.
+"""
+
+import hashlib
+import logging
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from aespa_pl.errors import UserError
+from aespa_pl.storage.cache import alone_in
+from aespa_pl.storage.files import write_tensors
+
+log = logging.getLogger(__name__)
+
+
+def converted(path: Path, cache: Path) -> Path:
+    """Return the safetensors file with a pickle's tensors, which is made if it isn't there yet.
+
+    Making it takes as much disk in the cache as the pickle has, and host memory for its tensors. The
+    file is found again by the pickle's SHA-256; other processes wait until the first one has made it.
+
+    Args:
+        path: ``pytorch_model.bin``, or a shard of it.
+        cache: Folder of the cache (``data.cache``); the file lies in ``weights`` in it.
+
+    Raises:
+        UserError: The pickle can't be read, is damaged or holds more than tensors by name, or the
+            cache can't be written to.
+    """
+    try:
+        with path.open("rb") as file:
+            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(
+            f"model.pretrained: {path} cannot be read ({error.strerror or error}): correct its "
+            "permissions, or copy it anew from the model's origin"
+        ) from error
+    target = cache / "weights" / f"{path.stem}-{fingerprint[:16]}.safetensors"
+    if _is_whole(target):
+        return target
+    try:
+        with alone_in(target.parent):
+            if not _is_whole(target):
+                log.warning("%s is turned into safetensors, once: %s", path, target)
+                _refuse_small_disk(path, target.parent)
+                write_tensors(target, _unpickled(path), {"format": "pt"})
+    except OSError as error:
+        raise UserError(
+            f"data.cache: cannot write to {target.parent} ({error.strerror or error}), where the "
+            f"weights of {path} are kept as safetensors: name another folder"
+        ) from error
+    return target
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a file is there and as long as its header says."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
+def _refuse_small_disk(path: Path, folder: Path) -> None:
+    needed, free = path.stat().st_size, shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"data.cache: {folder} has {free / 1e9:.1f} GB free, but the weights of {path} as "
+            f"safetensors take {needed / 1e9:.1f} GB: free space there, or name another folder"
+        )
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """Read a pickle, and give tensors that share memory (tied ones) memory of their own.
+
+    Raises:
+        UserError: It is damaged, or holds more than tensors by name.
+    """
+    try:
+        # Pickles of torch before 1.6 are no zip archives, and can't be mapped into memory.
+        content: Any = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+    except Exception as error:  # of what is damaged, almost any kind
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"model.pretrained: {path} is damaged, or a pickle of more than weights, which could "
+            f"run code and is not read ({reason}): copy it anew from the model's origin, or give a "
+            "folder with safetensors"
+        ) from error
+    if not isinstance(content, dict) or not all(map(_is_named_tensor, content.items())):
+        raise UserError(
+            f"model.pretrained: {path} holds something else than dense tensors by name: give a "
+            "folder with safetensors"
+        )
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in content.items():
+        memory = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    return tensors
+
+
+def _is_named_tensor(item: tuple[object, object]) -> bool:
+    name, value = item
+    return (
+        isinstance(name, str)
+        and isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_quantized
+    )

@@ -1,0 +1,91 @@
+"""The model that a configuration describes, without weights, and whether it can run at all."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from aespa_pl.errors import UserError
+from aespa_pl.models.family import Family
+
+MOST_BLOCKS = 1000
+"""Blocks of a model at most. The deepest models have below 200, and the skeleton takes 5 ms a block."""
+
+COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model of a configuration without weights: all on the meta device."""
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return cast(PreTrainedModel, model.eval().requires_grad_(requires_grad=False))
+
+
+def refuse_unsound(config: PreTrainedConfig, family: Family) -> None:
+    """Refuse a configuration that the library reads, but whose model can't be made or can't run.
+
+    The library checks few of a configuration's values. So its model is made, and its first block
+    run, on the meta device: that takes no memory and finds what the library itself stumbles over.
+
+    Raises:
+        UserError: A size is not positive, a shape doesn't fit another, or the library raises
+            whatever it raises on an activation or kind of RoPE that it doesn't know.
+    """
+    for name in COUNTS:
+        if getattr(config, name) < 1:
+            raise UserError(
+                f"model.pretrained: {name} in config.json is {getattr(config, name)}: expected 1 or "
+                "more"
+            )
+    if config.num_hidden_layers > MOST_BLOCKS:
+        raise UserError(
+            f"model.pretrained: num_hidden_layers in config.json is {config.num_hidden_layers}: "
+            f"expected {MOST_BLOCKS} or less"
+        )
+    try:
+        _try(config, family)
+    except Exception as error:  # the library's models raise whatever their parts raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            "model.pretrained: transformers can't run the model that config.json describes "
+            f"({reason}): copy config.json from the model's origin"
+        ) from error
+
+
+def _try(config: PreTrainedConfig, family: Family) -> None:
+    """Run the first block and the head on two tokens without values."""
+    model, layout = skeleton(config), family.layout(config)
+    block = model.get_submodule(family.blocks_path)[0]
+    for projection in layout.projections:
+        rows, columns = block.get_submodule(projection.module).weight.shape
+        if not rows * columns:
+            raise ValueError(f"{projection.name} is {rows} x {columns}")
+    if layout.heads % layout.key_value_heads:
+        raise ValueError(
+            f"{layout.heads} query heads can't share {layout.key_value_heads} key/value heads"
+        )
+    positions = family.positions(config)
+    if positions is not None and positions < 2:
+        raise ValueError(f"max_position_embeddings is {positions}")
+    hidden = torch.zeros(1, 2, config.hidden_size)  # [B, L, d]
+    # Masks and rotations are made on the CPU: kinds of RoPE look at the values of positions.
+    family.restore_buffers(model, hidden.device)
+    arguments = _without_values(family.arguments(model, hidden))
+    output = family.run_block(block, hidden.to("meta"), arguments)
+    family.head(model, output)
+
+
+def _without_values(value: Any) -> Any:
+    """Return a block's arguments with all tensors on the meta device."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, Mapping):
+        return {name: _without_values(inner) for name, inner in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_without_values(inner) for inner in value)
+    return value

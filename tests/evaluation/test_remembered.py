@@ -1,0 +1,156 @@
+"""A remembered perplexity is the one that was measured on the same, or there is none."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import aespa_pl
+from aespa_pl.commands import evaluate
+from aespa_pl.commands.job import Job
+from aespa_pl.distributed.processes import ALONE
+from aespa_pl.evaluation.remembered import measured_on, recall, remember
+from aespa_pl.models.streamed import StreamedModel
+from aespa_pl.progress import WalkProgress
+from aespa_pl.settings import (
+    CalibrationSettings,
+    DataSettings,
+    EvaluationSettings,
+    ModelSettings,
+    OutputSettings,
+    QuantizationSettings,
+)
+
+TOKENS = torch.arange(12).view(3, 4)
+MODEL = {"model": "abc", "rounded": None, "dtype": "float32", "device": "cpu"}
+
+
+def test_what_was_measured_is_recalled_to_the_last_digit(tmp_path: Path) -> None:
+    key = measured_on(MODEL, TOKENS)
+    assert recall(tmp_path, key) is None
+    remember(tmp_path, key, 1 / 3 + 31)
+    assert recall(tmp_path, measured_on(dict(MODEL), TOKENS.clone())) == 1 / 3 + 31
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model": "abd"}, {"rounded": {"bits": 2}}, {"dtype": "float16"}, {"device": "cuda"}],
+    ids=str,
+)
+def test_another_model_or_setting_is_measured_anew(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    remember(tmp_path, measured_on(MODEL, TOKENS), 3.5)
+    assert recall(tmp_path, measured_on({**MODEL, **change}, TOKENS)) is None
+
+
+@pytest.mark.parametrize("tokens", [TOKENS + 1, TOKENS[:2], TOKENS.view(2, 6)], ids=str)
+def test_another_text_is_measured_anew(tmp_path: Path, tokens: Tensor) -> None:
+    remember(tmp_path, measured_on(MODEL, TOKENS), 3.5)
+    assert recall(tmp_path, measured_on(MODEL, tokens)) is None
+
+
+def test_another_version_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(tmp_path, measured_on(MODEL, TOKENS), 3.5)
+    monkeypatch.setattr(aespa_pl, "__version__", "0.0.0")
+    assert recall(tmp_path, measured_on(MODEL, TOKENS)) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"perplexity": 3.5}',
+        '{"perplexity": 1, "measured_on": 3}',
+    ],
+)
+def test_a_damaged_file_is_measured_anew(tmp_path: Path, content: str) -> None:
+    key = measured_on(MODEL, TOKENS)
+    remember(tmp_path, key, 3.5)
+    (path,) = (tmp_path / "perplexities").glob("*.json")
+    path.write_text(content)
+    assert recall(tmp_path, key) is None
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", '"3.5"', "null"])
+def test_what_is_no_number_is_measured_anew(tmp_path: Path, value: str) -> None:
+    key = measured_on(MODEL, TOKENS)
+    remember(tmp_path, key, 3.5)
+    (path,) = (tmp_path / "perplexities").glob("*.json")
+    path.write_text(f'{{"measured_on": {json.dumps(key)}, "perplexity": {value}}}')
+    assert recall(tmp_path, key) is None
+
+
+def test_a_cache_that_can_not_be_written_to_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    key = measured_on(MODEL, TOKENS)
+    remember(tmp_path / "file", key, 3.5)
+    assert recall(tmp_path / "file", key) is None
+
+
+def test_only_the_quantized_model_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second command, with one more text, runs what the first did not."""
+    job = Job.prepare(
+        ModelSettings("embedded:opt"),
+        DataSettings(
+            CalibrationSettings("embedded", segment_length=16),
+            EvaluationSettings(["embedded"], segment_length=16),
+            cache=str(tmp_path),
+        ),
+        QuantizationSettings(),
+        OutputSettings(),
+        torch.device("cpu"),
+    )
+    segments = torch.randint(3, 100, (3, 16))
+    run: list[tuple[str, ...]] = []
+    measure = evaluate.perplexity
+
+    def counted(source: StreamedModel, texts: dict[str, Tensor], **options: Any) -> Any:
+        run.append(tuple(texts))
+        return measure(source, texts, **options)
+
+    monkeypatch.setattr(evaluate, "perplexity", counted)
+
+    def compare(texts: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+        return evaluate.compare_perplexities(
+            job,
+            job.checkpoint.folder,  # stands for a quantized model
+            texts,
+            ("original", "nearest", "quantized"),
+            progress=WalkProgress(Console(quiet=True)),
+            ranks=ALONE,
+        )
+
+    first = compare({"a": segments})
+    assert run == [("a",)] * 3
+    run.clear()
+    second = compare({"b": segments[:2], "a": segments})
+    assert run == [("b",), ("b",), ("b", "a")]
+    assert {kind: values["a"] for kind, values in second.items()} == {
+        kind: values["a"] for kind, values in first.items()
+    }
+    assert [list(values) for values in second.values()] == [["b", "a"]] * 3
+    run.clear()
+    replaced = replace(job, quantization=QuantizationSettings(bits=3))
+    third = evaluate.compare_perplexities(
+        replaced,
+        job.checkpoint.folder,
+        {"a": segments},
+        ("original", "nearest"),
+        progress=WalkProgress(Console(quiet=True)),
+        ranks=ALONE,
+    )
+    assert run == [("a",)]  # nearest, with other bits
+    assert third["original"]["a"] == first["original"]["a"]
+    assert third["nearest"]["a"] != first["nearest"]["a"]
