@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.block.quantized import QuantizedBlock
+from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, Ranks
 from aespa_pl.measure import Stopwatch, release_memory
 from aespa_pl.models.family import BlockLayout
@@ -27,6 +28,9 @@ from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.files import write_tensors
 from aespa_pl.walk import record
 from aespa_pl.walk.collect import StatisticsPasses, Streams
+
+TOKENS_PER_INPUT = 4
+"""Calibration tokens for each input of a projection below which the correction is called unsure."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,8 @@ class Walk:
         before = dict(self.stopwatch.seconds)
         with self._measure("statistics"):
             statistics = self.passes.collect(index, module, streams)
+        if index == 1:  # the first block whose inputs differ from the original model's
+            self._warn_of_few_tokens(statistics)
         block = self.quantizer.start(index, module, self.layout, statistics)
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)
@@ -140,6 +146,19 @@ class Walk:
             logger.save()
         total = sum(seconds.values())
         self.progress.say(record.line(index, self.source.block_count, measured, total))
+
+    def _warn_of_few_tokens(self, statistics: BlockStatistics) -> None:
+        """Say that the correction has little to go by."""
+        if statistics.shifts is None:
+            return
+        widest = max(len(shift) for shift in statistics.shifts.inputs.values())
+        if statistics.tokens < TOKENS_PER_INPUT * widest:
+            self.progress.say(
+                f"{statistics.tokens} calibration tokens are few for projections with up to {widest} "
+                f"inputs: quantization.input_correction {self.settings.input_correction:g} is a "
+                f"regression that wants {TOKENS_PER_INPUT} tokens an input or more. It is applied all the "
+                "same; raise data.calibration.segments, or set it to 0"
+            )
 
     def _store(
         self, block: QuantizedBlock, module: nn.Module, writer: ModelWriter

@@ -18,7 +18,7 @@ from aespa_pl.errors import NumericalError, UserError
 from aespa_pl.models.family import FoldIntoNorm, Projection
 from aespa_pl.planning.partition import Portion
 from aespa_pl.run.journal import Run
-from tests.models.examples import VOCABULARY, make_model
+from tests.models.examples import VOCABULARY, make_ids, make_model
 from tests.reference import optq_row
 from tests.walks import BASE, BLOCKS, Quantized, changed, shortened, walk
 
@@ -652,3 +652,12 @@ def test_settings_of_these_tests_are_the_packages(walked: Walked) -> None:
     package = {"rounding.iterations": 2000, "rounding.learning_rate": 0.015}
     package |= {"polish.enabled": True, "input_correction": 0.5}
     assert changed(package) == type(BASE)()
+
+
+@pytest.mark.parametrize(("segments", "few"), [(2, True), (40, False)])
+def test_few_tokens_for_the_correction_are_spoken_of_once(
+    segments: int, few: bool, tmp_path: Path
+) -> None:
+    changes = {**NOT_LEARNED, "input_correction": 0.5}
+    said = walk("opt", tmp_path, changes, ids=make_ids(segments)).said
+    assert said.count("calibration tokens are few for projections with up to 24 inputs") == few
