@@ -75,6 +75,14 @@ def test_a_hessian_beyond_help_is_an_error() -> None:
         inverse_factor(torch.full((1, 3, 3), torch.nan))
 
 
+def test_a_matrix_whose_factor_has_a_zero_on_its_diagonal_is_damped() -> None:
+    H = torch.diag(torch.tensor([1.0, 0.0, 2.0]))[None]
+    U, added = inverse_factor(H)
+    assert added.tolist() == pytest.approx([0.01])
+    expected = torch.linalg.inv(H + 0.01 * torch.eye(3))
+    torch.testing.assert_close(U.mT @ U, expected)
+
+
 def test_a_head_that_cannot_be_factored_leaves_the_heads_beside_it_alone() -> None:
     H = hessian(heads=3)
     H[1] -= 1.05 * torch.linalg.eigvalsh(H[1]).min() * torch.eye(6, dtype=H.dtype)
