@@ -82,6 +82,15 @@ class BlockRounding(LightningModule):
         for _name, projection in self.named_projections():
             projection.variables.grad = projection.gradient
 
+    def optimizer_zero_grad(self, *_: Any, **__: Any) -> None:
+        """Do nothing: ``backward`` replaces gradients, it does not add to them."""
+
+    def transfer_batch_to_device(
+        self, batch: StatisticsBatch, device: torch.device, dataloader_idx: int
+    ) -> StatisticsBatch:
+        """Return the batch itself: the statistics are where the block was run, on the device."""
+        return batch
+
     def on_train_end(self) -> None:
         """Decide the integers on the device, and free everything else there.
 
