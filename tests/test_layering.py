@@ -26,6 +26,7 @@ ORDER = (
     "calibration",
     "planning",
     "rounding",
+    "tuning",
     "run",
     "block",
     "walk",
