@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.tuning.data import Pair, SegmentPairs
 from aespa_pl.tuning.parametrization import QuantizedWeight, StraightThrough
-from aespa_pl.tuning.training import LearningRates, Tuning
+from aespa_pl.tuning.training import LearningRates, Tuning, fit
 from aespa_pl.tuning.weights import (
     merged,
     parametrize_block,
@@ -108,8 +108,7 @@ def reconstruct(
 
     parametrize_block(block, layout, quantized.weights, straight_through, quantized.dtypes)
     module = BlockReconstruction(block, run_block, rates, label)
-    trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
-    module.restore_best()
+    fit(module, pairs, trainer, checkpoint)
     weights = quantized_weights(block, layout)
     remove_parametrizations(block)
     return Reconstruction(

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.tuning.data import Pair, SegmentPairs
 from aespa_pl.tuning.parametrization import FixedIntegers, QuantizedWeight, Stored
-from aespa_pl.tuning.training import LearningRates, Tuning
+from aespa_pl.tuning.training import LearningRates, Tuning, fit
 from aespa_pl.tuning.weights import parametrize_block, quantized_weights, remove_parametrizations
 
 OriginalHead = Callable[[Tensor], Tensor]
@@ -104,8 +104,7 @@ def tune_model(
     """
     _parametrize(quantized)
     module = ModelTuning(quantized.model, head, rate, "the model")
-    trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
-    module.restore_best()
+    fit(module, pairs, trainer, checkpoint)
     weights = [quantized_weights(block, quantized.layout) for block in quantized.blocks]
     remove_parametrizations(quantized.model)
     return TunedModel(

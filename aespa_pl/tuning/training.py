@@ -1,16 +1,18 @@
 """The training of parametrized weights as a LightningModule: two learning rates, and the best epoch."""
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from aespa_pl.tuning.data import Pair
+from aespa_pl.tuning.data import Pair, SegmentPairs
 from aespa_pl.tuning.parametrization import WeightParametrization
 
 WARMUP = 0.1
@@ -131,6 +133,24 @@ class Tuning(LightningModule):
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+
+
+def fit(
+    module: Tuning, pairs: SegmentPairs, trainer: Trainer, checkpoint: Path | None = None
+) -> None:
+    """Train a module, or go on with its training, and leave it with the parameters of its best epoch.
+
+    Args:
+        module: What is trained.
+        pairs: What it is trained on.
+        trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
+        checkpoint: Where an earlier training stopped.
+    """
+    with warnings.catch_warnings():
+        # on purpose: dropout is none of the quantized model
+        warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
+        trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
+    module.restore_best()
 
 
 def latent_values(module: nn.Module) -> list[nn.Parameter]:
