@@ -1,7 +1,8 @@
 """Pairs of a segment's input and target as a LightningDataModule; its order follows from seed and epoch."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -44,8 +45,17 @@ class EpochOrder(Sampler[int]):
     number of segments that have been visited in all epochs.
     """
 
-    def __init__(self, segments: Sequence[int], seed: int, visited: int = 0) -> None:
-        """Begin after so many visits; ``len(segments)`` of them are an epoch."""
+    def __init__(
+        self, segments: Sequence[int], seed: int, visited: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Take the segments.
+
+        Args:
+            segments: What is visited in each epoch.
+            seed: Of the order.
+            visited: Tells how many visits there were in all epochs; it is asked when one begins,
+                because Lightning makes its loaders before it knows where a training goes on.
+        """
         self.segments = segments
         self.seed = seed
         self.visited = visited
@@ -63,9 +73,20 @@ class EpochOrder(Sampler[int]):
         """Yield what is left of the epoch."""
         generator = torch.Generator().manual_seed(EPOCHS_PER_SEED * self.seed + self.epoch)
         order = torch.randperm(len(self.segments), generator=generator).tolist()
-        first = max(0, self.visited - self.epoch * len(self.segments))
+        first = max(0, self.visited() - self.epoch * len(self.segments))
         for place in order[first:]:
             yield self.segments[place]
+
+
+class PairLoader(DataLoader[Pair]):
+    """Can be resumed inside an epoch, and needs no state for it: see ``EpochOrder``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing; by this method Lightning knows that the loader can be resumed."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
 
 
 class SegmentPairs(LightningDataModule):
@@ -106,10 +127,13 @@ class SegmentPairs(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Pair]:
         """Return the mini-batches, from where an interrupted training stopped."""
-        visited = 0 if self.trainer is None else self.trainer.global_step * self.batch_size
-        order = EpochOrder(self.training, self.seed, visited)
-        return DataLoader(self.pairs, self.batch_size, sampler=order)
+        order = EpochOrder(self.training, self.seed, self._visited)
+        return PairLoader(self.pairs, self.batch_size, sampler=order)
 
     def val_dataloader(self) -> DataLoader[Pair]:
         """Return what is held back."""
         return DataLoader(self.pairs, self.batch_size, sampler=list(self.validation))
+
+    def _visited(self) -> int:
+        steps = 0 if self.trainer is None else self.trainer.global_step
+        return steps * self.batch_size

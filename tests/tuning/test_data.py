@@ -32,9 +32,9 @@ def test_an_epoch_visits_every_segment_once_in_an_order_of_its_own() -> None:
 
 def test_an_order_goes_on_in_the_middle_of_an_epoch() -> None:
     whole = [visited(EpochOrder(range(10), 5), epoch) for epoch in range(3)]
-    resumed = EpochOrder(range(10), 5, visited=14)
+    resumed = EpochOrder(range(10), 5, visited=lambda: 14)
     assert visited(resumed, 1) == whole[1][4:]
-    assert visited(resumed, 2) == whole[2]
+    assert visited(EpochOrder(range(10), 5, visited=lambda: 20), 2) == whole[2]
     assert len(resumed) == 10
 
 

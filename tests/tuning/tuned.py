@@ -16,7 +16,7 @@ from aespa_pl.tuning import LearningRates, QuantizedBlock, QuantizedWeight, Segm
 from tests.models.examples import make_ids, make_model
 
 SEGMENTS, HELD_BACK = 10, 0.2
-RATES = LearningRates(0.05, 0.02)
+RATES = LearningRates(0.03, 0.01)
 
 
 def quantize(W: Tensor, bits: int, groups: int = 1) -> QuantizedWeight:
