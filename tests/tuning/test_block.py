@@ -15,7 +15,9 @@ from aespa_pl.tuning import Reconstruction, reconstruct
 from tests.tuning.tuned import RATES, Example, silent_trainer
 
 
-def tune(example: Example, epochs: int = 4, checkpoint: Path | None = None, **options: Any) -> Reconstruction:
+def tune(
+    example: Example, epochs: int = 4, checkpoint: Path | None = None, **options: Any
+) -> Reconstruction:
     return reconstruct(
         example.quantized,
         example.pairs(),
@@ -45,7 +47,9 @@ def state(example: Example, result: Reconstruction) -> dict[str, Tensor]:
     ("name", "groups"),
     [("llama-grouped", 1), ("opt", 1), ("opt-bare", 2), ("bloom", 1), ("bloom", 2), ("qwen3", 2)],
 )
-def test_the_block_that_is_left_is_what_was_evaluated_and_can_be_stored(name: str, groups: int) -> None:
+def test_the_block_that_is_left_is_what_was_evaluated_and_can_be_stored(
+    name: str, groups: int
+) -> None:
     example = Example.make(name, groups=groups)
     before = held_back_error(example)
     result = tune(example)
@@ -76,7 +80,10 @@ def test_norms_and_biases_are_learned_too() -> None:
     tune(example)
     after = dict(example.quantized.block.named_parameters())
     # what is added to all keys alike changes no attention
-    assert [n for n, p in before.items() if torch.equal(p, after[n])] in ([], ["self_attn.k_proj.bias"])
+    assert [n for n, p in before.items() if torch.equal(p, after[n])] in (
+        [],
+        ["self_attn.k_proj.bias"],
+    )
 
 
 def test_a_block_at_its_target_stays_where_it_is() -> None:
@@ -106,7 +113,9 @@ def test_the_best_epoch_is_kept_and_the_start_is_one_of_them() -> None:
 class PoisonOnce(Callback):
     """Makes a parameter NaN in the second epoch, which must be the last."""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert trainer.current_epoch <= 1
         if trainer.current_epoch == 1:
             next(pl_module.parameters()).data.fill_(math.nan)
@@ -121,7 +130,7 @@ def test_an_error_that_is_not_finite_ends_the_training_and_keeps_the_best() -> N
     assert held_back_error(example) == pytest.approx(result.error, rel=1e-4)
 
 
-class Killed(Exception):
+class KilledError(Exception):
     pass
 
 
@@ -132,7 +141,7 @@ class SaveAndDie(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path, weights_only=False)
-            raise Killed
+            raise KilledError
 
 
 @pytest.mark.parametrize("step", [1, 4, 6, 11])  # 4 steps are an epoch
@@ -144,7 +153,7 @@ def test_a_training_that_was_killed_goes_on_bit_for_bit(step: int, tmp_path: Pat
         checkpoint = None
         if killed:
             other = copy.deepcopy(example)
-            with pytest.raises(Killed):
+            with pytest.raises(KilledError):
                 tune(other, callbacks=[SaveAndDie(step, tmp_path / "x.ckpt")])
             checkpoint = tmp_path / "x.ckpt"
             torch.load(checkpoint, weights_only=True)  # holds no objects

@@ -20,7 +20,9 @@ def layer(weight: torch.Tensor) -> nn.Linear:
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("bits", [2, 3, 8])
-def test_both_parametrizations_start_at_the_quantized_weight_bit_for_bit(bits: int, groups: int) -> None:
+def test_both_parametrizations_start_at_the_quantized_weight_bit_for_bit(
+    bits: int, groups: int
+) -> None:
     W = torch.randn(ROWS, COLUMNS)
     start = quantize(W, bits, groups)
     start.integers[0, 0] = (int(start.integers[0, 0]) + 2) % 2**bits  # far from the nearest

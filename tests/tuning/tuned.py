@@ -1,7 +1,6 @@
 """Quantized blocks of tiny random models, and silent Trainers: what the tests of the tuning share."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +53,9 @@ class Example:
         for p in layout.projections:
             set_projection_weight(block, layout, p, weights[p.name].weight())
         dtypes = {n: torch.float16 for n, _ in block.named_parameters()}
-        for n, parameter in block.named_parameters():
-            parameter.copy_(parameter.half()) if parameter.dim() == 1 else None
+        for parameter in block.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(parameter.half())
         quantized = QuantizedBlock(block, layout, weights, targets, dtypes)
         example = cls(model, family, quantized, inputs, [])
         example.targets = [example.run_block(source, hidden) for hidden in inputs]
@@ -72,9 +72,6 @@ class Example:
         return SegmentPairs(
             self.inputs, self.targets, batch_size=batch_size, held_back=HELD_BACK, seed=seed
         )
-
-
-MakeTrainer = Callable[..., Trainer]
 
 
 def silent_trainer(epochs: int, **options: Any) -> Trainer:
