@@ -50,17 +50,17 @@ BATCH = 8
 class Recipe:
     """What the tuning is done with."""
 
-    epochs: int = 8
+    epochs: int = 2
     """Epochs of each block; 0: blocks are not tuned."""
-    batch_size: int = 4
+    batch_size: int = 1
     """Segments in a mini-batch of a block."""
-    latent_rate: float = 5e-3
+    latent_rate: float = 1e-2
     """Largest learning rate of the latent values."""
     scale_rate: float = 3e-3
     """Largest learning rate of scales, norms and biases."""
-    model_epochs: int = 3
+    model_epochs: int = 1
     """Epochs of the end-to-end tuning; 0: none."""
-    model_batch_size: int = 8
+    model_batch_size: int = 2
     """Segments in a mini-batch of the model."""
     model_rate: float = 3e-3
     """Largest learning rate of the end-to-end tuning."""

@@ -32,7 +32,11 @@ RunBlock = Callable[[nn.Module, Tensor], Tensor]
 
 
 class BlockReconstruction(Tuning):
-    """Trains a block on the mean squared error of its output, as a share of the target's mean square."""
+    """Trains a block on the squared error of its output, as a share of each token's target.
+
+    Each token is divided by its own size because the norms that follow do the same; tokens with
+    massive activations, the first of a segment for example, would otherwise decide alone.
+    """
 
     def __init__(
         self, block: nn.Module, run_block: RunBlock, rates: LearningRates, label: str
@@ -42,10 +46,12 @@ class BlockReconstruction(Tuning):
         self.run_block = run_block
 
     def error(self, batch: Pair) -> Tensor:
-        """Return the mean squared error, and the mean square of the target."""
-        inputs, target = batch
-        difference = self.run_block(self.module, inputs) - target
-        return torch.stack([difference.float().square().mean(), target.float().square().mean()])
+        """Return the error of all tokens together, and their number."""
+        inputs, target = batch  # [B, L, d]
+        squared = (self.run_block(self.module, inputs) - target).float().square().mean(-1)  # [B, L]
+        power = target.float().square().mean(-1)
+        shares = squared / power.clamp(min=torch.finfo(power.dtype).tiny)
+        return torch.stack([shares.sum(), shares.new_tensor(shares.numel())])
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Reconstruction:
     weights: dict[str, QuantizedWeight]
     """By projection."""
     start_error: float
-    """Share of the target's mean square, on the segments that were held back."""
+    """Mean over the tokens that were held back: squared error as a share of the target's square."""
     error: float
     epoch: int
     """Of the best error; 0 is the start."""

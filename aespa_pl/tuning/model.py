@@ -41,7 +41,7 @@ class ModelTuning(Tuning):
         self.head = head
 
     def error(self, batch: Pair) -> Tensor:
-        """Return the mean divergence of a position, in nats, and 1."""
+        """Return the divergence of all positions together, in nats, and their number."""
         ids, hidden = batch
         with torch.no_grad():
             wanted = self.head(hidden).float().log_softmax(-1)
@@ -49,8 +49,7 @@ class ModelTuning(Tuning):
         divergence = kl_div(
             logits.float().log_softmax(-1), wanted, reduction="none", log_target=True
         )
-        mean = divergence.sum(-1).mean()
-        return torch.stack([mean, torch.ones_like(mean)])
+        return torch.stack([divergence.sum(), divergence.new_tensor(ids.numel())])
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Tuning(LightningModule):
 
     @abstractmethod
     def error(self, batch: Pair) -> Tensor:
-        """Return ``[2]``: numerator and denominator of the error of a mini-batch."""
+        """Return ``[2]``: the errors of all positions of a mini-batch added up, and their number."""
 
     def configure_optimizers(self) -> Any:
         """Adam with a one-cycle learning rate."""
@@ -81,8 +81,8 @@ class Tuning(LightningModule):
 
     def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
         """Return the error of a mini-batch."""
-        numerator, denominator = self.error(batch)
-        loss: Tensor = numerator / denominator
+        total, count = self.error(batch)
+        loss: Tensor = total / count
         self.log("training_error", loss)
         return loss
 
@@ -92,9 +92,9 @@ class Tuning(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Keep the epoch if it is the best so far; stop where the error is not finite."""
-        numerator, denominator = torch.stack(self._errors).double().sum(0).tolist()
+        total, count = torch.stack(self._errors).double().sum(0).tolist()
         self._errors.clear()
-        self._judge(numerator / denominator)
+        self._judge(total / count)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the best epoch; leave out what is not trained."""

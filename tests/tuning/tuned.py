@@ -15,7 +15,7 @@ from aespa_pl.tuning import LearningRates, QuantizedBlock, QuantizedWeight, Segm
 from tests.models.examples import make_ids, make_model
 
 SEGMENTS, HELD_BACK = 10, 0.2
-RATES = LearningRates(0.03, 0.01)
+RATES = LearningRates(0.01, 0.005)
 
 
 def quantize(W: Tensor, bits: int, groups: int = 1) -> QuantizedWeight:
