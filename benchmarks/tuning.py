@@ -155,7 +155,7 @@ def _open(quantized: Path, original: Path) -> Models:
     ]
     stored = Checkpoint.open(original).tensors
     dtypes = {name: DTYPES[tensor.dtype] for name, tensor in stored.items()}
-    return Models(*opened, family_of(opened[0].config), dtypes)
+    return Models(opened[0], opened[1], family_of(opened[0].config), dtypes)
 
 
 def _perplexity(model: Any, tokens: Tensor) -> float:

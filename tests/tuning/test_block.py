@@ -33,7 +33,7 @@ def held_back_error(example: Example) -> float:
     """Return the error of the last two of the ten segments, in float64."""
     with torch.no_grad():
         found = example.run_block(example.quantized.block, torch.cat(example.inputs)[8:])
-    shares = []
+    shares: list[float] = []
     for mine, wanted in zip(
         found.flatten(0, 1), torch.cat(example.targets)[8:].flatten(0, 1), strict=True
     ):

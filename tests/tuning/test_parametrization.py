@@ -33,7 +33,9 @@ def test_both_parametrizations_start_at_the_quantized_weight_bit_for_bit(
         linear = layer(W.clone())
         parametrize.register_parametrization(linear, "weight", parametrization)
         assert torch.equal(linear.weight, expected)
-        again = parametrization.quantized(linear.parametrizations.weight.original.detach())
+        again = parametrization.quantized(
+            linear.get_parameter("parametrizations.weight.original").detach()
+        )
         assert torch.equal(again.integers, start.integers)
         assert torch.equal(again.scale, start.scale)
         assert torch.equal(again.zero_point, start.zero_point)
