@@ -26,6 +26,7 @@ ORDER = (
     "calibration",
     "planning",
     "rounding",
+    "tuning",
     "run",
     "block",
     "walk",
@@ -41,6 +42,7 @@ OUTSIDE: dict[str, set[str]] = {
     "distributed": {"torch", "lightning"},
     "calibration": {"torch"},
     "rounding": {"torch", "lightning"},
+    "tuning": {"torch", "lightning"},
     "models": {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
 """By part, the libraries beyond Python's own that it may import; other parts may any."""

@@ -14,14 +14,14 @@ from aespa_pl.models.family import BlockLayout, FoldIntoNorm, FoldIntoRows, Proj
 def projection_weight(block: nn.Module, layout: BlockLayout, projection: Projection) -> Tensor:
     """Return the weight ``[rows, d_in]``: the block's own, or a copy if its rows are gathered."""
     weight = _linear(block, projection).weight.detach()
-    return _rows(weight, layout, projection).flatten(0, 1)
+    return projection_rows(weight, layout, projection).flatten(0, 1)
 
 
 def set_projection_weight(
     block: nn.Module, layout: BlockLayout, projection: Projection, weight: Tensor
 ) -> None:
     """Write a weight ``[rows, d_in]`` into the block, in the block's own type."""
-    target = _rows(_linear(block, projection).weight.detach(), layout, projection)
+    target = projection_rows(_linear(block, projection).weight.detach(), layout, projection)
     target.copy_(weight.view(target.shape))
 
 
@@ -45,7 +45,7 @@ def fold(block: nn.Module, layout: BlockLayout, zeta: Mapping[str, Tensor]) -> N
             raise ValueError(f"zeta of {name} must be positive")  # relu(-x) is not -relu(x)
         for projection in groups[name].projections:
             weight = _linear(block, projection).weight.detach()
-            _rows(weight, layout, projection).div_(factor.to(weight.device))
+            projection_rows(weight, layout, projection).div_(factor.to(weight.device))
         match groups[name].fold:
             case FoldIntoNorm(module):
                 norm = block.get_submodule(module)
@@ -61,12 +61,12 @@ def _scale_rows(
     block: nn.Module, layout: BlockLayout, projection: Projection, factor: Tensor
 ) -> None:
     for parameter in _linear(block, projection).parameters(recurse=False):
-        rows = _rows(parameter.detach(), layout, projection)  # [heads, d_head, ...]
+        rows = projection_rows(parameter.detach(), layout, projection)  # [heads, d_head, ...]
         scale = factor.to(rows.device).view(rows.shape[:2])
         rows.mul_(scale.view(*rows.shape[:2], *[1] * (rows.dim() - 2)))
 
 
-def _rows(tensor: Tensor, layout: BlockLayout, projection: Projection) -> Tensor:
+def projection_rows(tensor: Tensor, layout: BlockLayout, projection: Projection) -> Tensor:
     """Return the projection's rows of its module's weight or bias: a view ``[heads, d_head, ...]``.
 
     A projection with a module of its own counts as one head.

@@ -1,0 +1,132 @@
+"""Reconstruction of a quantized block: its output on quantized inputs becomes that of the original.
+
+The inputs are the hidden states that the blocks before, quantized and tuned, have made; the target is the
+output of the original block on the hidden states of the original model. Integers, scales, norms and
+biases of the block are learned together, because a block can make up for what a projection cannot.
+
+Source: "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction"; "EfficientQAT:
+Efficient Quantization-Aware Training for Large Language Models" (straight-through, all together).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.tuning.data import Pair, SegmentPairs
+from aespa_pl.tuning.parametrization import QuantizedWeight, StraightThrough
+from aespa_pl.tuning.training import LearningRates, Tuning, fit
+from aespa_pl.tuning.weights import (
+    merged,
+    parametrize_block,
+    quantized_weights,
+    remove_parametrizations,
+)
+
+RunBlock = Callable[[nn.Module, Tensor], Tensor]
+"""Runs a batch ``[B, L, d]`` through a block, with autograd."""
+
+
+class BlockReconstruction(Tuning):
+    """Trains a block on the squared error of its output, as a share of each token's target.
+
+    Each token is divided by its own size because the norms that follow do the same; tokens with
+    massive activations, the first of a segment for example, would otherwise decide alone.
+    """
+
+    def __init__(
+        self, block: nn.Module, run_block: RunBlock, rates: LearningRates, label: str
+    ) -> None:
+        """Take a block whose weights are parametrized; ``label`` names it in messages."""
+        super().__init__(block, rates, label)
+        self.run_block = run_block
+
+    def error(self, batch: Pair) -> Tensor:
+        """Return the error of all tokens together, and their number."""
+        inputs, target = batch  # [B, L, d]
+        squared = (self.run_block(self.module, inputs) - target).float().square().mean(-1)  # [B, L]
+        power = target.float().square().mean(-1)
+        shares = squared / power.clamp(min=torch.finfo(power.dtype).tiny)
+        return torch.stack([shares.sum(), shares.new_tensor(shares.numel())])
+
+
+@dataclass(frozen=True)
+class QuantizedBlock:
+    """A block of the model with what its weights stand for."""
+
+    block: nn.Module
+    """With zeta folded and dequantized weights, in float32 and evaluation mode."""
+    layout: BlockLayout
+    weights: Mapping[str, QuantizedWeight]
+    """By projection."""
+    targets: Mapping[str, Tensor]
+    """By projection, the weight ``[rows, d_in]`` that the integers were chosen for, with zeta folded."""
+    dtypes: Mapping[str, torch.dtype]
+    """Types that the block's parameters are stored in, by their names."""
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What the reconstruction of a block found; its norms and biases are in the block."""
+
+    weights: dict[str, QuantizedWeight]
+    """By projection."""
+    start_error: float
+    """Mean over the tokens that were held back: squared error as a share of the target's square."""
+    error: float
+    epoch: int
+    """Of the best error; 0 is the start."""
+    finite: bool
+    """Whether all errors were finite numbers; the training stopped where one was not."""
+    changed: float
+    """Share of the integers that changed."""
+
+
+def reconstruct(
+    quantized: QuantizedBlock,
+    pairs: SegmentPairs,
+    *,
+    run_block: RunBlock,
+    rates: LearningRates,
+    trainer: Trainer,
+    label: str,
+    checkpoint: Path | None = None,
+) -> Reconstruction:
+    """Tune a block.
+
+    Args:
+        quantized: Its block gets the tuned weights, norms and biases.
+        pairs: Hidden states before the quantized block, and after the original one.
+        run_block: How a batch runs through a block of this model.
+        rates: Largest learning rates.
+        trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
+        label: Name of the block in messages.
+        checkpoint: Where an earlier training of the block stopped.
+    """
+    block, layout = quantized.block, quantized.layout
+
+    def straight_through(path: str, start: QuantizedWeight) -> StraightThrough:
+        return StraightThrough(start, merged(quantized.targets, layout, path))
+
+    parametrize_block(block, layout, quantized.weights, straight_through, quantized.dtypes)
+    module = BlockReconstruction(block, run_block, rates, label)
+    fit(module, pairs, trainer, checkpoint)
+    weights = quantized_weights(block, layout)
+    remove_parametrizations(block)
+    return Reconstruction(
+        weights=weights,
+        start_error=module.start_error,
+        error=module.best_error,
+        epoch=module.best_epoch,
+        finite=module.finite,
+        changed=_changed(quantized.weights, weights),
+    )
+
+
+def _changed(before: Mapping[str, QuantizedWeight], after: Mapping[str, QuantizedWeight]) -> float:
+    changed = sum(int((after[n].integers != q.integers).sum()) for n, q in before.items())
+    return changed / sum(q.integers.numel() for q in before.values())

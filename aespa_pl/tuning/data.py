@@ -1,0 +1,139 @@
+"""Pairs of a segment's input and target as a LightningDataModule; its order follows from seed and epoch."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from aespa_pl.errors import UserError
+from aespa_pl.storage.batches import Batches
+
+Pair = tuple[Tensor, Tensor]
+"""Input and target of one segment."""
+EPOCHS_PER_SEED = 1_000_003
+"""A prime beyond every number of epochs: two seeds share the order of no epoch."""
+
+
+class Pairs(Dataset[Pair]):
+    """Gives the input and the target of a segment, wherever its batch waits."""
+
+    def __init__(self, inputs: Batches, targets: Batches) -> None:
+        """Take two streams of the same segments in batches of the same sizes; the last may be smaller."""
+        self.inputs = inputs
+        self.targets = targets
+        self._batch_size = len(inputs[0])
+        self._count = self._batch_size * (len(inputs) - 1) + len(inputs[len(inputs) - 1])
+
+    def __len__(self) -> int:
+        """Return the number of segments."""
+        return self._count
+
+    def __getitem__(self, segment: int) -> Pair:
+        """Return the pair of one segment."""
+        batch, place = divmod(segment, self._batch_size)
+        return self.inputs[batch][place], self.targets[batch][place]
+
+
+class EpochOrder(Sampler[int]):
+    """Visits segments in a random order that is another one in each epoch, and known from its number.
+
+    Nothing of it needs a checkpoint: the order follows from seed and epoch, the place from the
+    number of segments that have been visited in all epochs.
+    """
+
+    def __init__(
+        self, segments: Sequence[int], seed: int, visited: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Take the segments.
+
+        Args:
+            segments: What is visited in each epoch.
+            seed: Of the order.
+            visited: Tells how many visits there were in all epochs; it is asked when one begins,
+                because Lightning makes its loaders before it knows where a training goes on.
+        """
+        self.segments = segments
+        self.seed = seed
+        self.visited = visited
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, counted from 0; Lightning calls it."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Return the number of visits in a whole epoch."""
+        return len(self.segments)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield what is left of the epoch."""
+        generator = torch.Generator().manual_seed(EPOCHS_PER_SEED * self.seed + self.epoch)
+        order = torch.randperm(len(self.segments), generator=generator).tolist()
+        first = max(0, self.visited() - self.epoch * len(self.segments))
+        for place in order[first:]:
+            yield self.segments[place]
+
+
+class PairLoader(DataLoader[Pair]):
+    """Can be resumed inside an epoch, and needs no state for it: see ``EpochOrder``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing; by this method Lightning knows that the loader can be resumed."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+class SegmentPairs(LightningDataModule):
+    """Delivers the segments of a calibration text in mini-batches, and some of them for validation."""
+
+    def __init__(
+        self, inputs: Batches, targets: Batches, *, batch_size: int, held_back: float, seed: int
+    ) -> None:
+        """Divide the segments.
+
+        Args:
+            inputs: What the tuned module is given.
+            targets: What it is compared with.
+            batch_size: Segments in a mini-batch.
+            held_back: Share of the segments, the last ones, that is only validated on.
+            seed: Of the order.
+
+        Raises:
+            UserError: There is less than one mini-batch to train on, or nothing is held back.
+        """
+        super().__init__()
+        self.pairs = Pairs(inputs, targets)
+        self.batch_size = batch_size
+        self.seed = seed
+        count = len(self.pairs)
+        kept = min(count, math.ceil(held_back * count))
+        if kept == 0:
+            raise UserError("tuning: the share of segments held back is 0: set it above 0")
+        whole = (count - kept) // batch_size * batch_size
+        if whole == 0:
+            raise UserError(
+                f"tuning: {count} calibration segments, of which {kept} are held back, leave less than a "
+                f"mini-batch of {batch_size}: raise data.calibration.segments, or lower the mini-batch or "
+                "the share that is held back"
+            )
+        self.training = range(whole)
+        self.validation = range(count - kept, count)
+
+    def train_dataloader(self) -> DataLoader[Pair]:
+        """Return the mini-batches, from where an interrupted training stopped."""
+        order = EpochOrder(self.training, self.seed, self._visited)
+        return PairLoader(self.pairs, self.batch_size, sampler=order)
+
+    def val_dataloader(self) -> DataLoader[Pair]:
+        """Return what is held back."""
+        return DataLoader(self.pairs, self.batch_size, sampler=list(self.validation))
+
+    def _visited(self) -> int:
+        steps = 0 if self.trainer is None else self.trainer.global_step
+        return steps * self.batch_size

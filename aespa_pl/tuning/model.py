@@ -1,0 +1,132 @@
+"""End-to-end tuning of a quantized model: its next-token distribution becomes that of the original.
+
+The integers stay. All scales, norms and biases are trained on the Kullback-Leibler divergence: nothing
+changes but numbers that a packed format stores anyway.
+
+Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (E2E-QP), with
+the original's distribution in place of the text's next token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.nn.functional import kl_div
+from torch.nn.utils import parametrize
+
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.tuning.data import Pair, SegmentPairs
+from aespa_pl.tuning.parametrization import FixedIntegers, QuantizedWeight, Stored
+from aespa_pl.tuning.training import LearningRates, Tuning, fit
+from aespa_pl.tuning.weights import parametrize_block, quantized_weights, remove_parametrizations
+
+OriginalHead = Callable[[Tensor], Tensor]
+"""Makes the original model's logits ``[B, L, vocabulary]`` from its hidden states after the last block."""
+
+
+class ModelTuning(Tuning):
+    """Trains a causal-LM model on the divergence of its next-token distributions from the original's.
+
+    A pair is the token ids ``[L]`` of a segment and the original's hidden states ``[L, d]`` after its
+    last block: the original's logits are made from them, and of the original only the head is in memory.
+    """
+
+    def __init__(self, model: nn.Module, head: OriginalHead, rate: float, label: str) -> None:
+        """Take a model whose weights are parametrized; ``label`` names it in messages."""
+        super().__init__(model, LearningRates(latent=rate, others=rate), label)
+        self.head = head
+
+    def error(self, batch: Pair) -> Tensor:
+        """Return the divergence of all positions together, in nats, and their number."""
+        ids, hidden = batch
+        with torch.no_grad():
+            wanted = self.head(hidden).float().log_softmax(-1)
+        logits: Tensor = self.module(input_ids=ids, use_cache=False).logits
+        divergence = kl_div(
+            logits.float().log_softmax(-1), wanted, reduction="none", log_target=True
+        )
+        return torch.stack([divergence.sum(), divergence.new_tensor(ids.numel())])
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """A causal-LM model in float32 and evaluation mode, with what the weights of its blocks stand for."""
+
+    model: Any
+    """A Hugging Face model with dequantized weights."""
+    blocks: Sequence[nn.Module]
+    """The model's."""
+    layout: BlockLayout
+    weights: Sequence[Mapping[str, QuantizedWeight]]
+    """By block and projection."""
+    dtypes: Mapping[str, torch.dtype]
+    """Types that the model's parameters are stored in, by their names in the model."""
+
+
+@dataclass(frozen=True)
+class TunedModel:
+    """What the end-to-end tuning found; norms and biases are in the model."""
+
+    weights: list[dict[str, QuantizedWeight]]
+    """By block and projection."""
+    start_error: float
+    """Divergence in nats on the segments that were held back."""
+    error: float
+    epoch: int
+    """Of the best error; 0 is the start."""
+    finite: bool
+    """Whether all errors were finite numbers; the training stopped where one was not."""
+
+
+def tune_model(
+    quantized: QuantizedModel,
+    pairs: SegmentPairs,
+    *,
+    head: OriginalHead,
+    rate: float,
+    trainer: Trainer,
+    checkpoint: Path | None = None,
+) -> TunedModel:
+    """Tune the scales, norms and biases of a model.
+
+    Args:
+        quantized: Its model gets the tuned weights, norms and biases.
+        pairs: Token ids, and the original's hidden states after the last block.
+        head: Of the original, with weights of its own where the model's are tuned.
+        rate: Largest learning rate.
+        trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
+        checkpoint: Where an earlier training stopped.
+    """
+    _parametrize(quantized)
+    module = ModelTuning(quantized.model, head, rate, "the model")
+    fit(module, pairs, trainer, checkpoint)
+    weights = [quantized_weights(block, quantized.layout) for block in quantized.blocks]
+    remove_parametrizations(quantized.model)
+    return TunedModel(
+        weights, module.start_error, module.best_error, module.best_epoch, module.finite
+    )
+
+
+def _parametrize(quantized: QuantizedModel) -> None:
+    model: nn.Module = quantized.model
+    model.requires_grad_(requires_grad=False)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    inside = {id(p) for block in quantized.blocks for p in block.parameters()}
+    outside = [(n, p) for n, p in model.named_parameters() if id(p) not in inside]
+    for block, weights in zip(quantized.blocks, quantized.weights, strict=True):
+        dtypes = {name: quantized.dtypes[names[id(p)]] for name, p in block.named_parameters()}
+        parametrize_block(
+            block, quantized.layout, weights, lambda _, start: FixedIntegers(start), dtypes
+        )
+    for name, parameter in outside:
+        if parameter.dim() > 1:
+            continue  # embeddings and the head stay; vectors are norms and biases
+        parameter.requires_grad_()
+        path, _, kind = name.rpartition(".")
+        if quantized.dtypes[name] != torch.float32:
+            stored = Stored(quantized.dtypes[name])
+            parametrize.register_parametrization(model.get_submodule(path), kind, stored)

@@ -1,0 +1,200 @@
+"""What is learned of a weight: parametrizations for ``torch.nn.utils.parametrize``.
+
+A ``WeightParametrization`` makes the weight of a linear layer from what is learned, and says which
+integers and which grid the weight stands for. The training needs to know nothing else of it.
+
+Notation: q integers, s scale, z zero point, ``W_hat = s (q - z)``, v latent values, ``q = round(v)``.
+
+Source: "Estimating or Propagating Gradients Through Stochastic Neurons for Conditional Computation"
+(the straight-through gradient); "Learned Step Size Quantization" (scales that are learned with it).
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from aespa_pl.algorithm.quantizer import round_to_half
+
+MARGIN = 0.49
+"""Latent values start at most so far from today's integers, which are therefore where they start."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight ``[rows, d_in]`` as engines store it; zeta is folded into what comes before."""
+
+    integers: Tensor
+    """uint8, ``[rows, d_in]``."""
+    scale: Tensor
+    """``[rows, groups]``, in values that float16 holds; a group is ``d_in / groups`` columns."""
+    zero_point: Tensor
+    """``[rows, groups]``, the integer that stands for 0."""
+    bits: int
+
+    def each_column(self, value: Tensor) -> Tensor:
+        """Return a value of each group for each weight, ``[rows, d_in]``."""
+        return value.repeat_interleave(self.integers.shape[1] // value.shape[1], dim=1)
+
+    def weight(self) -> Tensor:
+        """Return the weight that the integers stand for, in float32."""
+        scale, zero_point = self.scale.float(), self.zero_point.float()
+        return self.each_column(scale) * (self.integers - self.each_column(zero_point))
+
+
+class WeightParametrization(nn.Module, ABC):
+    """Makes a weight from its latent values and from the parameters of this module.
+
+    torch calls ``right_inverse`` once, registers what it returns as the parameter
+    ``parametrizations.weight.original``, and hands this to ``forward`` whenever the weight is read.
+    """
+
+    learns_latent: ClassVar[bool]
+    """Whether the latent values are trained; otherwise they stay."""
+    zero_point: Tensor
+    """``[rows, groups]``."""
+
+    def __init__(self, start: QuantizedWeight) -> None:
+        """Start at the grid of a quantized weight."""
+        super().__init__()
+        self.bits = start.bits
+        self.log_scale = nn.Parameter(start.scale.float().log())
+        self.register_buffer("zero_point", start.zero_point.float(), persistent=False)
+
+    def _scale(self) -> Tensor:
+        """Return the scales as they are stored: float16 holds them in every forward pass."""
+        scale = self.log_scale.exp()
+        return straight_through(round_to_half(scale), scale)
+
+    @abstractmethod
+    def forward(self, latent: Tensor) -> Tensor:
+        """Return the weight ``[rows, d_in]``."""
+
+    @abstractmethod
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Return the latent values at the start of the training; ``weight`` tells type and device."""
+
+    @abstractmethod
+    def quantized(self, latent: Tensor) -> QuantizedWeight:
+        """Return the integers and the grid that the weight stands for."""
+
+
+class StraightThrough(WeightParametrization):
+    """Learns integers and scales: rounds the latent values, with a straight-through gradient."""
+
+    learns_latent = True
+
+    def __init__(self, start: QuantizedWeight, target: Tensor) -> None:
+        """Start at given integers.
+
+        Args:
+            start: The weight so far.
+            target: ``[rows, d_in]``, the weight that it stands for: how near each latent value is to
+                the next integer.
+        """
+        super().__init__(start)
+        steps = target.float() / start.each_column(start.scale.float())
+        offset = steps + start.each_column(start.zero_point.float()) - start.integers
+        self._start = start.integers + offset.clamp_(-MARGIN, MARGIN)
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """Return the weight of the nearest integers; autograd knows it as differentiable."""
+        levels = 2**self.bits - 1
+        weight: Tensor = _Dequantized.apply(latent, self._scale(), self.zero_point, levels)  # type: ignore[no-untyped-call]
+        return weight
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Return the latent values at the start."""
+        start, self._start = self._start, torch.empty(0)  # registered now: once is enough in memory
+        return start.to(weight)
+
+    @torch.no_grad()
+    def quantized(self, latent: Tensor) -> QuantizedWeight:
+        """Return the nearest integers and the scales."""
+        integers = latent.round().clamp_(0, 2**self.bits - 1).to(torch.uint8)
+        return QuantizedWeight(integers, self._scale(), self.zero_point, self.bits)
+
+
+class FixedIntegers(WeightParametrization):
+    """Learns scales; the latent values are ``q - z``, and stay."""
+
+    learns_latent = False
+
+    def __init__(self, start: QuantizedWeight) -> None:
+        """Start at a quantized weight."""
+        super().__init__(start)
+        self._start = start.integers - start.each_column(start.zero_point.float())
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """Return the weight."""
+        scale = self._scale()[..., None]  # [rows, groups, 1]
+        steps: Tensor = latent.unflatten(1, (scale.shape[1], -1))
+        return (scale * steps).flatten(1)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Return ``q - z``."""
+        start, self._start = self._start, torch.empty(0)
+        return start.to(weight)
+
+    @torch.no_grad()
+    def quantized(self, latent: Tensor) -> QuantizedWeight:
+        """Return the integers and the scales that were learned."""
+        columns = latent.shape[1] // self.zero_point.shape[1]
+        integers = (latent + self.zero_point.repeat_interleave(columns, dim=1)).to(torch.uint8)
+        return QuantizedWeight(integers, self._scale(), self.zero_point, self.bits)
+
+
+class Stored(nn.Module):
+    """Rounds a parameter to the type that it is stored in, with a straight-through gradient.
+
+    The error of an epoch is then the error of the model on disk.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Round to ``dtype``."""
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, learned: Tensor) -> Tensor:
+        """Return the nearest values of the stored type, in the type of ``learned``."""
+        return straight_through(learned.to(self.dtype).to(learned), learned)
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        """Return the value itself."""
+        return value
+
+
+def straight_through(rounded: Tensor, value: Tensor) -> Tensor:
+    """Return ``rounded`` with the gradient of ``value``.
+
+    The sum is exact: the difference of two numbers within a factor of two has no rounding error.
+    """
+    return value + (rounded - value).detach()
+
+
+class _Dequantized(torch.autograd.Function):
+    """``s (clamp(round(v), 0, levels) - z)`` where rounding has the gradient of the identity.
+
+    One function, because autograd would keep five tensors of the weight's size for the way back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
+        ctx.levels = levels
+        ctx.save_for_backward(v, scale, zero_point)
+        q = v.round().clamp_(0, levels)
+        steps: Tensor = q.unflatten(1, (scale.shape[1], -1))
+        return steps.sub_(zero_point[..., None]).mul_(scale[..., None]).flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        v, scale, zero_point = ctx.saved_tensors
+        gradient = gradients[0].unflatten(1, (scale.shape[1], -1))
+        nearest = v.round()
+        q = nearest.clamp(0, ctx.levels)
+        steps = q.unflatten(1, (scale.shape[1], -1)) - zero_point[..., None]
+        to_scale = (gradient * steps).sum(-1)
+        to_v = (gradient * scale[..., None]).flatten(1).mul_(nearest == q)
+        return to_v, to_scale, None, None

@@ -1,0 +1,162 @@
+"""The training of parametrized weights as a LightningModule: two learning rates, and the best epoch."""
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from aespa_pl.tuning.data import Pair, SegmentPairs
+from aespa_pl.tuning.parametrization import WeightParametrization
+
+WARMUP = 0.1
+"""Share of the steps in which the learning rates rise."""
+STATE = "tuning"
+"""Key of a checkpoint under which the best epoch is stored."""
+
+
+class LearningRates(NamedTuple):
+    """The largest values of the one-cycle schedule."""
+
+    latent: float
+    """Of the latent values of weights, in distances of two integers."""
+    others: float
+    """Of the logarithms of scales, and of norms and biases."""
+
+
+class Tuning(LightningModule):
+    """Trains a module whose weights are parametrized, and keeps the epoch that is best on held-back text.
+
+    The start is a candidate too. Lightning's check before the training measures it, so the Trainer
+    needs ``num_sanity_val_steps=-1``.
+    """
+
+    def __init__(self, module: nn.Module, rates: LearningRates, label: str) -> None:
+        """Take the module with its parametrizations; all that requires a gradient is trained.
+
+        Args:
+            module: In evaluation mode: dropout is none of the quantized model.
+            rates: Largest learning rates.
+            label: Name in messages: ``block 3``.
+        """
+        super().__init__()
+        self.module = module
+        self.rates = rates
+        self.label = label
+        self.start_error = self.best_error = math.nan
+        self.best_epoch = 0
+        """0 is the start."""
+        self.finite = True
+        """Whether no epoch ended with an error that is NaN or infinite."""
+        self._best: dict[str, Tensor] = {}
+        self._errors: list[Tensor] = []
+        self.strict_loading = False  # a checkpoint holds only what is trained
+
+    @abstractmethod
+    def error(self, batch: Pair) -> Tensor:
+        """Return ``[2]``: the errors of all positions of a mini-batch added up, and their number."""
+
+    def configure_optimizers(self) -> Any:
+        """Adam with a one-cycle learning rate."""
+        latent = [p for p in latent_values(self.module) if p.requires_grad]
+        known = {id(p) for p in latent}
+        others = [p for _, p in self._trained() if id(p) not in known]
+        groups = [(p, r) for p, r in zip((latent, others), self.rates, strict=True) if p]
+        rates = [rate for _, rate in groups]
+        adam = torch.optim.Adam([{"params": p, "lr": r} for p, r in groups], fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            adam,
+            rates,
+            total_steps=int(self.trainer.estimated_stepping_batches),
+            pct_start=WARMUP,
+            cycle_momentum=False,
+        )
+        return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
+        """Return the error of a mini-batch."""
+        total, count = self.error(batch)
+        loss: Tensor = total / count
+        self.log("training_error", loss)
+        return loss
+
+    def validation_step(self, batch: Pair, batch_idx: int) -> None:
+        """Add up the error of what is held back."""
+        self._errors.append(self.error(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        """Keep the epoch if it is the best so far; stop where the error is not finite."""
+        total, count = torch.stack(self._errors).double().sum(0).tolist()
+        self._errors.clear()
+        self._judge(total / count)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the best epoch; leave out what is not trained."""
+        trained = {f"module.{name}" for name, _ in self._trained()}
+        tensors = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: t for name, t in tensors.items() if name in trained}
+        kept = ("start_error", "best_error", "best_epoch", "finite")
+        checkpoint[STATE] = {name: getattr(self, name) for name in kept} | {"best": self._best}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the best epoch."""
+        state = dict(checkpoint[STATE])
+        self._best = state.pop("best")
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    @torch.no_grad()
+    def restore_best(self) -> None:
+        """Give the module the parameters of the best epoch."""
+        for name, parameter in self._trained():
+            parameter.copy_(self._best[name])
+
+    def _judge(self, error: float) -> None:
+        at_start = self.trainer.sanity_checking
+        if at_start:
+            self.start_error = error
+        self.log("held_back_error", error)
+        if at_start or error < self.best_error:
+            self.best_error = error
+            self.best_epoch = 0 if at_start else self.current_epoch + 1
+            # in host memory: the device may have none left
+            self._best = {name: p.detach().to("cpu", copy=True) for name, p in self._trained()}
+        if not math.isfinite(error):
+            self.finite = False
+            self.trainer.should_stop = True
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+
+
+def fit(
+    module: Tuning, pairs: SegmentPairs, trainer: Trainer, checkpoint: Path | None = None
+) -> None:
+    """Train a module, or go on with its training, and leave it with the parameters of its best epoch.
+
+    Args:
+        module: What is trained.
+        pairs: What it is trained on.
+        trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
+        checkpoint: Where an earlier training stopped.
+    """
+    with warnings.catch_warnings():
+        # on purpose: dropout is none of the quantized model
+        warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
+        trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
+    module.restore_best()
+
+
+def latent_values(module: nn.Module) -> list[nn.Parameter]:
+    """Return the latent values of all parametrized weights."""
+    return [
+        cast(nn.Parameter, inner.original)
+        for inner in module.modules()
+        if isinstance(inner, ParametrizationList) and isinstance(inner[0], WeightParametrization)
+    ]

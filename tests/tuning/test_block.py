@@ -1,0 +1,172 @@
+"""Reconstruction of a block: what it learns, keeps, stores and continues."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from aespa_pl.models.weights import projection_weight
+from aespa_pl.tuning import Reconstruction, reconstruct
+from tests.tuning.tuned import RATES, Example, silent_trainer
+
+
+def tune(
+    example: Example, epochs: int = 4, checkpoint: Path | None = None, **options: Any
+) -> Reconstruction:
+    return reconstruct(
+        example.quantized,
+        example.pairs(),
+        run_block=example.run_block,
+        rates=options.pop("rates", RATES),
+        trainer=silent_trainer(epochs, **options),
+        label="block 0",
+        checkpoint=checkpoint,
+    )
+
+
+def held_back_error(example: Example) -> float:
+    """Return the error of the last two of the ten segments, in float64."""
+    with torch.no_grad():
+        found = example.run_block(example.quantized.block, torch.cat(example.inputs)[8:])
+    shares: list[float] = []
+    for mine, wanted in zip(
+        found.flatten(0, 1), torch.cat(example.targets)[8:].flatten(0, 1), strict=True
+    ):
+        error = sum((a - b) ** 2 for a, b in zip(mine.tolist(), wanted.tolist(), strict=True))
+        shares.append(error / sum(b**2 for b in wanted.tolist()))
+    return sum(shares) / len(shares)
+
+
+def state(example: Example, result: Reconstruction) -> dict[str, Tensor]:
+    kinds = ("integers", "scale", "zero_point")
+    weights = {f"{n}.{k}": getattr(q, k) for n, q in result.weights.items() for k in kinds}
+    return {**example.quantized.block.state_dict(), **weights}
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [("llama-grouped", 1), ("opt", 1), ("opt-bare", 2), ("bloom", 1), ("bloom", 2), ("qwen3", 2)],
+)
+def test_the_block_that_is_left_is_what_was_evaluated_and_can_be_stored(
+    name: str, groups: int
+) -> None:
+    example = Example.make(name, groups=groups)
+    before = held_back_error(example)
+    result = tune(example)
+    assert result.start_error == pytest.approx(before, rel=1e-4)
+    assert result.error == pytest.approx(held_back_error(example), rel=1e-4)
+    assert result.error < before
+    assert result.changed > 0
+    assert result.finite
+    for p in example.layout.projections:
+        q = result.weights[p.name]
+        step, zero = (
+            x.repeat_interleave(q.integers.shape[1] // groups, 1) for x in (q.scale, q.zero_point)
+        )
+        found = projection_weight(example.quantized.block, example.layout, p)
+        assert torch.equal(found, step * (q.integers.float() - zero))
+        assert torch.equal(q.scale, q.scale.half().float())
+        assert int(q.integers.max()) <= 3
+    names = {n for n, _ in example.quantized.block.named_parameters()}
+    assert names == set(example.quantized.dtypes)
+    for parameter in example.quantized.block.parameters():
+        if parameter.dim() == 1:
+            assert torch.equal(parameter, parameter.half().float())
+
+
+def test_norms_and_biases_are_learned_too() -> None:
+    example = Example.make("opt")
+    before = {n: p.clone() for n, p in example.quantized.block.named_parameters() if p.dim() == 1}
+    tune(example)
+    after = dict(example.quantized.block.named_parameters())
+    # what is added to all keys alike changes no attention
+    assert [n for n, p in before.items() if torch.equal(p, after[n])] in (
+        [],
+        ["self_attn.k_proj.bias"],
+    )
+
+
+def test_a_block_at_its_target_stays_where_it_is() -> None:
+    example = Example.make("llama-grouped", bits=8)
+    block = example.quantized.block
+    example.targets = [example.run_block(block, hidden) for hidden in example.inputs]
+    before = copy.deepcopy(block.state_dict())
+    result = tune(example, epochs=1)
+    assert result.start_error == 0
+    assert result.error == 0
+    assert result.epoch == 0
+    assert result.changed == 0
+    for name, tensor in block.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_the_best_epoch_is_kept_and_the_start_is_one_of_them() -> None:
+    wild = Example.make(bits=4)
+    start, before = held_back_error(wild), copy.deepcopy(wild.quantized.block.state_dict())
+    result = tune(wild, rates=type(RATES)(30.0, 5.0))
+    assert result.epoch == 0
+    assert result.error == result.start_error == pytest.approx(start, rel=1e-4)
+    for name, tensor in wild.quantized.block.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+class PoisonOnce(Callback):
+    """Makes a parameter NaN in the second epoch, which must be the last."""
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert trainer.current_epoch <= 1
+        if trainer.current_epoch == 1:
+            next(pl_module.parameters()).data.fill_(math.nan)
+
+
+def test_an_error_that_is_not_finite_ends_the_training_and_keeps_the_best() -> None:
+    example = Example.make()
+    result = tune(example, epochs=6, callbacks=[PoisonOnce()])
+    assert not result.finite
+    assert result.epoch <= 1
+    assert math.isfinite(result.error)
+    assert held_back_error(example) == pytest.approx(result.error, rel=1e-4)
+
+
+class KilledError(Exception):
+    pass
+
+
+class SaveAndDie(Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path, weights_only=False)
+            raise KilledError
+
+
+@pytest.mark.parametrize("step", [1, 4, 6, 11])  # 4 steps are an epoch
+def test_a_training_that_was_killed_goes_on_bit_for_bit(step: int, tmp_path: Path) -> None:
+    results = []
+    for killed in (False, True):
+        torch.manual_seed(3)
+        example = Example.make()
+        checkpoint = None
+        if killed:
+            other = copy.deepcopy(example)
+            with pytest.raises(KilledError):
+                tune(other, callbacks=[SaveAndDie(step, tmp_path / "x.ckpt")])
+            checkpoint = tmp_path / "x.ckpt"
+            torch.load(checkpoint, weights_only=True)  # holds no objects
+        result = tune(example, checkpoint=checkpoint)
+        results.append((result, state(example, result)))
+    (whole, expected), (resumed, found) = results
+    assert (whole.start_error, whole.error, whole.epoch) == (
+        resumed.start_error, resumed.error, resumed.epoch,
+    )  # fmt: skip
+    assert whole.epoch > 1
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
