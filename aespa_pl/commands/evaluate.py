@@ -17,7 +17,6 @@ from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
-from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.versions import last_run
 from aespa_pl.storage.files import write_json
 
@@ -47,12 +46,12 @@ def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Ru
             f"the run {folder} was made from another model than {job.model.pretrained}: give its "
             "model.pretrained, or another run with --ckpt_path"
         )
-    if not (model / "model.safetensors.index.json").is_file():
+    if not run.metrics_file.is_file():
         raise UserError(
             f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path "
             f"{shlex.quote(str(folder))}"
         )
-    ranks.from_first(lambda: refuse_damaged(run, progress))
+    ranks.from_first(lambda: refuse_damaged(run))
     texts = ranks.from_first(job.evaluation)
     if not texts:
         raise UserError("data.evaluation.texts is empty: name at least one text")
@@ -65,25 +64,20 @@ def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Ru
     return run, metrics
 
 
-def refuse_damaged(run: Run, progress: WalkProgress) -> None:
+def refuse_damaged(run: Run) -> None:
     """Raise UserError if a file of a finished run is not what its journal says.
 
     Raises:
         UserError: A file is missing, or its checksum is another one.
     """
-    writer = ModelWriter(run.model_folder, len(run.blocks))
-    progress.begin("Checking files, blocks", len(run.blocks))
-    damaged = []
-    for index in sorted(run.blocks):
-        damaged += run.damaged(index, (run.block_file(index), writer.block_file(index)))
-        progress.advance()
+    damaged = run.all_damaged_files()
     if damaged:
         names = ", ".join(str(file) for file in damaged)
         raise UserError(
             f"the run {run.folder} is damaged: {names} missing or changed since it was written: mend the "
             f"run with aespa-pl fit --ckpt_path {shlex.quote(str(run.folder))}"
         )
-    Checkpoint.open(run.model_folder)  # what lies outside the blocks
+    Checkpoint.open(run.model_folder)  # such as an index that names other files
 
 
 def compare_perplexities(
