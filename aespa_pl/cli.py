@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jsonargparse import auto_cli
+from rich.console import Console
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, nearest, refuse_mistakes
@@ -103,7 +104,9 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
         given = with_run(Arguments.read(rest).with_configurations(), name)
         refuse_mistakes(given)
         rest = rest if given.wants_help else given.words
-    function = _imported(name, command)
+    # shown in a terminal only; importing torch and Lightning takes seconds
+    with Console(stderr=True).status(f"{name}: importing PyTorch and Lightning"):
+        function = _imported(name, command)
     if command.with_trainer:
         function([name, *rest], interruption)
     else:

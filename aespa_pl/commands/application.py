@@ -27,6 +27,7 @@ from aespa_pl.commands.job import Job
 from aespa_pl.commands.output import PipeConsole, print_perplexities, quiet_libraries, quiet_writers
 from aespa_pl.commands.resuming import LAST
 from aespa_pl.commands.trainer_section import (
+    TRAINER_DEFAULTS,
     TRAINER_KEYS,
     first_cause,
     refuse_trainer_keys,
@@ -55,14 +56,6 @@ from aespa_pl.storage.files import write_text
 FIRST_TO_SPEAK_SECONDS = 10.0
 """Seconds that a process other than the first waits before it reports an error, so that the first one
 reports an error of all of them once."""
-TRAINER_DEFAULTS = {
-    "accelerator": "auto",
-    "devices": 1,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": True,
-    "log_every_n_steps": 20,
-}
 PEER_LOST = 1
 """Status of a process whose peers have ended: the mistake, if it is one, was another's."""
 

@@ -10,6 +10,15 @@ from aespa_pl.commands.arguments import FREE, Arguments, keys_given, nearest
 from aespa_pl.commands.trainers import OWN_KEYS
 from aespa_pl.errors import UserError
 
+TRAINER_DEFAULTS = {
+    "accelerator": "auto",
+    "devices": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": True,
+    "log_every_n_steps": 20,
+}
+"""Our defaults where they are not Lightning's."""
 TRAINER_KEYS = {key: p.default for key, p in inspect.signature(Trainer).parameters.items()}
 """Lightning's own defaults, by key of the ``trainer`` section."""
 SHOWN = 200
