@@ -11,6 +11,8 @@ from rich.table import Table
 
 from aespa_pl.commands.ending import interrupted_by_closed_pipe
 
+WIDEST = 10_000
+"""Columns of a terminal that a table of perplexities takes at most."""
 LABELS = {"original": "original", "nearest": "round-to-nearest"}
 """Names of the rows of the table; that of the quantized model is its method's."""
 
@@ -48,8 +50,14 @@ def print_perplexities(
     for kind, values in results.items():
         table.add_row(labels[kind], *(f"{values[text]:.3f}" for text in texts))
     console.print("perplexity (lower is better)", highlight=False, soft_wrap=True)
-    unlimited = console.options.update(max_width=10_000)
-    console.print(table, width=console.measure(table, options=unlimited).maximum, crop=False)
+    width = console.width
+    console.width = max(
+        width, console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+    )
+    try:
+        console.print(table, crop=False)
+    finally:
+        console.width = width
 
 
 def quiet_libraries() -> None:
