@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,13 +19,19 @@ CGROUP = Path("/sys/fs/cgroup")
 class Stopwatch:
     """Adds up the seconds of each phase."""
 
-    def __init__(self) -> None:
-        """Start with nothing."""
+    def __init__(self, show: Callable[[str], None] = lambda _: None) -> None:
+        """Start with nothing.
+
+        Args:
+            show: Called with the name of each phase when it begins.
+        """
+        self.show = show
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def measure(self, phase: str, device: torch.device) -> Iterator[None]:
         """Add the time spent in this context, the device's pending work included."""
+        self.show(phase)
         start = time.perf_counter()
         try:
             yield

@@ -14,6 +14,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+ROUNDING_STEPS = "iterations"
+"""What the inner bar shows while a block is learned."""
+
 
 class WalkProgress:
     """Progress of a walk over blocks; the bars show in a terminal only, the lines everywhere."""
@@ -34,6 +37,7 @@ class WalkProgress:
         )
         self._outer = self._bars.add_task("", visible=False)
         self._inner = self._bars.add_task("", visible=False)
+        self._step = ""
 
     def __enter__(self) -> "WalkProgress":
         """Show the bars."""
@@ -56,14 +60,23 @@ class WalkProgress:
     def begin(self, description: str, total: int) -> None:
         """Start the outer bar anew."""
         self._bars.reset(self._outer, description=description, total=total, visible=True)
+        self._bars.update(self._inner, visible=False)
 
     def advance(self) -> None:
         """One block is done."""
         self._bars.update(self._inner, visible=False)
         self._bars.advance(self._outer)
 
+    def phase(self, name: str) -> None:
+        """Name the step under way on the inner bar, whose end is not known."""
+        self._step = name
+        self._bars.reset(self._inner, description=f"  {name}", total=None, visible=True)
+
     def step(self, description: str, done: int, total: int) -> None:
-        """Show the inner bar at ``done`` of ``total``."""
+        """Show the inner bar at ``done`` of ``total``; its clock starts with each new step."""
+        if self._step != ROUNDING_STEPS:
+            self._step = ROUNDING_STEPS
+            self._bars.reset(self._inner, total=total)  # a bar that was full stands still otherwise
         self._bars.update(
             self._inner, description=description, completed=done, total=total, visible=True
         )

@@ -4,16 +4,15 @@ The docstring under a field is its ``--help`` text. Ranges are types, so that a 
 while the command line is parsed. What is done with a value is decided elsewhere.
 """
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from jsonargparse import set_parsing_settings
 from jsonargparse.typing import (
     ClosedUnitInterval,
-    NonNegativeFloat,
     NonNegativeInt,
     OpenUnitInterval,
-    PositiveFloat,
     PositiveInt,
     restricted_number_type,
 )
@@ -22,10 +21,35 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 if TYPE_CHECKING:
     Bits = int
+    Seed = int
+    FinitePositive = float
+    FiniteNonNegative = float
     PenaltyExponent = float
 else:
     Bits = restricted_number_type("Bits", int, [(">=", 2), ("<=", 8)])
-    PenaltyExponent = restricted_number_type("PenaltyExponent", float, (">=", 2))
+    Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
+    # jsonargparse's PositiveFloat and NonNegativeFloat allow infinity
+    FinitePositive = restricted_number_type("FinitePositive", float, [(">", 0), ("<", math.inf)])
+    FiniteNonNegative = restricted_number_type(
+        "FiniteNonNegative", float, [(">=", 0), ("<", math.inf)]
+    )
+    PenaltyExponent = restricted_number_type("PenaltyExponent", float, [(">=", 2), ("<", math.inf)])
+
+EXPECTED: dict[Any, str] = {
+    Bits: "2 to 8",
+    Seed: "0 to 4294967295",
+    PositiveInt: "a whole number, 1 or more",
+    NonNegativeInt: "a whole number, 0 or more",
+    FinitePositive: "a finite number above 0",
+    FiniteNonNegative: "a finite number, 0 or more",
+    PenaltyExponent: "a finite number, 2 or more",
+    OpenUnitInterval: "a number between 0 and 1, without either",
+    ClosedUnitInterval: "a number from 0 to 1",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+}
+"""What a value of each type has to be, in the words of an error message."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +88,20 @@ class CalibrationSettings:
 class EvaluationSettings:
     """The texts that the perplexity is measured on."""
 
-    texts: list[str] = field(default_factory=lambda: ["wikitext2", "ptb", "c4"])
-    """Any of wikitext2, ptb, c4 (from the hub), embedded, or local files; an empty list: no
-    evaluation."""
+    texts: list[str] | str = field(default_factory=lambda: ["wikitext2", "ptb", "c4"])
+    """Any of wikitext2, ptb, c4 (from the hub), embedded, or local files, as a list; one may stand alone.
+    An empty list: no evaluation."""
     segment_length: PositiveInt | None = None
     """Tokens in a segment; null: as many as the model has positions, 2048 at most (Section 4.1)."""
     max_segments: PositiveInt | None = None
     """Evaluate only the first so many segments of each text; null: all of them (c4: 256)."""
     round_to_nearest: bool = True
     """fit: measure round-to-nearest as well, for comparison; it costs one more pass."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return the texts as a list."""
+        return [self.texts] if isinstance(self.texts, str) else self.texts
 
 
 @dataclass(frozen=True)
@@ -89,7 +118,7 @@ class DataSettings:
     """Where the hidden states of all segments wait for the next block: in host memory, or in a file in
     output.folder that is gone with the process. One stream takes segments * segment_length * hidden
     size numbers of model.dtype."""
-    memory_gb: PositiveFloat | None = None
+    memory_gb: FinitePositive | None = None
     """Memory of the device, in units of 10^9 bytes, that a block may take; null: what is free at the start.
     Where the statistics need more, H_V is collected for some heads at a time, with one more pass over the
     segments for each group; where the learning needs more, it is done in parts. The result is the same."""
@@ -134,11 +163,11 @@ class RoundingSettings:
 
     iterations: PositiveInt = 2000
     """Optimizer steps of each block (Section 4.1)."""
-    learning_rate: PositiveFloat = 0.015
+    learning_rate: FinitePositive = 0.015
     """Learning rate of Adam (Section 4.1)."""
-    penalty_attention: NonNegativeFloat = 1.5
+    penalty_attention: FiniteNonNegative = 1.5
     """Weight lambda of the rounding loss for Q, K and V (Section 4.1)."""
-    penalty_other: NonNegativeFloat = 1.0
+    penalty_other: FiniteNonNegative = 1.0
     """Weight lambda of the rounding loss for the other projections (docs/algorithm.md)."""
     warmup: ClosedUnitInterval = 0.2
     """Share of the iterations, at the start, without rounding loss (AdaRound)."""
@@ -211,8 +240,27 @@ class OutputSettings:
     """Folder of all runs; the one to give to tensorboard --logdir."""
     name: str = "aespa"
     """Name of the run. Every run gets a folder NAME/version_N of its own."""
-    checkpoint_seconds: PositiveFloat | None = 60.0
+    checkpoint_seconds: FinitePositive | None = 60.0
     """Seconds between two checkpoints of the block under way; null: none by time. One takes 12 bytes
     for each weight of the block, and the time to write them."""
     checkpoint_iterations: PositiveInt | None = None
     """Iterations between two checkpoints of the block under way; null: none by iterations."""
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSettings,
+    "data": DataSettings,
+    "quantization": QuantizationSettings,
+    "output": OutputSettings,
+}
+"""The sections of a configuration that are ours; ``trainer`` is Lightning's."""
+
+
+def keys_of(section: Any, prefix: str) -> dict[str, Any]:
+    """Return the type of each key of a section, by its whole name: ``quantization.grid.zfold``."""
+    found: dict[str, Any] = {}
+    types = get_type_hints(section)
+    for each in fields(section):
+        key, kind = f"{prefix}.{each.name}", types[each.name]
+        found |= keys_of(kind, key) if is_dataclass(kind) else {key: kind}
+    return found

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from aespa_pl.block.learn import Learner
 from aespa_pl.block.quantize import BlockQuantizer
-from aespa_pl.cli import quiet_libraries
 from aespa_pl.commands.evaluate import evaluate
 from aespa_pl.commands.job import Job
+from aespa_pl.commands.output import quiet_libraries
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.planning.partition import Portion

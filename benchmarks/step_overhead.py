@@ -26,7 +26,7 @@ from aespa_pl.algorithm.adaround import penalty_exponent
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.algorithm.workspace import Workspace
-from aespa_pl.cli import quiet_libraries
+from aespa_pl.commands.output import quiet_libraries
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsDataModule
 from aespa_pl.run.checkpointing import StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption

@@ -108,7 +108,7 @@ def started(folder: Path) -> Iterator[Forks]:
 
 
 def _serve() -> None:
-    importlib.import_module("aespa_pl.cli")
+    importlib.import_module("aespa_pl.commands.application")  # what fit and test import
     warm: set[str] = set()
     for line in sys.stdin:
         request = Request(**json.loads(line))

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 import sys
 import time
 from dataclasses import fields, is_dataclass
@@ -19,10 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from aespa_pl import cli, settings
+from aespa_pl.commands import plan
 from aespa_pl.data.texts import EMBEDDED
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+MODELS = [path for path in CONFIGS if path.stem != "paper"]
 LENGTH = 32
 
 
@@ -111,7 +114,7 @@ def test_help_explains_every_key(aespa: CommandLine) -> None:
     assert not set(KEYS) - {key for key, _ in explained}
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+@pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
 def test_shipped_configurations_are_valid(aespa: CommandLine, path: Path) -> None:
     status, out, err = aespa("fit", "--config", path, "--print_config")
     assert (status, err) == (0, "")
@@ -122,21 +125,20 @@ def test_shipped_configurations_are_valid(aespa: CommandLine, path: Path) -> Non
     assert yaml.safe_load(aespa("fit", "--config", "again.yaml", "--print_config")[1]) == printed
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem.startswith("paper_")])
-def test_papers_configurations_differ_in_the_algorithm_alone(path: Path) -> None:
-    paper = yaml.safe_load(path.read_text())
-    other = yaml.safe_load(path.with_name(path.name.removeprefix("paper_")).read_text())
-    algorithm = {
-        key: paper["quantization"].pop(key) for key in set(paper["quantization"]) - {"bits"}
-    }
-    assert algorithm == {
-        "method": "aespa",
-        "polish": {"enabled": False},
-        "input_correction": 0,
-        "rounding": {"keep_best": False},
-    }
-    assert paper["output"].pop("name") == f"paper_{other['output'].pop('name')}"
-    assert paper == other
+@pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
+def test_paper_overlay_changes_the_algorithm_alone(aespa: CommandLine, path: Path) -> None:
+    """The four things that are ours are off, lambda is the paper's; the rest is the model's own."""
+    plain, paper = (
+        yaml.safe_load(aespa("fit", "--config", path.name, *more, "--print_config")[1])
+        for more in ((), ("--config", "paper.yaml"))
+    )
+    quantization = plain["quantization"]
+    assert quantization["method"] == "aespa"
+    quantization["polish"]["enabled"] = False
+    quantization["input_correction"] = 0.0
+    quantization["rounding"] |= {"keep_best": False, "penalty_other": 1.5}
+    plain["output"]["name"] = "paper"
+    assert paper == plain
 
 
 def test_fit_test_and_the_saved_configuration(aespa: CommandLine, model: Path) -> None:
@@ -172,19 +174,6 @@ def test_fit_test_and_the_saved_configuration(aespa: CommandLine, model: Path) -
         assert file.read_bytes() == (again / "blocks" / file.name).read_bytes()
 
 
-def test_mixed_precision_is_that_of_the_products(aespa: CommandLine, model: Path) -> None:
-    """The run is another one, and what makes it so is told when it is resumed without."""
-    status, out, err = aespa("fit", *small(model), "--trainer.precision", "bf16-mixed")
-    assert (status, err) == (0, "")
-    journal = json.loads((Path(out.splitlines()[-1]) / "journal.json").read_text())
-    assert journal["fingerprint"]["quantization"]["products"] == "bfloat16"
-    same = ["--quantization.products", "bfloat16", "--ckpt_path", "last"]
-    assert aespa("fit", *small(model), *same)[0] == 0
-    status, _, err = aespa("fit", *small(model), "--ckpt_path", "last")
-    assert status == 2
-    assert "products" in err
-
-
 def test_curves_of_every_projection_of_every_block(aespa: CommandLine, model: Path) -> None:
     aespa("fit", *small(model))
     for block in ("block_000", "block_001"):
@@ -201,7 +190,7 @@ def test_curves_of_every_projection_of_every_block(aespa: CommandLine, model: Pa
 def test_plan_needs_the_configuration_alone(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "MEASURING_SECONDS", 0.1)
+    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
     Path("bare").mkdir()
     Path("bare/config.json").write_bytes((model / "config.json").read_bytes())
     status, out, err = aespa(
@@ -304,35 +293,31 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--quantization.bits", 1], r"quantization\.bits.*v>=2 and v<=8"),
-        (["--quantization.bits", 9], r"quantization\.bits.*v>=2 and v<=8"),
-        (["--quantization.bit", 3], r"unrecognized arguments: --quantization\.bit"),
-        (["--quantization.rounding.iterations", 0], r"rounding\.iterations.*v>0"),
-        (["--quantization.group_size", 7], r"group_size is 7, but q_proj has 16 columns"),
+        (["--quantization.bits", 1], r"quantization\.bits is [19]: 2 to 8$"),
+        (["--quantization.bits", 9], r"quantization\.bits is [19]: 2 to 8$"),
+        (
+            ["--quantization.bit", 3],
+            r"quantization\.bit is unknown: did you mean quantization\.bits\?",
+        ),
+        (
+            ["--quantization.rounding.iterations", 0],
+            r"rounding\.iterations is 0: a whole number, 1 or more$",
+        ),
+        (
+            ["--quantization.group_size", 7],
+            r"group_size is 7, but the projections have columns 16 \(.*, 24 \(",
+        ),
         (["--data.calibration.segment_length", 64], r"segment_length is 64, but .* has 32 posi"),
         (["--data.evaluation.segment_length", 64], r"segment_length is 64, but .* has 32 posi"),
         (["--data.calibration.segments", 100000], r"too short: 100000 segments"),
         (["--data.calibration.source", "no.txt"], r"calibration\.source: no\.txt is neither"),
         (["--data.evaluation.texts", "[no.txt]"], r"evaluation\.texts: no\.txt is neither"),
         (["--model.pretrained", "./no"], r"model\.pretrained: there is no folder no:"),
-        (["--config", "no.yaml"], r"does not exist.*no\.yaml"),
+        (["--config", "no.yaml"], r"no file no\.yaml here.* one of .*opt125m_w2\.yaml"),
         (["--trainer.log_every_n_steps", 0], r"trainer\.log_every_n_steps: 1 or more"),
-        (
-            [
-                "--trainer.callbacks+",
-                '{"class_path": "EarlyStopping", "init_args": {"monitor": "reconstruction_loss/q_proj"}}',
-            ],
-            r"EarlyStopping do not go with a run.* set .*quantization\.rounding\.iterations",
-        ),
-        (["--trainer.callbacks+", "ModelCheckpoint"], r"set output\.checkpoint_seconds and"),
-        (["--trainer.gradient_clip_val", 1], r"trainer\.gradient_clip_val.*leave it out"),
         (["--trainer.max_steps", 5], r"trainer\.max_steps.*rounding\.iterations instead"),
         (["--trainer.limit_train_batches", 0], r"limit_train_batches.*rounding\.iterations"),
         (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true.*model\.dtype"),
-        (
-            ["--trainer.precision", "bf16-mixed", "--quantization.products", "tf32"],
-            r"precision is bf16-mixed, but quantization\.products is tf32: leave one",
-        ),
         (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
         (["--data.evaluation.segment_length", 1], r"segment_length is 1: at least 2"),
         (
@@ -341,6 +326,32 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
         ),
         (["--output.folder", "file"], r"cannot write to file/aespa.*--output\.folder"),
         (["--ckpt_path", "no"], r"no is not the folder of a run"),
+        (
+            ["--output.folder", "s3://runs"],
+            r"output\.folder is s3://runs: a folder of this machine",
+        ),
+        (["--output.name", "../.."], r"output\.name is '\.\./\.\.': a name inside"),
+        (["--quantization.rounding.learning_rate", "inf"], r"rate is inf: a finite number above 0"),
+        (["--quantization.rounding.penalty_other", "nan"], r"other is nan: a finite number, 0 or"),
+        (
+            ["--quantization.rounding.beta_start", "inf"],
+            r"start is inf: a finite number, 2 or more",
+        ),
+        (["--quantization.method", "aesop"], r"method is aesop: aespa, aespa-hybrid, aespa-fast$"),
+        (["--quantization.symmetric", "maybe"], r"symmetric is maybe: true or false$"),
+        (["--seed_everything", 2**32], r"seed_everything is 4294967296: true or false, or 0 to"),
+        (["--bits", 3], r"bits is unknown: did you mean quantization\.bits\?"),
+        (["--quantization.bits"], r"quantization\.bits has no value"),
+        (["opt.yaml"], r"opt\.yaml stands alone.*--config opt\.yaml"),
+        (["--trainer.devises", 2], r"trainer\.devises is unknown: did you mean trainer\.devices\?"),
+        (["--trainer.logger", "NoLogger"], r"trainer\.logger can't have this value.*NoLogger"),
+        (["--trainer.accelerator", "gpu"], r"trainer\.accelerator is gpu: set it to cpu"),
+        (["--trainer.logger", "WandbLogger"], r"trainer: .*wandb"),
+        (["--trainer.callbacks+", "RichProgressBar"], r"trainer: .*RichProgressBar"),
+        (
+            ["--trainer.callbacks+", "Timer"],
+            r"Interval\.step.*give that argument as a text",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -423,12 +434,14 @@ def test_full_disk_is_said_before_anything_is_computed(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     status, out, err = aespa("fit", *small(model))
     assert (status, out) == (2, "")
-    assert re.search(r"GB free, the run needs about .* --output\.folder", err)
+    assert re.search(
+        r"1\.0 KB free, but the run needs about [\d.]+ KB more.* --output\.folder", err
+    )
 
 
 def test_unfinished_run_is_not_measured(aespa: CommandLine, model: Path) -> None:
     aespa("fit", *small(model), "--data.evaluation.texts", "[]")
-    (Path("lightning_logs/aespa/version_0/model") / "model.safetensors.index.json").unlink()
+    Path("lightning_logs/aespa/version_0/metrics.json").unlink()
     status, _, err = aespa("test", *small(model))
     assert status == 2
     assert "not finished: continue it" in err
@@ -469,6 +482,231 @@ def test_write_that_fails_in_a_checkpoint_is_one_line(
 
 def fail_to_write(*_: object) -> None:
     raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5440 vs 5334")
+
+
+def test_run_alone_is_continued_and_measured(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another folder, with the run's folder or any file in it, without another key."""
+    assert aespa("fit", *small(model), "--output.name", "mine")[0] == 0
+    run = Path("lightning_logs/mine/version_0").absolute()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for path in (run, run / "journal.json"):
+        status, out, err = aespa("fit", "--ckpt_path", path)
+        assert (status, err) == (0, "")
+        assert "finished already" in " ".join(out.split())
+    status, out, err = aespa("test", "--ckpt_path", run / "config.yaml")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1] == str(run)
+    assert not list(Path().glob("lightning_logs"))
+
+
+def test_changed_weights_are_not_measured(aespa: CommandLine, model: Path) -> None:
+    assert aespa("fit", *small(model), "--data.evaluation.texts", "[]")[0] == 0
+    shard = sorted(Path("lightning_logs/aespa/version_0/model").glob("*.safetensors"))[-1]
+    tensors = load_file(shard)
+    save_file({name: -tensor for name, tensor in tensors.items()}, shard, {"format": "pt"})
+    status, out, err = aespa("test", *small(model))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert re.search(rf"damaged: .*{shard.name} missing or changed.*fit --ckpt_path", err)
+
+
+def test_upgraded_package_does_not_continue_a_run(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert aespa("fit", *small(model), "--quantization.method", "aespa-fast")[0] == 0
+    monkeypatch.setattr("aespa_pl.__version__", "9.0")
+    status, _, err = aespa(
+        "fit", *small(model), "--quantization.method", "aespa-fast", "--ckpt_path", "last"
+    )
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(r"version of aespa-pl was \S+ and is 9\.0", err)
+
+
+def test_model_dtype_may_change_in_a_continued_run(aespa: CommandLine, model: Path) -> None:
+    arguments = [*small(model), "--data.evaluation.texts", "[]"]
+    assert aespa("fit", *arguments, "--model.dtype", "bfloat16")[0] == 0
+    Path("lightning_logs/aespa/version_0/metrics.json").unlink()
+    arguments += ["--model.dtype", "float32", "--ckpt_path", "last"]
+    assert aespa("fit", *arguments)[0] == 0
+
+
+def test_method_names_the_row_of_the_table(aespa: CommandLine, model: Path) -> None:
+    long = f"{'a' * 90}.txt"
+    Path(long).write_text(EMBEDDED.joinpath("heldout.txt").read_text(encoding="utf-8"))
+    aespa.monkeypatch.setenv("COLUMNS", "60")
+    options = ("--quantization.method", "aespa-fast", "--data.evaluation.texts", long)
+    status, out, err = aespa("fit", *small(model), *options)
+    assert (status, err) == (0, "")
+    assert long in out
+    assert re.search(r"│ aespa-fast +│ +\d+\.\d+ │$", out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\x00", r"wrong\.yaml is no YAML"),
+        (b"model: [", r"wrong\.yaml is no YAML"),
+        (b"[" * 5000, r"wrong\.yaml is nested too deeply"),
+        (b"- model", r"wrong\.yaml has no keys"),
+        (b"quantization: 3\n", r"quantization is unknown \(wrong\.yaml\)|quantization is 3"),
+        (
+            b"quantization: {bits: 1, grup_size: 4}\ndata: {batch_size: 0}\n",
+            r"bits is 1: 2 to 8 \(wrong\.yaml\); .*grup_size is unknown \(wrong\.yaml\): did you mean "
+            r"quantization\.group_size\?; data\.batch_size is 0: .*; model\.pretrained is missing",
+        ),
+    ],
+)
+def test_mistakes_in_a_file_are_told_together(
+    aespa: CommandLine, content: bytes, message: str
+) -> None:
+    Path("wrong.yaml").write_bytes(content)
+    status, out, err = aespa("fit", "--config", "wrong.yaml")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message, err)
+
+
+LIGHT = """
+import sys
+from aespa_pl.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    large = ("torch", "lightning", "transformers", "datasets", "tensorboard")
+    print([name for name in large if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--help"], r"fit +Quantize(.*\n)+  test (.*\n)+  plan (.*\n)+  export (.*\n)+  report "),
+        (["--version"], r"^aespa-pl \d"),
+        (["plan", "--help"], r"--model\.pretrained"),
+        (["fti"], r"fti is no command: did you mean fit\?"),
+        (["quantize"], r"quantize is no command: expected one of fit, test, plan"),
+        (["fit", "--quantization.bit", "3"], r"did you mean quantization\.bits"),
+        (["plan"], r"model\.pretrained is missing"),
+    ],
+)
+def test_nothing_large_is_imported_for_an_answer(words: list[str], expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, *words], capture_output=True, text=True, check=False
+    )
+    assert re.search(expected, done.stdout + done.stderr)
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert len(done.stdout.splitlines()) < 65  # a screen
+
+
+def test_command_that_is_not_there_breaks_no_other(
+    aespa: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = cli.Command("aespa_pl.commands.of_tomorrow:run", "Does more.")
+    monkeypatch.setitem(cli.COMMANDS, "tomorrow", command)
+    assert "tomorrow  Does more." in aespa("--help")[1]
+    status, _, err = aespa("tomorrow")
+    assert (status, err) == (2, "aespa-pl: tomorrow does not come with this version of aespa-pl\n")
+
+
+def test_keys_that_the_walk_decides_are_not_offered(aespa: CommandLine) -> None:
+    out = aespa("fit", "--help")[1]
+    assert "--trainer.log_every_n_steps" in out
+    for key in ("max_steps", "max_epochs", "overfit_batches", "fast_dev_run"):
+        assert f"--trainer.{key}" not in out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        MemoryError(),
+    ],
+)
+def test_lack_of_memory_names_what_needs_less(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("aespa_pl.walk.walk.Walk.quantize", fail)
+    status, _, err = aespa("fit", *small(model))
+    assert (status, err.count("\n")) == (2, 1)
+    for word in ("data.memory_gb", "data.hidden_states", "data.batch_size", "fit --ckpt_path"):
+        assert word in err
+
+
+def test_other_errors_keep_their_traceback(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("aespa_pl.walk.walk.Walk.quantize", fail)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        aespa("fit", *small(model))
+
+
+def test_refused_input_leaves_no_folder(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert aespa("fit", *small(model), "--output.folder", "new/runs")[0] == 2
+    assert not Path("new").exists()
+
+
+def test_space_that_a_run_has_filled_itself_is_not_asked_for_again(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*small(model), "--data.evaluation.texts", "[]"]
+    assert aespa("fit", *arguments)[0] == 0
+    run = Path("lightning_logs/aespa/version_0")
+    (run / "metrics.json").unlink()
+    # each file of the run is worth a MB to the second look: more than such a model needs
+    (run / "ballast").write_bytes(bytes(2**20))
+    usage = shutil.disk_usage(".")._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert aespa("fit", *arguments)[0] == 2
+    assert aespa("fit", *arguments, "--ckpt_path", "last")[0] == 0
+
+
+def test_accelerator_that_is_no_cpu_and_no_cuda_is_refused(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Mac, where Lightning's auto is MPS."""
+    monkeypatch.setattr(
+        "lightning.pytorch.strategies.SingleDeviceStrategy.root_device", torch.device("mps")
+    )
+    status, out, err = aespa("fit", *small(model), "--trainer.accelerator", "auto")
+    assert (status, out) == (2, "")
+    assert re.search(r"trainer\.accelerator is auto, which is mps here: .*set it to cpu", err)
+
+
+def test_one_text_may_stand_alone(aespa: CommandLine, model: Path) -> None:
+    status, out, err = aespa("fit", *small(model), "--data.evaluation.texts", "embedded")
+    assert (status, err) == (0, "")
+    assert "embedded" in out
+
+
+def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
+    words = ["plan", "--model.pretrained", model, "--trainer.accelerator", "cpu"]
+    status, _, err = aespa(*words)
+    assert status == 2
+    assert "segment_length is 2048, but" in err
+    words += ["--data.calibration.segment_length", LENGTH]
+    status, _, err = aespa(*words, "--quantization.group_size", 7)
+    assert status == 2
+    assert "group_size is 7, but" in err
+    assert "too little" not in aespa(*words)[1]
+    usage = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    out = " ".join(aespa(*words)[1].split())
+    assert re.search(r"too little here: disk: 1\.0 KB are free here, [\d.]+ KB are needed", out)
 
 
 def test_finished_run_is_not_done_again(aespa: CommandLine, model: Path) -> None:

@@ -1,5 +1,6 @@
 """``aespa-pl test``: the perplexity of the original and of the quantized model."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from aespa_pl.block.quantized import nearest_weight
 from aespa_pl.commands.job import Job
+from aespa_pl.commands.resuming import LAST
 from aespa_pl.distributed.processes import ALONE, Ranks
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity
@@ -20,11 +22,8 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
 from aespa_pl.storage.files import write_json
 
-LAST = "last"
-"""``--ckpt_path last``: the newest run."""
 
-
-def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Path, dict[str, Any]]:
+def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Run, dict[str, Any]]:
     """Measure the perplexity of the original and of the quantized model; return run and metrics.
 
     Args:
@@ -36,7 +35,7 @@ def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Pa
     Raises:
         UserError: There is no finished run, or a text can't be had.
     """
-    folder = last_run(job.runs_folder) if which == LAST else Path(which).expanduser()
+    folder = last_run(job.runs_folder) if which == LAST else Path(which)
     if folder is None:
         raise UserError(
             f"no run in {job.runs_folder}: check output.folder and output.name, or start with "
@@ -49,11 +48,12 @@ def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Pa
             f"the run {folder} was made from another model than {job.model.pretrained}: give its "
             "model.pretrained, or another run with --ckpt_path"
         )
-    if not (model / "model.safetensors.index.json").is_file():
+    if not run.metrics_file.is_file():
         raise UserError(
-            f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path {folder}"
+            f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path "
+            f"{shlex.quote(str(folder))}"
         )
-    Checkpoint.open(model)  # a damaged file is noticed before the original is measured
+    ranks.from_first(lambda: refuse_damaged(run))
     texts = ranks.from_first(job.evaluation)
     if not texts:
         raise UserError("data.evaluation.texts is empty: name at least one text")
@@ -63,7 +63,23 @@ def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Pa
     metrics = {"perplexity": results}
     if ranks.is_first:
         write_json(folder / "test.json", metrics)
-    return folder, metrics
+    return run, metrics
+
+
+def refuse_damaged(run: Run) -> None:
+    """Raise UserError if a file of a finished run is not what its journal says.
+
+    Raises:
+        UserError: A file is missing, or its checksum is another one.
+    """
+    damaged = run.all_damaged_files()
+    if damaged:
+        names = ", ".join(str(file) for file in damaged)
+        raise UserError(
+            f"the run {run.folder} is damaged: {names} missing or changed since it was written: mend the "
+            f"run with aespa-pl fit --ckpt_path {shlex.quote(str(run.folder))}"
+        )
+    Checkpoint.open(run.model_folder)  # such as an index that names other files
 
 
 def compare_perplexities(

@@ -1,8 +1,6 @@
 """``aespa-pl fit``: quantize a model, or continue a run."""
 
 import platform
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,27 +19,23 @@ from torch import Tensor
 import aespa_pl
 from aespa_pl.block.learn import Learner
 from aespa_pl.block.quantize import BlockQuantizer
-from aespa_pl.commands.evaluate import LAST, compare_perplexities
+from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
+from aespa_pl.commands.limits import check_space
+from aespa_pl.commands.resuming import LAST
 from aespa_pl.distributed.processes import ALONE, Ranks
-from aespa_pl.errors import UserError
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import described, divide
+from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import Portion
-from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
-from aespa_pl.storage.files import disk_errors, read_json, write_json
+from aespa_pl.storage.files import write_json
 from aespa_pl.walk.collect import StatisticsPasses
 from aespa_pl.walk.walk import Walk
 
-CHECKPOINT_BYTES = 24
-"""Of a checkpoint for each weight of a block: rounding variable and two moments of Adam in float32, and
-the same again while a new checkpoint replaces the old one."""
 PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish")
-FREE_SPACE_FACTOR = 1.6
-"""Disk that a run needs, in sizes of the checkpoint: the model again, one byte a weight beside it."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +47,8 @@ class Start:
     """Calibration segments ``[segments, L]``."""
     texts: Mapping[str, Tensor]
     """Held-out segments."""
-    finished: bool
-    """Whether there is nothing to do."""
+    metrics: dict[str, Any] | None
+    """What was measured, if the run is finished: then there is nothing to do."""
 
 
 def fit(
@@ -85,9 +79,9 @@ def fit(
     with ExitStack() as locks:
         start = ranks.from_first(lambda: _start(job, resume, locks, progress))
         run = replace(start.run, writes=ranks.is_first)
-        if start.finished:
+        if start.metrics is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
-            return run, read_json(run.metrics_file)
+            return run, start.metrics
         if ranks.is_first:
             save_config(run.folder)
         progress.say(f"run folder: {run.folder}")
@@ -134,8 +128,11 @@ def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgres
     Raises:
         UserError: The run cannot be had, or the texts.
     """
-    _check_output(job)
+    progress.phase("reading the model and the texts")
     earlier = _run_to_continue(job, resume, progress)
+    if earlier is None or not earlier.metrics_file.is_file():
+        folder = job.runs_folder if earlier is None else earlier.folder
+        check_space(folder, _bytes_to_write(job, earlier))
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
@@ -147,7 +144,20 @@ def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgres
         locks.enter_context(earlier.locked())
         run = Run.open(earlier.folder)  # again: until now another process may have worked on it
         run.refuse_changes(fingerprint)
-    return Start(run, tokens, texts, run.metrics_file.is_file())
+    return Start(run, tokens, texts, _finished(run, progress))
+
+
+def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
+    """Return the metrics of a run that is finished and whole; what is damaged will be done again."""
+    if not run.metrics_file.is_file():
+        return None
+    metrics = run.metrics()
+    if metrics is None:
+        progress.say(f"{run.metrics_file} is damaged: the perplexities are measured again")
+    damaged = run.all_damaged_files()
+    for file in damaged:
+        progress.say(f"{file} is damaged or missing: what it held is made again")
+    return None if damaged else metrics
 
 
 def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Run | None:
@@ -155,7 +165,7 @@ def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Ru
     if resume is None:
         return None
     if resume != LAST:
-        return Run.open(Path(resume).expanduser())
+        return Run.open(Path(resume))
     folder = last_run(job.runs_folder)
     if folder is None:
         progress.say(f"no run in {job.runs_folder} yet: this is the first")
@@ -165,10 +175,12 @@ def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Ru
 
 def _check_weights(job: Job, progress: WalkProgress) -> None:
     """Read all weights once: a NaN in the last block is noticed before hours of work."""
+    if words := job.checkpoint.unused(job.family):
+        progress.say(words)
     names = list(job.checkpoint.tensors)
     progress.begin("Checking weights, tensors", len(names))
     for name in names:
-        job.checkpoint.tensor(name)
+        job.checkpoint.tensor(name, job.dtype)
         progress.advance()
 
 
@@ -184,13 +196,10 @@ def _quantize(
 ) -> None:
     source = job.stream(job.checkpoint)
     trainer = partial(make_trainer, run)
-    shape = Shape.of(job.checkpoint.config, job.family)
-    segments, length = tokens.shape
-    work = Work(segments, length, job.data.batch_size, job.dtype.itemsize)
-    partition = divide(shape, work, job.data, job.quantization, job.device, ranks=ranks)
-    for words in described(partition, shape):
+    partition = divide(job.shape, job.work, job.data, job.quantization, job.device, ranks=ranks)
+    for words in described(partition, job.shape):
         progress.say(words)
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(progress.phase)
     learner = Learner(job.quantization, trainer, run, job.device, partition, ranks)
     walk = Walk(
         source=source,
@@ -209,6 +218,7 @@ def _quantize(
         logger.finalize("success")
     if ranks.is_first:
         _write_description(job, run)
+        run.finish_model()
 
 
 def _write_description(job: Job, run: Run) -> None:
@@ -236,19 +246,17 @@ def _total(run: Run, phase: str) -> float:
     return sum(float(record["seconds"].get(phase, 0)) for record in run.blocks.values())
 
 
-def _check_output(job: Job) -> None:
-    """Refuse a folder that cannot be written to or is too small, before anything is computed."""
-    folder = job.runs_folder
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    needed = FREE_SPACE_FACTOR * job.size
-    if job.quantization.method != "aespa-fast":
-        needed += CHECKPOINT_BYTES * job.largest_block
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"{folder} has {free / 1e9:.1f} GB free, the run needs about {needed / 1e9:.1f} GB: free "
-            "space there or choose another folder with --output.folder"
-        )
+def _bytes_to_write(job: Job, run: Run | None) -> float:
+    """Return the bytes that a run will still leave or hold on disk, at least."""
+    needed = disk_bytes(
+        job.shape,
+        job.work,
+        job.quantization,
+        stored_bytes=job.checkpoint.dtype.itemsize,
+        on_disk=job.data.hidden_states == "disk",
+        partition=divide(job.shape, job.work, job.data, job.quantization, job.device),
+    )
+    if run is None:
+        return needed
+    files = (path for path in run.folder.rglob("*") if path.is_file())
+    return needed - sum(path.stat().st_size for path in files)

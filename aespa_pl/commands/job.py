@@ -1,7 +1,6 @@
 """Everything that a command works on, checked before the work begins."""
 
 import hashlib
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,19 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import aespa_pl
+from aespa_pl.commands.limits import (
+    calibration_length,
+    check_groups,
+    check_lengths,
+    check_output,
+    evaluation_length,
+)
 from aespa_pl.data import calibration_tokens, check_vocabulary, evaluation_tokens
-from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Family
 from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
+from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.cache import default_cache
-
-EVALUATION_LENGTH = 2048
-"""Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
 
 
 @dataclass(frozen=True)
@@ -51,39 +55,44 @@ class Job:
             UserError: The model can't be found, read or quantized with these settings.
         """
         cache = Path(data.cache).expanduser() if data.cache else None
+        check_output(output)
         checkpoint = Checkpoint.open(resolve(model.pretrained, model.revision), cache)
         job = cls(
             model, data, quantization, output, device, checkpoint, family_of(checkpoint.config)
         )
-        job._check_lengths()
-        job._check_groups()
+        check_lengths(data, job._positions, model.pretrained)
+        check_groups(job.shape, quantization)
         return job
+
+    @property
+    def shape(self) -> Shape:
+        """What the needs of the model follow from."""
+        return Shape.of(self.checkpoint.config, self.family)
+
+    @property
+    def work(self) -> Work:
+        """How much calibration text there is."""
+        return Work(
+            self.data.calibration.segments,
+            self.segment_length,
+            min(self.data.batch_size, self.data.calibration.segments),
+            self.dtype.itemsize,
+        )
 
     @property
     def segment_length(self) -> int:
         """Tokens in a calibration segment."""
-        length = self.data.calibration.segment_length or self.family.positions(
-            self.checkpoint.config
-        )
-        if length is None:
-            raise UserError(
-                "data.calibration.segment_length must be a number: this model has no limit of positions"
-            )
-        return length
+        return calibration_length(self.data, self._positions)
 
     @property
     def evaluation_length(self) -> int:
         """Tokens in a segment of held-out text."""
-        positions = self.family.positions(self.checkpoint.config) or EVALUATION_LENGTH
-        return self.data.evaluation.segment_length or min(positions, EVALUATION_LENGTH)
+        return evaluation_length(self.data, self._positions)
 
     @property
     def dtype(self) -> torch.dtype:
         """Type that blocks run in."""
-        if self.model.dtype != "auto":
-            chosen: torch.dtype = getattr(torch, self.model.dtype)
-            return chosen
-        return torch.float32 if self.device.type == "cpu" else self.checkpoint.dtype
+        return block_dtype(self.model, self.device, self.checkpoint.dtype)
 
     def stream(self, checkpoint: Checkpoint) -> StreamedModel:
         """Return the model, or another checkpoint of its shape, streamed."""
@@ -111,7 +120,7 @@ class Job:
             text: evaluation_tokens(
                 text, tokenizer, self.evaluation_length, settings.max_segments, self.cache
             )
-            for text in settings.texts
+            for text in settings.names
         }
         for tokens in texts.values():
             check_vocabulary(tokens, self.checkpoint.config.vocab_size)
@@ -120,14 +129,16 @@ class Job:
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
         """Return what the result depends on; a resume with anything else is refused.
 
-        The number of iterations may change (it then holds for the block under way and those to come),
-        and so may the batch size (sums are then rounded in another order).
+        The number of iterations may change (it then holds for the block under way and those to come), and
+        so may the batch size (sums are then rounded in another order) and model.dtype (so that a run whose
+        activations overflow can go on in a wider type). Another version of this package may compute
+        something else, so its number belongs to the inputs.
         """
         quantization = asdict(self.quantization)
         del quantization["rounding"]["iterations"]
         return {
             "model": self.model_fingerprint,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "version of aespa-pl": aespa_pl.__version__,
             "calibration": {
                 "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
                 "segments": self.data.calibration.segments,
@@ -143,24 +154,9 @@ class Job:
         return model_fingerprint({self.checkpoint.folder / "config.json", *self._weight_files})
 
     @property
-    def largest_block(self) -> int:
-        """Weights of the largest block."""
-        tensors = self.checkpoint.tensors
-        blocks = range(self.checkpoint.config.num_hidden_layers)
-        return max(
-            sum(math.prod(tensors[name].shape) for name in names)
-            for names in (self.checkpoint.block_names(self.family, index) for index in blocks)
-        )
-
-    @property
     def runs_folder(self) -> Path:
         """Folder of the runs of this name."""
         return Path(self.output.folder).expanduser() / self.output.name
-
-    @property
-    def size(self) -> int:
-        """Bytes of the checkpoint's weights."""
-        return sum(path.stat().st_size for path in self._weight_files)
 
     @property
     def _weight_files(self) -> set[Path]:
@@ -171,30 +167,20 @@ class Job:
         """Folder of what later runs need again."""
         return Path(self.data.cache).expanduser() if self.data.cache else default_cache()
 
-    def _check_lengths(self) -> None:
-        limit = self.family.positions(self.checkpoint.config)
-        for key, length in (
-            ("data.calibration.segment_length", self.segment_length),
-            ("data.evaluation.segment_length", self.evaluation_length),
-        ):
-            if length < 2:
-                raise UserError(f"{key} is {length}: at least 2 tokens, one predicts the next")
-            if limit is not None and length > limit:
-                raise UserError(
-                    f"{key} is {length}, but {self.model.pretrained} has {limit} positions: "
-                    f"choose {limit} or less"
-                )
+    @property
+    def _positions(self) -> int | None:
+        return self.family.positions(self.checkpoint.config)
 
-    def _check_groups(self) -> None:
-        size = self.quantization.group_size
-        if size is None:
-            return
-        model = self.checkpoint.skeleton()
-        block = model.get_submodule(self.family.blocks_path)[0]
-        for projection in self.family.layout(self.checkpoint.config).projections:
-            columns = block.get_submodule(projection.module).in_features
-            if columns % size:
-                raise UserError(
-                    f"quantization.group_size is {size}, but {projection.name} has {columns} columns: "
-                    "choose a divisor of all, or null"
-                )
+
+def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """Return the type that blocks run in.
+
+    Args:
+        model: Of the user, who may leave it to the device.
+        device: Where blocks run; CPUs are slow in types of two bytes.
+        stored: The checkpoint's own.
+    """
+    if model.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, model.dtype)
+        return chosen
+    return torch.float32 if device.type == "cpu" else stored

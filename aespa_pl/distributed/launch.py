@@ -5,10 +5,17 @@ come before.
 """
 
 import os
+import select
+import signal
+import socket
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -21,6 +28,11 @@ LAUNCHER = "AESPA_PL_LAUNCHER"
 """Environment variable: the process that has started this one."""
 LOOK_SECONDS = 0.2
 """Between two looks at whether it is still there."""
+SPEAK_SECONDS = 10.0
+"""Seconds without the other processes after which this one says that it waits."""
+LONGEST_ARRIVAL = 600.0
+"""Seconds after which a process gives up on others; a cluster may start its nodes minutes apart."""
+STOPPING = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 LONGEST_WAIT = timedelta(hours=2)
 """Of one process for another: the first may have to tokenize a long text."""
 
@@ -50,12 +62,66 @@ def launch(trainer: Trainer) -> Ranks:
         return Ranks(device=strategy.root_device)
     os.environ[LAUNCHER] = str(os.getpid())
     try:
-        strategy.launcher.launch(strategy.setup_environment)
+        with waiting_for(trainer.world_size, getattr(strategy, "cluster_environment", None)):
+            strategy.launcher.launch(strategy.setup_environment)
     except ValueError as error:
         raise UserError(f"trainer: {error}") from error
     finally:
         del os.environ[LAUNCHER]  # it is for these processes only, not for what they start
     return Ranks.current(strategy.root_device)
+
+
+@contextmanager
+def waiting_for(count: int, environment: ClusterEnvironment | None = None) -> Iterator[None]:
+    """End this process, in this context, at a signal or when the others don't come.
+
+    torch waits for them in its own code, where Python sees no signal; another thread does.
+
+    Args:
+        count: Of all processes.
+        environment: Where they meet, for the message.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)  # noqa: FBT003 - positional only
+    before = signal.set_wakeup_fd(writer.fileno())
+    address = f" at {environment.main_address}:{environment.main_port}" if environment else ""
+    awaited = (
+        f"{count} processes to meet{address} (trainer.devices times trainer.num_nodes): start the others "
+        "too, or correct trainer.num_nodes"
+    )
+    thread = threading.Thread(target=_watch_arrivals, args=(reader, awaited), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()  # the thread reads the end and returns
+        thread.join()
+        reader.close()
+
+
+def _watch_arrivals(reader: socket.socket, awaited: str) -> None:
+    """Say after some seconds what is awaited; end the process at a signal or after LONGEST_ARRIVAL."""
+    if not select.select([reader], [], [], SPEAK_SECONDS)[0]:
+        _speak(f"waiting for {awaited}; gives up after {LONGEST_ARRIVAL / 60:.0f} minutes")
+        if not select.select([reader], [], [], LONGEST_ARRIVAL - SPEAK_SECONDS)[0]:
+            _speak(f"gave up waiting for {awaited}")
+            os._exit(2)
+    received = reader.recv(1)
+    while received and received[0] not in STOPPING:  # such as that of a child that has ended
+        received = reader.recv(1)
+    if received:
+        _speak(f"stopped by {signal.Signals(received[0]).name}; no run had begun")
+        os._exit(128 + received[0])
+
+
+def _speak(words: str) -> None:
+    with suppress(OSError):
+        sys.stderr.write(f"aespa-pl: {words}\n")
+        sys.stderr.flush()
 
 
 def environment_plugins(trainer: Trainer) -> list[SLURMEnvironment]:

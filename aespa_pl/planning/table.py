@@ -1,14 +1,14 @@
 """What a run needs, as a table for people."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedConfig
 
-from aespa_pl.errors import UserError
-from aespa_pl.models.family import Family
 from aespa_pl.planning.budget import described, divide
 from aespa_pl.planning.needs import block_flops, device_bytes, disk_bytes, host_bytes
+from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.rates import measure_rates
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.settings import DataSettings, QuantizationSettings
@@ -16,86 +16,96 @@ from aespa_pl.settings import DataSettings, QuantizationSettings
 PREFIXES = ("", "K", "M", "G", "T", "P", "E")
 
 
-def plan(
-    config: PreTrainedConfig,
-    family: Family,
-    *,
+@dataclass(frozen=True)
+class Needs:
+    """What a run takes, in bytes, operations and seconds."""
+
+    device: Mapping[str, int]
+    """Bytes on the device by phase; the largest counts."""
+    host: int
+    disk: int
+    flops: Mapping[str, float]
+    """Of one block, by phase."""
+    seconds: Mapping[str, float]
+    """Of one block, by phase."""
+    partition: Partition
+
+    @property
+    def most_on_device(self) -> int:
+        """Bytes that the device needs."""
+        return max(self.device.values())
+
+
+def needs_of(
+    shape: Shape,
+    work: Work,
     data: DataSettings,
     quantization: QuantizationSettings,
     device: torch.device,
-    dtype: torch.dtype | None,
+    *,
+    stored_bytes: int,
     seconds: float,
-) -> list[tuple[str, str, str]]:
-    """Return what a run needs, as rows of a table: what, how much, from what.
+) -> Needs:
+    """Return what a run needs.
 
     Args:
-        config: Of the model; no weights are needed.
-        family: Of the model.
-        data: Texts.
-        quantization: How.
-        device: Where.
-        dtype: Type that blocks run in; None: float32 on the CPU, that of the configuration elsewhere.
-        seconds: For the measurement of the device.
-
-    Raises:
-        UserError: The segments have no length.
+        shape: Of the model.
+        work: Calibration text.
+        data: Where hidden states wait, and how much memory a block may take.
+        quantization: Method and settings.
+        device: Where blocks run; it is measured.
+        stored_bytes: Of each weight in the checkpoint.
+        seconds: For the measurement.
     """
-    shape = Shape.of(config, family)
-    stored: torch.dtype = getattr(config, "dtype", None) or torch.float32
     on_cpu, on_disk = device.type == "cpu", data.hidden_states == "disk"
-    if dtype is None:
-        dtype = torch.float32 if on_cpu else stored
-    length = data.calibration.segment_length or family.positions(config)
-    if length is None:
-        raise UserError(
-            "data.calibration.segment_length must be a number: this model has no limit of positions"
-        )
-    work = Work(data.calibration.segments, length, data.batch_size, dtype.itemsize)
     partition = divide(shape, work, data, quantization, device)
-    phases = device_bytes(shape, work, quantization, partition)
-    host = host_bytes(
-        shape, work, quantization, on_cpu=on_cpu, on_disk=on_disk, partition=partition
-    )
-    disk = disk_bytes(
-        shape,
-        work,
-        quantization,
-        stored_bytes=stored.itemsize,
-        on_disk=on_disk,
-        partition=partition,
-    )
     flops = block_flops(shape, work, quantization, partition)
     rates = measure_rates(shape, device, seconds=seconds, precision=quantization.products)
-    taken = rates.seconds(flops)
+    return Needs(
+        device_bytes(shape, work, quantization, partition),
+        host_bytes(shape, work, quantization, on_cpu=on_cpu, on_disk=on_disk, partition=partition),
+        disk_bytes(
+            shape,
+            work,
+            quantization,
+            stored_bytes=stored_bytes,
+            on_disk=on_disk,
+            partition=partition,
+        ),
+        flops,
+        rates.seconds(flops),
+        partition,
+    )
+
+
+def rows_of(
+    needs: Needs, shape: Shape, work: Work, data: DataSettings, device: torch.device
+) -> list[tuple[str, str, str]]:
+    """Return needs as rows of a table: what, how much, from what; arguments as in :func:`needs_of`."""
     parameters = shape.blocks * shape.block_weights + shape.stem_weights
+    stream = human(work.stream_bytes(shape.hidden))
+    host = f"hidden states: {stream}B a stream, {data.hidden_states}"
+    host += ", and what is the device's" if device.type == "cpu" else ""
+    on_device = f"{device.type}, one block at a time"
+    flops, total = sum(needs.flops.values()), sum(needs.seconds.values())
+    estimate = "estimate, without evaluation: arithmetic over the rates just measured"
+    phases = {phase: count for phase, count in needs.device.items() if count}
+    seconds = {phase: count for phase, count in needs.seconds.items() if count}
     return [
-        (
-            "model",
-            f"{human(parameters)} parameters",
-            f"{shape.blocks} blocks of {human(shape.block_weights)}",
-        ),
-        ("device memory", f"{human(max(phases.values()))}B", f"{device.type}, one block at a time"),
-        *(("", f"{human(count)}B", phase) for phase, count in phases.items() if count),
-        *(("", "in parts", words) for words in described(partition, shape)),
-        (
-            "host memory",
-            f"{human(host)}B",
-            f"hidden states: {human(work.stream_bytes(shape.hidden))}B a stream, {data.hidden_states}"
-            + (", and what is the device's" if on_cpu else ""),
-        ),
-        ("disk", f"{human(disk)}B", "model, integers, two checkpoints of a block"),
-        (
-            "arithmetic",
-            f"{human(shape.blocks * sum(flops.values()))}FLOP",
-            f"{human(sum(flops.values()))}FLOP a block",
-        ),
-        (
-            "time",
-            duration(shape.blocks * sum(taken.values())),
-            "estimate, without evaluation: arithmetic over the rates just measured",
-        ),
-        *(("", duration(shape.blocks * count), phase) for phase, count in taken.items() if count),
+        ("model", f"{human(parameters)} parameters", _blocks(shape)),
+        ("device memory", f"{human(needs.most_on_device)}B", on_device),
+        *(("", f"{human(count)}B", phase) for phase, count in phases.items()),
+        *(("", "in parts", words) for words in described(needs.partition, shape)),
+        ("host memory", f"{human(needs.host)}B", host),
+        ("disk", f"{human(needs.disk)}B", "model, integers, two checkpoints of a block"),
+        ("arithmetic", f"{human(shape.blocks * flops)}FLOP", f"{human(flops)}FLOP a block"),
+        ("time", duration(shape.blocks * total), estimate),
+        *(("", duration(shape.blocks * count), phase) for phase, count in seconds.items()),
     ]
+
+
+def _blocks(shape: Shape) -> str:
+    return f"{shape.blocks} blocks of {human(shape.block_weights)}"
 
 
 def human(number: float) -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: at once where nothing is lost, within a step of iterations while a block is learned."""
+"""Ctrl-C, SIGTERM and SIGHUP stop at once where nothing is lost, while a block is learned within a step."""
 
 import signal
 import threading
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+"""The signals that ask for an end; SIGHUP comes when a terminal is closed, and not on every system."""
 
 
 class RunInterrupted(BaseException):
@@ -27,6 +30,7 @@ class Interruption:
         self.how_to_continue: str | None = None
         self._deferred = False
         self._watching = False
+        self._watched: list[int] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -35,14 +39,16 @@ class Interruption:
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
+        # nohup lets a command ignore SIGHUP, and a shell lets one in the background ignore SIGINT
+        self._watched = [n for n, handler in before.items() if handler is not signal.SIG_IGN]
         self._watching = True
         self._take_signals()
         try:
             yield
         finally:
             self._watching = False
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in self._watched:
+                signal.signal(number, before[number])
 
     def defer(self, *, active: bool) -> None:
         """Let signals wait for :meth:`check`, or no longer."""
@@ -62,7 +68,7 @@ class Interruption:
             raise RunInterrupted(self.received)
 
     def _take_signals(self) -> None:
-        for number in SIGNALS:
+        for number in self._watched:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:

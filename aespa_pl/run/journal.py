@@ -167,13 +167,13 @@ class Run:
         self.blocks[index] = {**record, "files": self._checksums(files)}
         self.forget_learning()
 
-    def finish_model(self, files: Iterable[Path]) -> None:
-        """Note that the model folder is complete.
-
-        Args:
-            files: What lies there beside the blocks.
-        """
-        self.model = self._checksums(files)
+    def finish_model(self) -> None:
+        """Note that the model folder is complete: what lies there beside the blocks is whole."""
+        of_blocks = {name for record in self.blocks.values() for name in record["files"]}
+        files = (path for path in sorted(self.model_folder.rglob("*")) if path.is_file())
+        self.model = {
+            name: value for name, value in self._checksums(files).items() if name not in of_blocks
+        }
         self.save()
 
     def damaged_files(self, index: int | None = None) -> list[Path]:

@@ -200,12 +200,6 @@ class Walk:
         for index in range(self.source.block_count):
             names[index + 1] = checkpoint.block_names(family, index)
         writer.finish(names, checkpoint.config, checkpoint.tokenizer(), checkpoint.folder)
-        blocks = {writer.block_file(index) for index in range(self.source.block_count)}
-        self.run.finish_model(
-            path
-            for path in sorted(writer.folder.rglob("*"))
-            if path.is_file() and path not in blocks
-        )
         self.run.forget_checkpoint()
 
     def _measure(self, phase: str) -> AbstractContextManager[None]:

@@ -81,6 +81,17 @@ def test_handlers_are_put_back() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
+def test_ignored_signal_stays_ignored() -> None:
+    """As nohup wants it: the run goes on when the terminal is closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption().watching():
+            send(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_other_threads_leave_signals_alone() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     inside: list[Any] = []

@@ -1,0 +1,301 @@
+"""``aespa-pl fit`` and ``aespa-pl test``: the commands that work through Lightning's Trainer."""
+
+import inspect
+import logging
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import ArgumentError
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+
+from aespa_pl.commands import evaluate, fit
+from aespa_pl.commands.arguments import KEYS, Arguments
+from aespa_pl.commands.ending import ENDINGS, EndedError
+from aespa_pl.commands.job import Job
+from aespa_pl.commands.output import PipeConsole, print_perplexities, quiet_libraries, quiet_writers
+from aespa_pl.commands.resuming import LAST
+from aespa_pl.commands.trainer_section import (
+    TRAINER_DEFAULTS,
+    TRAINER_KEYS,
+    first_cause,
+    refuse_trainer_keys,
+    value_refused,
+)
+from aespa_pl.commands.trainers import (
+    OWN_KEYS,
+    BlockTrainers,
+    check_strategy,
+    check_trainer,
+    walk_loggers,
+)
+from aespa_pl.distributed.launch import (
+    LONGEST_WAIT,
+    RowsStrategy,
+    end_with_launcher,
+    launch,
+)
+from aespa_pl.distributed.processes import PeerLostError, Ranks
+from aespa_pl.errors import UserError
+from aespa_pl.progress import WalkProgress
+from aespa_pl.run.interruption import Interruption
+from aespa_pl.settings import SECTIONS
+from aespa_pl.storage.files import write_text
+
+FIRST_TO_SPEAK_SECONDS = 10.0
+"""Seconds that a process other than the first waits before it reports an error, so that the first one
+reports an error of all of them once."""
+PEER_LOST = 1
+"""Status of a process whose peers have ended: the mistake, if it is one, was another's."""
+
+
+class BlockTrainer(Trainer):
+    """The Trainer of one block; what it does with a module and its data is Lightning's."""
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Quantize a model block by block."""
+        super().fit(*args, **kwargs)
+
+    def test(self, *args: Any, **kwargs: Any) -> Any:
+        """Measure the perplexity of the original and of the quantized model."""
+        return super().test(*args, **kwargs)
+
+
+class AespaCLI(LightningCLI):
+    """Sections ``model``, ``data``, ``quantization``, ``output`` and ``trainer`` of a YAML file."""
+
+    def __init__(self, interruption: Interruption, **kwargs: Any) -> None:
+        """Parse the arguments and run the command.
+
+        Args:
+            interruption: Tells when the user or the system wants us to stop.
+            kwargs: Those of LightningCLI.
+        """
+        self.interruption = interruption
+        super().__init__(**kwargs)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the commands, each with all arguments of the Trainer's method: none of them is used."""
+        return {
+            name: set(inspect.signature(getattr(Trainer, name)).parameters) - {"self"}
+            for name in ("fit", "test")
+        }
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the arguments that were passed, whatever ``sys.argv`` is."""
+        self.config = parser.parse_args(args)  # type: ignore[arg-type]  # a list: see run
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the seed of whatever is random in callbacks of the user; nothing of ours is."""
+        parser.add_argument(
+            "--seed_everything",
+            type=KEYS["seed_everything"],
+            default=self.seed_everything_default,
+            help="Seed for callbacks and loggers that use random numbers; true: a random one.",
+        )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the settings and the Trainer, without the keys that the walk decides."""
+        for name, section in SECTIONS.items():
+            parser.add_class_arguments(section, name)
+        parser.add_class_arguments(
+            self.trainer_class,
+            "trainer",
+            fail_untyped=False,
+            instantiate=False,
+            sub_configs=True,
+            skip=set(OWN_KEYS),
+        )
+        parser.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
+
+    def instantiate_classes(self) -> None:
+        """Make the settings, and one Trainer that tells the device; each block gets its own later."""
+        try:
+            self.config_init = self.parser.instantiate(self.config)
+        # what the constructors of loggers and callbacks raise, and jsonargparse around it
+        except (ArgumentError, ImportError, TypeError, ValueError) as error:
+            raise UserError(f"trainer: {first_cause(error)}") from error
+        self.settings = self.config_init[self.subcommand]
+        self.saved = self._saved()
+        check_trainer({**TRAINER_KEYS, **self.settings.trainer})
+        self.model = self.datamodule = None
+        self.trainer = self._first_trainer()
+        check_strategy(self.trainer, self.settings.trainer.strategy)
+        if isinstance(self.trainer.strategy, DDPStrategy):
+            self.trainer = self._first_trainer(strategy=RowsStrategy(timeout=LONGEST_WAIT))
+        kind = self.trainer.strategy.root_device.type
+        if kind not in ("cpu", "cuda"):
+            raise UserError(
+                f"trainer.accelerator is {self.settings.trainer.accelerator}, which is {kind} here: only "
+                "the CPU and CUDA devices are supported, so set it to cpu"
+            )
+
+    def _first_trainer(self, **changes: Any) -> Trainer:
+        """Return a Trainer of the section as it is, to learn what Lightning makes of it.
+
+        Raises:
+            UserError: Lightning refuses it.
+        """
+        try:
+            return self.instantiate_trainer(logger=False, **changes)
+        # a RuntimeError is what Lightning makes of SLURM's variables that do not fit
+        except (
+            MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
+        ) as error:  # fmt: skip
+            accelerator = self.settings.trainer.accelerator
+            advice = ""
+            if accelerator not in ("auto", "cpu"):
+                advice = (
+                    f" (trainer.accelerator is {accelerator}: set it to cpu, or install a torch that finds "
+                    "the device)"
+                )
+            raise UserError(f"trainer: {error}{advice}") from error
+
+    def fit(self, **_: Any) -> None:
+        """Quantize, and print what came out."""
+        job = self._job()  # before other processes: most mistakes are noticed here
+        ranks, console = self._launch()
+        with WalkProgress(console) as progress:
+            run, metrics = fit.fit(
+                job,
+                self.settings.ckpt_path,
+                make_trainer=self._block_trainers(progress, ranks).of_portion,
+                make_loggers=partial(walk_loggers, self.settings.trainer.logger),
+                save_config=self._save_config,
+                progress=progress,
+                ranks=ranks,
+            )
+        print_perplexities(console, metrics["perplexity"], run.fingerprint)
+        console.print(
+            f"{metrics['seconds']['quantization']:.0f} s for the quantization", highlight=False
+        )
+        console.print(f"quantized model: {run.model_folder}", highlight=False, soft_wrap=True)
+        console.print(str(run.folder), highlight=False, soft_wrap=True)
+
+    def test(self, **_: Any) -> None:
+        """Measure, and print what came out."""
+        job = self._job()
+        ranks, console = self._launch()
+        which = self.settings.ckpt_path or LAST
+        with WalkProgress(console) as progress:
+            run, metrics = evaluate.test(job, which, progress, ranks)
+        print_perplexities(console, metrics["perplexity"], run.fingerprint)
+        console.print(str(run.folder), highlight=False, soft_wrap=True)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the run to go on with."""
+        parser.add_argument(
+            "--ckpt_path",
+            type=str | None,
+            default=None,
+            help="last (the newest of output.folder/output.name), or the folder of a run or a file in it. "
+            "fit: continue this run; without it, a new one starts. test: measure this run; without it, the "
+            "last. Without --config and --model.pretrained, the run's own config.yaml is taken.",
+        )
+
+    def _job(self) -> Job:
+        s = self.settings
+        return Job.prepare(
+            s.model, s.data, s.quantization, s.output, self.trainer.strategy.root_device
+        )
+
+    def _launch(self) -> tuple[Ranks, Console]:
+        """Start the other processes; return all of them, and where this one writes."""
+        ranks = launch(self.trainer)
+        if not ranks.is_first:
+            logging.getLogger("aespa_pl").setLevel(logging.ERROR)  # the first has the same warnings
+        return ranks, PipeConsole(quiet=not ranks.is_first)
+
+    def _block_trainers(self, progress: WalkProgress, ranks: Ranks) -> BlockTrainers:
+        return BlockTrainers(
+            # made anew for each block: loggers and callbacks keep a state
+            section=lambda: self.parser.instantiate(self.config)[self.subcommand].trainer,
+            instantiate=self.instantiate_trainer,
+            first=self.trainer,
+            output=self.settings.output,
+            iterations=self.settings.quantization.rounding.iterations,
+            interruption=self.interruption,
+            progress=progress,
+            ranks=ranks,
+        )
+
+    def _saved(self) -> str:
+        """Return the configuration as it is run, in YAML: a continued run takes it from its folder.
+
+        Raises:
+            UserError: A callback or logger has an argument that YAML can't hold.
+        """
+        try:
+            text = self.parser.dump(self.config, skip_unset=False)
+        except ValueError as error:
+            unheld = re.search(r"cannot represent an object', <([^>]*)>", str(error))
+            raise UserError(
+                "trainer: a callback or logger has a default that can't be saved in config.yaml "
+                f"({unheld[1] if unheld else first_cause(error)}): give that argument as a text"
+            ) from error
+        content = yaml.safe_load(text)[self.subcommand]
+        for key in ("config", "ckpt_path"):
+            content.pop(key, None)
+        return yaml.safe_dump(content, sort_keys=False)
+
+    def _save_config(self, folder: Path) -> None:
+        write_text(folder / "config.yaml", self.saved)
+        self.interruption.how_to_continue = f"aespa-pl fit --ckpt_path {shlex.quote(str(folder))}"
+
+
+def run(words: Sequence[str], interruption: Interruption) -> None:
+    """Run ``fit`` or ``test``.
+
+    Args:
+        words: The command and its options, already checked by :mod:`aespa_pl.commands.arguments`.
+        interruption: Tells when the user or the system wants us to stop.
+
+    Raises:
+        UserError: Something that the user gave can't work.
+        EndedError: Another process of the run has ended.
+    """
+    quiet_libraries()
+    quiet_writers()
+    end_with_launcher()
+    torch.set_float32_matmul_precision("highest")  # whatever the environment says
+    refuse_trainer_keys(Arguments.read(words[1:]))
+    commands = {name: {"exit_on_error": False} for name in AespaCLI.subcommands()}
+    try:
+        AespaCLI(
+            interruption,
+            trainer_class=BlockTrainer,
+            save_config_callback=None,
+            seed_everything_default=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_kwargs={
+                "prog": "aespa-pl",
+                "description": "Quantize the weights of a language model with aespa.",
+                "exit_on_error": False,
+                "allow_abbrev": False,
+                **commands,
+            },
+            args=list(words),
+        )
+    except ArgumentError as error:
+        raise UserError(value_refused(error, words[0])) from error
+    except PeerLostError as error:
+        raise EndedError(
+            f"another process of this run has ended or cannot be reached: {error}", PEER_LOST
+        ) from error
+    except ENDINGS:
+        if getattr(rank_zero_only, "rank", 0):
+            time.sleep(FIRST_TO_SPEAK_SECONDS)
+        raise

@@ -1,0 +1,270 @@
+"""The words of a command line, read and refused before any large library is imported.
+
+``fit``, ``test`` and ``plan`` share one set of keys. Here their YAML files are found and read, and each
+key and value of our own sections is checked; what Lightning's Trainer takes is checked by Lightning.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, Self, get_args, get_origin
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from aespa_pl.errors import UserError
+from aespa_pl.settings import EXPECTED, SECTIONS, Seed, keys_of
+
+KEYS: dict[str, Any] = {
+    key: kind for name, section in SECTIONS.items() for key, kind in keys_of(section, name).items()
+} | {"seed_everything": bool | Seed}
+"""The type of each key that is checked here."""
+OTHERS = ("config", "ckpt_path")
+FREE = "trainer"
+"""The section that Lightning checks."""
+FLAGS = re.compile(r"--(help|print_config|print_shtab)|-h|--.*\.help")
+REQUIRED = "model.pretrained"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One ``--key value``; the value is None where none follows."""
+
+    key: str
+    value: str | None
+
+    @property
+    def words(self) -> list[str]:
+        """Return the option as it is typed."""
+        return [f"--{self.key}"] if self.value is None else [f"--{self.key}={self.value}"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The options of a command, in their order; the last one of a key wins."""
+
+    options: tuple[Option, ...]
+    wants_help: bool = False
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> Self:
+        """Divide a command line into options.
+
+        Raises:
+            UserError: A word belongs to no option.
+        """
+        if any(word == "-h" or re.fullmatch(r"--(.*\.)?help", word) for word in words):
+            return cls((), wants_help=True)
+        options, rest = [], list(words)
+        while rest:
+            word = rest.pop(0)
+            if not word.startswith("--"):
+                raise UserError(
+                    f"{word} stands alone: a key comes before each value, such as --config {word}"
+                )
+            key, equals, value = word.removeprefix("--").partition("=")
+            takes_next = not equals and rest and not rest[0].startswith("--")
+            if FLAGS.match(word):
+                options.append(Option(key, value if equals else None))
+            else:
+                options.append(
+                    Option(key, rest.pop(0) if takes_next else value if equals else None)
+                )
+        return cls(tuple(options))
+
+    @property
+    def words(self) -> list[str]:
+        """Return the options as they are typed."""
+        return [word for option in self.options for word in option.words]
+
+    def last(self, key: str) -> str | None:
+        """Return the value that was given to a key, None if there is none."""
+        return next((o.value for o in reversed(self.options) if o.key == key), None)
+
+    def with_configurations(self) -> Self:
+        """Return the options with the path of each configuration.
+
+        Raises:
+            UserError: There is no such file.
+        """
+        found = (
+            Option(o.key, str(find_configuration(o.value))) if o.key == "config" and o.value else o
+            for o in self.options
+        )
+        return replace(self, options=tuple(found))
+
+    def after(self, *options: Option) -> Self:
+        """Return these options with others before them, over which these win."""
+        return replace(self, options=(*options, *self.options))
+
+    def then(self, *options: Option) -> Self:
+        """Return these options with others behind them, which win."""
+        return replace(self, options=(*self.options, *options))
+
+
+def keys_given(arguments: Arguments) -> list[str]:
+    """Return the whole names of all keys on the command line and in its configurations."""
+    keys = []
+    for option in arguments.options:
+        if option.key == "config" and option.value:
+            keys += [key for key, _ in _leaves(read_configuration(Path(option.value)))]
+        else:
+            keys.append(option.key)
+    return keys
+
+
+def find_configuration(name: str) -> Path:
+    """Return the file of a configuration: one here, or one that comes with the package.
+
+    Raises:
+        UserError: There is neither; the message lists what comes with the package.
+    """
+    here = Path(name).expanduser()
+    if here.exists():
+        return here
+    packaged = Path(str(files("aespa_pl"))) / "configs"
+    for candidate in (packaged / name, packaged / f"{name}.yaml"):
+        if candidate.is_file() and candidate.parent == packaged:
+            return candidate
+    known = ", ".join(sorted(path.name for path in packaged.glob("*.yaml")))
+    raise UserError(
+        f"config: there is no file {name} here, and none of that name comes with aespa-pl: give a "
+        f"file, or one of {known}"
+    )
+
+
+def refuse_mistakes(arguments: Arguments) -> None:
+    """Raise UserError with all mistakes in our own sections; does nothing where help is asked for.
+
+    Raises:
+        UserError: A file can't be read, a key is unknown, or a value is out of range.
+    """
+    if arguments.wants_help:
+        return
+    parser = _parser()
+    mistakes, seen = [], set()
+    for option in arguments.options:
+        key = option.key.removesuffix("+")
+        if FLAGS.match(f"--{option.key}"):
+            continue
+        if option.value is None:
+            mistakes.append(f"{key} has no value: give one after --{key}")
+        elif key == "config":
+            content = read_configuration(Path(option.value))
+            for inner, value in _leaves(content):
+                seen.add(inner)
+                mistakes += _mistake(parser, inner, value, f" ({option.value})")
+        elif key in SECTIONS:
+            seen.add(REQUIRED)  # a section as a whole, in JSON or in a file: the parser's to check
+        else:
+            seen.add(key)
+            mistakes += _mistake(parser, key, option.value, "")
+    if REQUIRED not in seen:
+        mistakes.append(
+            f"{REQUIRED} is missing: give --{REQUIRED} FOLDER, or a configuration with --config"
+        )
+    if mistakes:
+        raise UserError("; ".join(dict.fromkeys(mistakes)))
+
+
+def read_configuration(path: Path) -> Mapping[str, Any]:
+    """Read a YAML file of sections.
+
+    Raises:
+        UserError: It is no text, no YAML, or has no keys.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"config: {path} cannot be read: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise UserError(f"config: {path} is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8
+        raise UserError(f"config: {path} is no YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise UserError(f"config: {path} has no keys: expected sections such as model and data")
+    return content
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return ``: did you mean X?`` for a misspelt name, the empty string where nothing is near."""
+    same_end = [key for key in known if key.split(".")[-1] == name.rsplit(".", maxsplit=1)[-1]]
+    found = same_end[:1] or get_close_matches(name, known, n=1)
+    return f": did you mean {found[0]}?" if found else ""
+
+
+def expected(kind: Any) -> str:
+    """Return in words what a value of a type has to be: ``2 to 8, or null``."""
+    if kind in EXPECTED:
+        return EXPECTED[kind]
+    if get_origin(kind) is Literal:
+        return ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is list:
+        return "a list"
+    choices = sorted(get_args(kind), key=lambda choice: choice is NoneType)
+    return ", or ".join(map(expected, choices))
+
+
+def _mistake(parser: ArgumentParser, key: str, value: Any, where: str) -> list[str]:
+    """Return what is wrong with a value, none or one message.
+
+    Args:
+        parser: Of our own sections.
+        key: Its whole name.
+        value: Of a YAML file, or a text of the command line.
+        where: The file, for the message.
+    """
+    if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:
+        return []
+    if key not in KEYS:
+        known = [*KEYS, *OTHERS, *SECTIONS, FREE]
+        hint = nearest(key, known) or ": aespa-pl fit --help lists all keys"
+        return [f"{key} is unknown{where}{hint}"]
+    needed = {} if key == REQUIRED else {REQUIRED: "any"}
+    try:
+        if where:
+            parser.parse_object(_nested({**needed, key: value}))
+        else:
+            parser.parse_args([f"--{k}={v}" for k, v in {**needed, key: value}.items()])
+    except (ArgumentError, TypeError, ValueError):
+        shown = "null" if value is None else value
+        return [f"{key} is {shown}: {expected(KEYS[key])}{where}"]
+    return []
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    for name, section in SECTIONS.items():
+        parser.add_class_arguments(section, name)
+    parser.add_argument("--seed_everything", type=KEYS["seed_everything"])
+    return parser
+
+
+def _leaves(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the values of a nested mapping by whole key."""
+    found: list[tuple[str, Any]] = []
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        is_section = any(known.startswith(f"{key}.") for known in KEYS)
+        if isinstance(value, Mapping) and (is_section or key not in KEYS):
+            found += _leaves(value, f"{key}.")
+        else:
+            found.append((key, value))
+    return found
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return nested

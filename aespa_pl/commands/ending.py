@@ -1,0 +1,83 @@
+"""How a command ends that could not do its work: one line for a person, and a status for a script."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import ModuleType
+
+from jsonargparse import ArgumentError
+
+from aespa_pl.errors import UserError
+from aespa_pl.run.interruption import RunInterrupted
+
+
+class EndedError(Exception):
+    """The command ends with a message and a status of its own."""
+
+    def __init__(self, message: str, status: int) -> None:
+        """Keep both."""
+        super().__init__(message)
+        self.status = status
+
+
+MISTAKE = 2
+"""Status of a mistake that the user can mend."""
+LESS_MEMORY = (
+    "set data.memory_gb below what is free, data.hidden_states to disk, or lower data.batch_size"
+)
+NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+"""What torch says in a RuntimeError where the host has no memory; no class of its own tells it."""
+ENDINGS = (
+    ArgumentError, UserError, EndedError, OSError, MemoryError, RuntimeError, RunInterrupted,
+)  # fmt: skip
+"""What :func:`described` may know. A RuntimeError that it doesn't know is a fault of ours."""
+
+
+def described(error: BaseException, advice: str | None) -> tuple[str, int] | None:
+    """Return the message and the status for an error; None for one that is a fault of ours.
+
+    Args:
+        error: What ended the command.
+        advice: The command that continues the run; None where no run has begun.
+    """
+    torch = sys.modules.get("torch")  # whoever has not imported it has none of its errors
+    then = f"; continue with: {advice}" if advice else ""
+    if isinstance(error, RunInterrupted):
+        return f"stopped by {error}{then or '; nothing was begun'}", 128 + error.number
+    if isinstance(error, EndedError):
+        return f"{error}{then}", error.status
+    if isinstance(error, ArgumentError | UserError):
+        return f"{error}{then}", MISTAKE
+    if isinstance(error, MemoryError) or _is_out_of_memory(error, torch):
+        return f"out of memory ({error}): {LESS_MEMORY}{then}", MISTAKE
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}{then}", MISTAKE
+    return None
+
+
+def stop(message: str, status: int) -> None:
+    """End with one line; a terminal that is gone changes nothing.
+
+    Raises:
+        SystemExit: Always.
+    """
+    with suppress(OSError):
+        sys.stderr.write(f"aespa-pl: {' '.join(message.split())}\n")
+        sys.stderr.flush()
+    sys.exit(status)
+
+
+def interrupted_by_closed_pipe() -> RunInterrupted:
+    """Return what stops a command whose output nobody reads any more, and silence that output."""
+    with suppress(OSError, ValueError):  # so that Python's own flush at the end says nothing
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return RunInterrupted(signal.SIGPIPE)
+
+
+def _is_out_of_memory(error: BaseException, torch: ModuleType | None) -> bool:
+    if torch is None or not isinstance(error, RuntimeError):
+        return False
+    on_device = isinstance(error, torch.OutOfMemoryError)
+    return on_device or any(words in str(error) for words in NO_HOST_MEMORY)

@@ -1,0 +1,133 @@
+"""What a model, its texts and this machine allow; ``fit`` and ``plan`` refuse the same."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from aespa_pl.errors import UserError
+from aespa_pl.measure import free_bytes
+from aespa_pl.planning.shape import Shape
+from aespa_pl.planning.table import human
+from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
+from aespa_pl.storage.files import disk_errors
+
+EVALUATION_LENGTH = 2048
+"""Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
+
+
+def calibration_length(data: DataSettings, positions: int | None) -> int:
+    """Return the tokens in a calibration segment.
+
+    Args:
+        data: Of the user.
+        positions: That the model has; None: without a limit.
+
+    Raises:
+        UserError: Neither says how many.
+    """
+    length = data.calibration.segment_length or positions
+    if length is None:
+        raise UserError(
+            "data.calibration.segment_length must be a number: this model has no limit of positions"
+        )
+    return length
+
+
+def evaluation_length(data: DataSettings, positions: int | None) -> int:
+    """Return the tokens in a segment of held-out text; ``positions`` as in calibration_length."""
+    return data.evaluation.segment_length or min(positions or EVALUATION_LENGTH, EVALUATION_LENGTH)
+
+
+def check_lengths(data: DataSettings, positions: int | None, model: str) -> None:
+    """Raise UserError if a segment is too short to predict anything or too long for the model."""
+    for key, length in (
+        ("data.calibration.segment_length", calibration_length(data, positions)),
+        ("data.evaluation.segment_length", evaluation_length(data, positions)),
+    ):
+        if length < 2:
+            raise UserError(f"{key} is {length}: at least 2 tokens, one predicts the next")
+        if positions is not None and length > positions:
+            raise UserError(
+                f"{key} is {length}, but {model} has {positions} positions: choose {positions} or less"
+            )
+
+
+def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
+    """Raise UserError if the columns of a projection can't be divided into groups."""
+    size = settings.group_size
+    widths = {matrix.group: matrix.columns for matrix in shape.matrices}
+    if size and any(columns % size for columns in widths.values()):
+        found = ", ".join(f"{columns} ({group})" for group, columns in widths.items())
+        raise UserError(
+            f"quantization.group_size is {size}, but the projections have columns {found}: choose a "
+            "divisor of all, or null"
+        )
+
+
+def check_output(output: OutputSettings) -> Path:
+    """Return the folder of the runs of this name.
+
+    Raises:
+        UserError: It is no folder of this machine, or lies outside of ``output.folder``.
+    """
+    if "://" in output.folder:
+        raise UserError(
+            f"output.folder is {output.folder}: a folder of this machine, copy the run afterwards"
+        )
+    name = Path(output.name)
+    if name.is_absolute() or ".." in name.parts or not name.parts:
+        raise UserError(f"output.name is {output.name!r}: a name inside of output.folder")
+    return Path(output.folder).expanduser() / name
+
+
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder, or the first above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def check_space(folder: Path, needed: float) -> None:
+    """Refuse a folder that can't be written to or is too small; nothing is left in it.
+
+    Args:
+        folder: Of the runs; it need not exist yet.
+        needed: Bytes still to be written.
+
+    Raises:
+        UserError: See above.
+    """
+    existing = nearest_existing(folder)
+    with disk_errors(folder), tempfile.TemporaryFile(dir=existing):
+        pass
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"{folder} has {human(free)}B free, but the run needs about {human(needed)}B more: free space "
+            "there, or choose another folder with --output.folder"
+        )
+
+
+def shortages(
+    device: torch.device, folder: Path, *, device_bytes: float, host_bytes: float, disk_bytes: float
+) -> list[str]:
+    """Return in words what this machine has too little of for a run.
+
+    Args:
+        device: Where blocks run.
+        folder: Of the runs.
+        device_bytes: That the device needs; on a CPU they are part of ``host_bytes``.
+        host_bytes: That the host needs.
+        disk_bytes: That the run leaves or holds on disk.
+    """
+    have = {
+        "host memory": (host_bytes, free_bytes(torch.device("cpu"))),
+        "disk": (disk_bytes, shutil.disk_usage(nearest_existing(folder)).free),
+    }
+    if device.type != "cpu":
+        have["device memory"] = (device_bytes, free_bytes(device))
+    return [
+        f"{what}: {human(free)}B are free here, {human(needed)}B are needed"
+        for what, (needed, free) in have.items()
+        if needed > free
+    ]

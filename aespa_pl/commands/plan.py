@@ -1,0 +1,96 @@
+"""``aespa-pl plan``: what ``fit`` would need, from a model's config.json alone."""
+
+from typing import Any
+
+from aespa_pl.errors import UserError
+from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
+
+MEASURING_SECONDS = 30.0
+"""Seconds of measurement on the device, for the estimate of the time."""
+DEVICES = {"auto": None, "cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
+"""The device of each value of trainer.accelerator; None: CUDA where there is one."""
+
+
+def plan(  # noqa: PLR0917 - called by jsonargparse, by name
+    model: ModelSettings,
+    data: DataSettings | None = None,
+    quantization: QuantizationSettings | None = None,
+    output: OutputSettings | None = None,
+    trainer: dict[str, Any] | None = None,
+    seed_everything: bool | int = False,  # noqa: ARG001, FBT001, FBT002
+    ckpt_path: str | None = None,  # noqa: ARG001
+) -> None:
+    """Estimate the memory, disk space and time that fit needs, with the same configurations and keys.
+
+    It takes some 30 seconds and writes nothing.
+
+    Args:
+        model: The model; its config.json is all that is read of it.
+        data: Calibration text, and how it reaches the model; aespa-pl fit --help lists the keys.
+        quantization: Method and settings; keys as in fit --help.
+        output: Where the runs would go; says whether the disk there suffices.
+        trainer: Of Lightning's Trainer, accelerator alone counts: cpu, gpu or auto.
+        seed_everything: Of fit; changes no need.
+        ckpt_path: Of fit; changes no need.
+
+    Raises:
+        UserError: fit would refuse this.
+    """
+    # What follows takes seconds to import, which --help does without.
+    import torch  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    from aespa_pl.commands import limits  # noqa: PLC0415
+    from aespa_pl.commands.job import block_dtype  # noqa: PLC0415
+    from aespa_pl.models import family_of  # noqa: PLC0415
+    from aespa_pl.models.headers import read_config  # noqa: PLC0415
+    from aespa_pl.models.hub import resolve  # noqa: PLC0415
+    from aespa_pl.planning.shape import Shape, Work  # noqa: PLC0415
+    from aespa_pl.planning.table import needs_of, rows_of  # noqa: PLC0415
+
+    data, quantization = data or DataSettings(), quantization or QuantizationSettings()
+    folder = limits.check_output(output or OutputSettings())
+    name = str((trainer or {}).get("accelerator", "auto"))
+    if name not in DEVICES:
+        raise UserError(f"trainer.accelerator is {name}: {', '.join(DEVICES)}")
+    found = torch.cuda.is_available()
+    device = torch.device(DEVICES[name] or ("cuda" if found else "cpu"))
+    if device.type == "cuda" and not found:
+        raise UserError(f"trainer.accelerator is {name}: torch finds no CUDA device, set it to cpu")
+    config = read_config(resolve(model.pretrained, model.revision, weights=False))
+    family = family_of(config)
+    positions = family.positions(config)
+    shape = Shape.of(config, family)
+    limits.check_lengths(data, positions, model.pretrained)
+    limits.check_groups(shape, quantization)
+    stored = getattr(config, "dtype", None) or torch.float32
+    segments = data.calibration.segments
+    work = Work(
+        segments,
+        limits.calibration_length(data, positions),
+        min(data.batch_size, segments),
+        block_dtype(model, device, stored).itemsize,
+    )
+    needs = needs_of(
+        shape,
+        work,
+        data,
+        quantization,
+        device,
+        stored_bytes=stored.itemsize,
+        seconds=MEASURING_SECONDS,
+    )
+    console, table = Console(), Table(show_header=False, box=None)
+    for row in rows_of(needs, shape, work, data, device):
+        table.add_row(*row)
+    console.print(table, highlight=False)
+    missing = limits.shortages(
+        device,
+        folder,
+        device_bytes=needs.most_on_device,
+        host_bytes=needs.host,
+        disk_bytes=needs.disk,
+    )
+    for words in missing:
+        console.print(f"too little here: {words}", highlight=False, soft_wrap=True)

@@ -1,0 +1,62 @@
+"""The ``trainer`` section of the user, which Lightning checks: its mistakes in words."""
+
+import inspect
+import re
+
+from jsonargparse import ArgumentError
+from lightning.pytorch import Trainer
+
+from aespa_pl.commands.arguments import FREE, Arguments, keys_given, nearest
+from aespa_pl.commands.trainers import OWN_KEYS
+from aespa_pl.errors import UserError
+
+TRAINER_DEFAULTS = {
+    "accelerator": "auto",
+    "devices": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": True,
+    "log_every_n_steps": 20,
+}
+"""Our defaults where they are not Lightning's."""
+TRAINER_KEYS = {key: p.default for key, p in inspect.signature(Trainer).parameters.items()}
+"""Lightning's own defaults, by key of the ``trainer`` section."""
+SHOWN = 200
+"""Characters of a library's message that are shown at most."""
+
+
+def refuse_trainer_keys(arguments: Arguments) -> None:
+    """Raise UserError with every key of the trainer section that Lightning or the walk doesn't take."""
+    mistakes = []
+    for key in keys_given(arguments):
+        section, *rest = key.split(".")
+        if section != FREE or not rest:
+            continue
+        name = rest[0].removesuffix("+")
+        if name in OWN_KEYS:
+            mistakes.append(
+                f"{FREE}.{name} is decided by the walk: set quantization.rounding.iterations instead"
+            )
+        elif name not in TRAINER_KEYS:
+            offered = [f"{FREE}.{known}" for known in TRAINER_KEYS if known not in OWN_KEYS]
+            hint = nearest(f"{FREE}.{name}", offered) or ": aespa-pl fit --help lists all keys"
+            mistakes.append(f"{FREE}.{name} is unknown{hint}")
+    if mistakes:
+        raise UserError("; ".join(dict.fromkeys(mistakes)))
+
+
+def value_refused(error: ArgumentError, command: str) -> str:
+    """Return the message for a value that jsonargparse refuses; our own sections were checked before."""
+    key = re.search(r'key "([^"]*)"', str(error))
+    return (
+        f"{key[1] if key else FREE} can't have this value ({first_cause(error)}): aespa-pl {command} --help "
+        "shows what it can be"
+    )
+
+
+def first_cause(error: BaseException) -> str:
+    """Return the message of the error that all others were raised because of, in one line."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    text = " ".join(str(error).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
