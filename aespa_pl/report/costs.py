@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from aespa_pl.report.losses import NO_BLOCK
-from aespa_pl.report.picture import PALETTE, SERIES, Picture, block_ticks
+from aespa_pl.report.picture import HALF, PALETTE, SERIES, Picture, block_ticks, depth_axis
 from aespa_pl.report.stored import StoredRun
 
 GIB = 2**30
@@ -17,7 +17,9 @@ def seconds(run: StoredRun, width: float) -> Picture:
     if not blocks:
         return Picture(name, title, NO_BLOCK)
     phases = _phases(run, blocks)
-    figure = Figure(figsize=(width, 3.0), layout="constrained")
+    figure = Figure(
+        figsize=(min(width, max(HALF, 4 + 0.5 * len(blocks))), 3.0), layout="constrained"
+    )
     axes = figure.subplots()
     bottom = np.zeros(len(blocks))
     for number, (phase, values) in enumerate(phases.items()):
@@ -35,7 +37,10 @@ def seconds(run: StoredRun, width: float) -> Picture:
     axes.set(xlabel="block", ylabel="seconds", xlim=(-0.6, max(len(blocks), 4) - 0.4))
     axes.grid(visible=False, axis="x")
     block_ticks(axes, blocks)
-    figure.legend(loc="outside right upper" if width > 8 else "outside lower center", ncols=1 if width > 8 else 4)
+    figure.legend(
+        loc="outside right upper" if width > 8 else "outside lower center",
+        ncols=1 if width > 8 else 4,
+    )
     total = float(bottom.sum())
     longest = max(phases, key=lambda phase: float(phases[phase].sum()))
     caption = (
@@ -63,7 +68,11 @@ def _phases(run: StoredRun, blocks: list[int]) -> dict[str, np.ndarray]:
 def memory(run: StoredRun, width: float) -> Picture:
     """Return the peak of the memory over the blocks, or only its highest value."""
     name, title = "memory", "Peak memory"
-    peaks = {index: record["peak_bytes"] for index, record in run.blocks.items() if "peak_bytes" in record}
+    peaks = {
+        index: record["peak_bytes"]
+        for index, record in run.blocks.items()
+        if "peak_bytes" in record
+    }
     whole = run.metrics.get("peak_bytes", {})
     sentence = " ".join(
         f"The run took {whole[place] / GIB:.2f} GiB of {place} memory at its peak."
@@ -78,10 +87,12 @@ def memory(run: StoredRun, width: float) -> Picture:
     for number, place in enumerate(("host", "device")):
         values = {index: peak[place] / GIB for index, peak in peaks.items() if peak.get(place)}
         if values:
-            style = {"color": SERIES[number], "linestyle": ("-", "--")[number]}
-            axes.plot(list(values), list(values.values()), label=place, **style)
-    axes.set(xlabel="block", ylabel="peak memory (GiB)", ylim=(0, None))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+            line = axes.plot(
+                list(values), list(values.values()), label=place, color=SERIES[number]
+            )[0]
+            line.set_linestyle(("-", "--")[number])
+    axes.set(ylabel="peak memory (GiB)", ylim=(0, None))
+    depth_axis(axes)
     figure.legend(loc="outside lower center", ncols=2)
     first, last = peaks[min(peaks)], peaks[max(peaks)]
     growth = (last["host"] - first["host"]) / GIB

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from aespa_pl.report.curves import Floats
-from aespa_pl.report.losses import heat_map, NO_BLOCK
-from aespa_pl.report.picture import HALF, HEAT, SERIES, Picture, block_ticks, panels
+from aespa_pl.report.losses import NO_BLOCK, heat_map, limits_of
+from aespa_pl.report.picture import HEAT, SERIES, Picture, block_ticks, panels, value_axis
 from aespa_pl.report.stored import GridTensors, StoredRun
-from matplotlib.figure import Figure
 
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 ROUNDING_VARIABLES = "rounding_variables"
@@ -27,9 +27,9 @@ def scales(run: StoredRun, width: float) -> Picture:
     widest = max(medians, key=medians.__getitem__)
     spreads = [_spread(values) for rows in found.values() for values in rows.values()]
     caption = (
-        f"Within a projection of a block the largest twentieth of the scales is {np.median(spreads):.1f} times "
-        f"the smallest twentieth (median; {max(spreads):.1f} at most). The largest typical scale is in {widest} "
-        f"({medians[widest]:.3g}): there a step of one integer changes a weight most."
+        f"Within a projection of a block the largest twentieth of the scales is "
+        f"{np.median(spreads):.1f} times the smallest twentieth (median; {max(spreads):.1f} at most). The largest typical scale is "
+        f"in {widest} ({medians[widest]:.3g}): there a step of one integer changes a weight most."
     )
     return Picture(name, title, caption, figure)
 
@@ -45,13 +45,15 @@ def zetas(run: StoredRun, width: float) -> Picture:
             "Not stored by this run: quantization.grid.zfold is off." if run.blocks else NO_BLOCK,
         )
     spreads = {
-        (key, block): _spread(values) for key, rows in found.items() for block, values in rows.items()
+        (key, block): _spread(values)
+        for key, rows in found.items()
+        for block, values in rows.items()
     }
     widest = max(spreads, key=spreads.__getitem__)
     caption = (
-        f"Zeta evens out the columns most in {widest[0]} of block {widest[1]}, where its largest twentieth is "
-        f"{spreads[widest]:.1f} times its smallest; {np.median(list(spreads.values())):.1f} times is typical. "
-        "A value of 1 leaves a column as it is."
+        f"Zeta evens out the columns most in {widest[0]} of block {widest[1]}, where its largest twentieth "
+        f"is {spreads[widest]:.1f} times its smallest; {np.median(list(spreads.values())):.1f} times is "
+        "typical. A value of 1 leaves a column as it is."
     )
     return Picture(name, title, caption, _bands(found, width, "zeta"))
 
@@ -67,14 +69,18 @@ def zero_points(run: StoredRun, width: float) -> Picture:
     low, high = int(everything.min()), int(everything.max())
     values = range(low, high + 1)
     shares = {
-        (value, key): float(np.mean(points == value)) for key, points in pooled.items() for value in values
+        (value, key): float(np.mean(points == value))
+        for key, points in pooled.items()
+        for value in values
     }
-    figure = heat_map(shares, list(pooled), width, (0.0, 1.0), "share of channels\nor groups")
+    figure = heat_map(
+        shares, list(pooled), width, limits_of([shares]), "share of channels\nor groups"
+    )
     figure.axes[0].set_xlabel("zero point (integer that stands for 0)")
     commonest = max(values, key=lambda value: np.mean(everything == value))
     caption = (
-        f"{100 * np.mean(everything == commonest):.0f} % of the zero points are {commonest}; they lie between "
-        f"{low} and {high}."
+        f"{100 * np.mean(everything == commonest):.0f} % of the zero points are {commonest}; they lie "
+        f"between {low} and {high}."
     )
     return Picture(name, title, caption, figure)
 
@@ -125,7 +131,9 @@ def _by_name(
         if values is not None:
             found.setdefault(name, {})[block] = values.ravel()
     order = run.projections
-    return dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else 0))
+    return dict(
+        sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else 0)
+    )
 
 
 def _spread(values: Floats) -> float:
@@ -139,9 +147,8 @@ def _bands(found: dict[str, dict[int, Floats]], width: float, label: str) -> Fig
     figure, axes = panels(len(found), width, 1.6)
     for panel, (name, rows) in zip(axes, found.items(), strict=True):
         _band(panel, rows)
-        panel.set(title=name, xlabel="block", yscale="log")
-        panel.yaxis.set_major_formatter("{x:.2g}")
-        panel.yaxis.set_minor_formatter("")
+        panel.set(title=name, xlabel="block")
+        value_axis(panel)
     figure.supylabel(label, fontsize=9)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
@@ -161,7 +168,12 @@ def _band(axes: Axes, rows: dict[int, Floats]) -> None:
         )
     axes.fill_between(places, lowest, highest, color=colour, alpha=0.15, linewidth=0, label="all")
     axes.fill_between(places, low, high, color=colour, alpha=0.35, linewidth=0, label="middle 90 %")
-    axes.plot(places, median, color=colour, label="median", marker="o" if len(blocks) < 13 else "", markersize=3)
-    block_ticks(axes, list(blocks))
-
-
+    axes.plot(
+        places,
+        median,
+        color=colour,
+        label="median",
+        marker="o" if len(blocks) < 13 else "",
+        markersize=3,
+    )
+    block_ticks(axes, list(blocks), most=6)

@@ -1,6 +1,7 @@
 """Figures of losses: over iterations, and what is left of nearest rounding's loss at the end."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -17,17 +18,20 @@ from aespa_pl.report.picture import (
     Picture,
     block_names,
     block_ticks,
+    depth_axis,
     depth_colour,
     depth_step,
     on_heat,
     panels,
+    value_axis,
 )
 from aespa_pl.report.stored import StoredRun
 
 Ratios = dict[tuple[int, str], float]
 
 NOT_LEARNED = (
-    "No loss curve was stored by this run: its method learns nothing (aespa-fast), or trainer.logger is off."
+    "No loss curve was stored by this run: its method learns nothing (aespa-fast), or trainer.logger is "
+    "false."
 )
 NO_BLOCK = "Not stored by this run: no block is finished."
 
@@ -74,9 +78,13 @@ def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) ->
     above = sum(ratio > 1 for ratio in ratios.values())
     caption = (
         f"Half of the {len(ratios)} projections end below {median:.2f} of nearest rounding's loss. Least is "
-        f"gained in {worst[1]} of block {worst[0]} ({ratios[worst]:.2f}), most in {best[1]} of block {best[0]} "
-        f"({ratios[best]:.2f}). "
-        + (f"{above} are worse than nearest rounding." if above else "None is worse than nearest rounding.")
+        f"gained in {worst[1]} of block {worst[0]} ({ratios[worst]:.2f}), most in "
+        f"{best[1]} of block {best[0]} ({ratios[best]:.2f}). "
+        + (
+            f"{above} are worse than nearest rounding."
+            if above
+            else "None is worse than nearest rounding."
+        )
     )
     label = "final loss / loss of\nnearest rounding"
     return Picture(name, title, caption, heat_map(ratios, run.projections, width, limits, label))
@@ -94,17 +102,25 @@ def moved_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Pict
     name, title = "moved", "Integers moved away from nearest rounding"
     if not shares:
         return Picture(
-            name, title, "Not stored by this run: neither its journal nor its curves have the share."
+            name,
+            title,
+            "Not stored by this run: neither its journal nor its curves have the share.",
         )
     most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
     caption = (
         f"{100 * np.mean(list(shares.values())):.0f} % of a projection's integers on average are not the "
-        f"nearest: most in {most[1]} of block {most[0]} ({100 * shares[most]:.0f} %), fewest in {least[1]} of "
-        f"block {least[0]} ({100 * shares[least]:.0f} %). "
-        + ("" if final else "This is the share after learning; what polish moved later is not in it.")
+        f"nearest: most in {most[1]} of block {most[0]} ({100 * shares[most]:.0f} %), fewest in "
+        f"{least[1]} of block {least[0]} ({100 * shares[least]:.0f} %). "
+        + (
+            ""
+            if final
+            else "This is the share after learning; what polish moved later is not in it."
+        )
     )
     names = [name for name in run.projections if any(key[1] == name for key in shares)]
-    return Picture(name, title, caption, heat_map(shares, names, width, limits, "share of integers"))
+    return Picture(
+        name, title, caption, heat_map(shares, names, width, limits, "share of integers")
+    )
 
 
 def limits_of(maps: Sequence[Ratios], step: float = 0.05) -> tuple[float, float]:
@@ -149,7 +165,7 @@ def heat_map(
         vmax=limits[1],
     )
     axes.grid(visible=False)
-    axes.set(xlabel="block", yticks=range(len(projections)), yticklabels=projections)
+    axes.set(yticks=range(len(projections)), yticklabels=projections)
     axes.invert_yaxis()
     block_ticks(axes, blocks)
     if (size[0] - 3) / len(blocks) > 0.38:  # inches that a number takes
@@ -163,7 +179,13 @@ def _write_numbers(figure: Figure, cells: Floats, limits: tuple[float, float]) -
         if np.isfinite(value):
             share = (value - limits[0]) / (limits[1] - limits[0])
             figure.axes[0].text(
-                column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=on_heat(share)
+                column,
+                row,
+                f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=on_heat(share),
             )
 
 
@@ -178,7 +200,9 @@ def loss_curves(run: StoredRun, width: float) -> Picture:
     }
     if not relative:
         return Picture(name, title, NOT_LEARNED if run.blocks else NO_BLOCK)
-    learned = [projection for projection in run.projections if any(p == projection for _, p in relative)]
+    learned = [
+        projection for projection in run.projections if any(p == projection for _, p in relative)
+    ]
     blocks = sorted({block for block, _ in relative})
     figure, axes = panels(len(learned), width, 1.75)
     for (block, projection), values in sorted(relative.items()):
@@ -190,9 +214,8 @@ def loss_curves(run: StoredRun, width: float) -> Picture:
             linewidth=1.5 if len(blocks) <= DEPTHS else 0.9,
         )
     for panel, projection in zip(axes, learned, strict=True):
-        panel.set(title=projection, xlabel="iteration", yscale="log")
-        panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_formatter("")
+        panel.set(title=projection, xlabel="iteration")
+        value_axis(panel)
     figure.supylabel("loss / loss of nearest rounding", fontsize=9)
     _depth_legend(figure, blocks)
     return Picture(name, title, _curves_caption(run, relative), figure)
@@ -250,11 +273,19 @@ def loss_by_depth(runs: Sequence[StoredRun]) -> Picture:
     figure = Figure(figsize=(WIDE, 3.2), layout="constrained")
     axes = figure.subplots()
     for number, values in drawn.items():
-        style = {"color": SERIES[number % len(SERIES)], "linestyle": STYLES[number % len(STYLES)]}
+        style: dict[str, Any] = {
+            "color": SERIES[number % len(SERIES)],
+            "linestyle": STYLES[number % len(STYLES)],
+        }
         marker = MARKERS[number % len(MARKERS)] if len(values) < 30 else ""
-        axes.plot(list(values), list(values.values()), label=runs[number].name, marker=marker, **style)
-    axes.set(xlabel="block", ylabel="final loss / loss of nearest rounding\n(geometric mean of projections)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.plot(
+            list(values), list(values.values()), label=runs[number].name, marker=marker, **style
+        )
+    axes.set(
+        xlabel="block",
+        ylabel="final loss / loss of nearest rounding\n(geometric mean of projections)",
+    )
+    depth_axis(axes)
     figure.legend(loc="outside lower center", ncols=2)
     return Picture(name, title, _depth_caption(runs, drawn), figure)
 

@@ -13,6 +13,8 @@ from aespa_pl.report import costs, grids, losses, results
 from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, style
 from aespa_pl.report.stored import StoredRun
 
+ABSENT = "-"
+"""What a table shows where there is no value."""
 PLACES = ("output.folder", "output.name")
 """Settings that differ between any two runs, and tell nothing."""
 
@@ -62,8 +64,8 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
                 [results.accuracies(runs)],
             ),
             each(
-                "Where the model suffers: the loss that the method minimizes, with the final integers, divided "
-                "by its value with nearest rounding on the min-max grid. Brighter is worse.",
+                "Where the model suffers: the loss that the method minimizes, with the final integers, "
+                "divided by its value with nearest rounding on the min-max grid. Brighter is worse.",
                 lambda run: losses.final_loss_map(run, width, final),
                 numbers={run.name: loss_table(run) for run in runs},
             ),
@@ -100,7 +102,10 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
                 lambda run: grids.rounding_variables(run, width),
             ),
             each("Wall-clock seconds.", lambda run: costs.seconds(run, width)),
-            each("Of this process; weights, statistics and hidden states.", lambda run: costs.memory(run, width)),
+            each(
+                "Of this process; weights, statistics and hidden states.",
+                lambda run: costs.memory(run, width),
+            ),
         ]
         if len(runs) > 1:
             by_depth = losses.loss_by_depth(runs)
@@ -111,8 +116,12 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
 def render(runs: Sequence[StoredRun], drawn: Sequence[Section]) -> str:
     """Return the page as one self-contained HTML document."""
     environment = Environment(
-        loader=PackageLoader("aespa_pl.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("aespa_pl.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    described = [_section(section) for section in drawn]
     return environment.get_template("page.html").render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side",
         palette=PALETTE,
@@ -128,9 +137,16 @@ def render(runs: Sequence[StoredRun], drawn: Sequence[Section]) -> str:
             }
             for run in runs
         ],
-        sections=[_section(section) for section in drawn],
+        sections=[section for section in described if any(p["svg"] for p in section["pictures"])],
+        missing=[
+            picture
+            for section in described
+            if not any(p["svg"] for p in section["pictures"])
+            for picture in section["pictures"]
+        ],
         differences=differences(runs),
         results=result_table(runs),
+        facts=fact_table(runs),
         settings=_by_key(runs, [run.settings for run in runs]),
         versions=_by_key(runs, [run.versions for run in runs]),
     )
@@ -150,7 +166,7 @@ def write_figures(drawn: Sequence[Section], folder: Path, kind: str) -> list[Pat
         for number, picture in enumerate(section.pictures):
             if picture.figure is not None:
                 path = folder / f"{_id(section, number)}.{kind}"
-                path.write_bytes(picture.png() if kind == "png" else picture.svg().encode())
+                path.write_bytes(picture.png if kind == "png" else picture.svg.encode())
                 paths.append(path)
     return paths
 
@@ -173,28 +189,43 @@ def differences(runs: Sequence[StoredRun]) -> Table:
 
 
 def result_table(runs: Sequence[StoredRun]) -> Table:
-    """Return what was measured, a column for each run."""
-    rows = dict[str, list[str]]()
-
-    def put(label: str, number: int, value: str) -> None:
-        rows.setdefault(label, ["–"] * len(runs))[number] = value
-
-    for number, run in enumerate(runs):
+    """Return perplexities and accuracies, a row for each model that was measured."""
+    texts, tasks = results.measured_names(runs, "perplexity"), results.measured_names(runs, "tasks")
+    rows = []
+    for run in runs:
+        perplexities, accuracies = run.metrics.get("perplexity", {}), run.metrics.get("tasks", {})
         for kind, label in results.KINDS.items():
-            for text, value in run.metrics.get("perplexity", {}).get(kind, {}).items():
-                put(f"perplexity on {text}, {label}", number, f"{value:.3f}")
-            for task, found in run.metrics.get("tasks", {}).get(kind, {}).items():
-                error = f" ± {100 * found['error']:.1f}" if found.get("error") is not None else ""
-                put(f"{task}, {label} (%)", number, f"{100 * found['value']:.1f}{error}")
-        put("blocks finished", number, str(len(run.blocks)))
-        if "bits_per_weight" in run.shape:
-            put("bits per weight, with scales and zero points", number, f"{run.shape['bits_per_weight']:.3f}")
-            put("weights of the finished blocks", number, f"{run.shape['weights']:,.0f}")
+            measured, solved = perplexities.get(kind) or {}, accuracies.get(kind) or {}
+            if measured or solved:
+                cells = [f"{measured[text]:.3f}" if text in measured else ABSENT for text in texts]
+                cells += [_percent(solved[task]) if task in solved else ABSENT for task in tasks]
+                rows.append([label if len(runs) == 1 else f"{run.name}, {label}", *cells])
+    head = ["", *(f"{text}, perplexity" for text in texts), *(f"{task}, %" for task in tasks)]
+    return Table(head, rows, numbers=True)
+
+
+def fact_table(runs: Sequence[StoredRun]) -> Table:
+    """Return size and time of each run."""
+    rows = []
+    for run in runs:
         seconds = run.metrics.get("seconds", {}).get("quantization")
-        if seconds is not None:
-            put("time of the quantization", number, costs.duration(seconds))
-    head = ["", *(run.name for run in runs)]
-    return Table(head, [[label, *values] for label, values in rows.items()], numbers=True)
+        bits, weights = run.shape.get("bits_per_weight"), run.shape.get("weights")
+        rows.append(
+            [
+                run.name,
+                str(len(run.blocks)),
+                f"{weights:,.0f}" if weights else ABSENT,
+                f"{bits:.3f}" if bits else ABSENT,
+                costs.duration(seconds) if seconds is not None else ABSENT,
+            ]
+        )
+    head = ("", "blocks finished", "their weights", "bits per weight, with scales", "time")
+    return Table(head, rows, numbers=True)
+
+
+def _percent(found: Mapping[str, Any]) -> str:
+    error = f" ± {100 * found['error']:.1f}" if found.get("error") is not None else ""
+    return f"{100 * found['value']:.1f}{error}"
 
 
 def loss_table(run: StoredRun) -> Table:
@@ -202,7 +233,13 @@ def loss_table(run: StoredRun) -> Table:
     ratios = losses.final_ratios(run)
     names = [name for name in run.projections if any(key[1] == name for key in ratios)]
     rows = [
-        [str(block), *(f"{ratios[block, name]:.3f}" if (block, name) in ratios else "–" for name in names)]
+        [
+            str(block),
+            *(
+                f"{ratios[block, name]:.3f}" if (block, name) in ratios else ABSENT
+                for name in names
+            ),
+        ]
         for block in sorted({block for block, _ in ratios})
     ]
     return Table(["block", *names], rows, numbers=True)
@@ -212,7 +249,7 @@ def _section(section: Section) -> dict[str, Any]:
     pictures = []
     for number, picture in enumerate(section.pictures):
         name = _id(section, number)
-        drawn = Markup(for_page(picture.svg(), name)) if picture.figure is not None else None  # noqa: S704
+        drawn = Markup(for_page(picture.svg, name)) if picture.figure is not None else None  # noqa: S704
         run = section.runs[number].name if len(section.runs) > 1 else None
         title = picture.title
         pictures.append(
@@ -240,5 +277,5 @@ def _id(section: Section, number: int) -> str:
 
 def _by_key(runs: Sequence[StoredRun], columns: Sequence[Mapping[str, Any]]) -> Table:
     keys = list(dict.fromkeys(key for column in columns for key in column))
-    rows = [[key, *(str(column.get(key, "–")) for column in columns)] for key in keys]
+    rows = [[key, *(str(column.get(key, ABSENT)) for column in columns)] for key in keys]
     return Table(["", *(run.name for run in runs)], rows)

@@ -5,12 +5,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 WIDE, HALF = 11.6, 5.7
 """Inches. A picture takes 100 pixels an inch on the page: a full row, and half of one."""
@@ -58,12 +61,14 @@ class Picture:
     """The conclusion, computed from the data; without a figure: what is missing, and what to do."""
     figure: Figure | None = None
 
+    @cached_property
     def svg(self) -> str:
-        """Return the figure as an SVG document, in the colours of a light page."""
+        """The figure as an SVG document, in the colours of a light page."""
         return self._saved("svg").decode()
 
+    @cached_property
     def png(self) -> bytes:
-        """Return the figure as a PNG file, in the colours of a light page."""
+        """The figure as a PNG file, in the colours of a light page."""
         return self._saved("png")
 
     def _saved(self, kind: str) -> bytes:
@@ -80,7 +85,7 @@ class Picture:
 def style() -> Iterator[None]:
     """Draw in our colours and sizes for the time of this context."""
     ink, muted, grid, panel = (PALETTE[name][0] for name in ("ink", "muted", "grid", "panel"))
-    settings = {
+    settings: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text: it can be searched, and is read aloud
         "svg.hashsalt": "aespa_pl",  # the same figure gives the same file
         "font.family": "sans-serif",
@@ -106,7 +111,6 @@ def style() -> Iterator[None]:
         "axes.facecolor": panel,
         "legend.frameon": False,
         "lines.linewidth": 1.3,
-        "axes.prop_cycle": mpl.cycler(color=SERIES),
     }
     with mpl.rc_context(settings):
         yield
@@ -140,8 +144,10 @@ def depth_colour(position: int, count: int) -> str:
 
 def depth_step(position: int, count: int) -> int:
     """Return the step of the ramp, 0 to DEPTHS - 1, that a block's colour is."""
-    return round(position * (DEPTHS - 1) / max(count - 1, 1)) if count < DEPTHS else (
-        position * DEPTHS // count
+    return (
+        round(position * (DEPTHS - 1) / max(count - 1, 1))
+        if count < DEPTHS
+        else (position * DEPTHS // count)
     )
 
 
@@ -151,10 +157,28 @@ def on_heat(share: float) -> str:
     return "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "#000000"
 
 
-def block_ticks(axes: Axes, blocks: list[int]) -> None:
-    """Label the x axis with block numbers, at most a dozen of them."""
-    step = int(np.ceil(len(blocks) / 12))
+def block_ticks(axes: Axes, blocks: list[int], most: int = 12) -> None:
+    """Label the x axis with block numbers, at most ``most`` of them."""
+    step = int(np.ceil(len(blocks) / most))
     axes.set_xticks(range(0, len(blocks), step), [str(block) for block in blocks[::step]])
+
+
+def depth_axis(axes: Axes) -> None:
+    """Label the x axis with block numbers where they are its values."""
+    axes.set_xlabel("block")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def value_axis(axes: Axes) -> None:
+    """Make the y axis logarithmic where the values span a decade, with labels at 1, 2 and 5."""
+    low, high = axes.get_ylim()
+    lowest = min((float(np.min(line.get_ydata())) for line in axes.lines), default=low)
+    if lowest <= 0 or high / lowest < 10:
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
 
 
 def panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:

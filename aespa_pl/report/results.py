@@ -7,7 +7,16 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from aespa_pl.report.losses import NO_BLOCK
-from aespa_pl.report.picture import DEPTHS, MARKERS, SERIES, STYLES, WIDE, Picture
+from aespa_pl.report.picture import (
+    DEPTHS,
+    MARKERS,
+    SERIES,
+    STYLES,
+    WIDE,
+    Picture,
+    depth_axis,
+    value_axis,
+)
 from aespa_pl.report.stored import StoredRun
 
 KINDS = {"original": "original", "nearest": "nearest rounding", "quantized": "quantized"}
@@ -16,7 +25,9 @@ NO_PERPLEXITY = (
     "Not measured by this run. Measure it with aespa-pl test and the run's config.yaml, with at least one "
     "text in data.evaluation.texts."
 )
-NO_TASK = "Not measured by this run. Measure accuracies with aespa-pl test --tasks '[arc_easy, piqa]'."
+NO_TASK = (
+    "Not measured by this run. Measure accuracies with aespa-pl test --tasks '[arc_easy, piqa]'."
+)
 NO_OUTPUT_ERROR = (
     "Not stored by this run: the journal has no output_error of its blocks, the error of each block's output "
     "against the original model's."
@@ -69,7 +80,7 @@ def perplexities(runs: Sequence[StoredRun]) -> Picture:
             for run, kind, results in _measured(runs, "perplexity")
             if text in results
         ]
-        for text in _names(runs, "perplexity")
+        for text in measured_names(runs, "perplexity")
     }
     name, title = "perplexities", "Perplexity"
     if not values:
@@ -83,11 +94,16 @@ def accuracies(runs: Sequence[StoredRun]) -> Picture:
     """Return the accuracies of all runs with their standard errors, a panel for each task and metric."""
     values = {
         task: [
-            (run, kind, 100 * float(results[task]["value"]), 100 * float(results[task]["error"] or 0))
+            (
+                run,
+                kind,
+                100 * float(results[task]["value"]),
+                100 * float(results[task]["error"] or 0),
+            )
             for run, kind, results in _measured(runs, "tasks")
             if task in results
         ]
-        for task in _names(runs, "tasks")
+        for task in measured_names(runs, "tasks")
     }
     name, title = "accuracies", "Zero-shot tasks"
     if not values:
@@ -110,8 +126,8 @@ def _accuracy_caption(values: Mapping[str, Sequence[tuple[StoredRun, str, float,
         return "The original model was not measured beside it."
     return " ".join(
         f"{name}: {np.mean([change for change, _ in found]):+.1f} percentage points on average over "
-        f"{len(found)} tasks; {sum(abs(change) > 2 * error for change, error in found)} of the changes exceed "
-        "twice their standard error."
+        f"{len(found)} tasks; {sum(abs(change) > 2 * error for change, error in found)} of the changes "
+        "exceed twice their standard error."
         for name, found in changes.items()
     )
 
@@ -124,7 +140,8 @@ def _measured(
         yield from ((run, kind, results[kind]) for kind in KINDS if results.get(kind))
 
 
-def _names(runs: Sequence[StoredRun], what: str) -> list[str]:
+def measured_names(runs: Sequence[StoredRun], what: str) -> list[str]:
+    """Return the texts (``perplexity``) or tasks (``tasks``) that any run was measured on."""
     return list(dict.fromkeys(name for *_, results in _measured(runs, what) for name in results))
 
 
@@ -143,7 +160,9 @@ def _dots(
         label: Of the values.
         logarithmic: Whether ratios matter.
     """
-    rows = list(dict.fromkeys((run.name, kind) for found in values.values() for run, kind, *_ in found))
+    rows = list(
+        dict.fromkeys((run.name, kind) for found in values.values() for run, kind, *_ in found)
+    )
     columns = min(3, len(values))
     lines = -(-len(values) // columns)
     height = lines * (0.24 * len(rows) + 0.55) + 0.5
@@ -153,11 +172,18 @@ def _dots(
         for run, kind, value, error in found:
             number, style = rows.index((run.name, kind)), list(KINDS).index(kind)
             panel.errorbar(
-                value, number, xerr=error or None, color=SERIES[style], marker=MARKERS[style], capsize=2
+                value,
+                number,
+                xerr=error or None,
+                color=SERIES[style],
+                marker=MARKERS[style],
+                capsize=2,
             )
-            panel.annotate(f"{value:.4g}", (value, number), (0, 4), textcoords="offset points", ha="center",
+            panel.annotate(f"{value:.4g}" if logarithmic else f"{value:.1f}", (value, number), (0, 4), textcoords="offset points", ha="center",
                            fontsize=7)  # fmt: skip
-        panel.set(title=name, ylim=(len(rows) - 0.5, -0.9), xscale="log" if logarithmic else "linear")
+        panel.set(
+            title=name, ylim=(len(rows) - 0.5, -0.9), xscale="log" if logarithmic else "linear"
+        )
         panel.set_yticks(range(len(rows)), [_row(runs, *row) for row in rows])
         panel.margins(x=0.2)
         panel.xaxis.set_major_formatter("{x:g}")
@@ -197,8 +223,9 @@ def output_errors(run: StoredRun, width: float) -> Picture:
             linestyle=STYLES[number % len(STYLES)],
             marker=MARKERS[number % len(MARKERS)] if len(known) <= 2 * DEPTHS else "",
         )
-    axes.set(xlabel="block", ylabel="‖output − original‖² / ‖original‖²", yscale="log")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(ylabel="‖output - original‖² / ‖original‖²")
+    value_axis(axes)
+    depth_axis(axes)
     figure.legend(loc="outside lower center", ncols=4)
     return Picture(name, title, _error_caption(records, stages), figure)
 
@@ -214,5 +241,7 @@ def _error_caption(records: Mapping[int, Mapping[str, float]], stages: Sequence[
     ]
     if len(stages) > 1 and both:
         before, after = stages[0].replace("_", " "), stages[-1].replace("_", " ")
-        caption += f" It is {np.median(both):.2f} times ({after}) what it was before ({before}; median)."
+        caption += (
+            f" What is {after} has {np.median(both):.2f} of the error of what is {before} (median)."
+        )
     return caption

@@ -89,7 +89,7 @@ def find_run(given: str, runs_folder: Path) -> Path:
         UserError: There is no run.
     """
     if given == LAST:
-        journals = [path for path in runs_folder.glob("*/version_*/journal.json")]
+        journals = list(runs_folder.glob("*/version_*/journal.json"))
         if not journals:
             raise UserError(
                 f"there is no run in {runs_folder}: start one with aespa-pl fit, or give --folder, the "
@@ -122,7 +122,9 @@ def read_run(folder: Path) -> StoredRun:
             f"An older version of aespa-pl wrote this run (journal format {journal['format']}, today's is "
             f"{FORMAT}). The page shows what it stored; quantize again for the rest."
         )
-    blocks = {int(index): record for index, record in sorted(journal["blocks"].items(), key=_by_index)}
+    blocks = {
+        int(index): record for index, record in sorted(journal["blocks"].items(), key=_by_index)
+    }
     if not blocks:
         notes.append("No block is finished yet. Make the report again when one is.")
     notes += _progress(folder, len(blocks))
@@ -135,7 +137,9 @@ def read_run(folder: Path) -> StoredRun:
         for path in curves.unreadable
     ]
     grids, shape = _grids(folder, blocks, settings, notes)
-    made = _json(folder / "model" / "quantization.json", notes, "remove it; it is not needed to load")
+    made = _json(
+        folder / "model" / "quantization.json", notes, "remove it; it is not needed to load"
+    )
     return StoredRun(
         folder=folder,
         settings=settings,
@@ -203,7 +207,9 @@ def _settings(folder: Path, notes: list[str]) -> dict[str, Any]:
     try:
         content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        notes.append(f"config.yaml cannot be read ({type(error).__name__}), so no settings are shown.")
+        notes.append(
+            f"config.yaml cannot be read ({type(error).__name__}), so no settings are shown."
+        )
         return {}
     return dict(_flat(content)) if isinstance(content, dict) else {}
 
@@ -240,7 +246,9 @@ def _grids(
                     if what == "integers":
                         weights += int(np.prod(file.get_slice(key).get_shape()))
                     else:
-                        grids.setdefault((index, name), {})[what] = file.get_tensor(key).astype(float)
+                        grids.setdefault((index, name), {})[what] = file.get_tensor(key).astype(
+                            float
+                        )
                     if what == "scale":
                         pairs += int(np.prod(file.get_slice(key).get_shape()))
         except (OSError, SafetensorError) as error:
