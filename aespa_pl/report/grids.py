@@ -28,8 +28,9 @@ def scales(run: StoredRun, width: float) -> Picture:
     spreads = [_spread(values) for rows in found.values() for values in rows.values()]
     caption = (
         f"Within a projection of a block the largest twentieth of the scales is "
-        f"{np.median(spreads):.1f} times the smallest twentieth (median; {max(spreads):.1f} at most). The largest typical scale is "
-        f"in {widest} ({medians[widest]:.3g}): there a step of one integer changes a weight most."
+        f"{np.median(spreads):.1f} times the smallest twentieth (median; {max(spreads):.1f} at most). The "
+        f"largest typical scale is in {widest} ({medians[widest]:.3g}): there a step of one integer changes a "
+        "weight most."
     )
     return Picture(name, title, caption, figure)
 
@@ -74,7 +75,7 @@ def zero_points(run: StoredRun, width: float) -> Picture:
         for value in values
     }
     figure = heat_map(
-        shares, list(pooled), width, limits_of([shares]), "share of channels\nor groups"
+        shares, list(pooled), width, (0.0, limits_of([shares])[1]), "share of channels\nor groups"
     )
     figure.axes[0].set_xlabel("zero point (integer that stands for 0)")
     commonest = max(values, key=lambda value: np.mean(everything == value))

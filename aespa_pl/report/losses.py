@@ -293,6 +293,8 @@ def loss_by_depth(runs: Sequence[StoredRun]) -> Picture:
 def _depth_caption(runs: Sequence[StoredRun], means: Mapping[int, Mapping[int, float]]) -> str:
     overall = {number: float(np.mean(list(values.values()))) for number, values in means.items()}
     best, worst = min(overall, key=overall.__getitem__), max(overall, key=overall.__getitem__)
+    if overall[worst] - overall[best] < 0.005:
+        return f"All runs leave the same share of nearest rounding's loss on average ({overall[best]:.2f})."
     return (
         f"{runs[best].name} leaves the least of nearest rounding's loss ({overall[best]:.2f} on average over "
         f"its blocks), {runs[worst].name} the most ({overall[worst]:.2f}). Losses of runs with another bit "

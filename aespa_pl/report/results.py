@@ -179,8 +179,9 @@ def _dots(
                 marker=MARKERS[style],
                 capsize=2,
             )
-            panel.annotate(f"{value:.4g}" if logarithmic else f"{value:.1f}", (value, number), (0, 4), textcoords="offset points", ha="center",
-                           fontsize=7)  # fmt: skip
+            text = f"{value:.4g}" if logarithmic else f"{value:.1f}"
+            place: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
+            panel.annotate(text, (value, number), (0, 4), **place)
         panel.set(
             title=name, ylim=(len(rows) - 0.5, -0.9), xscale="log" if logarithmic else "linear"
         )
