@@ -28,9 +28,9 @@ def scales(run: StoredRun, width: float) -> Picture:
     spreads = [_spread(values) for rows in found.values() for values in rows.values()]
     caption = (
         f"Within a projection of a block the largest twentieth of the scales is "
-        f"{np.median(spreads):.1f} times the smallest twentieth (median; {max(spreads):.1f} at most). The "
-        f"largest typical scale is in {widest} ({medians[widest]:.3g}): there a step of one integer changes a "
-        "weight most."
+        f"{np.median(spreads):.1f} times the smallest twentieth (median; {max(spreads):.1f} at most). "
+        f"The largest typical scale is in {widest} ({medians[widest]:.3g}): there a step of one integer "
+        "changes a weight most."
     )
     return Picture(name, title, caption, figure)
 

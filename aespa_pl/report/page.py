@@ -65,7 +65,7 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
             ),
             each(
                 "Where the model suffers: the loss that the method minimizes, with the final integers, "
-                "divided by its value with nearest rounding on the min-max grid. Brighter is worse.",
+                "divided by its value with nearest rounding on the same grid. Brighter is worse.",
                 lambda run: losses.final_loss_map(run, width, final),
                 numbers={run.name: loss_table(run) for run in runs},
             ),

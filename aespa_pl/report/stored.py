@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from aespa_pl.errors import UserError
 from aespa_pl.report.curves import Curves, read_curves
-from aespa_pl.run.journal import FORMAT
+from aespa_pl.run.schema import FORMAT
 from aespa_pl.run.versions import last_run, version_number
 
 LAST = "last"

@@ -10,6 +10,8 @@ import yaml
 from safetensors.torch import save_file
 from torch.utils.tensorboard import SummaryWriter
 
+from aespa_pl.run.schema import FORMAT
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PHASES = (
     "statistics",
@@ -54,7 +56,7 @@ def simulate(
         for name in PROJECTIONS
     }
     journal = {
-        "format": 1,
+        "format": FORMAT,
         "fingerprint": {},
         "checkpoint": None,
         "damping": {},
