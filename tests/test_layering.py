@@ -30,6 +30,7 @@ ORDER = (
     "block",
     "walk",
     "evaluation",
+    "report",
     "commands",
     "cli",
     "__main__",

@@ -130,7 +130,7 @@ def _log(
     with SummaryWriter(str(folder / f"block_{block:03}")) as writer:
         for name in PROJECTIONS:
             end = losses[block, name]["before_polish"]
-            for step in range(20, 2001, 60):
+            for step in range(20, 2001, 180):
                 share = step / 2000
                 loss = end * (0.5 + 0.5 * share**3 + 0.6 * math.exp(-12 * share))
                 writer.add_scalar(f"reconstruction_loss/{name}", loss, step)
