@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from aespa_pl.errors import UserError
+from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.report.curves import Curves, read_curves
 from aespa_pl.run.schema import FORMAT
 from aespa_pl.run.versions import last_run, version_number
@@ -236,31 +237,27 @@ def _grids(
     The integers themselves are not read: a large model has billions.
     """
     grids: dict[tuple[int, str], dict[str, NDArray[np.float64]]] = {}
-    weights = pairs = 0
+    shapes: dict[str, list[int]] = {}
     for index in blocks:
         path = folder / "blocks" / f"block_{index:03}.safetensors"
         try:
             with safe_open(path, "np") as file:
                 for key in file.keys():  # noqa: SIM118  (not a mapping)
                     name, _, what = key.rpartition(".")
-                    if what == "integers":
-                        weights += int(np.prod(file.get_slice(key).get_shape()))
-                    else:
+                    shapes[f"{index}.{key}"] = file.get_slice(key).get_shape()
+                    if what != "integers":
                         grids.setdefault((index, name), {})[what] = file.get_tensor(key).astype(
                             float
                         )
-                    if what == "scale":
-                        pairs += int(np.prod(file.get_slice(key).get_shape()))
         except (OSError, SafetensorError) as error:
             notes.append(
                 f"blocks/{path.name} cannot be read ({error}): its scales are not shown. "
                 "aespa-pl fit with --ckpt_path makes the block again."
             )
-    bits = settings.get("quantization.bits")
+    bits, weights = settings.get("quantization.bits"), projection_weights(shapes)
     shape: dict[str, float] = {"weights": weights} if weights else {}
     if weights and isinstance(bits, int):
-        # a scale takes 16 bits, a zero point as many as a weight
-        shape["bits_per_weight"] = bits + pairs * (16 + bits) / weights
+        shape["bits_per_weight"] = bits_per_weight(shapes, bits)
     known = GridTensors.__dataclass_fields__
     return {
         key: GridTensors(**{what: value for what, value in found.items() if what in known})
