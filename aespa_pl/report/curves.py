@@ -14,6 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import (
 
 Floats = NDArray[np.float64]
 
+RECONSTRUCTION = "loss_reconstruction"
+NOT_NEAREST = "share_not_nearest"
+OLDER_NAMES = {"reconstruction_loss": RECONSTRUCTION, "differs_from_nearest": NOT_NEAREST}
+"""Under which runs of journal format 1 have logged them."""
 EVERYTHING = {SCALARS: 0, HISTOGRAMS: 0}
 """TensorBoard's own default keeps a random thousand scalars and one histogram of a tag."""
 
@@ -43,7 +47,7 @@ class Curves:
     """All that the blocks of a run have logged."""
 
     scalars: dict[str, dict[tuple[int, str], Curve]] = field(default_factory=dict)
-    """By name (``reconstruction_loss``), then by block and projection."""
+    """By name (``loss_reconstruction``), then by block and projection."""
     histograms: dict[str, dict[tuple[int, str], HistogramSeries]] = field(default_factory=dict)
     """By name, then by block and projection."""
     unreadable: tuple[Path, ...] = ()
@@ -91,7 +95,7 @@ def _tags(events: EventAccumulator, kind: str) -> Iterator[tuple[str, str, str]]
     for tag in events.Tags()[kind]:
         name, slash, projection = tag.partition("/")
         if slash:
-            yield tag, name, projection
+            yield tag, OLDER_NAMES.get(name, name), projection
 
 
 def _histogram_series(events: EventAccumulator, tag: str, bins: int = 25) -> HistogramSeries:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from aespa_pl.report.curves import Floats
+from aespa_pl.report.curves import NOT_NEAREST, RECONSTRUCTION, Floats
 from aespa_pl.report.picture import (
     DEPTHS,
     HALF,
@@ -51,13 +51,11 @@ def moved_shares(run: StoredRun) -> tuple[Ratios, bool]:
     The journal knows the final share; the curves know the share that learning ended with, before polish.
     """
     stored = {
-        key: values["differs_from_nearest"]
-        for key, values in run.losses.items()
-        if "differs_from_nearest" in values
+        key: values[NOT_NEAREST] for key, values in run.losses.items() if NOT_NEAREST in values
     }
     if stored:
         return stored, True
-    curves = run.curves.of("differs_from_nearest")
+    curves = run.curves.of(NOT_NEAREST)
     return {key: float(curve.values[-1]) for key, curve in curves.items()}, False
 
 
@@ -192,7 +190,7 @@ def _write_numbers(figure: Figure, cells: Floats, limits: tuple[float, float]) -
 def loss_curves(run: StoredRun, width: float) -> Picture:
     """Return the reconstruction loss over iterations, a panel for each projection, a line for each block."""
     name, title = "loss-curves", "Loss over iterations"
-    curves = run.curves.of("reconstruction_loss")
+    curves = run.curves.of(RECONSTRUCTION)
     relative = {
         key: curve.values / run.losses[key]["nearest"]
         for key, curve in curves.items()
@@ -240,7 +238,7 @@ def _depth_legend(figure: Figure, blocks: list[int]) -> None:
 def _curves_caption(run: StoredRun, relative: Mapping[tuple[int, str], Floats]) -> str:
     ends = [float(values[-1]) for values in relative.values()]
     rises = [values[-1] / values.min() for values in relative.values()]
-    unfinished = {block for block, _ in run.curves.of("reconstruction_loss")} - set(run.blocks)
+    unfinished = {block for block, _ in run.curves.of(RECONSTRUCTION)} - set(run.blocks)
     return (
         f"Learning ends at {np.median(ends):.2f} of nearest rounding's loss (median of {len(ends)} curves, "
         f"{min(ends):.2f} to {max(ends):.2f}), before polish. While weights may lie between two integers the "

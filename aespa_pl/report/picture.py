@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
@@ -175,10 +176,18 @@ def value_axis(axes: Axes) -> None:
     lowest = min((float(np.min(line.get_ydata())) for line in axes.lines), default=low)
     if lowest <= 0 or high / lowest < 10:
         return
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("")
+    logarithmic_axis(axes, axes.yaxis)
+
+
+def logarithmic_axis(axes: Axes, axis: XAxis | YAxis) -> None:
+    """Make one of the axes logarithmic, with labels at 1, 2 and 5."""
+    if axis is axes.xaxis:
+        axes.set_xscale("log")
+    else:
+        axes.set_yscale("log")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
 
 
 def panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:

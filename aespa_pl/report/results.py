@@ -182,13 +182,11 @@ def _dots(
             text = f"{value:.4g}" if logarithmic else f"{value:.1f}"
             place: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
             panel.annotate(text, (value, number), (0, 4), **place)
-        panel.set(
-            title=name, ylim=(len(rows) - 0.5, -0.9), xscale="log" if logarithmic else "linear"
-        )
+        panel.set(title=name, ylim=(len(rows) - 0.5, -0.9))
         panel.set_yticks(range(len(rows)), [_row(runs, *row) for row in rows])
         panel.margins(x=0.2)
-        panel.xaxis.set_major_formatter("{x:g}")
-        panel.xaxis.set_minor_formatter("")
+        if logarithmic and max(row[2] for row in found) > 10 * min(row[2] for row in found):
+            logarithmic_axis(panel, panel.xaxis)
     for spare in axes.flat[len(values) :]:
         spare.set_axis_off()
     figure.supxlabel(label, fontsize=9)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
-from aespa_pl.report.curves import Curves, read_curves
+from aespa_pl.report.curves import RECONSTRUCTION, Curves, read_curves
 from aespa_pl.run.schema import FORMAT
 from aespa_pl.run.versions import last_run, version_number
 
@@ -70,7 +70,7 @@ class StoredRun:
     def projections(self) -> list[str]:
         """Names of the projections, in the order of the block."""
         names = [projection for _, projection in self.losses]
-        names += [projection for _, projection in self.curves.of("reconstruction_loss")]
+        names += [projection for _, projection in self.curves.of(RECONSTRUCTION)]
         return list(dict.fromkeys(names))
 
     @property

@@ -133,9 +133,9 @@ def _log(
             for step in range(20, 2001, 180):
                 share = step / 2000
                 loss = end * (0.5 + 0.5 * share**3 + 0.6 * math.exp(-12 * share))
-                writer.add_scalar(f"reconstruction_loss/{name}", loss, step)
+                writer.add_scalar(f"loss_reconstruction/{name}", loss, step)
                 writer.add_scalar(
-                    f"differs_from_nearest/{name}", 0.1 + 0.1 * share + block / 1000, step
+                    f"share_not_nearest/{name}", 0.1 + 0.1 * share + block / 1000, step
                 )
         if histograms:
             for step in range(100, 2001, 100):

@@ -44,7 +44,7 @@ def test_losses_curves_and_settings_are_those_that_were_stored(tmp_path: Path) -
     assert run.losses[1, "v_proj"] == journal["blocks"]["1"]["losses"]["v_proj"]
     assert run.projections == list(PROJECTIONS)
     assert run.settings["quantization.bits"] == 3
-    curve = run.curves.of("differs_from_nearest")[1, "q_proj"]
+    curve = run.curves.of("share_not_nearest")[1, "q_proj"]
     assert curve.steps[:2].tolist() == [20, 200]
     assert curve.values[0] == pytest.approx(0.1 + 0.1 * 20 / 2000 + 1 / 1000)
     assert run.notes == ()
@@ -110,9 +110,9 @@ def test_a_damaged_file_costs_its_own_figures_only(tmp_path: Path, name: str, wo
 def test_an_event_file_that_ends_in_the_middle_is_read_so_far(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "a/version_0", 1, extras=False)
     (events,) = (folder / "block_000").iterdir()
-    whole = len(read_curves(folder).of("reconstruction_loss")[0, "q_proj"].values)
+    whole = len(read_curves(folder).of("loss_reconstruction")[0, "q_proj"].values)
     events.write_bytes(events.read_bytes()[:700])
-    assert 0 < len(read_curves(folder).of("reconstruction_loss")[0, "q_proj"].values) < whole
+    assert 0 < len(read_curves(folder).of("loss_reconstruction")[0, "q_proj"].values) < whole
 
 
 def test_histograms_on_equal_bins_keep_the_shares_of_the_values(tmp_path: Path) -> None:
@@ -125,3 +125,9 @@ def test_histograms_on_equal_bins_keep_the_shares_of_the_values(tmp_path: Path) 
     np.testing.assert_allclose(
         series.shares[0], counts / len(values), atol=2e-3
     )  # edges within a bin
+
+
+def test_curves_of_older_runs_are_found_under_their_older_names(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path / "block_000")) as writer:
+        writer.add_scalar("reconstruction_loss/q_proj", 2.5, 20)
+    assert read_curves(tmp_path).of("loss_reconstruction")[0, "q_proj"].values.tolist() == [2.5]
