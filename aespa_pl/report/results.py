@@ -15,6 +15,7 @@ from aespa_pl.report.picture import (
     WIDE,
     Picture,
     depth_axis,
+    logarithmic_axis,
     value_axis,
 )
 from aespa_pl.report.stored import StoredRun
