@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def write_page(folder: Path, *runs: Path) -> Path:
     return folder / "report.html"
 
 
-def browse(path: Path, width: int, profile: Path, *flags: str) -> tuple[dict, str]:
+def browse(path: Path, width: int, profile: Path, *flags: str) -> tuple[dict[str, Any], list[str]]:
     """Return what a script in a copy of the page has measured, and what the browser's console says."""
     copy = path.with_name(f"measured_{width}.html")
     copy.write_text(path.read_text().replace("</body>", f"{MEASURE}</body>"))
@@ -104,7 +105,8 @@ def test_every_figure_is_seen_and_no_text_lies_on_another(
         EVERY_FIGURE | ({"loss-by-depth"} if runs > 1 else set())
     )
     for name, figure in seen["figures"].items():
-        assert (name, figure["overlaps"], figure["outside"]) == (name, [], [])
+        assert not figure["overlaps"], name
+        assert not figure["outside"], name
         assert figure["width"] > 300, name
         assert figure["height"] > 100, name
         assert re.search(r"\d", figure["caption"]), f"{name}: no number in its conclusion"
@@ -151,7 +153,9 @@ def test_the_page_needs_no_network_and_no_javascript(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"extras": False}, {"learned": False}, {"finished": False}])
-def test_what_a_run_has_not_stored_is_named_with_its_reason(tmp_path: Path, options: dict) -> None:
+def test_what_a_run_has_not_stored_is_named_with_its_reason(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
     folder = simulate(tmp_path / "run/version_0", 2, **options)
     text = write_page(tmp_path / "page", folder).read_text()
     missing = set(re.findall(r'<li id="([^"]*)"><b>', text))
