@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes
 from aespa_pl.models.headers import read_config
-from aespa_pl.models.pretrained import skeleton
+from aespa_pl.models.skeleton import skeleton
 from aespa_pl.settings import TaskSettings
 
 if TYPE_CHECKING:
