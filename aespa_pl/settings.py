@@ -105,6 +105,23 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True)
+class TaskSettings:
+    """Zero-shot tasks, by the rules of lm-evaluation-harness (pip install 'aespa-pl[eval]')."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Names of the harness (arc_easy, hellaswag, mmlu ...), whose data come from the hub, or local task
+    files: path/to/task.yaml. The whole model must fit into the device's memory."""
+    task_limit: PositiveInt | None = None
+    """Items of each task at most, its first ones; null: all of them."""
+    task_batch_size: PositiveInt = 8
+    """Items that run through the model at once."""
+    task_examples: NonNegativeInt = 0
+    """Solved examples before each item (few-shot); 0: zero-shot, as in the paper."""
+    task_seed: NonNegativeInt = 0
+    """Seed of the choice of solved examples and of all that a task draws at random."""
+
+
+@dataclass(frozen=True)
 class DataSettings:
     """Texts, and how they reach the model."""
 

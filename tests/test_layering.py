@@ -31,6 +31,7 @@ ORDER = (
     "block",
     "walk",
     "evaluation",
+    "report",
     "commands",
     "cli",
     "__main__",

@@ -1,0 +1,51 @@
+"""``aespa-pl report``: a page with figures about one run, or about several side by side."""
+
+from pathlib import Path
+from typing import Literal
+
+from aespa_pl.errors import UserError
+from aespa_pl.report.stored import find_run, read_run
+from aespa_pl.storage.files import disk_errors, write_text
+
+PAGE = "report.html"
+
+
+def report(
+    runs: list[str],
+    output: str | None = None,
+    figures: Literal["svg", "png", "none"] = "svg",
+    folder: str = "lightning_logs",
+) -> None:
+    """Write a page about runs: how good the result is, and where it was lost.
+
+    Also about a run that is still going. The page needs no network to be read.
+
+    Args:
+        runs: Folders of runs (NAME/version_N), or folders of runs of one name, of which the newest is
+            taken; last: the newest run of all.
+        output: Folder for report.html and the figures; null: report in the folder of the first run.
+        figures: Format of the files with one figure each, beside the page; none: only the page.
+        folder: Where last looks for runs, their output.folder.
+
+    Raises:
+        UserError: There is no such run, its journal is damaged, or a library for figures is missing.
+    """
+    found = list(dict.fromkeys(find_run(run, Path(folder).expanduser()) for run in runs))
+    if not found:
+        raise UserError("give at least one run: its folder NAME/version_N, or last")
+    try:
+        from aespa_pl.report.page import render, sections, write_figures  # noqa: PLC0415  (optional)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"the report needs {error.name}, which is not installed: pip install 'aespa-pl[report]'"
+        ) from error
+    stored = [read_run(path) for path in found]
+    drawn = sections(stored)
+    target = Path(output).expanduser() if output else found[0] / "report"
+    with disk_errors(target):
+        target.mkdir(parents=True, exist_ok=True)
+    write_text(target / PAGE, render(stored, drawn))
+    if figures != "none":
+        with disk_errors(target):
+            write_figures(drawn, target / "figures", figures)
+    print(target / PAGE)  # noqa: T201  (what the command answers)

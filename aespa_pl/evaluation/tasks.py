@@ -1,0 +1,247 @@
+"""Accuracies on zero-shot tasks, by the rules of lm-evaluation-harness (the extra ``eval``).
+
+The harness needs the whole model in memory; perplexity does not.
+"""
+
+import difflib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import yaml
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from aespa_pl.errors import UserError
+from aespa_pl.measure import free_bytes
+from aespa_pl.models.headers import read_config
+from aespa_pl.models.skeleton import skeleton
+from aespa_pl.settings import TaskSettings
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+METRICS = ("acc_norm", "acc", "exact_match")
+"""Shares of solved items; the first that a task has is its accuracy. acc_norm divides the log likelihood of
+an answer by its length."""
+SUFFIXES = (".yaml", ".yml")
+GB = 10**9
+
+ModelChange = Callable[[PreTrainedModel], None]
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """The accuracy of one model on one task."""
+
+    metric: str
+    value: float
+    """From 0 to 1."""
+    error: float | None
+    """Standard error of the mean over the items."""
+    items: int
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks that the harness knows and whose data are there."""
+
+    manager: "TaskManager"
+    names: tuple[str, ...]
+
+
+def find_tasks(settings: TaskSettings) -> Tasks:
+    """Find the tasks and load their data, before hours of anything else.
+
+    Raises:
+        UserError: The harness is not installed, a task is unknown, its file can't be read, or its data
+            can't be had.
+    """
+    try:
+        from lm_eval.tasks import TaskManager  # noqa: PLC0415  (optional)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--tasks needs lm-evaluation-harness, but {error.name} is not installed: "
+            "pip install 'aespa-pl[eval]'"
+        ) from error
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    files = {name: Path(name).expanduser() for name in settings.tasks if name.endswith(SUFFIXES)}
+    local = {name: _name_in(path) for name, path in files.items()}
+    folders = sorted({str(path.parent.resolve()) for path in files.values()})
+    # reading the harness's own thousands of tasks takes seconds
+    manager = TaskManager(include_path=folders, include_defaults=len(local) < len(settings.tasks))
+    names = tuple(local.get(name, name) for name in settings.tasks)
+    for name in names:
+        _refuse_unknown(manager, name)
+        _load(manager, name)
+    return Tasks(manager, names)
+
+
+def measure_tasks(
+    folder: Path,
+    tasks: Tasks,
+    settings: TaskSettings,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    change: ModelChange | None = None,
+) -> dict[str, TaskScore]:
+    """Return the accuracy of a model on each task.
+
+    Args:
+        folder: A Hugging Face folder: the original, the quantized model, or an exported format that
+            transformers loads.
+        tasks: From ``find_tasks``.
+        settings: Limit, batch size, examples and seed.
+        device: Where the model runs.
+        dtype: Type that it runs in.
+        change: Applied to the model before it is measured (round-to-nearest, for example).
+
+    Raises:
+        UserError: The model does not fit into the memory that is free, or can't be loaded.
+    """
+    from lm_eval import simple_evaluate  # noqa: PLC0415
+    from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
+
+    refuse_too_large(folder, device, dtype)
+    model = _load_model(folder, device, dtype)
+    if change is not None:
+        change(model)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    results = simple_evaluate(
+        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.task_batch_size),
+        tasks=list(tasks.names),
+        task_manager=tasks.manager,
+        num_fewshot=settings.task_examples,
+        limit=settings.task_limit,
+        log_samples=False,
+        random_seed=settings.task_seed,
+        numpy_random_seed=settings.task_seed,
+        torch_random_seed=settings.task_seed,
+        fewshot_random_seed=settings.task_seed,
+    )
+    return {name: _score(name, results) for name in _reported(tasks, results)}
+
+
+def refuse_too_large(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a model that does not fit into the memory that is free; nothing is loaded.
+
+    Raises:
+        UserError: It needs more than is free.
+    """
+    parameters = skeleton(read_config(folder)).parameters()
+    needed = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
+    free = free_bytes(device)
+    if needed > free:
+        raise UserError(
+            f"--tasks: {folder} takes {needed / GB:.1f} GB in {str(dtype).removeprefix('torch.')}, but "
+            f"{free / GB:.1f} GB are free on {device}, and tasks need the whole model in memory: choose "
+            "another device, --model.dtype float16, or leave --tasks out (perplexity needs one block at a "
+            "time)"
+        )
+
+
+def in_blocks(path: str, change: Callable[[nn.Module], None]) -> ModelChange:
+    """Return the change of a model that changes each of its blocks.
+
+    Args:
+        path: Of the list of blocks in the model, ``Family.blocks_path``.
+        change: As in ``evaluation.perplexity``.
+    """
+
+    def change_all(model: PreTrainedModel) -> None:
+        for block in cast(nn.ModuleList, model.get_submodule(path)):
+            change(block)
+
+    return change_all
+
+
+def _load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # what it raises depends on the format
+        raise UserError(f"model.pretrained: transformers cannot load {folder} ({error})") from error
+    return cast(PreTrainedModel, model.to(device).eval())
+
+
+class _TaskLoader(yaml.SafeLoader):
+    """Reads a task file without running the functions that it names."""
+
+
+_TaskLoader.add_multi_constructor("!", lambda _loader, _suffix, _node: None)
+
+
+def _name_in(path: Path) -> str:
+    """Return the name under which the harness knows a task file.
+
+    Raises:
+        UserError: It is no task file.
+    """
+    try:
+        # a SafeLoader's subclass
+        content = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)  # noqa: S506
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            f"--tasks: {path} cannot be read: {' '.join(str(error).split())}"
+        ) from error
+    name = content.get("task") if isinstance(content, dict) else None
+    if not isinstance(name, str):
+        raise UserError(
+            f"--tasks: {path} is not a task file: it has no key task: with a name (lm-evaluation-harness's "
+            "docs/new_task_guide.md describes the format)"
+        )
+    return name
+
+
+def _refuse_unknown(manager: "TaskManager", name: str) -> None:
+    if name not in manager.all_tasks:
+        close = difflib.get_close_matches(name, manager.all_tasks)
+        advice = (
+            f"did you mean {', '.join(close)}?" if close else "lm_eval ls tasks lists all names"
+        )
+        raise UserError(
+            f"--tasks: there is no task {name}; a local one is path/to/task.yaml; {advice}"
+        )
+
+
+def _load(manager: "TaskManager", name: str) -> None:
+    """Load a task and its data once; later loads take them from the disk."""
+    try:
+        manager.load([name])
+    except (
+        Exception
+    ) as error:  # the hub's, the data library's, or that of a function in the task file
+        raise UserError(
+            f"--tasks: the data of {name} cannot be had ({' '.join(str(error).split())[:300]}): check the "
+            "connection to the hub, or the paths in the task file"
+        ) from error
+
+
+def _reported(tasks: Tasks, results: Mapping[str, Any]) -> list[str]:
+    """Return the tasks and groups that were asked for; of a tag, which has no mean, its tasks."""
+    names: list[str] = []
+    for name in tasks.names:
+        known = name in results["results"]
+        names += [name] if known else list(tasks.manager.load([name])["tasks"])
+    return names
+
+
+def _score(name: str, results: Mapping[str, Any]) -> TaskScore:
+    found = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
+    metric = next((metric for metric in METRICS if metric in found), None)
+    if metric is None:
+        raise UserError(f"--tasks: {name} has none of the metrics {', '.join(METRICS)}")
+    error = found.get(f"{metric}_stderr")
+    members = results.get("group_subtasks", {}).get(name) or [name]
+    counts = results.get("n-samples", {})
+    return TaskScore(
+        metric=metric,
+        value=float(found[metric]),
+        error=float(error) if isinstance(error, int | float) else None,
+        items=sum(int(counts[member]["effective"]) for member in members if member in counts),
+    )

@@ -1,0 +1,49 @@
+"""What TensorBoard shows of a run beside its curves: settings, and an entry among its hparams.
+
+TensorBoard sorts tags by name and shows the first group opened, so a tag that shall come first says so in
+its name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+CONFIGURATION = "configuration"
+PERPLEXITY = "perplexity"
+
+
+def show_configuration(writer: SummaryWriter, text: str) -> None:
+    """Show a run's YAML in the text tab.
+
+    Args:
+        writer: Of the run's ``walk`` folder.
+        text: The content of ``config.yaml``.
+    """
+    lines = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown: code
+    writer.add_text(CONFIGURATION, lines)
+
+
+def show_result(
+    writer: SummaryWriter,
+    settings: Mapping[str, Any],
+    perplexity: Mapping[str, Mapping[str, float]],
+) -> None:
+    """Add one entry to the hparams tab: the settings of a run, with its final perplexities.
+
+    Args:
+        writer: Of the run's ``walk`` folder.
+        settings: Of the quantization, keys joined by dots; None and lists become text.
+        perplexity: By kind of model and text, as in ``metrics.json``.
+    """
+    results = {
+        f"{PERPLEXITY}/{kind}/{text}": value
+        for kind, texts in perplexity.items()
+        for text, value in texts.items()
+    }
+    values = {
+        key: value if isinstance(value, bool | int | float | str) else str(value)
+        for key, value in settings.items()
+    }
+    # run_name ".": torch would make a folder of its own, named by the time, which is a second run
+    writer.add_hparams(values, results, run_name=".")

@@ -1,0 +1,37 @@
+"""Make the README's two pictures from a finished run: its losses over depth, and one of its loss curves.
+
+pip install 'aespa-pl[report]'
+python scripts/pictures.py lightning_logs/smollm2_w2/version_0 docs/pictures
+"""
+
+import argparse
+from pathlib import Path
+
+from aespa_pl.report.losses import final_loss_map, final_ratios, limits_of, loss_curves
+from aespa_pl.report.picture import WIDE, style
+from aespa_pl.report.stored import find_run, read_run
+
+
+def main() -> None:
+    """Parse the arguments and write the pictures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="folder of the run")
+    parser.add_argument("folder", type=Path, help="where to write the pictures")
+    arguments = parser.parse_args()
+    run = read_run(find_run(arguments.run, Path("lightning_logs")))
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    with style():
+        limits = limits_of([final_ratios(run)])
+        pictures = (final_loss_map(run, WIDE, limits), loss_curves(run, WIDE))
+    for picture in pictures:
+        if picture.figure is None:
+            raise SystemExit(f"{run.folder}: no picture of {picture.title}. {picture.caption}")
+        path = arguments.folder / f"{picture.name}.png"
+        path.write_bytes(picture.png)
+        print(f"{path}: {picture.caption}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Simulated runs: folders such as a run leaves, with invented numbers, so many blocks as are wanted."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch.utils.tensorboard import SummaryWriter
+
+from aespa_pl.run.schema import FORMAT
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PHASES = (
+    "statistics",
+    "correction",
+    "grid",
+    "optq",
+    "rounding",
+    "polish",
+    "tuning",
+    "forward",
+    "writing",
+)
+WIDTH = 16
+
+
+def simulate(
+    folder: Path,
+    blocks: int,
+    *,
+    finished: bool = True,
+    learned: bool = True,
+    extras: bool = True,
+    bits: int = 2,
+    seed: int = 0,
+) -> Path:
+    """Write a run.
+
+    Args:
+        folder: Of the run.
+        blocks: How many.
+        finished: With metrics.json.
+        learned: With curves.
+        extras: With what not every run stores: h(B), errors of outputs, memory by block, accuracies.
+        bits: Bits of a weight.
+        seed: Of the invented numbers.
+    """
+    numbers = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    losses = {
+        (block, name): _losses(block, blocks, name, numbers)
+        for block in range(blocks)
+        for name in PROJECTIONS
+    }
+    journal = {
+        "format": FORMAT,
+        "fingerprint": {},
+        "checkpoint": None,
+        "damping": {},
+        "blocks": {
+            str(block): _record(
+                block, {name: losses[block, name] for name in PROJECTIONS}, numbers, extras
+            )
+            for block in range(blocks)
+        },
+    }
+    (folder / "journal.json").write_text(json.dumps(journal))
+    settings = {"quantization": {"method": "aespa" if learned else "aespa-fast", "bits": bits}}
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"model": {"pretrained": "simulated"}, **settings})
+    )
+    (folder / "blocks").mkdir()
+    (folder / "model").mkdir()
+    (folder / "model" / "quantization.json").write_text(
+        json.dumps({"versions": {"aespa_pl": "simulated"}})
+    )
+    for block in range(blocks):
+        save_file(_tensors(block, bits), folder / "blocks" / f"block_{block:03}.safetensors")
+        if learned:
+            _log(folder, block, losses, histograms=extras and block == 0)
+    if finished:
+        (folder / "metrics.json").write_text(json.dumps(_metrics(extras=extras)))
+    return folder
+
+
+def _losses(block: int, blocks: int, name: str, numbers: np.random.Generator) -> dict[str, float]:
+    nearest = 10 * math.exp(numbers.normal())
+    place = PROJECTIONS.index(name) / 20 + 0.3 * math.sin(3 * block / blocks) ** 2
+    final = nearest * (0.3 + place + 0.04 * numbers.random())
+    return {
+        "nearest": nearest,
+        "optq": 0.8 * nearest,
+        "final": final,
+        "before_polish": 1.05 * final,
+    }
+
+
+def _record(
+    block: int, losses: dict[str, dict[str, float]], numbers: np.random.Generator, extras: bool
+) -> dict[str, object]:
+    seconds = {phase: (3 + i) * (1 + 0.2 * numbers.random()) for i, phase in enumerate(PHASES)}
+    record: dict[str, object] = {"losses": losses, "seconds": seconds}
+    if extras:
+        error = 0.02 * (1 + block) ** 0.6 * (1 + 0.1 * numbers.random())
+        record["output_error"] = {"rounded": 1.4 * error, "corrected": 1.1 * error, "tuned": error}
+        record["peak_bytes"] = {"host": int(2**31 + 1e6 * block), "device": (2**32)}
+    return record
+
+
+def _tensors(block: int, bits: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(block)
+    tensors = {}
+    for name in PROJECTIONS:
+        tensors[f"{name}.integers"] = torch.zeros(WIDTH, WIDTH, dtype=torch.uint8)
+        scale = 0.05 * torch.exp(0.3 * torch.randn(WIDTH, 1, generator=generator))
+        tensors[f"{name}.scale"] = scale.half()
+        points = torch.randint(1, 2**bits, (WIDTH, 1), generator=generator)
+        tensors[f"{name}.zero_point"] = points.to(torch.uint8)
+    for name in ("attention_input", "attention_output", "mlp_input"):
+        tensors[f"{name}.zeta"] = torch.exp(0.2 * torch.randn(WIDTH, generator=generator))
+    return tensors
+
+
+def _log(
+    folder: Path, block: int, losses: dict[tuple[int, str], dict[str, float]], *, histograms: bool
+) -> None:
+    with SummaryWriter(str(folder / f"block_{block:03}")) as writer:
+        for name in PROJECTIONS:
+            end = losses[block, name]["before_polish"]
+            for step in range(20, 2001, 180):
+                share = step / 2000
+                loss = end * (0.5 + 0.5 * share**3 + 0.6 * math.exp(-12 * share))
+                writer.add_scalar(f"loss_reconstruction/{name}", loss, step)
+                writer.add_scalar(
+                    f"share_not_nearest/{name}", 0.1 + 0.1 * share + block / 1000, step
+                )
+        if histograms:
+            for step in range(100, 2001, 100):
+                sharp = 1 + 30 * (step / 2000) ** 3
+                values = torch.sigmoid(sharp * torch.randn(500))
+                writer.add_histogram("rounding_variables/q_proj", values, step)
+
+
+def _metrics(*, extras: bool) -> dict[str, object]:
+    texts = {"wikitext2": 1.0, "c4": 1.3, "ptb": 1.7}
+    metrics: dict[str, object] = {
+        "perplexity": {
+            kind: {text: base * factor for text, factor in texts.items()}
+            for kind, base in (("original", 20.0), ("nearest", 300.0), ("quantized", 27.0))
+        },
+        "seconds": {"quantization": 4000.0},
+        "peak_bytes": {"host": 2**31, "device": 2**32},
+    }
+    if extras:
+        tasks = (
+            "arc_easy",
+            "arc_challenge",
+            "hellaswag",
+            "piqa",
+            "winogrande",
+            "lambada_openai",
+            "mmlu",
+        )
+        metrics["tasks"] = {
+            kind: {task: {"value": top - i / 30, "error": 0.012} for i, task in enumerate(tasks)}
+            for kind, top in (("original", 0.7), ("nearest", 0.4), ("quantized", 0.66))
+        }
+    return metrics

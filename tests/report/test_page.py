@@ -1,0 +1,238 @@
+"""The page in a real browser, and what its sentences say."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aespa_pl.commands.report import report
+from aespa_pl.errors import UserError
+from aespa_pl.report.stored import read_run
+from tests.report.simulated import simulate
+
+if find_spec("matplotlib") is None or find_spec("jinja2") is None:
+    pytest.skip(
+        "matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True
+    )
+
+from aespa_pl.report import losses, page, results
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+in_browser = pytest.mark.skipif(
+    BROWSER is None, reason="no browser: install chromium (Debian: apt-get install chromium)"
+)
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--virtual-time-budget=5000",
+)  # fmt: skip
+MEASURE = """
+<script>
+window.onload = () => {
+  const found = {};
+  for (const figure of document.querySelectorAll("figure")) {
+    const svg = figure.querySelector("svg"), box = svg && svg.getBoundingClientRect();
+    const texts = svg ? [...svg.querySelectorAll("text")].filter(t => t.textContent.trim()) : [];
+    const boxes = texts.map(t => t.getBoundingClientRect());
+    const overlaps = [], outside = [];
+    boxes.forEach((a, i) => {
+      if (a.left < box.left - 1 || a.right > box.right + 1
+          || a.top < box.top - 1 || a.bottom > box.bottom + 1)
+        outside.push(texts[i].textContent);
+      boxes.slice(i + 1).forEach((b, j) => {
+        const w = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const h = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (w > 2 && h > 4) overlaps.push([texts[i].textContent, texts[i + 1 + j].textContent]);
+      });
+    });
+    found[figure.id] = {width: box ? box.width : 0, height: box ? box.height : 0, overlaps, outside,
+                        caption: figure.querySelector("figcaption").textContent};
+  }
+  const answer = document.createElement("pre");
+  answer.id = "measured";
+  answer.textContent = JSON.stringify({figures: found, scrolls: document.body.scrollWidth > innerWidth});
+  document.body.append(answer);
+};
+</script>
+"""
+EVERY_FIGURE = {
+    "perplexities", "accuracies", "final-loss", "loss-curves", "output-error", "moved", "scales",
+    "zero-points", "zeta", "rounding-variables", "seconds", "memory",
+}  # fmt: skip
+
+
+def write_page(folder: Path, *runs: Path) -> Path:
+    report([str(run) for run in runs], output=str(folder), figures="none")
+    return folder / "report.html"
+
+
+def browse(path: Path, width: int, profile: Path, *flags: str) -> tuple[dict[str, Any], list[str]]:
+    """Return what a script in a copy of the page has measured, and what the browser's console says."""
+    copy = path.with_name(f"measured_{width}.html")
+    copy.write_text(path.read_text().replace("</body>", f"{MEASURE}</body>"))
+    command = [BROWSER, *FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},1400"]
+    done = subprocess.run(
+        [*command, "--dump-dom", copy.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, done.stderr[-2000:]
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(
+        found[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">")
+    ), console
+
+
+@in_browser
+@pytest.mark.parametrize(("blocks", "runs", "width"), [(3, 1, 1280), (60, 1, 1280), (60, 2, 2560)])
+def test_every_figure_is_seen_and_no_text_lies_on_another(
+    tmp_path: Path, blocks: int, runs: int, width: int
+) -> None:
+    folders = [simulate(tmp_path / f"run_{n}/version_0", blocks, seed=n) for n in range(runs)]
+    seen, console = browse(write_page(tmp_path / "page", *folders), width, tmp_path / "profile")
+    assert console == []
+    assert {name.removesuffix("-1").removesuffix("-2") for name in seen["figures"]} == (
+        EVERY_FIGURE | ({"loss-by-depth"} if runs > 1 else set())
+    )
+    for name, figure in seen["figures"].items():
+        assert not figure["overlaps"], name
+        assert not figure["outside"], name
+        assert figure["width"] > 300, name
+        assert figure["height"] > 100, name
+        assert re.search(r"\d", figure["caption"]), f"{name}: no number in its conclusion"
+    assert not seen["scrolls"]
+
+
+@in_browser
+def test_the_page_is_dark_where_the_reader_wants_it(tmp_path: Path) -> None:
+    path = write_page(tmp_path / "page", simulate(tmp_path / "run/version_0", 3))
+    colours = {}
+    script = (
+        "<script>onload=()=>{const s=getComputedStyle(document.querySelector('svg text'));"
+        "document.title=s.fill+' on '+getComputedStyle(document.body).backgroundColor}</script></body>"
+    )
+    path.write_text(path.read_text().replace("</body>", script))
+    for mode, flags in (("light", ()), ("dark", ("--blink-settings=preferredColorScheme=0",))):
+        command = [
+            BROWSER,
+            *FLAGS,
+            *flags,
+            f"--user-data-dir={tmp_path / mode}",
+            "--dump-dom",
+            path.as_uri(),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        colours[mode] = re.search(r"<title>(.*?) on (.*?)</title>", done.stdout).groups()
+    brightness = {
+        mode: [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in pair]
+        for mode, pair in colours.items()
+    }
+    assert brightness["light"][0] < 350 < 650 < brightness["light"][1]
+    assert brightness["dark"][1] < 200 < 500 < brightness["dark"][0]
+
+
+def test_the_page_needs_no_network_and_no_javascript(tmp_path: Path) -> None:
+    text = write_page(tmp_path / "page", simulate(tmp_path / "run/version_0", 2)).read_text()
+    assert "<script" not in text
+    addresses = set(re.findall(r'(?:src|href)="([^"#][^"]*)"', text)) | set(
+        re.findall(r"url\(([^#)]+)", text)
+    )
+    assert [address for address in addresses if not address.startswith("data:")] == []
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("options", [{"extras": False}, {"learned": False}, {"finished": False}])
+def test_what_a_run_has_not_stored_is_named_with_its_reason(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    folder = simulate(tmp_path / "run/version_0", 2, **options)
+    text = write_page(tmp_path / "page", folder).read_text()
+    missing = set(re.findall(r'<li id="([^"]*)"><b>', text))
+    expected = {
+        "extras": {"accuracies", "output-error", "rounding-variables", "memory"},
+        "learned": {"loss-curves", "moved", "rounding-variables"},
+        "finished": {"perplexities", "accuracies"},
+    }[next(iter(options))]
+    assert missing == expected
+    assert missing | set(re.findall(r'<figure id="([^"]*)"', text)) == EVERY_FIGURE
+
+
+def test_a_run_without_a_finished_block_still_gives_a_page(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 0, finished=False)
+    text = write_page(tmp_path / "page", folder).read_text()
+    assert "No block is finished yet" in text
+    assert "0 blocks are finished" in text
+
+
+def test_settings_that_differ_come_first(tmp_path: Path) -> None:
+    folders = [simulate(tmp_path / f"run_{bits}/version_0", 1, bits=bits) for bits in (2, 4)]
+    table = page.differences([read_run(folder) for folder in folders])
+    assert table.rows == [["quantization.bits", "2", "4"]]
+    text = write_page(tmp_path / "page", *folders).read_text()
+    assert text.index('id="differences"') < text.index('id="results"')
+
+
+def test_the_verdict_is_the_arithmetic_of_the_perplexities(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 1)
+    perplexity = {"original": {"t": 10.0}, "nearest": {"t": 1000.0}, "quantized": {"t": 10.9}}
+    (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))
+    # ln(1.09) / ln(100) = 0.0187: 98 % of the loss in nats is avoided
+    assert results.verdict(read_run(folder)) == (
+        "The quantized model is close to the original: it loses up to 10 % in perplexity. On t it goes from "
+        "10.00 to 10.90 (+9 %); nearest rounding would give 1000.00, so 98 % of its loss (in nats) is "
+        "avoided."
+    )
+
+
+def test_later_measurements_are_shown_instead_of_the_runs_own(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 1, extras=False)
+    later = {"perplexity": {"original": {"t": 10.0}, "quantized": {"t": 11.0}}}
+    (folder / "test.json").write_text(json.dumps(later))
+    (row, other) = page.result_table([read_run(folder)]).rows
+    assert (row[:2], other[:2]) == (["original", "10.000"], ["quantized", "11.000"])
+
+
+def test_the_worst_projection_is_named(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 3)
+    path = folder / "journal.json"
+    journal = json.loads(path.read_text())
+    journal["blocks"]["1"]["losses"]["v_proj"] |= {"nearest": 2.0, "final": 3.0}
+    path.write_text(json.dumps(journal))
+    run = read_run(folder)
+    picture = losses.final_loss_map(run, 10, (0, 2))
+    assert "Least is gained in v_proj of block 1 (1.50)" in picture.caption
+    assert "1 are worse than nearest rounding" in picture.caption
+    assert "v_proj of block 1 (1.50)" in page.where_lost(run)
+
+
+def test_figures_are_written_beside_the_page(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 2)
+    report([str(folder)], figures="png")
+    files = sorted(path.name for path in (folder / "report" / "figures").iterdir())
+    assert files == sorted(f"{name}.png" for name in EVERY_FIGURE)
+    assert (folder / "report" / "report.html").is_file()
+    assert (folder / "report" / "figures" / "seconds.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_a_plotting_library_the_user_reads_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = simulate(tmp_path / "run/version_0", 1, learned=False)
+    for name in [
+        name for name in sys.modules if name.startswith(("matplotlib", "aespa_pl.report.p"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"pip install 'aespa-pl\[report\]'"):
+        report([str(folder)])

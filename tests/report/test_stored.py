@@ -1,0 +1,133 @@
+"""What a run has stored is found and read; what is missing or damaged is said."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from aespa_pl.errors import UserError
+from aespa_pl.report.curves import read_curves
+from aespa_pl.report.stored import find_run, read_run
+from tests.report.simulated import PROJECTIONS, WIDTH, simulate
+
+
+def test_last_is_the_newest_run_of_any_name(tmp_path: Path) -> None:
+    folders = [
+        simulate(tmp_path / name, 1, learned=False) for name in ("a/version_3", "b/version_0")
+    ]
+    for folder, seconds in zip(folders, (2000, 1000), strict=True):
+        os.utime(folder / "journal.json", (seconds, seconds))
+    assert find_run("last", tmp_path) == folders[0]
+
+
+def test_a_folder_of_runs_stands_for_its_newest(tmp_path: Path) -> None:
+    for number in (2, 10):
+        simulate(tmp_path / f"a/version_{number}", 1, learned=False)
+    assert find_run(str(tmp_path / "a"), Path("nowhere")) == tmp_path / "a/version_10"
+
+
+def test_without_any_run_the_user_reads_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no run in .*: start one with aespa-pl fit"):
+        find_run("last", tmp_path)
+    with pytest.raises(UserError, match=r"has no journal\.json; give NAME/version_N"):
+        find_run(str(tmp_path), tmp_path)
+
+
+def test_losses_curves_and_settings_are_those_that_were_stored(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "a/version_0", 2, bits=3)
+    run = read_run(folder)
+    journal = json.loads((folder / "journal.json").read_text())
+    assert run.losses[1, "v_proj"] == journal["blocks"]["1"]["losses"]["v_proj"]
+    assert run.projections == list(PROJECTIONS)
+    assert run.settings["quantization.bits"] == 3
+    curve = run.curves.of("share_not_nearest")[1, "q_proj"]
+    assert curve.steps[:2].tolist() == [20, 200]
+    assert curve.values[0] == pytest.approx(0.1 + 0.1 * 20 / 2000 + 1 / 1000)
+    assert run.notes == ()
+
+
+def test_bits_per_weight_count_scales_and_zero_points(tmp_path: Path) -> None:
+    run = read_run(simulate(tmp_path / "a/version_0", 2, bits=3))
+    # each row of WIDTH weights of 3 bits has a scale of 16 bits and a zero point of 3
+    assert run.shape["bits_per_weight"] == pytest.approx((3 * WIDTH + 16 + 3) / WIDTH)
+    assert run.shape["weights"] == 2 * len(PROJECTIONS) * WIDTH**2
+
+
+def test_a_run_without_metrics_says_so_and_how_to_go_on(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "a/version_0", 2, finished=False)
+    (folder / "model" / "config.json").write_text('{"num_hidden_layers": 7}')
+    (note,) = read_run(folder).notes
+    assert "still going, or it was stopped. 2 of 7 blocks are finished" in note
+    assert f"--ckpt_path {folder}" in note
+
+
+def test_a_run_of_an_older_version_is_shown_and_named(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "a/version_0", 1)
+    journal = json.loads((folder / "journal.json").read_text())
+    (folder / "journal.json").write_text(json.dumps({**journal, "format": 1}))
+    run = read_run(folder)
+    assert len(run.losses) == len(PROJECTIONS)
+    assert "An older version of aespa-pl wrote this run" in run.notes[0]
+
+
+def test_a_run_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "a/version_0", 1)
+    journal = json.loads((folder / "journal.json").read_text())
+    (folder / "journal.json").write_text(json.dumps({**journal, "format": 1000}))
+    with pytest.raises(UserError, match="newer version of aespa-pl: update aespa-pl"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format": 2, "blocks": {"0": 1}}'])
+def test_a_damaged_journal_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    folder = simulate(tmp_path / "a/version_0", 1)
+    (folder / "journal.json").write_text(content)
+    with pytest.raises(UserError, match=r"journal\.json is damaged"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("blocks/block_000.safetensors", "blocks/block_000.safetensors cannot be read"),
+        ("metrics.json", "metrics.json cannot be read"),
+        ("config.yaml", "config.yaml cannot be read"),
+        ("model/quantization.json", "quantization.json cannot be read"),
+    ],
+)
+def test_a_damaged_file_costs_its_own_figures_only(tmp_path: Path, name: str, words: str) -> None:
+    folder = simulate(tmp_path / "a/version_0", 2)
+    (folder / name).write_text("{ : damaged")
+    run = read_run(folder)
+    assert [words in note for note in run.notes] == [True]
+    assert len(run.losses) == 2 * len(PROJECTIONS)
+
+
+def test_an_event_file_that_ends_in_the_middle_is_read_so_far(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "a/version_0", 1, extras=False)
+    (events,) = (folder / "block_000").iterdir()
+    whole = len(read_curves(folder).of("loss_reconstruction")[0, "q_proj"].values)
+    events.write_bytes(events.read_bytes()[:700])
+    assert 0 < len(read_curves(folder).of("loss_reconstruction")[0, "q_proj"].values) < whole
+
+
+def test_histograms_on_equal_bins_keep_the_shares_of_the_values(tmp_path: Path) -> None:
+    values = torch.rand(20_000, generator=torch.Generator().manual_seed(0)) ** 2
+    with SummaryWriter(str(tmp_path / "block_004")) as writer:
+        writer.add_histogram("rounding_variables/q_proj", values, 7, bins=1000)
+    series = read_curves(tmp_path).histograms["rounding_variables"][4, "q_proj"]
+    counts, _ = np.histogram(values.numpy(), bins=series.edges)
+    assert series.steps.tolist() == [7]
+    np.testing.assert_allclose(
+        series.shares[0], counts / len(values), atol=2e-3
+    )  # edges within a bin
+
+
+def test_curves_of_older_runs_are_found_under_their_older_names(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path / "block_000")) as writer:
+        writer.add_scalar("reconstruction_loss/q_proj", 2.5, 20)
+    assert read_curves(tmp_path).of("loss_reconstruction")[0, "q_proj"].values.tolist() == [2.5]
