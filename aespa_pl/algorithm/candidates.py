@@ -80,6 +80,17 @@ def best_grids(
     return scale[..., 0], chosen.zero[..., 0]
 
 
+def products_of_a_search(columns: int, candidates: int) -> int:
+    """Return how many products ``e H`` of a row, or what takes as much arithmetic, a search makes."""
+    exact = min(SHORTLIST, candidates) + 2  # two more for the lowest point of the parabola
+    return exact + candidates * leading_rank(columns) // columns
+
+
+def leading_rank(columns: int) -> int:
+    """Return the columns of A for a Hessian of so many columns."""
+    return min(columns, max(LEAST_RANK, columns // COLUMNS_PER_RANK))
+
+
 def leading_part(
     H: Float[Tensor, "groups columns columns"],
 ) -> tuple[Float[Tensor, "groups columns rank"], Float[Tensor, "groups columns"]]:
@@ -89,8 +100,7 @@ def leading_part(
     variances; nothing is random, because each process must find the same.
     """
     diagonal, columns = H.diagonal(dim1=1, dim2=2), H.shape[-1]
-    rank = min(columns, max(LEAST_RANK, columns // COLUMNS_PER_RANK))
-    largest = diagonal.topk(rank).indices
+    largest = diagonal.topk(leading_rank(columns)).indices
     Y = H.gather(2, largest[:, None].expand(-1, columns, -1))  # [groups, columns, rank]
     for _ in range(ITERATIONS):
         basis = torch.linalg.qr(Y).Q

@@ -11,6 +11,7 @@ from aespa_pl.algorithm.candidates import (
     best_grids,
     exact_losses,
     leading_part,
+    products_of_a_search,
 )
 from tests import reference
 
@@ -175,3 +176,12 @@ def test_rows_that_round_without_error_and_rows_of_zeros() -> None:
     found, _ = best_grids(V, H, Candidates(scale, torch.zeros_like(scale), 3))
     assert float(found[0, 0]) in (3.0, 1.0, 2.0)
     assert float(found[0, 1]) in (1.0, 2.0)  # both reach 2 exactly
+
+
+@pytest.mark.parametrize(
+    ("columns", "candidates", "expected"), [(128, 200, 6 + 25), (4096, 200, 6 + 8), (16, 1, 3 + 1)]
+)
+def test_products_are_those_of_the_shortlist_the_parabola_and_the_approximation(
+    columns: int, candidates: int, expected: int
+) -> None:
+    assert products_of_a_search(columns, candidates) == expected
