@@ -26,7 +26,8 @@ from aespa_pl.algorithm.workspace import Workspace
 
 ROWS, COLUMNS, TOKENS = 128, 512, 4096
 BUSY = "while True: pass"
-WAITING = {"passive": "passive", "default": ""}
+WAITING = {"passive": {}, "default": {"GOMP_SPINCOUNT": "300000"}}
+"""Variables for the process; the number is what GNU's OpenMP takes where nothing is set."""
 
 
 def main(
@@ -62,13 +63,15 @@ def main(
 def _measured(waiting: str, threads: int, seconds: float) -> dict[str, float]:
     """Return milliseconds of each piece of work in a process of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-    # set, so that the package leaves it alone; an empty value is OpenMP's default
-    environment["OMP_WAIT_POLICY"] = WAITING[waiting]
     command = f"import busy_machine; busy_machine.work({threads}, {seconds})"
     folder = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", command],
-        env={**environment, "PYTHONPATH": f"{folder}{os.pathsep}{folder.parent}"},
+        env={
+            **environment,
+            **WAITING[waiting],
+            "PYTHONPATH": f"{folder}{os.pathsep}{folder.parent}",
+        },
         stdout=subprocess.PIPE,
         text=True,
         check=True,
