@@ -1,3 +1,9 @@
 """Low-bit quantization of language models with aespa, as a PyTorch Lightning application."""
 
+import os
+
 __version__ = "0.1.0"
+
+# OpenMP reads this when torch is imported. A thread that waits for the others sleeps: one that spins
+# takes the core of a thread that it waits for where other processes run (benchmarks/busy_machine.py).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

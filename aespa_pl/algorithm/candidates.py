@@ -1,134 +1,164 @@
-"""The best of many grids of a row, with a few of the products that their losses take.
+"""The best of many grids of a row: all of them on an approximation of H, the best few on H itself.
 
-The losses ``e_c H e_c^T`` of a row's candidates c are the diagonal of their Gram matrix
-``A = E H E^T``, E being their quantization errors. The product ``e_b H`` of one of them gives its own
-loss and, with a dot product for each other candidate, column b of A: a step of the Cholesky
-factorization of A with pivot b. What is left of A, ``A - F F^T``, has no negative diagonal, so
-``sum_k F_ck^2`` is a lower bound of loss c. The next product is always that of the least bound; the
-search ends when no bound is below the least loss found. So the choice is that of computing all losses,
-and nothing is assumed about how they depend on the scale.
+The loss ``e H e^T`` of a candidate with the error e takes a product with H, and a row has 200 candidates.
+``A A^T + diag(D)`` with a narrow A stands for H where they are compared: A holds the directions in which
+the inputs vary most, D what they leave of the diagonal. That takes a small part of the product. A few
+candidates with the least approximate losses get their exact ones.
 
-Of 200 candidates, 6 to 20 are multiplied on statistics of real models, 30 where H is the identity
-(docs/performance.md).
+Last, the scale leaves the candidates. With the integers Q of the best candidate fixed, the loss
+``(s Q - v) H (s Q - v)^T`` is a parabola of the scale s; its lowest point is tried, with the integers that
+are nearest there.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from aespa_pl.algorithm.workspace import chunk_elements
 
 CPU_CHUNK = 2**18
-"""Errors at once, for each thread; 2**14 to 2**22 were tried."""
+"""Errors at once, for each thread; 2**13 to 2**18 were tried, and fewer take up to seven times as long."""
 ACCELERATOR_CHUNK = 2**26
 """Errors at once: 256 MB a tensor."""
-MARGIN = 1e-4
-"""Share of the least loss that a bound must exceed it by. Rounding makes errors of some 1e-6 in a loss,
-and up to ten times as much in a bound."""
-LEAST_RESIDUAL = 1e-3
-"""Share of its loss that what is left of it counts with at least, as a pivot: the difference of two
-numbers that are nearly equal may be nothing but their errors. Too much of it makes bounds lower."""
+LEAST_RANK = 16
+"""Columns of A at least; 8 to 64 were tried (docs/performance.md)."""
+COLUMNS_PER_RANK = 24
+"""Columns of H for each column of A, where that makes more than ``LEAST_RANK``."""
+ITERATIONS = 2
+"""Products with H that turn the columns of A into its leading directions."""
+SHORTLIST = 4
+"""Candidates of a row with exact losses; 1 to 16 were tried (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
 class Candidates:
     """Grids that each row may choose from."""
 
-    scale: Float[Tensor, "*rows candidates"]
-    zero: Float[Tensor, "*rows candidates"]
+    scale: Float[Tensor, "groups rows candidates"]
+    zero: Float[Tensor, "groups rows candidates"]
     levels: int
     """The largest integer."""
 
-    def __getitem__(self, index: Any) -> "Candidates":
-        """Return the candidates at an index of ``scale``."""
-        return Candidates(self.scale[index], self.zero[index], self.levels)
-
-    def errors(
-        self, V: Float[Tensor, "*rows columns"]
-    ) -> Float[Tensor, "*rows candidates columns"]:
-        """Return the error of nearest rounding with each candidate."""
-        V, step, zero = V[..., None, :], self.scale[..., None], self.zero[..., None]
-        error = V / step  # all that follows in place: new memory costs more than what it holds
-        error.round_()
+    def centred(self, V: Float[Tensor, "groups rows columns"]) -> Tensor:
+        """Return the nearest integers less the zero point, ``[groups, rows, candidates, columns]``."""
+        zero = self.zero[..., None]
+        Q = V[..., None, :] / self.scale[..., None]
+        Q.round_()  # all that follows in place: new memory costs more than what it holds
         # a quarter of the time of clamp with tensors
-        torch.maximum(error, -zero, out=error)
-        torch.minimum(error, self.levels - zero, out=error)
-        return error.mul_(step).sub_(V)
+        torch.maximum(Q, -zero, out=Q)
+        return torch.minimum(Q, self.levels - zero, out=Q)
+
+    def errors(self, V: Float[Tensor, "groups rows columns"]) -> Tensor:
+        """Return the errors of nearest rounding, ``[groups, rows, candidates, columns]``."""
+        return self.centred(V).mul_(self.scale[..., None]).sub_(V[..., None, :])
+
+    def part(self, rows: slice, some: slice) -> "Candidates":
+        """Return some candidates of some rows."""
+        return Candidates(self.scale[:, rows, some], self.zero[:, rows, some], self.levels)
+
+    def take(self, index: Tensor) -> "Candidates":
+        """Return the candidates at ``[groups, rows, some]``."""
+        return Candidates(self.scale.gather(-1, index), self.zero.gather(-1, index), self.levels)
 
 
-def every_loss(
+def best_grids(
+    V: Float[Tensor, "groups rows columns"],
+    H: Float[Tensor, "groups columns columns"],
+    candidates: Candidates,
+) -> tuple[Float[Tensor, "groups rows"], Float[Tensor, "groups rows"]]:
+    """Return a scale and a zero point with nearly the least ``dv H dv^T`` for each row."""
+    approximate = approximate_losses(V, *leading_part(H), candidates)
+    few = min(SHORTLIST, approximate.shape[-1])
+    shortlist = candidates.take(approximate.topk(few, largest=False).indices)
+    loss, best = exact_losses(V, H, shortlist).min(-1, keepdim=True)
+    chosen = shortlist.take(best)
+    moved = _lowest_point(V, H, chosen)
+    scale = torch.where(exact_losses(V, H, moved) < loss, moved.scale, chosen.scale)
+    return scale[..., 0], chosen.zero[..., 0]
+
+
+def products_of_a_search(columns: int, candidates: int) -> int:
+    """Return how many products ``e H`` of a row, or what takes as much arithmetic, a search makes."""
+    exact = min(SHORTLIST, candidates) + 2  # two more for the lowest point of the parabola
+    return exact + candidates * leading_rank(columns) // columns
+
+
+def leading_rank(columns: int) -> int:
+    """Return the columns of A for a Hessian of so many columns."""
+    return min(columns, max(LEAST_RANK, columns // COLUMNS_PER_RANK))
+
+
+def leading_part(
+    H: Float[Tensor, "groups columns columns"],
+) -> tuple[Float[Tensor, "groups columns rank"], Float[Tensor, "groups columns"]]:
+    """Return A and D, so that ``A A^T + diag(D)`` is near H and has its diagonal.
+
+    A is Nystroem's approximation on a few directions, which begin with the columns of the largest
+    variances; nothing is random, because each process must find the same.
+    """
+    diagonal, columns = H.diagonal(dim1=1, dim2=2), H.shape[-1]
+    largest = diagonal.topk(leading_rank(columns)).indices
+    Y = H.gather(2, largest[:, None].expand(-1, columns, -1))  # [groups, columns, rank]
+    for _ in range(ITERATIONS):
+        basis = torch.linalg.qr(Y).Q
+        Y = H @ basis
+    triangle = torch.linalg.cholesky_ex(basis.mT @ Y, upper=True).L
+    A = torch.linalg.solve_triangular(triangle, Y, upper=True, left=False)
+    return A, (diagonal - A.square().sum(-1)).clamp(min=0)
+
+
+def approximate_losses(
+    V: Float[Tensor, "groups rows columns"],
+    A: Float[Tensor, "groups columns rank"],
+    D: Float[Tensor, "groups columns"],
+    candidates: Candidates,
+) -> Float[Tensor, "groups rows candidates"]:
+    """Return ``dv (A A^T + diag(D)) dv^T`` of all candidates of all rows."""
+
+    def losses(errors: Tensor) -> Tensor:
+        loss = (errors @ A).square_().sum(-1)
+        return loss + (errors.square_() @ D[..., None])[..., 0]
+
+    return _of_each(V, candidates, losses)
+
+
+def exact_losses(
     V: Float[Tensor, "groups rows columns"],
     H: Float[Tensor, "groups columns columns"],
     candidates: Candidates,
 ) -> Float[Tensor, "groups rows candidates"]:
     """Return ``dv H dv^T`` of all candidates of all rows."""
-    elements = chunk_elements(V, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
-    size, losses = max(1, elements // V.numel()), []
-    for start in range(0, candidates.scale.shape[-1], size):
-        error = candidates[..., start : start + size].errors(V)
-        flat = error.flatten(1, 2)  # one product a group
-        losses.append((flat * (flat @ H)).sum(-1).view(error.shape[:-1]))
-    return torch.cat(losses, -1)
+    return _of_each(V, candidates, lambda errors: (errors @ H).mul_(errors).sum(-1))
 
 
-def least_loss(
-    V: Float[Tensor, "rows columns"],
-    H: Float[Tensor, "columns columns"],
-    candidates: Candidates,
-) -> Int[Tensor, " rows"]:
-    """Return the candidate with the least ``dv H dv^T`` of each row."""
-    scale = candidates.scale
-    best = torch.zeros(len(V), dtype=torch.long, device=V.device)
-    best_loss = torch.full_like(scale[:, 0], torch.inf)
-    rows = torch.arange(len(V), device=V.device)  # those with candidates that are not ruled out
-    left = torch.arange(scale.shape[1], device=V.device).expand_as(scale)  # these candidates
-    counts = [scale.shape[1]] * len(V)  # how many they are
-    bound, factor = torch.zeros_like(scale), scale.new_zeros(*scale.shape, 0)
-    # The first pivot is no candidate, but the error of rounding all to 0: where the integers don't
-    # change with the scale, the error changes by a multiple of that and of itself.
-    error, pivot = -V, torch.full_like(rows, -1)
-    pivot_bound, pivot_factor = bound[:, 0], factor[:, 0]
-    while True:
-        product = error @ H
-        loss = (error * product).sum(-1)
-        better = (loss < best_loss[rows]) & (pivot >= 0)
-        best[rows] = torch.where(better, pivot, best[rows])
-        best_loss[rows] = torch.where(better, loss, best_loss[rows])
-
-        column = _dots(V[rows], product, candidates[rows[:, None], left], counts)
-        column -= (factor @ pivot_factor[..., None])[..., 0]
-        residual = torch.maximum(loss - pivot_bound, LEAST_RESIDUAL * loss)
-        column /= residual.clamp(min=torch.finfo(V.dtype).tiny).sqrt()[:, None]
-        bound, factor = bound + column.square(), torch.cat([factor, column[..., None]], -1)
-
-        count, order = (bound < (1 + MARGIN) * best_loss[rows, None]).sum(1).sort(descending=True)
-        counts = [c for c in count.tolist() if c]
-        if not counts:
-            return best
-        kept = order[: len(counts)]
-        bound, columns = (x[:, : counts[0]] for x in bound[kept].sort(1))
-        rows, left, factor = (
-            rows[kept],
-            left[kept[:, None], columns],
-            factor[kept[:, None], columns],
-        )
-        pivot, pivot_bound, pivot_factor = left[:, 0], bound[:, 0].clone(), factor[:, 0]
-        bound[:, 0] = torch.inf  # its loss is known from now on
-        error = candidates[rows[:, None], pivot[:, None]].errors(V[rows])[:, 0]
+def _lowest_point(V: Tensor, H: Tensor, chosen: Candidates) -> Candidates:
+    """Return the scale with the least loss for the integers of each row's only candidate."""
+    Q = chosen.centred(V)[:, :, 0]
+    QH = Q @ H
+    slope = (QH * (chosen.scale * Q - V)).sum(-1, keepdim=True)
+    scale = chosen.scale - slope / (QH * Q).sum(-1, keepdim=True)
+    usable = (scale > 0) & scale.isfinite()  # not where all integers stand for 0
+    return Candidates(torch.where(usable, scale, chosen.scale), chosen.zero, chosen.levels)
 
 
-def _dots(V: Tensor, product: Tensor, candidates: Candidates, counts: list[int]) -> Tensor:
-    """Return ``e_c . product`` for the first ``counts`` candidates of each row, most of them first."""
-    dots = torch.zeros_like(candidates.scale)
-    elements = chunk_elements(V, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
-    start = 0
-    while start < len(V):
-        count = counts[start]
-        some = slice(start, start + max(1, elements // (count * V.shape[1])))
-        error = candidates[some, :count].errors(V[some])
-        dots[some, :count] = error.mul_(product[some, None]).sum(-1)
-        start = some.stop
-    return dots
+def _of_each(
+    V: Tensor, candidates: Candidates, losses: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "groups rows candidates"]:
+    """Return what ``losses`` makes of errors ``[groups, n, columns]``, a few at a time."""
+    groups, row_count, columns = V.shape
+    elements = chunk_elements(V, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK) // (groups * columns)
+    count = candidates.scale.shape[-1]
+    width = min(count, max(1, elements))
+    height = max(1, elements // width)
+    found = torch.empty_like(candidates.scale)
+    for row in range(0, row_count, height):
+        rows = slice(row, row + height)
+        for first in range(0, count, width):
+            some = slice(first, first + width)
+            part = candidates.part(rows, some)
+            errors = part.errors(V[:, rows]).flatten(1, 2)  # one product a group
+            found[:, rows, some] = losses(errors).view_as(part.scale)
+    return found

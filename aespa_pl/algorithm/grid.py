@@ -1,16 +1,14 @@
-"""Scale and zero point of each row: a search over clip ratios for the least ``dw H dw^T``."""
+"""Scale and zero point of each row: a search over clip ratios for a small ``dw H dw^T``."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from aespa_pl.algorithm.candidates import Candidates, every_loss, least_loss
+from aespa_pl.algorithm.candidates import Candidates, best_grids
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 
 CLIP_RATIOS = 100
 """Ratios 1.00, 0.99 ... 0.01 of the min-max range (docs/algorithm.md)."""
-MANY_COLUMNS = 256
-"""Columns from which on bounds are worth more than they cost."""
 
 
 def min_max_grid(
@@ -29,10 +27,11 @@ def search_grid(
     zeta: Float[Tensor, " d_in"],
     grid_format: GridFormat,
 ) -> Grid:
-    """Return the grid with the least ``dw H dw^T`` for each row under nearest rounding.
+    """Return a grid with nearly the least ``dw H dw^T`` for each row under nearest rounding.
 
-    Every clip ratio is tried with the floor and the ceiling of the zero point. With groups of
-    columns each group is searched on its own diagonal block of H.
+    Every clip ratio is compared with the floor and the ceiling of the zero point; how, and how near
+    the least loss that comes, stands in ``candidates.py``. With groups of columns each group is
+    searched on its own diagonal block of H.
     """
     parts = W.reshape(H.shape[0], -1, W.shape[-1])  # rows that share a Hessian
     found = []
@@ -52,7 +51,7 @@ def _blocks(H: Tensor, zeta: Tensor, group_size: int | None) -> Tensor:
     """Return the diagonal blocks ``[groups, columns, columns]`` of H, as weights over zeta meet it."""
     size = group_size or len(H)
     blocks = (zeta[:, None] * H * zeta).view(-1, size, len(H) // size, size)
-    return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0).contiguous()
 
 
 def _range(V: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
@@ -83,9 +82,5 @@ def _search(V: Tensor, H: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tens
         zero_points.transpose(0, 1).repeat_interleave(CLIP_RATIOS, -1),
         grid_format.levels,
     )
-    if V.shape[-1] < MANY_COLUMNS:
-        best = every_loss(V, H, candidates).argmin(-1)
-    else:
-        best = torch.stack([least_loss(V[g], H[g], candidates[g]) for g in range(len(V))])
-    chosen = (x.gather(-1, best[..., None])[..., 0].T for x in (candidates.scale, candidates.zero))
-    return next(chosen), next(chosen)
+    scale, zero_point = best_grids(V, H, candidates)
+    return scale.T, zero_point.T

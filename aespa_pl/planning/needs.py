@@ -7,7 +7,8 @@ The memory is that of the tensors that exist at once in the hungriest moment of 
 import math
 from dataclasses import replace
 
-from aespa_pl.algorithm.grid import CLIP_RATIOS, MANY_COLUMNS
+from aespa_pl.algorithm.candidates import products_of_a_search
+from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.algorithm.second_moments import computed_share
 from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
@@ -32,8 +33,6 @@ PROCESS_BYTES = 600_000_000
 (benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
 MOST_PARTS = 64
 """Of the learning of a block; the largest projections then are parts of their own in any case."""
-TYPICAL_PRODUCTS = 15
-"""Products of a search of a grid with bounds, of 200 candidates (algorithm/candidates.py)."""
 TYPICAL_ZFOLD_ROUNDS = 10
 """Searches of a grid with zeta, for the estimate of the time; the settings allow up to 30."""
 
@@ -235,7 +234,7 @@ def block_flops(
     zero_points = 1 if settings.symmetric else 2
     candidates = zero_points * CLIP_RATIOS
     grid = searches * sum(
-        search_products(min(m.columns, settings.group_size or m.columns), candidates)
+        products_of_a_search(min(m.columns, settings.group_size or m.columns), candidates)
         * m.product_flops
         for m in shape.matrices
     )
@@ -272,16 +271,6 @@ def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> floa
     if settings.objective.query_key == "attention":
         products += (layout.heads + layout.key_value_heads) * layout.head_dim**2
     return 2.0 * work.segments * work.length * products
-
-
-def search_products(columns: int, candidates: int) -> int:
-    """Return of how many candidates of a row the search of a grid computes the loss, for the estimate.
-
-    Args:
-        columns: That share a scale.
-        candidates: Grids to choose from.
-    """
-    return candidates if columns < MANY_COLUMNS else min(candidates, TYPICAL_PRODUCTS)
 
 
 def _heads(shape: Shape, partition: Partition) -> int:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from aespa_pl.algorithm.adaround import rounding_loss, start
+from aespa_pl.algorithm.candidates import products_of_a_search
 from aespa_pl.algorithm.grid import CLIP_RATIOS, min_max_grid, search_grid
 from aespa_pl.algorithm.products import Precision, multiplying_in, operand
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.algorithm.workspace import Workspace
-from aespa_pl.planning.needs import search_products
 from aespa_pl.planning.shape import Shape
 
 MEASURED_WEIGHTS = 2**22
@@ -51,7 +51,7 @@ def measure_rates(
     d = shape.hidden
     rows = min(d, max(64, MEASURED_WEIGHTS // d))
     W, X = torch.randn(1, rows, d, device=device), torch.randn(TOKENS, d, device=device)
-    # variances as unequal as those of a model's inputs: the bounds of the search depend on them
+    # variances as unequal as those of a model's inputs
     variances = 1 / torch.arange(1, d + 1, device=device)
     X *= variances.sqrt()
     H = (X.T @ X / (2 * TOKENS) + torch.diag(variances / 2))[None]
@@ -62,7 +62,7 @@ def measure_rates(
     def search() -> object:
         return search_grid(few, H, zeta, GridFormat(2))
 
-    searched = search_products(d, 2 * CLIP_RATIOS) * 2.0 * few.numel() * d
+    searched = products_of_a_search(d, 2 * CLIP_RATIOS) * 2.0 * few.numel() * d
     grid = searched / _median_seconds(search, device, seconds / 3)
     fixed, B = start(W, W, min_max_grid(W, zeta, GridFormat(2)))
     B = torch.nn.Parameter(B)

@@ -1,4 +1,4 @@
-"""The search finds what trying every candidate one by one finds."""
+"""The search finds a grid as good as trying every candidate one by one finds."""
 
 import math
 
@@ -7,16 +7,9 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import candidates as candidates_module
-from aespa_pl.algorithm import grid as grid_module
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
-from aespa_pl.algorithm.quantizer import GridFormat
+from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from tests import reference
-
-
-@pytest.fixture(autouse=True, params=[1, 10**6], ids=["bounded", "all"])
-def many_columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything holds with and without the bounds."""
-    monkeypatch.setattr(grid_module, "MANY_COLUMNS", request.param)
 
 
 def problem(heads: int = 1, rows: int = 3, columns: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,10 +18,8 @@ def problem(heads: int = 1, rows: int = 3, columns: int = 8) -> tuple[Tensor, Te
     return W, X @ X.transpose(1, 2), torch.rand(columns, dtype=torch.float64) + 0.5
 
 
-def by_hand(
-    w: Tensor, H: Tensor, zeta: Tensor, bits: int, *, symmetric: bool
-) -> tuple[float, float]:
-    """Return scale and zero point of the best candidate of one row, and nothing clever."""
+def by_hand(w: Tensor, H: Tensor, zeta: Tensor, bits: int, *, symmetric: bool) -> float:
+    """Return the loss of the best candidate of one row, and nothing clever."""
     v, levels = w / zeta, 2**bits - 1
     low, high = min(float(v.min()), 0), max(float(v.max()), 0)
     if symmetric:
@@ -36,26 +27,41 @@ def by_hand(
         low = -high
     full = (high - low) / levels
     zeros = [2 ** (bits - 1)] if symmetric else [math.floor(-low / full), math.ceil(-low / full)]
-    best = (math.inf, 0.0, 0.0)
-    for zero in zeros:
-        for percent in range(100, 0, -1):
-            scale = full * percent / 100
-            q = reference.nearest(v, scale, zero, levels)
-            error = zeta * scale * (q - zero) - w
-            best = min(best, (float(error @ H @ error), scale, zero))
-    return best[1], best[2]
+    return min(
+        loss_on(w, H, zeta, full * percent / 100, zero, bits)
+        for zero in zeros
+        for percent in range(100, 0, -1)
+    )
+
+
+def loss_on(w: Tensor, H: Tensor, zeta: Tensor, scale: float, zero: float, bits: int) -> float:
+    """Return the loss of one row on a grid."""
+    q = reference.nearest(w / zeta, scale, zero, 2**bits - 1)
+    error = zeta * scale * (q - zero) - w
+    return float(error @ H @ error)
+
+
+def grid_of(grid: Grid, row: int, group: int, head: int = 0) -> tuple[float, float]:
+    """Return scale and zero point of one row and group."""
+    return float(grid.scale[head, row, group]), float(grid.zero_point[head, row, group])
+
+
+def assert_as_good(loss: float, least: float) -> None:
+    """Few columns: the approximation of H is exact, so no candidate is better."""
+    assert loss <= least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [2, 4])
-def test_search_equals_trying_every_candidate(bits: int, *, symmetric: bool) -> None:
+def test_search_is_as_good_as_trying_every_candidate(bits: int, *, symmetric: bool) -> None:
     W, H, zeta = problem(heads=2)
     found = search_grid(W, H, zeta, GridFormat(bits, symmetric=symmetric, group_size=None))
     for head in range(2):
         for row in range(3):
-            scale, zero = by_hand(W[head, row], H[head], zeta, bits, symmetric=symmetric)
-            assert float(found.scale[head, row, 0]) == pytest.approx(scale)
-            assert float(found.zero_point[head, row, 0]) == zero
+            scale, zero = grid_of(found, row, 0, head)
+            loss = loss_on(W[head, row], H[head], zeta, scale, zero, bits)
+            assert_as_good(loss, by_hand(W[head, row], H[head], zeta, bits, symmetric=symmetric))
+            assert zero == 2 ** (bits - 1) or not symmetric
 
 
 def test_groups_are_searched_on_their_own_columns() -> None:
@@ -64,9 +70,9 @@ def test_groups_are_searched_on_their_own_columns() -> None:
     assert found.scale.shape == (1, 3, 2)
     for row in range(3):
         for g, part in enumerate((slice(0, 4), slice(4, 8))):
-            scale, zero = by_hand(W[0, row, part], H[0, part, part], zeta[part], 2, symmetric=False)
-            assert float(found.scale[0, row, g]) == pytest.approx(scale)
-            assert float(found.zero_point[0, row, g]) == zero
+            w, h, scale, zero = W[0, row, part], H[0, part, part], *grid_of(found, row, g)
+            loss = loss_on(w, h, zeta[part], scale, zero, 2)
+            assert_as_good(loss, by_hand(w, h, zeta[part], 2, symmetric=False))
 
 
 def test_chunks_of_candidates_do_not_change_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +80,7 @@ def test_chunks_of_candidates_do_not_change_the_choice(monkeypatch: pytest.Monke
     whole = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
     monkeypatch.setattr(candidates_module, "CPU_CHUNK", 1)
     single = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
-    assert torch.equal(whole.scale, single.scale)
+    torch.testing.assert_close(whole.scale, single.scale)
     assert torch.equal(whole.zero_point, single.zero_point)
 
 
@@ -84,7 +90,7 @@ def test_shared_hessian_equals_one_for_each_head() -> None:
     copied = search_grid(
         W, H[:1].repeat(3, 1, 1), zeta, GridFormat(2, symmetric=False, group_size=None)
     )
-    assert torch.equal(shared.scale, copied.scale)
+    torch.testing.assert_close(shared.scale, copied.scale)
 
 
 def test_a_row_of_zeros_gets_a_usable_grid() -> None:
@@ -123,9 +129,8 @@ def test_rows_of_one_sign_are_searched_like_all_others(sign: int) -> None:
     W[0, :4] = sign * W[0, :4].abs() - sign * 0.1 * W[0, :4].abs().amin(-1, keepdim=True)
     found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
     for row in range(12):
-        scale, zero = by_hand(W[0, row], H[0], zeta, 2, symmetric=False)
-        assert float(found.scale[0, row, 0]) == pytest.approx(scale)
-        assert float(found.zero_point[0, row, 0]) == zero
+        loss = loss_on(W[0, row], H[0], zeta, *grid_of(found, row, 0), 2)
+        assert_as_good(loss, by_hand(W[0, row], H[0], zeta, 2, symmetric=False))
 
 
 def test_zero_points_are_integers_of_the_range() -> None:

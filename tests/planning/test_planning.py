@@ -18,7 +18,6 @@ from aespa_pl.planning.needs import (
     hessian_bytes,
     host_bytes,
     partition_for,
-    search_products,
     shift_bytes,
 )
 from aespa_pl.planning.partition import WHOLE, Partition
@@ -205,12 +204,6 @@ def test_passes_over_the_segments_are_counted() -> None:
         for p in (WHOLE, Partition(heads=1))
     ]
     assert needs[1] - needs[0] == 4 * s.layout.key_value_heads * s.hidden**2
-
-
-def test_few_products_are_counted_for_wide_searches() -> None:
-    assert search_products(128, 200) == 200
-    assert 1 < search_products(4096, 200) < 30
-    assert search_products(4096, 10) == 10
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
