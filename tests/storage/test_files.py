@@ -317,7 +317,7 @@ def export(
         writer.write_block(index, tensors)
         assert writer.block_file(index).is_file()
     assert not (folder / "model.safetensors.index.json").exists()  # not yet a model
-    writer.finish(names, checkpoint.config, checkpoint.tokenizer(), source)
+    writer.finish(names, source)
     return checkpoint
 
 
