@@ -23,7 +23,6 @@ from aespa_pl.export.model_card import model_card
 from aespa_pl.export.proof import ClassSize, prove
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run.model_writer import copy_companions
 from aespa_pl.run.versions import last_run
 from aespa_pl.storage.files import disk_errors, write_text
 
@@ -42,12 +41,11 @@ class Exported:
     folder: Path
     sizes: Mapping[str, ClassSize]
     agreements: Sequence[Agreement]
-    unchecked: Mapping[str, str]
-    """By engine that reads the format: why it was not asked."""
 
 
 def export(
     run: str,
+    *,
     format: FormatName,  # noqa: A002 - the option is called --format
     output: str | None = None,
     verify: Verify = "auto",
@@ -96,8 +94,10 @@ def export(
         command += f" --embedding {embedding}"
     console = Console()
     with WalkProgress(console) as progress:
-        exported = write_model(model, chosen, target, engines, unchecked, command, progress)
-    _show(console, chosen, exported)
+        exported = write_model(
+            model, chosen, target, engines=engines, command=command, progress=progress
+        )
+    _show(console, chosen, exported, unchecked)
     if push_to_hub is not None:
         push(exported.folder, push_to_hub)
         console.print(f"pushed to https://huggingface.co/{push_to_hub}", soft_wrap=True)
@@ -108,8 +108,8 @@ def write_model(
     model: QuantizedModel,
     chosen: Format,
     target: Path,
+    *,
     engines: Sequence[Engine],
-    unchecked: Mapping[str, str],
     command: str,
     progress: WalkProgress,
 ) -> Exported:
@@ -120,7 +120,6 @@ def write_model(
         chosen: The format.
         target: Folder, which appears when it is complete and proven.
         engines: Those to ask.
-        unchecked: By engine that is not asked, the reason.
         command: For the model card.
         progress: Shows the blocks.
 
@@ -132,7 +131,6 @@ def write_model(
         with disk_errors(target.parent):
             shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
             partial.mkdir(parents=True)
-        copy_companions(model.original, partial)
         progress.begin("Writing, blocks", model.block_count)
         chosen.write(model, partial, progress.advance)
         progress.begin("Reading back, blocks", model.block_count)
@@ -146,7 +144,7 @@ def write_model(
             partial.replace(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(target, sizes, agreements, unchecked)
+    return Exported(target, sizes, agreements)
 
 
 def ask(
@@ -189,8 +187,8 @@ def _tokens(model: QuantizedModel) -> Tensor:
     """Return one segment ``[L]`` of held-out text."""
     limit = model.family.positions(model.checkpoint.config) or SEGMENT
     tokenizer = model.checkpoint.tokenizer()
-    (tokens,) = evaluation_tokens(TEXT, tokenizer, min(SEGMENT, limit), 1, default_cache())
-    return tokens
+    segments = evaluation_tokens(TEXT, tokenizer, min(SEGMENT, limit), 1, default_cache())
+    return segments[0]
 
 
 def _run_folder(run: str, runs: Path) -> Path:
@@ -268,7 +266,9 @@ def _that_fit(
     return [], {**unchecked, **{engine.name: reason for engine in engines}}
 
 
-def _show(console: Console, chosen: Format, exported: Exported) -> None:
+def _show(
+    console: Console, chosen: Format, exported: Exported, unchecked: Mapping[str, str]
+) -> None:
     table = Table(title=f"{chosen.name}: {exported.folder.name}", title_justify="left")
     for heading in ("tensors", "weights", "bits a weight", "MB", "original, MB"):
         table.add_column(heading, justify="left" if heading == "tensors" else "right")
@@ -294,7 +294,7 @@ def _show(console: Console, chosen: Format, exported: Exported) -> None:
     console.print(f"read back by {chosen.reader}: equal to the run, bit for bit", soft_wrap=True)
     for agreement in exported.agreements:
         console.print(f"{agreement.engine}: {agreement.text}", highlight=False, soft_wrap=True)
-    for engine, reason in exported.unchecked.items():
+    for engine, reason in unchecked.items():
         console.print(f"{engine}: not checked, {reason}", highlight=False, soft_wrap=True)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from torch import Tensor
 
 from aespa_pl.export.compressed_tensors import CompressedTensors, unpacked_by_library
@@ -62,8 +63,6 @@ class Awq(FolderFormat):
 
     def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
         """Return the weight by way of the converter that compressed-tensors has for AutoAWQ."""
-        from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
-
         converter = AutoAWQConverter(bits=BITS, group_size=model.group_size or -1)
         layer = {f"layer.{suffix}": tensor for suffix, tensor in packed.items()}
         converted = converter.process(layer)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from aespa_pl.export.folder import FolderFormat
@@ -38,8 +41,6 @@ class CompressedTensors(FolderFormat):
 
     def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
         """Return integers, scale, zero point and shape."""
-        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
         bits = self._bits(model)
         middle = 2 ** (bits - 1)
         integers = (matrix.integers.short() - middle).to(torch.int8)
@@ -93,9 +94,6 @@ class CompressedTensors(FolderFormat):
 
 def unpacked_by_library(packed: dict[str, Tensor], scheme: dict[str, Any]) -> Tensor:
     """Return the weight that compressed-tensors makes of ``pack-quantized`` tensors."""
-    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-
     shape = packed["weight_shape"]
     packed["weight_shape"] = torch.Size(shape.tolist())  # type: ignore[assignment]
     weight: Tensor = PackedQuantizationCompressor.decompress(

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,23 +78,29 @@ class LlamaCpp(Engine):
 
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Ask for the probabilities of all tokens, position by position."""
-        import xllamacpp
-
+        xllamacpp: Any = import_module(self.package)
         settings = xllamacpp.CommonParams()
         settings.model.path = str(folder / "model.gguf")
         settings.n_ctx, settings.n_parallel, settings.n_gpu_layers = 256, 1, 0
         settings.warmup, settings.verbosity = False, 0
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
         server, ids = xllamacpp.Server(settings), tokens.tolist()
+        # the server says nothing of a token that is half a character; which one it draws is no matter,
+        # because the probabilities are those before the bias
+        reader = import_module("gguf").GGUFReader(settings.model.path)
+        letter = reader.get_field("tokenizer.ggml.tokens").contents().index("a")
         result = torch.full((len(ids) - self.first, vocabulary), -torch.inf)
         for row, end in enumerate(range(self.first + 1, len(ids) + 1)):
-            request = {
-                "prompt": ids[:end],
-                "max_tokens": 1,
-                "temperature": 0,
-                "n_probs": vocabulary,
-            }
-            answer = server.handle_completions({**request, "cache_prompt": True})
+            answer = server.handle_completions(
+                {
+                    "prompt": ids[:end],
+                    "max_tokens": 1,
+                    "temperature": 0,
+                    "n_probs": vocabulary,
+                    "logit_bias": [[letter, 1000.0]],
+                    "cache_prompt": True,
+                }
+            )
             for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
                 result[row, entry["id"]] = entry["logprob"]
         return result
@@ -107,9 +114,8 @@ class Vllm(Engine):
 
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Ask for the log-probabilities of every token at every position."""
-        from vllm import LLM, SamplingParams
-
-        engine = LLM(
+        vllm: Any = import_module(self.package)
+        engine = vllm.LLM(
             model=str(folder),
             dtype="float16",
             enforce_eager=True,
@@ -118,7 +124,7 @@ class Vllm(Engine):
             max_logprobs=-1,
             logprobs_mode="raw_logprobs",
         )
-        request = SamplingParams(
+        request = vllm.SamplingParams(
             max_tokens=1, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False
         )
         (answer,) = engine.generate(
@@ -143,7 +149,8 @@ class GptqModel(Engine):
             folder, dtype=torch.float16, device_map="cpu"
         )
         with torch.inference_mode():
-            return model.eval()(tokens[None], use_cache=False).logits[0].float()
+            result: Tensor = model.eval()(tokens[None], use_cache=False).logits[0].float()
+        return result
 
 
 ENGINES: tuple[Engine, ...] = (Transformers(), LlamaCpp(), Vllm(), GptqModel())

@@ -1,5 +1,6 @@
 """The formats by name; one whose library is not installed is refused before anything else."""
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Literal
 
@@ -8,6 +9,16 @@ from aespa_pl.export.format import Format
 
 FormatName = Literal["hf", "compressed-tensors", "awq", "gptq", "gguf"]
 
+CLASSES = {
+    "hf": "hf:HuggingFace",
+    "compressed-tensors": "compressed_tensors:CompressedTensors",
+    "awq": "awq:Awq",
+    "gptq": "gptq:Gptq",
+    "gguf": "gguf:Gguf",
+}
+"""Module and class by format: the libraries are imported with the format that needs them."""
+CONTAINERS = ("compressed-tensors", "awq", "gptq")
+"""The formats that may hold an integer in more bits than it has."""
 LIBRARIES = {
     "compressed-tensors": "compressed_tensors",
     "awq": "compressed_tensors",  # which unpacks it in the proof
@@ -32,29 +43,13 @@ def make_format(
         )
     if embedding != "keep" and name != "gguf":
         raise UserError(f"--embedding {embedding} is of --format gguf only: leave it out")
-    if container_bits is not None and name in ("hf", "gguf"):
+    if container_bits is not None and name not in CONTAINERS:
         raise UserError(
-            f"--container_bits is of compressed-tensors, awq and gptq only, not of {name}: leave it out"
+            f"--container_bits is of {', '.join(CONTAINERS)} only, not of {name}: leave it out"
         )
-    # the libraries are imported with the format that needs them
-    match name:
-        case "hf":
-            from aespa_pl.export.hf import HuggingFace
-
-            return HuggingFace()
-        case "compressed-tensors":
-            from aespa_pl.export.compressed_tensors import CompressedTensors
-
-            return CompressedTensors(container_bits)
-        case "awq":
-            from aespa_pl.export.awq import Awq
-
-            return Awq(container_bits)
-        case "gptq":
-            from aespa_pl.export.gptq import Gptq
-
-            return Gptq(container_bits)
-        case "gguf":
-            from aespa_pl.export.gguf import Gguf
-
-            return Gguf(embedding)
+    module, _, kind = CLASSES[name].partition(":")
+    options: dict[str, object] = {"embedding": embedding} if name == "gguf" else {}
+    if name in CONTAINERS:
+        options["container_bits"] = container_bits
+    made: Format = getattr(import_module(f"aespa_pl.export.{module}"), kind)(**options)
+    return made

@@ -25,6 +25,7 @@ from aespa_pl.export.gguf_vocabulary import add_vocabulary, refuse_tokenizer
 from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
 from aespa_pl.models.family import Projection, Role
 from aespa_pl.models.llama_cpp import architecture_of, unsupported_part
+from aespa_pl.run.model_writer import LICENCES, copy_companions
 from aespa_pl.storage.files import write_whole
 
 FILE = "model.gguf"
@@ -57,7 +58,7 @@ class Gguf(Format):
             )
         refuse_tokenizer(model.original)
         for name in model.matrix_names(0):
-            if _block_type(model, name) is None:
+            if _candidate(model, name) is None:
                 columns = model.checkpoint.tensors[name].shape[1]
                 raise impossible(
                     model,
@@ -69,6 +70,7 @@ class Gguf(Format):
 
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
         """Write the file, one block in memory at a time."""
+        copy_companions(model.original, folder, LICENCES)
         write_whole(folder / FILE, partial(self._write, model, after_block))
 
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
@@ -90,9 +92,7 @@ class Gguf(Format):
         return value.float()
 
     def _write(self, model: QuantizedModel, after_block: Callable[[], None], path: Path) -> None:
-        architecture = architecture_of(model.checkpoint.config)
-        assert architecture is not None  # refuse() was asked before
-        writer = GGUFWriter(path, architecture.name)
+        writer = GGUFWriter(path, architecture_of(model.checkpoint.config).name)
         add_metadata(writer, model, _mostly(model))
         add_vocabulary(writer, model.original, int(model.checkpoint.config.vocab_size))
         factors = rope_factors(model.checkpoint.config)
@@ -130,9 +130,7 @@ class Gguf(Format):
         """Return the bytes of a tensor."""
         order = _row_order(model, name)
         if isinstance(value, QuantizedMatrix):
-            block_type = _block_type(model, name)
-            assert block_type is not None  # refuse() was asked before
-            return block_type.encode(value if order is None else value.rows(order))
+            return _exact_type(model, name).encode(value if order is None else value.rows(order))
         value = value if order is None else value[order]
         kind = self._type(model, name)
         if kind is GGMLQuantizationType.Q8_0:
@@ -143,9 +141,8 @@ class Gguf(Format):
 
     def _type(self, model: QuantizedModel, name: str) -> GGMLQuantizationType:
         stored = model.checkpoint.tensors[name]
-        block_type = _block_type(model, name)
-        if block_type is not None:
-            return block_type.type
+        if _is_quantized(model, name):
+            return _exact_type(model, name).type
         if self._rounds(model, name):
             return GGMLQuantizationType.Q8_0
         if len(stored.shape) == 1:  # llama.cpp adds and multiplies vectors in float32 only
@@ -162,21 +159,31 @@ def _all_names(model: QuantizedModel) -> Iterator[str]:
         yield from model.block_names(index)
 
 
-def _block_type(model: QuantizedModel, name: str) -> BlockType | None:
-    """Return the block type of a quantized matrix; None if it is none, or there is no type for it."""
-    if not _projections(model, name) or not name.endswith(".weight"):
-        return None
+def _is_quantized(model: QuantizedModel, name: str) -> bool:
+    return name.endswith(".weight") and bool(_projections(model, name))
+
+
+def _candidate(model: QuantizedModel, name: str) -> BlockType | None:
+    """Return the smallest block type that holds a quantized matrix exactly, None if there is none."""
     columns = model.checkpoint.tensors[name].shape[1]
     return smallest_type(model.bits, columns, model.group_size, symmetric=model.symmetric)
+
+
+def _exact_type(model: QuantizedModel, name: str) -> BlockType:
+    """Return the block type of a quantized matrix of a model that was not refused."""
+    found = _candidate(model, name)
+    if found is None:
+        raise ValueError(f"no block type holds {name}")
+    return found
 
 
 def _mostly(model: QuantizedModel) -> gguf.LlamaFileType:
     """Return what the file is called: by the type that most of a block's weights have."""
     weights: Counter[gguf.LlamaFileType] = Counter()
     for name in model.matrix_names(0):
-        block_type = _block_type(model, name)
-        assert block_type is not None
-        weights[block_type.file_type] += math.prod(model.checkpoint.tensors[name].shape)
+        weights[_exact_type(model, name).file_type] += math.prod(
+            model.checkpoint.tensors[name].shape
+        )
     return weights.most_common(1)[0][0]
 
 
@@ -199,16 +206,13 @@ def _row_order(model: QuantizedModel, name: str) -> Tensor | None:
     if len(projections) > 1:  # [heads, parts, d_head] to [parts, heads, d_head]
         return rows.view(-1, len(projections), layout.head_dim).transpose(0, 1).flatten()
     architecture = architecture_of(model.checkpoint.config)
-    assert architecture is not None
     if architecture.rotates_neighbours and first.role in (Role.QUERY, Role.KEY):
         return rows.view(-1, 2, layout.head_dim // 2).transpose(1, 2).flatten()
     return None
 
 
 def _gguf_name(model: QuantizedModel, name: str) -> str:
-    architecture = architecture_of(model.checkpoint.config)
-    assert architecture is not None
-    names = _name_map(architecture.name, model.block_count)
+    names = _name_map(architecture_of(model.checkpoint.config).name, model.block_count)
     prefix = model.family.blocks_path.partition(".")[0]
     for candidate in (name, name.removeprefix(f"{prefix}.")):
         if found := names.get_name(candidate, (".weight", ".bias")):

@@ -43,10 +43,10 @@ class BlockType:
 
     def holds(self, bits: int, *, symmetric: bool) -> bool:
         """Return whether every integer of a grid fits."""
-        largest = 2**bits - 1
+        largest = int(2**bits - 1)
         if self.largest_integer is not None:
             return largest <= self.largest_integer
-        lowest, highest = (-(2 ** (bits - 1)), largest // 2) if symmetric else (-largest, largest)
+        lowest, highest = (-(largest // 2) - 1, largest // 2) if symmetric else (-largest, largest)
         return -self.offset <= lowest and highest < self.offset
 
     def fits(self, columns: int, group_size: int | None) -> bool:

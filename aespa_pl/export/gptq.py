@@ -101,4 +101,5 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     """Return the integers ``[n, m]`` of a stream of bits ``[n * bits / 32, m]``."""
     stream = (words[:, None] >> torch.arange(WORD)[:, None]) & 1  # [words, 32, m]
     digits = stream.flatten(0, 1).unflatten(0, (-1, bits))  # [n, bits, m]
-    return (digits << torch.arange(bits)[:, None]).sum(1)
+    integers: Tensor = (digits << torch.arange(bits)[:, None]).sum(1)
+    return integers

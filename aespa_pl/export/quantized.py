@@ -45,7 +45,8 @@ class QuantizedMatrix:
     def dequantized(self) -> Float32[Tensor, "rows d_in"]:
         """Return the weight; in float32 every product is exact, because it has 20 bits at most."""
         steps = self.integers.unflatten(1, (self.groups, -1)).short() - self.zero_point[..., None]
-        return (self.scale.float()[..., None] * steps).flatten(1)
+        weight: Tensor = (self.scale.float()[..., None] * steps).flatten(1)
+        return weight
 
     def rows(self, order: Tensor) -> "QuantizedMatrix":
         """Return the matrix with its rows in another order."""
@@ -219,7 +220,7 @@ def _embeddings(checkpoint: Checkpoint) -> frozenset[str]:
 def _settings(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        content["model"]["pretrained"], content["quantization"]["bits"]  # noqa: B018 - are they there
+        content["model"]["pretrained"], content["quantization"]["bits"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(
             f"{path} cannot be read ({error!r}): give the folder of a run (NAME/version_N)"

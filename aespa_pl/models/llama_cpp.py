@@ -32,14 +32,18 @@ ROPE_TYPES = ("default", "linear", "llama3")
 """The scalings of RoPE's frequencies that are written exactly."""
 
 
-def architecture_of(config: PreTrainedConfig) -> Architecture | None:
-    """Return llama.cpp's architecture of a model, None if it has none."""
-    return ARCHITECTURES.get(config.model_type)
+ANY_LENGTH = 2048
+"""What a model without a limit of positions (ALiBi) is said to be made for."""
+
+
+def architecture_of(config: PreTrainedConfig) -> Architecture:
+    """Return llama.cpp's architecture of a model that ``unsupported_part`` found nothing in."""
+    return ARCHITECTURES[config.model_type]
 
 
 def unsupported_part(config: PreTrainedConfig) -> str | None:
     """Return what of config.json llama.cpp would run in another way, None if nothing."""
-    architecture = architecture_of(config)
+    architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         return f"llama.cpp has no architecture for model_type {config.model_type}"
     activation = getattr(config, "hidden_act", architecture.activation)
@@ -63,7 +67,8 @@ def context_length(config: PreTrainedConfig) -> int:
 
     llama.cpp has no sliding window for these architectures; within the first window there is none.
     """
-    positions = getattr(config, "max_position_embeddings", None) or getattr(
-        config, "seq_length", 2048
+    stated = (
+        getattr(config, name, None)
+        for name in ("max_position_embeddings", "seq_length", "sliding_window")
     )
-    return int(min(positions, getattr(config, "sliding_window", None) or positions))
+    return min((int(length) for length in stated if length), default=ANY_LENGTH)

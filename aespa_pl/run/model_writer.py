@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aespa_pl.storage.files import read_json, write_json, write_tensors, write_whole
 
+LICENCES = ("LICENSE*", "NOTICE*")
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -22,8 +23,7 @@ COMPANIONS = (
     "added_tokens.json",
     "chat_template*",
     "additional_chat_templates/*",
-    "LICENSE*",
-    "NOTICE*",
+    *LICENCES,
 )
 """The files beside a checkpoint's weights that belong to the model."""
 
@@ -85,8 +85,8 @@ class ModelWriter:
         write_tensors(self._shard(number), tensors, {"format": "pt"})
 
 
-def copy_companions(origin: Path, folder: Path) -> None:
+def copy_companions(origin: Path, folder: Path, patterns: tuple[str, ...] = COMPANIONS) -> None:
     """Copy the files that belong to a model, other than its weights, byte for byte."""
-    for file in sorted({file for pattern in COMPANIONS for file in origin.glob(pattern)}):
+    for file in sorted({file for pattern in patterns for file in origin.glob(pattern)}):
         if file.is_file():
             write_whole(folder / file.relative_to(origin), partial(shutil.copyfile, file))
