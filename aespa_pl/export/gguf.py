@@ -78,7 +78,7 @@ class Gguf(Format):
         tensors = {tensor.name: tensor for tensor in GGUFReader(folder / FILE).tensors}
         for name in _all_names(model):
             tensor = tensors[_gguf_name(model, name)]
-            value = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+            value = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
             order = _row_order(model, name)
             if order is not None:
                 value = torch.empty_like(value).index_copy_(0, order, value)

@@ -92,12 +92,12 @@ def assert_holds(known: Known, reader: GGUFReader, types: set[GGMLQuantizationTy
     state = known.model.state_dict()
     for name in known.matrices:
         tensor = tensors[gguf_name(name)]
-        value = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        value = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
         assert torch.equal(value, arranged(known, name, known.weight(name))), name
         bias = name.replace("weight", "bias")
         if bias in state:
             expected = arranged(known, bias, state[bias].half().float())
-            assert torch.equal(torch.from_numpy(tensors[gguf_name(bias)].data), expected), bias
+            assert torch.equal(torch.tensor(tensors[gguf_name(bias)].data), expected), bias
     assert {tensors[gguf_name(name)].tensor_type for name in known.matrices} == types
 
 
@@ -232,7 +232,7 @@ def test_other_tensors_keep_their_values(known: MakeRun, tmp_path: Path) -> None
         ("model.layers.1.input_layernorm.weight", "blk.1.attn_norm.weight", Q.F32),
     ):
         assert tensors[theirs].tensor_type == kind
-        value = torch.from_numpy(gguf.dequantize(tensors[theirs].data, kind))
+        value = torch.tensor(gguf.dequantize(tensors[theirs].data, kind))
         assert torch.equal(value, state[ours].half().float())
 
 
@@ -252,7 +252,7 @@ def test_embedding_in_q8_0_is_within_half_a_step(known: MakeRun, tmp_path: Path)
     ):
         tensor = tensors[theirs]
         assert tensor.tensor_type == Q.Q8_0
-        value = torch.from_numpy(gguf.dequantize(tensor.data, Q.Q8_0))
+        value = torch.tensor(gguf.dequantize(tensor.data, Q.Q8_0))
         original = run.model.state_dict()[ours].half().float()
         blocks = original.unflatten(1, (-1, 32))
         step = blocks.abs().amax(-1, keepdim=True) / 127
