@@ -1,6 +1,5 @@
 """``aespa-pl export``: a finished run as a packed model that engines load, proven before it is kept."""
 
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ def export(
         _refuse_no_login(push_to_hub)
     if verify == "auto":
         engines, unchecked = _that_fit(model, engines, unchecked)
-    command = f"aespa-pl export {shlex.quote(run)} --format {format}"
+    command = f"aespa-pl export last --format {format}"
     if container_bits is not None:
         command += f" --container_bits {container_bits}"
     if embedding != "keep":

@@ -10,6 +10,7 @@ Source: ``ggml-quants.h`` and ``dequantize_row_*`` in ``ggml-quants.c`` of llama
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from aespa_pl.export.quantized import QuantizedMatrix
 
-Bytes = npt.NDArray[np.uint8]
-Integers = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[Any]
+Integers = npt.NDArray[Any]
+"""Both uint8; numpy's types of ``&`` and ``>>`` with a Python integer say less."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def model_card(
         f"Licence of the base model: {stated}.",
         f"## Method\n\n{_method(model)}",
         f"## Perplexity\n\n{_perplexities(model.run.folder)}",
-        f"## How it was made\n\n```sh\naespa-pl fit --config config.yaml\n{command}\n```",
+        f"## How it was made\n\n{_commands(model, command)}",
         f"## How to load it\n\n{_uses(chosen.name, verified)}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -98,6 +98,20 @@ def _method(model: QuantizedModel) -> str:
         f"{settings['method']}: {model.granularity}; calibrated on {data['segments']} segments of "
         f"{data['segment_length']} tokens of {Path(data['source']).name}; embedding, head and norms are "
         "not quantized."
+    )
+
+
+def _commands(model: QuantizedModel, command: str) -> str:
+    """Return the settings and the commands; folders of this machine mean nothing to others."""
+    settings = {
+        "quantization": model.settings["quantization"],
+        "data": {"calibration": model.settings["data"]["calibration"]},
+    }
+    pretrained = model.settings["model"]["pretrained"]
+    name = Path(pretrained).name if _is_local(pretrained) else pretrained
+    return (
+        f"With these settings in `settings.yaml`:\n\n```yaml\n{yaml.safe_dump(settings)}```\n\n```sh\n"
+        f"aespa-pl fit --config settings.yaml --model.pretrained {name}\n{command}\n```"
     )
 
 

@@ -95,7 +95,7 @@ def test_wrong_order_of_rows_is_found(
     ids = torch.randint(0, 256, (LENGTH,))
     chosen.write(model, tmp_path, lambda: None)
     found = LlamaCpp().logits(tmp_path, ids, VOCABULARY)
-    with pytest.raises(UserError, match="llama.cpp runs the exported model in another way"):
+    with pytest.raises(UserError, match=r"llama\.cpp runs the exported model in another way"):
         compare(LlamaCpp(), reference_logits(model, chosen, ids), found, ids)
 
 

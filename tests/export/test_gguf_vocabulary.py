@@ -82,7 +82,9 @@ def test_rule_of_splitting_has_its_name(rule: PreTokenizer, name: str, tmp_path:
 )
 def test_rule_without_a_name_is_refused(rule: PreTokenizer, tmp_path: Path) -> None:
     save_bytes(tmp_path, rule)
-    with pytest.raises(UserError, match="llama.cpp has no name for how .*use --format compressed"):
+    with pytest.raises(
+        UserError, match=r"llama\.cpp has no name for how .*use --format compressed"
+    ):
         refuse_tokenizer(tmp_path)
 
 
