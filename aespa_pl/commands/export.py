@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from aespa_pl.data import default_cache, evaluation_tokens
+from aespa_pl.data import evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.export.engines import ENGINES, Agreement, Engine, compare, reference_logits
 from aespa_pl.export.format import Format
@@ -23,6 +23,7 @@ from aespa_pl.export.proof import ClassSize, prove
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.versions import last_run
+from aespa_pl.storage.cache import default_cache
 from aespa_pl.storage.files import disk_errors, write_text
 
 Verify = Literal["auto", "bytes", "transformers", "llama.cpp", "vllm", "gptqmodel"]

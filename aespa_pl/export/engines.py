@@ -211,17 +211,19 @@ def compare(engine: Engine, reference: Tensor, found: Tensor, tokens: Tensor) ->
     """
     reference, following = reference[engine.first :], tokens[engine.first + 1 :]
     expected, got = log_softmax(reference.double(), -1), log_softmax(found.double(), -1)
-    divergence = float(kl_div(got, expected, reduction="batchmean", log_target=True))
+    divergences = kl_div(got, expected, reduction="none", log_target=True).sum(-1)
+    divergence = float(divergences.mean())
     losses = [cross_entropy(p[:-1], following, reduction="none") for p in (expected, got)]
     change = losses[1] - losses[0]
-    chance = 2 * float(change.std()) / math.sqrt(len(change))  # two standard errors: few positions
-    far = abs(float(change.mean())) > math.log1p(PERPLEXITY_SHARE) + chance
+    far = _surely_above(divergences, LARGEST_DIVERGENCE) or _surely_above(
+        change * change.mean().sign(), math.log1p(PERPLEXITY_SHARE)
+    )
     if engine.exact:
         difference = float((reference - found).abs().max())
         wrong = difference > 0
     else:
         difference = float((expected - got).abs().max())
-        wrong = not divergence < LARGEST_DIVERGENCE or far
+        wrong = not math.isfinite(divergence) or far
     reference_perplexity, perplexity = (math.exp(float(loss.mean())) for loss in losses)
     if wrong:
         raise UserError(
@@ -238,3 +240,11 @@ def compare(engine: Engine, reference: Tensor, found: Tensor, tokens: Tensor) ->
         perplexity,
         reference_perplexity,
     )
+
+
+def _surely_above(values: Tensor, bound: float) -> bool:
+    """Return whether a mean is above a bound by more than chance: two standard errors.
+
+    The positions are few, and one where the run is nearly undecided can hold most of the divergence.
+    """
+    return float(values.mean() - 2 * values.std() / math.sqrt(len(values))) > bound

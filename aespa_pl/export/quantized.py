@@ -21,7 +21,6 @@ from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.journal import Run
-from aespa_pl.run.model_writer import ModelWriter
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,12 @@ class QuantizedModel:
         """
         run = Run.open(folder)
         settings = _settings(folder / "config.yaml")
-        if not (run.model_folder / "model.safetensors.index.json").is_file():
+        if not run.model:
             raise UserError(
                 f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path {folder}"
             )
+        _refuse_damaged(run)
         checkpoint = Checkpoint.open(run.model_folder)
-        _refuse_damaged(run, int(checkpoint.config.num_hidden_layers))
         model = settings["model"]
         source = resolve(original or model["pretrained"], model.get("revision"))
         weights = {tensor.file for tensor in Checkpoint.open(source).tensors.values()}
@@ -228,18 +227,11 @@ def _settings(path: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_damaged(run: Run, blocks: int) -> None:
-    """Raise UserError if a block is missing or its files are not what the journal knows."""
-    writer = ModelWriter(run.model_folder, blocks)
-    missing = [i for i in range(blocks) if i not in run.blocks]
-    damaged = [
-        str(file)
-        for i in sorted(run.blocks)
-        for file in run.damaged(i, (run.block_file(i), writer.block_file(i)))
-    ]
-    if missing or damaged:
-        what = ", ".join(damaged) or f"block {missing[0] + 1} of {blocks}"
+def _refuse_damaged(run: Run) -> None:
+    """Raise UserError if a file of a run is not what the journal knows."""
+    damaged = run.all_damaged_files()
+    if damaged:
         raise UserError(
-            f"{what} is damaged or missing: aespa-pl fit --ckpt_path {run.folder} quantizes that block "
-            "again"
+            f"{', '.join(map(str, damaged))} is damaged or missing: aespa-pl fit --ckpt_path "
+            f"{run.folder} makes it again"
         )

@@ -256,15 +256,17 @@ def write_run(
         where |= dict.fromkeys(shard, file.name)
         if i:
             block = folder / "blocks" / f"block_{i - 1:03}.safetensors"
-            records[str(i - 1)] = {"losses": {}, "files": {f.name: sha(f) for f in (block, file)}}
+            sums = {f.relative_to(folder).as_posix(): sha(f) for f in (block, file)}
+            records[str(i - 1)] = {"losses": {}, "seconds": {}, "files": sums}
     index = {"metadata": {}, "weight_map": where}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
     for file in original.iterdir():
         if file.suffix != ".safetensors" and "index" not in file.name:
             shutil.copyfile(file, target / file.name)
+    sums = {f.relative_to(folder).as_posix(): sha(f) for f in target.iterdir()}
     journal = {
-        "format": 1, "fingerprint": {"model": fingerprint(original)}, "blocks": records,
-        "checkpoint": None, "parts": [], "damping": {},
+        "format": 2, "fingerprint": {"model": fingerprint(original)}, "blocks": records,
+        "checkpoint": None, "portions": [], "damping": {}, "model": sums,
     }  # fmt: skip
     (folder / "journal.json").write_text(json.dumps(journal))
     settings = {
