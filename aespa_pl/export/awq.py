@@ -12,7 +12,7 @@ from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQCon
 from torch import Tensor
 
 from aespa_pl.export.compressed_tensors import CompressedTensors, unpacked_by_library
-from aespa_pl.export.folder import FolderFormat
+from aespa_pl.export.folder import FolderFormat, signed_words
 from aespa_pl.export.format import impossible
 from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
 
@@ -90,8 +90,3 @@ def _packed(values: Tensor) -> Tensor:
     eights = values.unflatten(1, (-1, len(ORDER)))[..., list(ORDER)].long()
     words = (eights << (BITS * torch.arange(len(ORDER)))).sum(-1)
     return signed_words(words)
-
-
-def signed_words(words: Tensor) -> Tensor:
-    """Return unsigned 32-bit words, held in int64, as the int32 with the same bits."""
-    return (words - ((words >> 31) << 32)).to(torch.int32)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aespa_pl.export.format import Format, ReadTensor
@@ -75,3 +76,8 @@ class FolderFormat(Format):
         for layer, tensors in packed.items():
             size = sum(tensor.nbytes for tensor in tensors.values())
             yield ReadTensor(f"{layer}weight", self.unpack(model, tensors), size)
+
+
+def signed_words(words: Tensor) -> Tensor:
+    """Return unsigned 32-bit words, held in int64, as the int32 with the same bits."""
+    return (words - ((words >> 31) << 32)).to(torch.int32)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aespa_pl.export.awq import signed_words
-from aespa_pl.export.folder import FolderFormat
+from aespa_pl.export.folder import FolderFormat, signed_words
 from aespa_pl.export.format import impossible
 from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
 

@@ -86,6 +86,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": llama,
     "opt": opt,
     "bloom": bloom,
+    "llama-block": lambda: llama(num_hidden_layers=1),  # one block: for the many combinations
+    "opt-block": lambda: opt(num_hidden_layers=1),
+    "bloom-block": lambda: bloom(n_layer=1),
     "llama-untied": lambda: llama(tie_word_embeddings=False),
     "llama-biased": lambda: llama(
         attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,17 @@ def test_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
             UserError, match=r"needs the library .*: pip install 'aespa-pl\[export\]'"
         ):
             export("nowhere", format=name)
+
+
+@pytest.mark.parametrize("name", formats.CLASSES)
+def test_formats_import_no_more_than_the_library_that_they_name(name: str) -> None:
+    own = formats.LIBRARIES.get(name)
+    hidden = [library for library in ("gguf", "compressed_tensors") if library != own]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({hidden}))\n"  # None: as if not there
+        f"import aespa_pl.commands.export, aespa_pl.export.{formats.CLASSES[name].partition(':')[0]}"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_engine_that_is_not_installed_is_named(

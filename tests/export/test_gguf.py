@@ -105,9 +105,18 @@ Q = GGMLQuantizationType
 TYPES = {2: Q.Q4_0, 3: Q.Q4_0, 4: Q.Q5_0, 5: Q.Q8_0, 6: Q.Q8_0, 7: Q.Q8_0}
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom"])
-@pytest.mark.parametrize("group_size", [32, 128])
-@pytest.mark.parametrize("bits", TYPES)
+@pytest.mark.parametrize(
+    ("name", "bits", "group_size"),
+    [
+        *(
+            (name, bits, group_size)
+            for name in ("llama-block", "bloom-block")
+            for bits in (2, 3, 4)
+            for group_size in (32, 128)
+        ),
+        *(("llama-block", bits, 32) for bits in (5, 6, 7)),
+    ],
+)
 def test_groups_are_exact_in_the_smallest_type(
     name: str, bits: int, group_size: int, known: MakeRun, tmp_path: Path
 ) -> None:
