@@ -199,7 +199,8 @@ def make_run(
     shards: list[dict[str, Tensor]] = [{}]
     (folder / "blocks").mkdir(parents=True)
     for index in range(model.config.num_hidden_layers):
-        block, tensors = f"{path}.{index}", {}
+        block = f"{path}.{index}"
+        tensors: dict[str, Tensor] = {}
         for name, layer in layers.items():
             found = round_to_nearest(
                 state[f"{block}.{layer}.weight"], bits, group_size,
@@ -252,7 +253,8 @@ def write_run(
     """Write the model folder, the journal and the configuration of a run."""
     target, count = folder / "model", len(shards)
     target.mkdir()
-    where, records = {}, {}
+    where: dict[str, str] = {}
+    records: dict[str, Any] = {}
     for i, shard in enumerate(shards):
         file = target / f"model-{i + 1:05}-of-{count:05}.safetensors"
         save_file({n: t.half().contiguous() for n, t in shard.items()}, file, {"format": "pt"})

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -62,7 +62,7 @@ def test_last_run_is_found(fresh: Known, tmp_path: Path) -> None:
 
 
 def test_every_format_from_the_command(fresh: Known, tmp_path: Path) -> None:
-    for name in formats.CLASSES:
+    for name in get_args(formats.FormatName):
         export(str(fresh.folder), format=name, output=str(tmp_path / name), verify="bytes")
     assert files(tmp_path / "gguf") == {"model.gguf", "README.md"}
 
@@ -134,7 +134,7 @@ def test_model_larger_than_the_memory_is_not_run_unasked(
     class Little:
         available = 1000
 
-    monkeypatch.setattr(command.psutil, "virtual_memory", Little)
+    monkeypatch.setattr("psutil.virtual_memory", Little)
     export(str(fresh.folder), format="hf")
     assert "transformers: not checked, the whole model takes" in capsys.readouterr().out
 
@@ -145,7 +145,7 @@ def test_full_disk_is_refused_before_anything_is_written(
     class Full:
         free = 1000
 
-    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: Full())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Full())
     with pytest.raises(UserError, match=r"--output: the disk of .* has 0.0 GB free"):
         export(str(fresh.folder), format="hf", output=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

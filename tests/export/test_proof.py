@@ -9,7 +9,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.formats import make_format
+from aespa_pl.export.formats import FormatName, make_format
 from aespa_pl.export.proof import EMBEDDINGS, OTHERS, QUANTIZED, prove
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
@@ -19,7 +19,7 @@ BLOCK = "model.layers.1."
 LAST = "model-00003-of-00003.safetensors"
 
 
-def written(known: Known, name: str, folder: Path) -> QuantizedModel:
+def written(known: Known, name: FormatName, folder: Path) -> QuantizedModel:
     model = QuantizedModel.open(known.folder)
     make_format(name, None, "keep").write(model, folder, lambda: None)
     return model
@@ -44,7 +44,7 @@ def written(known: Known, name: str, folder: Path) -> QuantizedModel:
     ],
 )
 def test_one_bit_in_a_shard_is_found(
-    name: str, tensor: str, found: str, known: MakeRun, tmp_path: Path
+    name: FormatName, tensor: str, found: str, known: MakeRun, tmp_path: Path
 ) -> None:
     model = written(known("llama", 4, 32), name, tmp_path)
     tensors = load_file(tmp_path / LAST)

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.export.runs import CONFIGS, Known, dequantized, save_original
 def test_matrices_of_a_block_are_the_runs(name: str, known: MakeRun) -> None:
     run = known(name, 3, 32)
     model = QuantizedModel.open(run.folder)
-    found = {}
+    found: dict[str, QuantizedMatrix] = {}
     for index in range(model.block_count):
         block = model.block(index)
         found |= block.matrices
@@ -38,7 +39,7 @@ def test_dequantized_is_exact_for_every_integer_and_scale() -> None:
     assert torch.equal(matrix.dequantized(), dequantized(q, scale, zero))
 
 
-def edit_journal(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
+def edit_journal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     journal = json.loads((folder / "journal.json").read_text())
     change(journal)
     (folder / "journal.json").write_text(json.dumps(journal))
