@@ -31,6 +31,7 @@ ORDER = (
     "block",
     "walk",
     "evaluation",
+    "export",
     "report",
     "commands",
     "cli",

@@ -5,11 +5,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from aespa_pl.storage.files import disk_errors, write_json, write_tensors, write_whole
+from aespa_pl.storage.files import read_json, write_json, write_tensors, write_whole
+
+LICENCES = ("LICENSE*", "NOTICE*")
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "*.model",  # SentencePiece's
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+    *LICENCES,
+)
+"""The files beside a checkpoint's weights that belong to the model."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,11 @@ class ModelWriter:
         """Write the tensors of one block under their names in the model."""
         self._write_shard(index + 1, tensors)
 
+    @property
+    def stem_file(self) -> Path:
+        """The shard of what lies outside the blocks."""
+        return self._shard(0)
+
     def block_file(self, index: int) -> Path:
         """Return the shard of a block."""
         return self._shard(index + 1)
@@ -34,32 +55,22 @@ class ModelWriter:
     def finish(
         self,
         names: Mapping[int, tuple[str, ...]],
-        config: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
         origin: Path,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Write what makes the shards a model.
 
+        The files beside the weights are copied byte for byte: what a library writes anew says the same
+        in the words of its own version, which engines with another version misread.
+
         Args:
             names: Names of the tensors in shard 0 (outside the blocks), 1, 2 ...
-            config: Of the original model.
-            tokenizer: Of the original model.
-            origin: Folder of the original; its generation_config.json is taken along.
+            origin: Folder of the original model.
+            config: Keys that config.json gets in addition; it is then written anew.
         """
-        with disk_errors(self.folder):
-            # a process that was killed here has left it, perhaps with the libraries' own partial files
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            try:
-                config.save_pretrained(self._unfinished)
-                tokenizer.save_pretrained(self._unfinished)
-                generation = origin / "generation_config.json"
-                if generation.is_file():
-                    shutil.copy(generation, self._unfinished)
-                for file in sorted(path for path in self._unfinished.rglob("*") if path.is_file()):
-                    target = self.folder / file.relative_to(self._unfinished)
-                    write_whole(target, partial(shutil.copyfile, file))
-            finally:
-                shutil.rmtree(self._unfinished, ignore_errors=True)
+        copy_companions(origin, self.folder)
+        if config:
+            write_json(self.folder / "config.json", {**read_json(origin / "config.json"), **config})
         size = sum(self._shard(i).stat().st_size for i in names)
         where = {name: self._shard(i).name for i, shard in names.items() for name in shard}
         write_json(
@@ -67,12 +78,15 @@ class ModelWriter:
             {"metadata": {"total_size": size}, "weight_map": where},
         )
 
-    @property
-    def _unfinished(self) -> Path:
-        return self.folder / ".partial"
-
     def _shard(self, number: int) -> Path:
         return self.folder / f"model-{number + 1:05}-of-{self.blocks + 1:05}.safetensors"
 
     def _write_shard(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         write_tensors(self._shard(number), tensors, {"format": "pt"})
+
+
+def copy_companions(origin: Path, folder: Path, patterns: tuple[str, ...] = COMPANIONS) -> None:
+    """Copy the files that belong to a model, other than its weights, byte for byte."""
+    for file in sorted({file for pattern in patterns for file in origin.glob(pattern)}):
+        if file.is_file():
+            write_whole(folder / file.relative_to(origin), partial(shutil.copyfile, file))

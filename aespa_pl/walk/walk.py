@@ -199,7 +199,7 @@ class Walk:
         names = {0: checkpoint.stem_names(family)}
         for index in range(self.source.block_count):
             names[index + 1] = checkpoint.block_names(family, index)
-        writer.finish(names, checkpoint.config, checkpoint.tokenizer(), checkpoint.folder)
+        writer.finish(names, checkpoint.folder)
         self.run.forget_checkpoint()
 
     def _measure(self, phase: str) -> AbstractContextManager[None]:

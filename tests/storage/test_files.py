@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -317,7 +318,7 @@ def export(
         writer.write_block(index, tensors)
         assert writer.block_file(index).is_file()
     assert not (folder / "model.safetensors.index.json").exists()  # not yet a model
-    writer.finish(names, checkpoint.config, checkpoint.tokenizer(), source)
+    writer.finish(names, source)
     return checkpoint
 
 
@@ -394,21 +395,33 @@ def test_disk_that_fills_at_the_end_leaves_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save(make_model("opt", torch.float32), tmp_path / "source")
-    config = type(Checkpoint.open(source).config)
-    monkeypatch.setattr(config, "save_pretrained", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
     with refused(tmp_path / "export"):
         export(source, tmp_path / "export")
     assert not (tmp_path / "export" / "model.safetensors.index.json").exists()
 
 
-def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
-    source = save(make_model("opt", torch.float32), tmp_path / "source")
+def test_files_beside_the_weights_are_the_originals_byte_for_byte(tmp_path: Path) -> None:
+    source = save(make_model("llama", torch.float32), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    rope = config.pop("rope_parameters")  # transformers 5 writes this, engines on 4 want that:
+    config |= {"rope_theta": rope["rope_theta"], "torch_dtype": "float32"}
+    written = {
+        "config.json": json.dumps(config).encode(),
+        "tokenizer.model": b"\x00\x01",
+        "merges.txt": b"#version: 0.2\r\n",
+        "vocab.json": b"{}",
+        "special_tokens_map.json": b'{ "bos_token":"<s>"}',
+        "chat_template.jinja": b"{{ messages }}",
+        "additional_chat_templates/tools.jinja": b"{{ tools }}",
+        "LICENSE": b"do as you like",
+    }
+    for name, content in written.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(content)
+    (source / "train.py").write_text("not the model's")
     export(source, tmp_path / "export")
-    expected = {path.name for path in (tmp_path / "export").iterdir()}
-    again = tmp_path / "again"
-    (again / ".partial").mkdir(parents=True)
-    (again / ".partial" / ".tmpW1elMk").write_text("half of a tokenizer")
-    export(source, again)
-    assert {path.name for path in again.iterdir()} == expected
-    assert "tokenizer_config.json" in expected
-    assert not any(name.startswith(".") for name in expected)
+    for name, content in written.items():
+        assert (tmp_path / "export" / name).read_bytes() == content
+    assert not (tmp_path / "export" / "train.py").exists()
+    assert load(tmp_path / "export").config.rope_parameters == rope

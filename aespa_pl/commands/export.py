@@ -1,0 +1,302 @@
+"""``aespa-pl export``: a finished run as a packed model that engines load, proven before it is kept."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+from huggingface_hub import HfApi
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from aespa_pl.data import evaluation_tokens
+from aespa_pl.errors import UserError
+from aespa_pl.export.engines import ENGINES, Agreement, Engine, compare, reference_logits
+from aespa_pl.export.format import Format
+from aespa_pl.export.formats import FormatName, make_format
+from aespa_pl.export.model_card import model_card
+from aespa_pl.export.proof import ClassSize, prove
+from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.progress import WalkProgress
+from aespa_pl.run.versions import last_run
+from aespa_pl.storage.cache import default_cache
+from aespa_pl.storage.files import disk_errors, write_text
+
+Verify = Literal["auto", "bytes", "transformers", "llama.cpp", "vllm", "gptqmodel"]
+Embedding = Literal["keep", "q8_0"]
+SEGMENT = 64
+"""Tokens of the text that engines are asked about."""
+TEXT = "embedded"
+"""It comes with the package."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has made."""
+
+    folder: Path
+    sizes: Mapping[str, ClassSize]
+    agreements: Sequence[Agreement]
+
+
+def export(
+    run: str,
+    *,
+    format: FormatName,  # noqa: A002 - the option is called --format
+    output: str | None = None,
+    verify: Verify = "auto",
+    container_bits: Literal[4] | None = None,
+    embedding: Embedding = "keep",
+    original: str | None = None,
+    push_to_hub: str | None = None,
+    output_folder: str = "lightning_logs",
+    output_name: str = "aespa",
+) -> None:
+    """Write the quantized model of a finished run in the format of an engine, and prove that it is it.
+
+    Args:
+        run: Folder of a run (NAME/version_N); last: the newest of output_folder/output_name.
+        format: hf (Hugging Face, the original's types), compressed-tensors (vLLM, transformers), awq
+            (vLLM, 4 bits), gptq (GPTQModel, SGLang) or gguf (llama.cpp).
+        output: Folder to write; null: export/FORMAT in the run's folder.
+        verify: Besides the bytes, which are always read back and compared: the engine that must give the
+            run's next-token distributions. auto: those that are installed and have the memory; bytes: none.
+        container_bits: Bits that each integer takes, if more than it has: vLLM runs 2 and 3 bits in 4.
+        embedding: gguf: q8_0 rounds embedding and head to 8.5 bits a weight; keep: they stay.
+        original: Folder of the model that was quantized, if it is no longer where the run found it.
+        push_to_hub: Name of a repository on the Hugging Face hub that gets the folder as well.
+        output_folder: With last: the folder of all runs.
+        output_name: With last: the name of the run.
+
+    Raises:
+        UserError: The run or the output folder can't be used, or the format can't hold the run exactly.
+    """
+    chosen = make_format(format, container_bits, embedding)
+    engines, unchecked = _engines(format, verify)
+    folder = _run_folder(run, Path(output_folder).expanduser() / output_name)
+    target = Path(output).expanduser() if output else folder / "export" / format
+    _refuse_target(target)
+    model = QuantizedModel.open(folder, original)
+    chosen.refuse(model)
+    _refuse_full_disk(model, target)
+    if push_to_hub is not None:
+        _refuse_no_login(push_to_hub)
+    if verify == "auto":
+        engines, unchecked = _that_fit(model, engines, unchecked)
+    command = f"aespa-pl export last --format {format}"
+    if container_bits is not None:
+        command += f" --container_bits {container_bits}"
+    if embedding != "keep":
+        command += f" --embedding {embedding}"
+    console = Console()
+    with WalkProgress(console) as progress:
+        exported = write_model(
+            model, chosen, target, engines=engines, command=command, progress=progress
+        )
+    _show(console, chosen, exported, unchecked)
+    if push_to_hub is not None:
+        push(exported.folder, push_to_hub)
+        console.print(f"pushed to https://huggingface.co/{push_to_hub}", soft_wrap=True)
+    console.print(str(exported.folder), soft_wrap=True, highlight=False)
+
+
+def write_model(
+    model: QuantizedModel,
+    chosen: Format,
+    target: Path,
+    *,
+    engines: Sequence[Engine],
+    command: str,
+    progress: WalkProgress,
+) -> Exported:
+    """Write, prove, and only then give the folder its name.
+
+    Args:
+        model: What is exported.
+        chosen: The format.
+        target: Folder, which appears when it is complete and proven.
+        engines: Those to ask.
+        command: For the model card.
+        progress: Shows the blocks.
+
+    Raises:
+        UserError: The disk is full, or what was written is not the run's model.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        with disk_errors(target.parent):
+            shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+            partial.mkdir(parents=True)
+        progress.begin("Writing, blocks", model.block_count)
+        chosen.write(model, partial, progress.advance)
+        progress.begin("Reading back, blocks", model.block_count)
+        sizes = prove(model, chosen, partial, progress.advance)
+        agreements = ask(model, chosen, partial, engines)
+        verified = {agreement.engine: agreement.text for agreement in agreements}
+        write_text(partial / "README.md", model_card(model, chosen, command, verified))
+        with disk_errors(target.parent):
+            if target.is_dir():
+                target.rmdir()  # it is empty: a Windows rename would not replace it
+            partial.replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Exported(target, sizes, agreements)
+
+
+def ask(
+    model: QuantizedModel, chosen: Format, folder: Path, engines: Sequence[Engine]
+) -> list[Agreement]:
+    """Compare next-token distributions of engines with the run's.
+
+    Raises:
+        UserError: They differ by more than the engine's own rounding explains.
+    """
+    if not engines:
+        return []
+    tokens = _tokens(model)
+    reference = reference_logits(model, chosen, tokens)
+    vocabulary = int(model.checkpoint.config.vocab_size)
+    return [
+        compare(engine, reference, engine.logits(folder, tokens, vocabulary), tokens)
+        for engine in engines
+    ]
+
+
+def push(folder: Path, name: str) -> None:
+    """Upload a folder to a repository on the hub, which is made if there is none.
+
+    Raises:
+        UserError: The hub refuses or can't be reached; the folder stays.
+    """
+    api = HfApi()
+    try:
+        api.create_repo(name, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=name)
+    except Exception as error:  # which class that is depends on the HTTP library under the client
+        raise UserError(
+            f"--push_to_hub: {name} cannot be uploaded ({error}). The export is complete in {folder}: "
+            f"hf upload {name} {folder}"
+        ) from error
+
+
+def _tokens(model: QuantizedModel) -> Tensor:
+    """Return one segment ``[L]`` of held-out text."""
+    limit = model.family.positions(model.checkpoint.config) or SEGMENT
+    tokenizer = model.checkpoint.tokenizer()
+    segments = evaluation_tokens(TEXT, tokenizer, min(SEGMENT, limit), 1, default_cache())
+    return segments[0]
+
+
+def _run_folder(run: str, runs: Path) -> Path:
+    if run != "last":
+        return Path(run).expanduser()
+    folder = last_run(runs)
+    if folder is None:
+        raise UserError(
+            f"no run in {runs}: correct --output_folder and --output_name, or start with aespa-pl fit"
+        )
+    return folder
+
+
+def _refuse_target(target: Path) -> None:
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise UserError(
+            f"--output: {target} exists and is not an empty folder: remove it, or choose another"
+        )
+
+
+def _refuse_full_disk(model: QuantizedModel, target: Path) -> None:
+    """Raise UserError if the disk lacks the size of the original, which no format exceeds by much."""
+    files = {tensor.file for tensor in model.checkpoint.tensors.values()}
+    needed = sum(file.stat().st_size for file in files)
+    existing = next(path for path in (target, *target.resolve().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"--output: the disk of {existing} has {free / 1e9:.1f} GB free, and up to "
+            f"{needed / 1e9:.1f} GB are needed: free space there, or choose another folder"
+        )
+
+
+def _refuse_no_login(name: str) -> None:
+    try:
+        HfApi().whoami()
+    except Exception as error:  # which class that is depends on the HTTP library under the client
+        raise UserError(
+            f"--push_to_hub {name}: the hub does not know who you are ({error}): hf auth login"
+        ) from error
+
+
+def _engines(name: FormatName, verify: Verify) -> tuple[list[Engine], dict[str, str]]:
+    """Return the engines to ask, and by engine the reason why others that read the format are not."""
+    readers = [engine for engine in ENGINES if name in engine.formats]
+    if verify == "bytes":
+        return [], {engine.name: "not asked for" for engine in readers}
+    if verify == "auto":
+        installed = [engine for engine in readers if engine.installed]
+        others = [engine for engine in readers if not engine.installed]
+        return installed, {engine.name: "not installed" for engine in others}
+    for engine in readers:
+        if engine.name == verify:
+            if not engine.installed:
+                raise UserError(
+                    f"--verify {verify}: {engine.package} is not installed: pip install "
+                    f"{engine.package}, or choose --verify auto"
+                )
+            return [engine], {}
+    names = ", ".join(engine.name for engine in readers)
+    raise UserError(f"--verify {verify}: it does not read --format {name}: choose {names} or bytes")
+
+
+def _that_fit(
+    model: QuantizedModel, engines: Sequence[Engine], unchecked: Mapping[str, str]
+) -> tuple[list[Engine], dict[str, str]]:
+    """Leave out all engines where the whole model in float32 does not fit the free memory."""
+    tensors = set(model.checkpoint.tensors.values())
+    needed = sum(torch.Size(tensor.shape).numel() * 4 for tensor in tensors)
+    if needed < psutil.virtual_memory().available / 2:
+        return list(engines), dict(unchecked)
+    reason = (
+        f"the whole model takes {needed / 1e9:.0f} GB of memory: --verify ENGINE asks it anyway"
+    )
+    return [], {**unchecked, **{engine.name: reason for engine in engines}}
+
+
+def _show(
+    console: Console, chosen: Format, exported: Exported, unchecked: Mapping[str, str]
+) -> None:
+    table = Table(title=f"{chosen.name}: {exported.folder.name}", title_justify="left")
+    for heading in ("tensors", "weights", "bits a weight", "MB", "original, MB"):
+        table.add_column(heading, justify="left" if heading == "tensors" else "right")
+    for kind, size in exported.sizes.items():
+        table.add_row(
+            kind,
+            f"{size.weights:,}",
+            f"{8 * size.size / max(1, size.weights):.3f}",
+            f"{size.size / 1e6:.2f}",
+            f"{size.original / 1e6:.2f}",
+        )
+    weights = sum(size.weights for size in exported.sizes.values())
+    original = sum(size.original for size in exported.sizes.values())
+    total = sum(
+        file.stat().st_size for file in exported.folder.iterdir() if file.suffix in WEIGHT_FILES
+    )
+    table.add_section()
+    table.add_row(
+        "files", f"{weights:,}", f"{8 * total / weights:.3f}",
+        f"{total / 1e6:.2f}", f"{original / 1e6:.2f}",
+    )  # fmt: skip
+    console.print(table)
+    console.print(f"read back by {chosen.reader}: equal to the run, bit for bit", soft_wrap=True)
+    for agreement in exported.agreements:
+        console.print(f"{agreement.engine}: {agreement.text}", highlight=False, soft_wrap=True)
+    for engine, reason in unchecked.items():
+        console.print(f"{engine}: not checked, {reason}", highlight=False, soft_wrap=True)
+
+
+WEIGHT_FILES = (".safetensors", ".gguf")
+"""Suffixes of the files that hold tensors."""

@@ -1,0 +1,92 @@
+"""``awq``: 4-bit integers in the layout of AutoAWQ's ``gemm`` kernels.
+
+Source: AutoAWQ's packing: eight integers of one input channel in an int32, in the order below.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+from torch import Tensor
+
+from aespa_pl.export.compressed_tensors import CompressedTensors, unpacked_by_library
+from aespa_pl.export.folder import FolderFormat, signed_words
+from aespa_pl.export.format import impossible
+from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+
+BITS = 4
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output channel, of each eight, that lies in the nibble; the lowest nibble is the first."""
+
+
+@dataclass(frozen=True)
+class Awq(FolderFormat):
+    """Packed integers in 4 bits."""
+
+    container_bits: int | None = None
+    """4 says that integers of fewer bits shall take 4."""
+
+    name = "awq"
+    reader = "compressed-tensors' converter of AutoAWQ"
+
+    def refuse(self, model: QuantizedModel) -> None:
+        """Refuse other bits than 4, and rows that do not fill an int32."""
+        if model.bits > BITS:
+            raise impossible(model, self.name, "it has 4 bits", "Use --format compressed-tensors")
+        if (self.container_bits or model.bits) != BITS:
+            raise impossible(
+                model,
+                self.name,
+                "its integers take 4 bits",
+                "Add --container_bits 4, or use --format compressed-tensors, which packs "
+                f"{model.bits} bits",
+            )
+        for name in model.matrix_names(0):
+            rows = model.checkpoint.tensors[name].shape[0]
+            if rows % len(ORDER):
+                raise impossible(
+                    model,
+                    self.name,
+                    f"{name} has {rows} rows, not a multiple of 8",
+                    "Use --format compressed-tensors",
+                )
+
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+        """Return ``qweight [d_in, rows / 8]``, ``qzeros [G, rows / 8]`` and ``scales [G, rows]``."""
+        return {
+            "qweight": _packed(matrix.integers.T),
+            "qzeros": _packed(matrix.zero_point.T),
+            "scales": matrix.scale.T.contiguous(),
+        }
+
+    def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight by way of the converter that compressed-tensors has for AutoAWQ."""
+        converter = AutoAWQConverter(bits=BITS, group_size=model.group_size or -1)
+        layer = {f"layer.{suffix}": tensor for suffix, tensor in packed.items()}
+        converted = converter.process(layer)
+        tensors = {name.removeprefix("layer."): tensor for name, tensor in converted.items()}
+        tensors["weight_scale"] = tensors["weight_scale"].float()
+        scheme = CompressedTensors(BITS).config(model)["quantization_config"]["config_groups"]
+        return unpacked_by_library(tensors, scheme["group_0"])
+
+    def config(self, model: QuantizedModel) -> dict[str, Any]:
+        """Return the quantization as AutoAWQ states it."""
+        return {
+            "quantization_config": {
+                "quant_method": "awq",
+                "bits": BITS,
+                "group_size": model.group_size or -1,
+                "zero_point": True,
+                "version": "gemm",
+                "modules_to_not_convert": model.unquantized_linears(),
+            }
+        }
+
+
+def _packed(values: Tensor) -> Tensor:
+    """Return ``[n, rows / 8]`` int32 of integers ``[n, rows]``."""
+    eights = values.unflatten(1, (-1, len(ORDER)))[..., list(ORDER)].long()
+    words = (eights << (BITS * torch.arange(len(ORDER)))).sum(-1)
+    return signed_words(words)

@@ -1,0 +1,102 @@
+"""``compressed-tensors``: what vLLM's own quantizers write; transformers reads it as well.
+
+Source: ``pack-quantized`` of the library compressed-tensors: integers minus ``2**(bits - 1)`` as a dense
+stream of bits in int32, zero points the same along the rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationScheme
+from torch import Tensor
+
+from aespa_pl.export.folder import FolderFormat
+from aespa_pl.export.format import impossible
+from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+
+
+@dataclass(frozen=True)
+class CompressedTensors(FolderFormat):
+    """Packed integers of 2 to 8 bits, any groups, any family."""
+
+    container_bits: int | None = None
+    """Bits that an integer takes in the file; None: as many as it has."""
+
+    name = "compressed-tensors"
+    reader = "compressed-tensors"
+
+    def refuse(self, model: QuantizedModel) -> None:
+        """Refuse a container that is too small for the integers."""
+        if self._bits(model) < model.bits:
+            raise impossible(
+                model,
+                self.name,
+                f"integers of {model.bits} bits do not fit {self.container_bits}",
+                "Leave --container_bits out",
+            )
+
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+        """Return integers, scale, zero point and shape."""
+        bits = self._bits(model)
+        middle = 2 ** (bits - 1)
+        integers = (matrix.integers.short() - middle).to(torch.int8)
+        zero_point = (matrix.zero_point.short() - middle).to(torch.int8)
+        return {
+            "weight_packed": pack_to_int32(integers, bits),
+            # float32: transformers computes scale * (q - z) in the type of the scale, and in float16
+            # the product would be rounded
+            "weight_scale": matrix.scale.float(),
+            "weight_zero_point": pack_to_int32(zero_point, bits, packed_dim=0),
+            "weight_shape": torch.tensor(matrix.integers.shape),
+        }
+
+    def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight that the library makes of the tensors."""
+        return unpacked_by_library(dict(packed), self._scheme(model))
+
+    def config(self, model: QuantizedModel) -> dict[str, Any]:
+        """Return the quantization that transformers and vLLM read."""
+        return {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "quantization_status": "compressed",
+                # transformers' layers for packed weights refuse packed zero points; vLLM ignores this
+                "dequantize": True,
+                "ignore": model.unquantized_linears(),
+                "config_groups": {"group_0": self._scheme(model)},
+            }
+        }
+
+    def _bits(self, model: QuantizedModel) -> int:
+        return self.container_bits or model.bits
+
+    def _scheme(self, model: QuantizedModel) -> dict[str, Any]:
+        return {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": self._bits(model),
+                "type": "int",
+                "symmetric": False,
+                "strategy": "group" if model.group_size else "channel",
+                "group_size": model.group_size,
+                "dynamic": False,
+                "actorder": None,
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+
+
+def unpacked_by_library(packed: dict[str, Tensor], scheme: dict[str, Any]) -> Tensor:
+    """Return the weight that compressed-tensors makes of ``pack-quantized`` tensors."""
+    shape = packed["weight_shape"]
+    packed["weight_shape"] = torch.Size(shape.tolist())  # type: ignore[assignment]
+    weight: Tensor = PackedQuantizationCompressor.decompress(
+        packed, QuantizationScheme.model_validate(scheme)
+    )["weight"]
+    return weight

@@ -1,0 +1,83 @@
+"""The formats that are a Hugging Face folder: safetensors with packed weights, and config.json."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aespa_pl.export.format import Format, ReadTensor
+from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+from aespa_pl.models.headers import opened
+from aespa_pl.run.model_writer import ModelWriter
+
+
+@dataclass(frozen=True)
+class FolderFormat(Format):
+    """A Hugging Face folder; what differs is how a matrix is packed, and what config.json says."""
+
+    @abstractmethod
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+        """Return the tensors that stand for a matrix, by their suffix to the name of its layer."""
+
+    @abstractmethod
+    def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight that packed tensors stand for, by the format's own library."""
+
+    @abstractmethod
+    def config(self, model: QuantizedModel) -> dict[str, Any]:
+        """Return the keys that config.json gets."""
+
+    def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
+        """Write a shard for what lies outside the blocks and one a block."""
+        writer = ModelWriter(folder, model.block_count)
+        stem = dict(model.stem())
+        writer.write_stem(stem)
+        names = {0: tuple(stem)}
+        for index in range(model.block_count):
+            block = model.block(index)
+            tensors = dict(block.others)
+            for name, matrix in block.matrices.items():
+                layer = name.removesuffix("weight")
+                packed = self.pack(model, name, matrix)
+                tensors |= {layer + suffix: tensor for suffix, tensor in packed.items()}
+            writer.write_block(index, tensors)
+            names[index + 1] = tuple(tensors)
+            after_block()
+        writer.finish(names, model.original, self.config(model))
+
+    def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
+        """Read the shards as a user of the format would."""
+        writer = ModelWriter(folder, model.block_count)
+        yield from self._read_shard(model, writer.stem_file, {})
+        for index in range(model.block_count):
+            yield from self._read_shard(model, writer.block_file(index), model.matrix_names(index))
+
+    def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
+        """Return the value itself."""
+        return value
+
+    def _read_shard(
+        self, model: QuantizedModel, path: Path, matrices: Mapping[str, object]
+    ) -> Iterator[ReadTensor]:
+        layers = {name.removesuffix("weight") for name in matrices}
+        packed: dict[str, dict[str, Tensor]] = {layer: {} for layer in layers}
+        with opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - no Mapping
+                tensor = file.get_tensor(name)
+                layer, _, suffix = name.rpartition(".")
+                if f"{layer}." in layers and suffix != "bias":
+                    packed[f"{layer}."][suffix] = tensor
+                else:
+                    yield ReadTensor(name, tensor, tensor.nbytes)
+        for layer, tensors in packed.items():
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            yield ReadTensor(f"{layer}weight", self.unpack(model, tensors), size)
+
+
+def signed_words(words: Tensor) -> Tensor:
+    """Return unsigned 32-bit words, held in int64, as the int32 with the same bits."""
+    return (words - ((words >> 31) << 32)).to(torch.int32)

@@ -1,0 +1,56 @@
+"""What every format of a packed model does: refuse, write, and read back."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from torch import Tensor
+
+from aespa_pl.errors import UserError
+from aespa_pl.export.quantized import QuantizedModel
+
+
+@dataclass(frozen=True)
+class ReadTensor:
+    """One tensor of the model, as a reader of the exported folder gets it."""
+
+    name: str
+    """Its name in the model's ``state_dict``."""
+    value: Tensor
+    """Dequantized, in float32 or in the type that the file has."""
+    size: int
+    """Bytes in the file, with scales and zero points."""
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """A format; stateless but for what the user chose."""
+
+    name: ClassVar[str]
+    reader: ClassVar[str]
+    """What unpacks the file in the proof."""
+
+    @abstractmethod
+    def refuse(self, model: QuantizedModel) -> None:
+        """Raise UserError where the format can't hold a model exactly; the message says what can."""
+
+    @abstractmethod
+    def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
+        """Write the model, one block in memory at a time, every file whole."""
+
+    @abstractmethod
+    def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
+        """Yield every tensor of a written folder: what lies outside the blocks, then the blocks."""
+
+    @abstractmethod
+    def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
+        """Return what the file should hold of a tensor; ``value`` is it in float32 or as stored."""
+
+
+def impossible(model: QuantizedModel, format_name: str, why: str, instead: str) -> UserError:
+    """Return the error for a model that a format can't hold."""
+    return UserError(
+        f"--format {format_name} cannot hold this run exactly ({model.granularity}): {why}. {instead}"
+    )

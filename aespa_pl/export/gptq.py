@@ -1,0 +1,104 @@
+"""``gptq``: the checkpoint format ``gptq_v2`` of GPTQModel, without reordered columns.
+
+Source: GPTQModel's TorchLinear: integers as a dense stream of bits in int32 along the input channels,
+zero points the same along the output channels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aespa_pl.export.folder import FolderFormat, signed_words
+from aespa_pl.export.format import impossible
+from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+
+BITS = (2, 3, 4, 8)
+WORD = 32
+
+
+@dataclass(frozen=True)
+class Gptq(FolderFormat):
+    """Packed integers of 2, 3, 4 or 8 bits."""
+
+    container_bits: int | None = None
+    """Bits that an integer takes in the file; None: as many as it has."""
+
+    name = "gptq"
+    reader = "the definition of gptq_v2, bit by bit"
+
+    def refuse(self, model: QuantizedModel) -> None:
+        """Refuse other bits, and sides that do not fill whole words."""
+        bits = self._bits(model)
+        if bits < model.bits or bits not in BITS:
+            raise impossible(
+                model,
+                self.name,
+                "it has 2, 3, 4 or 8 bits",
+                "Use --format compressed-tensors, which has 2 to 8",
+            )
+        for name in model.matrix_names(0):
+            shape = model.checkpoint.tensors[name].shape
+            unit = WORD if bits == 3 else WORD // bits
+            if any(side % unit for side in shape):
+                raise impossible(
+                    model,
+                    self.name,
+                    f"{name} is {list(shape)}, and {bits}-bit integers fill whole words in multiples "
+                    f"of {unit} only",
+                    "Use --format compressed-tensors",
+                )
+
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+        """Return ``qweight [d_in * bits / 32, rows]``, ``qzeros [G, rows * bits / 32]`` and others."""
+        bits, columns = self._bits(model), matrix.integers.shape[1]
+        return {
+            "qweight": _packed(matrix.integers.T, bits),
+            "qzeros": _packed(matrix.zero_point, bits).T.contiguous(),
+            "scales": matrix.scale.T.contiguous(),
+            "g_idx": torch.arange(columns, dtype=torch.int32) // matrix.group_size,
+        }
+
+    def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight; GPTQModel takes 6 GB, so docs/export.md says where it was tried."""
+        bits = self._bits(model)
+        integers = _unpacked(packed["qweight"], bits)  # [d_in, rows]
+        zero_point = _unpacked(packed["qzeros"].T, bits).T  # [G, rows]
+        group = packed["g_idx"].long()
+        return (packed["scales"][group].float() * (integers - zero_point[group])).T
+
+    def config(self, model: QuantizedModel) -> dict[str, Any]:
+        """Return the quantization as GPTQModel states it."""
+        settings = {
+            "quant_method": "gptq",
+            "bits": self._bits(model),
+            "group_size": model.group_size or -1,
+            "sym": False,
+            "desc_act": False,
+            "lm_head": False,
+            "checkpoint_format": "gptq_v2",
+            "pack_dtype": "int32",
+        }
+        if self._bits(model) == 4 and model.group_size is None:
+            settings["backend"] = "torch"  # its faster CPU kernel has groups of 32 to 256 only
+        return {"quantization_config": settings}
+
+    def _bits(self, model: QuantizedModel) -> int:
+        return self.container_bits or model.bits
+
+
+def _packed(values: Tensor, bits: int) -> Tensor:
+    """Return ``[n * bits / 32, m]`` int32 of integers ``[n, m]``: a stream of bits along dim 0."""
+    stream = (values[:, None].int() >> torch.arange(bits)[:, None]) & 1  # [n, bits, m]
+    words = stream.flatten(0, 1).unflatten(0, (-1, WORD)).long()  # [words, 32, m]
+    return signed_words((words << torch.arange(WORD)[:, None]).sum(1))
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Return the integers ``[n, m]`` of a stream of bits ``[n * bits / 32, m]``."""
+    stream = (words[:, None] >> torch.arange(WORD)[:, None]) & 1  # [words, 32, m]
+    digits = stream.flatten(0, 1).unflatten(0, (-1, bits))  # [n, bits, m]
+    integers: Tensor = (digits << torch.arange(bits)[:, None]).sum(1)
+    return integers

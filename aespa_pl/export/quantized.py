@@ -1,0 +1,237 @@
+"""A finished run as a value: the integers of each block, and everything else of the model.
+
+Notation: rows are output channels, d_in input channels, G groups of d_in / G columns that share a scale.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jaxtyping import Float16, Float32, UInt8
+from torch import Tensor, nn
+
+from aespa_pl.errors import UserError
+from aespa_pl.models import family_of
+from aespa_pl.models.family import BlockLayout, Family, Projection
+from aespa_pl.models.headers import DTYPES, opened
+from aespa_pl.models.hub import resolve
+from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.run.fingerprint import model_fingerprint
+from aespa_pl.run.journal import Run
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """The weight of one linear layer, ``scale * (integers - zero_point)``."""
+
+    integers: UInt8[Tensor, "rows d_in"]
+    scale: Float16[Tensor, "rows groups"]
+    zero_point: UInt8[Tensor, "rows groups"]
+
+    @property
+    def groups(self) -> int:
+        """Groups of columns with a scale of their own."""
+        return self.scale.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """Columns that share a scale."""
+        return self.integers.shape[1] // self.groups
+
+    def dequantized(self) -> Float32[Tensor, "rows d_in"]:
+        """Return the weight; in float32 every product is exact, because it has 20 bits at most."""
+        steps = self.integers.unflatten(1, (self.groups, -1)).short() - self.zero_point[..., None]
+        weight: Tensor = (self.scale.float()[..., None] * steps).flatten(1)
+        return weight
+
+    def rows(self, order: Tensor) -> "QuantizedMatrix":
+        """Return the matrix with its rows in another order."""
+        return QuantizedMatrix(self.integers[order], self.scale[order], self.zero_point[order])
+
+
+@dataclass(frozen=True)
+class QuantizedBlock:
+    """One Transformer block; names are those of the model's ``state_dict``."""
+
+    matrices: Mapping[str, QuantizedMatrix]
+    """By the name of the weight."""
+    others: Mapping[str, Tensor]
+    """Norms and biases, with zeta folded in."""
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """A finished run, checked; one block at a time is in memory."""
+
+    run: Run
+    settings: Mapping[str, Any]
+    """The run's config.yaml."""
+    original: Path
+    """Folder of the checkpoint that was quantized."""
+    checkpoint: Checkpoint
+    """The dequantized model that the run left."""
+    embeddings: frozenset[str]
+    """Names of the input and output embeddings."""
+
+    @classmethod
+    def open(cls, folder: Path, original: str | None = None) -> "QuantizedModel":
+        """Check a run's folder.
+
+        Args:
+            folder: Of the run.
+            original: The checkpoint that was quantized; None: where config.yaml says it is.
+
+        Raises:
+            UserError: The run is not finished, one of its files is damaged or missing, or the original
+                can't be found or is another model.
+        """
+        run = Run.open(folder)
+        settings = _settings(folder / "config.yaml")
+        if not run.model:
+            raise UserError(
+                f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path {folder}"
+            )
+        _refuse_damaged(run)
+        checkpoint = Checkpoint.open(run.model_folder)
+        model = settings["model"]
+        source = resolve(original or model["pretrained"], model.get("revision"))
+        weights = {tensor.file for tensor in Checkpoint.open(source).tensors.values()}
+        if model_fingerprint({source / "config.json", *weights}) != run.fingerprint["model"]:
+            raise UserError(
+                f"--original: the run {folder} was made from another model than {source}: give the "
+                "folder of the model that was quantized"
+            )
+        return cls(run, settings, source, checkpoint, _embeddings(checkpoint))
+
+    @property
+    def bits(self) -> int:
+        """Bits of an integer."""
+        return int(self.settings["quantization"]["bits"])
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every zero point is the middle of the range."""
+        return bool(self.settings["quantization"]["symmetric"])
+
+    @property
+    def group_size(self) -> int | None:
+        """Columns that share a scale; None: all of a row."""
+        size = self.settings["quantization"]["group_size"]
+        return None if size is None else int(size)
+
+    @property
+    def granularity(self) -> str:
+        """Bits and groups in words, for messages."""
+        groups = f"groups of {self.group_size}" if self.group_size else "per channel"
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        return f"{self.bits} bits, {groups}, {kind}"
+
+    @property
+    def family(self) -> Family:
+        """The model's family."""
+        return family_of(self.checkpoint.config)
+
+    @property
+    def layout(self) -> BlockLayout:
+        """The projections of each block."""
+        return self.family.layout(self.checkpoint.config)
+
+    @property
+    def block_count(self) -> int:
+        """Number of Transformer blocks."""
+        return int(self.checkpoint.config.num_hidden_layers)
+
+    def matrix_names(self, index: int) -> dict[str, tuple[Projection, ...]]:
+        """Return, by the name of each quantized weight of a block, the projections in its rows."""
+        names: dict[str, tuple[Projection, ...]] = {}
+        for projection in self.layout.projections:
+            name = f"{self.family.blocks_path}.{index}.{projection.module}.weight"
+            names[name] = (*names.get(name, ()), projection)
+        return names
+
+    def stem_names(self) -> tuple[str, ...]:
+        """Return the names of what lies outside the blocks; of tied names, the first only."""
+        return self.checkpoint.stem_names(self.family)
+
+    def block_names(self, index: int) -> tuple[str, ...]:
+        """Return the names of a block's tensors."""
+        return self.checkpoint.block_names(self.family, index)
+
+    def unquantized_linears(self) -> list[str]:
+        """Return the names of the linear layers that keep their weights, such as the head."""
+        quantized = {name for i in range(self.block_count) for name in self.matrix_names(i)}
+        return [
+            name
+            for name, module in self.checkpoint.skeleton().named_modules()
+            if isinstance(module, nn.Linear) and f"{name}.weight" not in quantized
+        ]
+
+    def stem(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what lies outside the blocks, as stored."""
+        for name in self.stem_names():
+            yield name, self.checkpoint.tensor(name)
+
+    def block(self, index: int) -> QuantizedBlock:
+        """Read one block."""
+        names = self.matrix_names(index)
+        with opened(self.run.block_file(index)) as file:
+            matrices = {
+                name: _matrix(file, projections, self.layout) for name, projections in names.items()
+            }
+        others = {
+            name: self.checkpoint.tensor(name)
+            for name in self.block_names(index)
+            if name not in names
+        }
+        return QuantizedBlock(matrices, others)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type that the original stores a tensor in."""
+        return DTYPES[self.checkpoint.tensors[name].dtype]
+
+
+def _matrix(file: Any, projections: tuple[Projection, ...], layout: BlockLayout) -> QuantizedMatrix:
+    """Read the weight of a linear layer, whose rows may be those of several projections in turn."""
+    integers, scale, zero_point = (
+        _joined([file.get_tensor(f"{p.name}.{what}") for p in projections], layout.head_dim)
+        for what in ("integers", "scale", "zero_point")
+    )
+    return QuantizedMatrix(integers, scale, zero_point)
+
+
+def _joined(parts: list[Tensor], head_dim: int) -> Tensor:
+    """Return ``[heads * parts * d_head, columns]`` from each part's ``[heads * d_head, columns]``."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack([part.unflatten(0, (-1, head_dim)) for part in parts], dim=1).flatten(0, 2)
+
+
+def _embeddings(checkpoint: Checkpoint) -> frozenset[str]:
+    model = checkpoint.skeleton()
+    ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    state = model.state_dict(keep_vars=True)
+    return frozenset(name for name, value in state.items() if any(value is e for e in ends))
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content["model"]["pretrained"], content["quantization"]["bits"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error!r}): give the folder of a run (NAME/version_N)"
+        ) from error
+    return content
+
+
+def _refuse_damaged(run: Run) -> None:
+    """Raise UserError if a file of a run is not what the journal knows."""
+    damaged = run.all_damaged_files()
+    if damaged:
+        raise UserError(
+            f"{', '.join(map(str, damaged))} is damaged or missing: aespa-pl fit --ckpt_path "
+            f"{run.folder} makes it again"
+        )

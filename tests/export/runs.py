@@ -1,0 +1,300 @@
+"""Finished runs of tiny models with known integers, written without the package's own code.
+
+Weights are rounded to nearest; the first row of every matrix has zero point 0 and the second the largest,
+because those are the rows that packers get wrong. Norms differ from the original's, as folding leaves them.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 280
+HEADS = 4
+
+LLAMA_LAYERS = {
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
+}
+OPT_LAYERS = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")} | {
+    "fc1": "fc1",
+    "fc2": "fc2",
+}
+BLOOM_LAYERS = {
+    "dense": "self_attention.dense",
+    "dense_h_to_4h": "mlp.dense_h_to_4h",
+    "dense_4h_to_h": "mlp.dense_4h_to_h",
+}
+FUSED = "self_attention.query_key_value"
+PATHS = {"opt": "model.decoder.layers", "bloom": "transformer.h"}
+LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS}
+
+
+def llama(kind: type[PreTrainedConfig] = LlamaConfig, **options: Any) -> PreTrainedConfig:
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 128, "num_attention_heads": HEADS,
+        "intermediate_size": 256, "num_hidden_layers": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": 128, "tie_word_embeddings": True, "bos_token_id": 256,
+        "eos_token_id": 257, "pad_token_id": 257,
+    }  # fmt: skip
+    return kind(**{**settings, **options})
+
+
+def opt(**options: Any) -> PreTrainedConfig:
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 128, "num_attention_heads": HEADS, "ffn_dim": 256,
+        "num_hidden_layers": 2, "max_position_embeddings": 128, "word_embed_proj_dim": 128,
+    }  # fmt: skip
+    return OPTConfig(**{**settings, **options})
+
+
+def bloom(**options: Any) -> PreTrainedConfig:
+    settings = {"vocab_size": VOCABULARY, "hidden_size": 128, "n_head": HEADS, "n_layer": 2}
+    return BloomConfig(**{**settings, **options})
+
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": llama,
+    "opt": opt,
+    "bloom": bloom,
+    "llama-block": lambda: llama(num_hidden_layers=1),  # one block: for the many combinations
+    "opt-block": lambda: opt(num_hidden_layers=1),
+    "bloom-block": lambda: bloom(n_layer=1),
+    "llama-untied": lambda: llama(tie_word_embeddings=False),
+    "llama-biased": lambda: llama(
+        attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False
+    ),
+    "llama-wide": lambda: llama(hidden_size=256, intermediate_size=512),
+    "llama-uneven": lambda: llama(hidden_size=96, intermediate_size=160),
+    "llama-odd": lambda: llama(hidden_size=40, intermediate_size=72),
+    "llama3": lambda: llama(
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        },
+    ),
+    "llama-linear": lambda: llama(
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "llama-yarn": lambda: llama(
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "mistral": lambda: llama(MistralConfig, sliding_window=100),
+    "qwen2": lambda: llama(Qwen2Config),
+    "qwen3": lambda: llama(Qwen3Config, head_dim=32),
+    "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),
+    "bloom-post-residual": lambda: bloom(apply_residual_connection_post_layernorm=True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Known:
+    """A run, and what is known of it."""
+
+    folder: Path
+    original: Path
+    matrices: dict[str, tuple[Tensor, Tensor, Tensor]]
+    """By the weight's name in the model: integers, scale and zero point of its rows."""
+    model: PreTrainedModel
+    """The model with float32 weights ``scale * (q - z)``."""
+
+    def weight(self, name: str) -> Tensor:
+        return dequantized(*self.matrices[name])
+
+
+def dequantized(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Compute ``scale * (q - z)`` in float64, column by column, and round once."""
+    size = q.shape[1] // scale.shape[1]
+    columns = [
+        scale[:, j // size].double() * (q[:, j].double() - zero[:, j // size].double())
+        for j in range(q.shape[1])
+    ]
+    return torch.stack(columns, 1).float()
+
+
+def round_to_nearest(
+    W: Tensor, bits: int, group_size: int | None, *, symmetric: bool, forced: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    parts = W.double().reshape(len(W), -1, group_size or W.shape[1])
+    largest = 2**bits - 1
+    low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
+    scale = ((high - low) / largest).clamp(min=1e-6).half()
+    zero = torch.round(-low / scale.double()).clamp(0, largest)
+    if symmetric:
+        zero[:] = 2 ** (bits - 1)
+    elif forced:
+        zero[0], zero[1] = 0, largest
+    q = (torch.round(parts / scale.double()[..., None]) + zero[..., None]).clamp(0, largest)
+    return q.reshape(W.shape).to(torch.uint8), scale, zero.to(torch.uint8)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of bytes with a few merges and two special tokens."""
+    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("i", "n")]
+    texts = [*sorted(ByteLevel.alphabet()), *("<s>", "</s>"), *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(BPE({text: i for i, text in enumerate(texts)}, merges))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteDecoder()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+def save_original(config: PreTrainedConfig, folder: Path, max_shard_size: str = "5GB") -> Path:
+    """Write a model with random weights, biases and norms, in float16."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(noise * 0.06 if parameter.dim() > 1 else 1 + 0.2 * noise)
+    model.half().save_pretrained(folder, max_shard_size=max_shard_size)
+    save_tokenizer(folder)
+    return folder
+
+
+def make_run(
+    original: Path,
+    folder: Path,
+    bits: int,
+    group_size: int | None,
+    *,
+    symmetric: bool = False,
+    forced: bool = True,
+) -> Known:
+    """Write a finished run of a checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
+    kind = model.config.model_type
+    path, layers = PATHS.get(kind, "model.layers"), LAYERS.get(kind, LLAMA_LAYERS)
+    state, matrices = model.state_dict(), {}
+    shards: list[dict[str, Tensor]] = [{}]
+    (folder / "blocks").mkdir(parents=True)
+    for index in range(model.config.num_hidden_layers):
+        block = f"{path}.{index}"
+        tensors: dict[str, Tensor] = {}
+        for name, layer in layers.items():
+            found = round_to_nearest(
+                state[f"{block}.{layer}.weight"], bits, group_size,
+                symmetric=symmetric, forced=forced,
+            )  # fmt: skip
+            matrices[f"{block}.{layer}.weight"] = found
+            tensors |= named(name, found)
+        if kind == "bloom":
+            found = round_to_nearest(
+                state[f"{block}.{FUSED}.weight"], bits, group_size,
+                symmetric=symmetric, forced=forced,
+            )  # fmt: skip
+            matrices[f"{block}.{FUSED}.weight"] = found
+            for part, name in enumerate(("query", "key", "value")):
+                tensors |= named(name, tuple(heads_of(tensor, part) for tensor in found))
+        save_file(tensors, folder / "blocks" / f"block_{index:03}.safetensors")
+        shards.append({n: t for n, t in state.items() if n.startswith(f"{block}.")})
+        for name, tensor in shards[-1].items():
+            if name in matrices:
+                tensor.copy_(dequantized(*matrices[name]))
+            elif "norm" in name:
+                tensor.copy_((tensor * 1.25).half())  # zeta has been folded into it
+    tied = "lm_head.weight" if model.config.tie_word_embeddings else None
+    shards[0] = {n: t for n, t in state.items() if not n.startswith(f"{path}.") and n != tied}
+    write_run(original, folder, shards, bits, group_size, symmetric=symmetric)
+    return Known(folder, original, matrices, model)
+
+
+def named(name: str, found: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    what = ("integers", "scale", "zero_point")
+    return {f"{name}.{w}": t.contiguous() for w, t in zip(what, found, strict=True)}
+
+
+def heads_of(tensor: Tensor, part: int) -> Tensor:
+    """Return the rows of one of query, key, value, which alternate from head to head."""
+    size = len(tensor) // (3 * HEADS)
+    rows = [(3 * head + part) * size + i for head in range(HEADS) for i in range(size)]
+    return tensor[rows]
+
+
+def write_run(
+    original: Path,
+    folder: Path,
+    shards: list[dict[str, Tensor]],
+    bits: int,
+    group_size: int | None,
+    *,
+    symmetric: bool,
+) -> None:
+    """Write the model folder, the journal and the configuration of a run."""
+    target, count = folder / "model", len(shards)
+    target.mkdir()
+    where: dict[str, str] = {}
+    records: dict[str, Any] = {}
+    for i, shard in enumerate(shards):
+        file = target / f"model-{i + 1:05}-of-{count:05}.safetensors"
+        save_file({n: t.half().contiguous() for n, t in shard.items()}, file, {"format": "pt"})
+        where |= dict.fromkeys(shard, file.name)
+        if i:
+            block = folder / "blocks" / f"block_{i - 1:03}.safetensors"
+            sums = {f.relative_to(folder).as_posix(): sha(f) for f in (block, file)}
+            records[str(i - 1)] = {"losses": {}, "seconds": {}, "files": sums}
+    index = {"metadata": {}, "weight_map": where}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file in original.iterdir():
+        if file.suffix != ".safetensors" and "index" not in file.name:
+            shutil.copyfile(file, target / file.name)
+    sums = {f.relative_to(folder).as_posix(): sha(f) for f in target.iterdir()}
+    journal = {
+        "format": 2, "fingerprint": {"model": fingerprint(original)}, "blocks": records,
+        "checkpoint": None, "portions": [], "damping": {}, "model": sums,
+    }  # fmt: skip
+    (folder / "journal.json").write_text(json.dumps(journal))
+    settings = {
+        "model": {"pretrained": str(original), "revision": None},
+        "data": {"calibration": {"source": "embedded", "segments": 32, "segment_length": 64}},
+        "quantization": {
+            "method": "aespa", "bits": bits, "symmetric": symmetric, "group_size": group_size,
+        },
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    perplexity = {"original": {"embedded": 25.73}, "quantized": {"embedded": 31.134}}
+    (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))
+
+
+def sha(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def fingerprint(original: Path) -> str:
+    """Compute what the journal has of the original: names, sizes, first and last MiB of its files."""
+    digest = hashlib.sha256()
+    for file in sorted([original / "config.json", *original.glob("*.safetensors")]):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)}".encode())
+        digest.update(content[: 2**20] + content[-(2**20) :])
+    return digest.hexdigest()

@@ -1,0 +1,104 @@
+"""Engines are compared with the run; a difference that rounding does not explain is refused."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from aespa_pl.errors import UserError
+from aespa_pl.export.engines import ENGINES, LlamaCpp, Transformers, Vllm, compare, reference_logits
+from aespa_pl.export.formats import make_format
+from aespa_pl.export.quantized import QuantizedModel
+from tests.export.conftest import MakeRun
+from tests.export.runs import VOCABULARY
+
+LENGTH = 48
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom", "opt-350m", "llama-untied"])
+def test_reference_is_the_librarys_model_with_the_runs_weights(name: str, known: MakeRun) -> None:
+    run = known(name, 3, 32)
+    ids = torch.randint(0, VOCABULARY, (LENGTH,))
+    chosen = make_format("compressed-tensors", None, "keep")
+    with torch.inference_mode():
+        expected = run.model(ids[None], use_cache=False).logits[0]
+    assert torch.equal(reference_logits(QuantizedModel.open(run.folder), chosen, ids), expected)
+
+
+def test_reference_of_hf_has_its_rounded_weights(known: MakeRun, tmp_path: Path) -> None:
+    run, chosen = known("llama", 8, 32), make_format("hf", None, "keep")
+    model, ids = QuantizedModel.open(run.folder), torch.randint(0, VOCABULARY, (LENGTH,))
+    chosen.write(model, tmp_path, lambda: None)
+    found = Transformers().logits(tmp_path, ids, VOCABULARY)
+    agreement = compare(Transformers(), reference_logits(model, chosen, ids), found, ids)
+    assert agreement.difference == 0
+    with torch.inference_mode():
+        exact = run.model(ids[None], use_cache=False).logits[0]
+    assert not torch.equal(found, exact)
+
+
+def noisy(logits: torch.Tensor, size: float) -> torch.Tensor:
+    return logits + size * torch.randn_like(logits)
+
+
+def test_divergence_and_perplexity_are_by_their_definitions() -> None:
+    reference, ids = 3 * torch.randn(LENGTH, 20), torch.randint(0, 20, (LENGTH,))
+    found = noisy(reference, 0.05)[LlamaCpp.first :]
+    agreement = compare(LlamaCpp(), reference, found, ids)
+    p, q = reference[LlamaCpp.first :].double().softmax(-1), found.double().softmax(-1)
+    divergence = sum(
+        float(p[i, j] * math.log(p[i, j] / q[i, j])) for i in range(len(p)) for j in range(20)
+    ) / len(p)
+    assert agreement.divergence == pytest.approx(divergence)
+    following = ids[LlamaCpp.first + 1 :]
+    for rows, value in ((p, agreement.reference), (q, agreement.perplexity)):
+        losses = [-math.log(rows[i, token]) for i, token in enumerate(following)]
+        assert value == pytest.approx(math.exp(sum(losses) / len(losses)))
+
+
+def test_exact_engine_must_give_equal_logits() -> None:
+    reference, ids = torch.randn(LENGTH, 20), torch.randint(0, 20, (LENGTH,))
+    assert compare(Transformers(), reference, reference.clone(), ids).text.endswith("logits equal")
+    found = reference.clone()
+    found[3, 4] += 1e-6
+    with pytest.raises(UserError, match="transformers runs the exported model in another way"):
+        compare(Transformers(), reference, found, ids)
+
+
+def test_engine_that_rounds_may_differ_a_little_only() -> None:
+    reference, ids = 3 * torch.randn(LENGTH, 20), torch.randint(0, 20, (LENGTH,))
+    first = LlamaCpp.first
+    assert compare(LlamaCpp(), reference, noisy(reference, 0.05)[first:], ids).divergence > 0
+    with pytest.raises(UserError, match=r"KL divergence .* nothing was kept. Use another --format"):
+        compare(LlamaCpp(), reference, noisy(reference, 1)[first:], ids)
+
+
+def test_shift_of_the_perplexity_is_found_where_the_divergence_is_small() -> None:
+    """Each next token is 3 % less likely: far less than the bound on the divergence, and no chance."""
+    ids = torch.randint(0, 20, (400,))
+    reference = torch.zeros(400, 20)
+    found = reference.clone()
+    found[torch.arange(399), ids[1:]] -= 0.04
+    with pytest.raises(UserError, match=r"perplexity 20.* instead of 20"):
+        compare(Vllm(), reference, found, ids)
+
+
+def test_wrong_order_of_rows_is_found(
+    known: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mistake that llama.cpp loads without a word: query rows in transformers' order."""
+    pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install xllamacpp")
+    run = known("llama", 4, 32)
+    model, chosen = QuantizedModel.open(run.folder), make_format("gguf", None, "keep")
+    monkeypatch.setattr("aespa_pl.export.gguf._row_order", lambda *_: None)
+    ids = torch.randint(0, 256, (LENGTH,))
+    chosen.write(model, tmp_path, lambda: None)
+    found = LlamaCpp().logits(tmp_path, ids, VOCABULARY)
+    with pytest.raises(UserError, match=r"llama\.cpp runs the exported model in another way"):
+        compare(LlamaCpp(), reference_logits(model, chosen, ids), found, ids)
+
+
+def test_every_format_has_an_engine() -> None:
+    formats = {name for engine in ENGINES for name in engine.formats}
+    assert formats == {"hf", "compressed-tensors", "awq", "gptq", "gguf"}

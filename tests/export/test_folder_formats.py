@@ -1,0 +1,259 @@
+"""The formats that are Hugging Face folders hold ``scale * (q - z)``, by readers that are not ours."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from aespa_pl.errors import UserError
+from aespa_pl.export.awq import Awq
+from aespa_pl.export.compressed_tensors import CompressedTensors
+from aespa_pl.export.folder import FolderFormat
+from aespa_pl.export.gptq import Gptq
+from aespa_pl.export.hf import HuggingFace
+from aespa_pl.export.proof import prove
+from aespa_pl.export.quantized import QuantizedModel
+from tests.export.conftest import MakeRun
+from tests.export.runs import CONFIGS, VOCABULARY, Known, make_run, save_original
+
+families = pytest.mark.parametrize("name", ["llama-block", "opt-block", "bloom-block"])
+grids = pytest.mark.parametrize("group_size", [None, 32, 128])
+ends = pytest.mark.parametrize(
+    "name",
+    ["llama-untied", "llama-biased", "llama-uneven", "opt-350m", "qwen2", "qwen3", "mistral"],
+)
+
+
+def write(known: Known, chosen: FolderFormat, folder: Path) -> QuantizedModel:
+    model = QuantizedModel.open(known.folder)
+    chosen.refuse(model)
+    chosen.write(model, folder, lambda: None)
+    prove(model, chosen, folder)
+    return model
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a folder with the library, and refuse any tensor missing or left over."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    ids = torch.randint(0, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        return model(ids, use_cache=False).logits
+
+
+def assert_runs_as_known(known: Known, folder: Path) -> None:
+    loaded = load(folder)
+    parameters = dict(loaded.named_parameters())
+    for name in known.matrices:
+        assert torch.equal(parameters[name], known.weight(name)), name
+    assert torch.equal(logits(loaded), logits(known.model))
+
+
+@families
+@grids
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_transformers_runs_compressed_tensors_exactly(
+    name: str, bits: int, group_size: int | None, known: MakeRun, tmp_path: Path
+) -> None:
+    run = known(name, bits, group_size)
+    write(run, CompressedTensors(), tmp_path)
+    assert_runs_as_known(run, tmp_path)
+
+
+@ends
+def test_biases_heads_and_any_width_survive_compressed_tensors(
+    name: str, known: MakeRun, tmp_path: Path
+) -> None:
+    run = known(name, 3, None)
+    write(run, CompressedTensors(), tmp_path)
+    assert_runs_as_known(run, tmp_path)
+
+
+@pytest.mark.parametrize("bits", [5, 6, 7])
+def test_other_bits_in_compressed_tensors(bits: int, known: MakeRun, tmp_path: Path) -> None:
+    run = known("llama", bits, 32)
+    write(run, CompressedTensors(), tmp_path)
+    assert_runs_as_known(run, tmp_path)
+
+
+def test_symmetric_grid_in_compressed_tensors(known: MakeRun, tmp_path: Path) -> None:
+    run = known("llama", 4, 32, symmetric=True)
+    write(run, CompressedTensors(), tmp_path)
+    assert_runs_as_known(run, tmp_path)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_container_holds_the_same_integers_in_four_bits(
+    bits: int, known: MakeRun, tmp_path: Path
+) -> None:
+    run = known("llama", bits, 32)
+    write(run, CompressedTensors(4), tmp_path)
+    weights = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert weights["config_groups"]["group_0"]["weights"]["num_bits"] == 4
+    assert_runs_as_known(run, tmp_path)
+
+
+@families
+def test_folder_in_the_originals_types(name: str, known: MakeRun, tmp_path: Path) -> None:
+    run = known(name, 3, 32)
+    write(run, HuggingFace(), tmp_path)
+    state = run.model.state_dict()
+    for key, value in load(tmp_path, torch.float16).state_dict().items():
+        assert torch.equal(value, state[key].half()), key
+
+
+def bits_of(words: Tensor, count: int, bits: int) -> Iterator[int]:
+    """Yield integers from a column of int32 words: the first has the lowest bits of the first word."""
+    stream = sum((int(word) % 2**32) << (32 * i) for i, word in enumerate(words))
+    for i in range(count):
+        yield (stream >> (bits * i)) % 2**bits
+
+
+@families
+@grids
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_is_a_stream_of_bits(
+    name: str, bits: int, group_size: int | None, known: MakeRun, tmp_path: Path
+) -> None:
+    run = known(name, bits, group_size)
+    write(run, Gptq(), tmp_path)
+    tensors = stored(tmp_path)
+    for matrix, (q, scale, zero) in run.matrices.items():
+        layer = matrix.removesuffix("weight")
+        rows, columns = q.shape
+        for row in (0, 1, 2, rows - 1):
+            assert (
+                list(bits_of(tensors[f"{layer}qweight"][:, row], columns, bits)) == q[row].tolist()
+            )
+        for group, words in enumerate(tensors[f"{layer}qzeros"]):
+            assert list(bits_of(words, rows, bits)) == zero[:, group].tolist()
+        assert torch.equal(tensors[f"{layer}scales"], scale.T)
+        size = group_size or columns
+        assert tensors[f"{layer}g_idx"].tolist() == [i // size for i in range(columns)]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "container", "group_size"),
+    [
+        *(
+            (name, 4, None, group_size)
+            for name in ("llama-block", "opt-block", "bloom-block")
+            for group_size in (None, 32, 128)
+        ),
+        ("llama-block", 3, 4, 32),
+        ("llama-block", 2, 4, None),
+    ],
+)
+def test_awq_has_its_order_of_nibbles(
+    name: str,
+    bits: int,
+    container: int | None,
+    group_size: int | None,
+    known: MakeRun,
+    tmp_path: Path,
+) -> None:
+    run = known(name, bits, group_size)
+    write(run, Awq(container), tmp_path)
+    tensors = stored(tmp_path)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    for matrix, (q, scale, zero) in run.matrices.items():
+        layer = matrix.removesuffix("weight")
+        for packed, values in (("qweight", q.T[:3]), ("qzeros", zero.T)):
+            for words, row in zip(tensors[layer + packed], values, strict=False):
+                for eighth, word in enumerate(words.tolist()):
+                    for nibble, channel in enumerate(order):
+                        assert (word >> (4 * nibble)) % 16 == row[8 * eighth + channel]
+        assert torch.equal(tensors[f"{layer}scales"], scale.T)
+
+
+def test_packed_weights_take_their_bits(known: MakeRun, tmp_path: Path) -> None:
+    """2.0 bits plus scale and zero point; the shape, and GPTQ's list of groups, are less than 5 %."""
+    run = known("llama-wide", 2, None)
+    for chosen in (CompressedTensors(), Gptq()):
+        write(run, chosen, tmp_path / chosen.name)
+        tensors = stored(tmp_path / chosen.name)
+        for matrix, (q, _, _) in run.matrices.items():
+            layer = matrix.removesuffix("weight")
+            sizes = {n: t.nbytes * 8 for n, t in tensors.items() if n.startswith(layer)}
+            scales = sizes.get(f"{layer}weight_scale") or sizes[f"{layer}scales"]
+            ideal = 2 * q.numel() + scales + 2 * len(q)
+            extra = sizes.pop(
+                f"{layer}g_idx", 0
+            )  # 32 bits a column: 1 % of 2 bits from 1,600 rows on
+            assert ideal <= sum(sizes.values()) < 1.05 * ideal
+            assert extra in (0, 32 * q.shape[1])
+
+
+def test_config_keeps_what_the_original_states_and_its_files_byte_for_byte(
+    known: MakeRun, tmp_path: Path
+) -> None:
+    run = known("llama", 4, 32)
+    extra = {"tokenizer.model": b"\x0a\x00binary", "LICENSE": b"a licence"}
+    for name, content in extra.items():
+        (run.original / name).write_bytes(content)
+    write(run, HuggingFace(), tmp_path / "hf")
+    write(run, CompressedTensors(), tmp_path / "packed")
+    before = json.loads((run.original / "config.json").read_text())
+    after = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert after.pop("quantization_config")["ignore"] == ["lm_head"]
+    assert list(after.items()) == list(before.items())
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", *extra)
+    for folder, files in (("hf", ("config.json", *names)), ("packed", names)):
+        for name in files:
+            assert (tmp_path / folder / name).read_bytes() == (run.original / name).read_bytes()
+
+
+def test_layers_outside_the_blocks_are_left_out(known: MakeRun) -> None:
+    model = QuantizedModel.open(known("opt-350m", 4, None).folder)
+    assert sorted(model.unquantized_linears()) == [
+        "lm_head", "model.decoder.project_in", "model.decoder.project_out",
+    ]  # fmt: skip
+
+
+def test_sharded_original_gives_the_same_export(tmp_path: Path) -> None:
+    with torch.no_grad():
+        source = save_original(CONFIGS["llama-untied"](), tmp_path / "original", "100KB")
+        assert len(list(source.glob("*.safetensors"))) > 3
+        run = make_run(source, tmp_path / "version_0", 4, 32)
+    write(run, CompressedTensors(), tmp_path / "packed")
+    assert_runs_as_known(run, tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "chosen", "message"),
+    [
+        ("llama", 3, Awq(), "its integers take 4 bits. Add --container_bits 4"),
+        ("llama", 8, Awq(), "it has 4 bits. Use --format compressed-tensors"),
+        ("llama", 5, Gptq(), "it has 2, 3, 4 or 8 bits. Use --format compressed-tensors"),
+        (
+            "llama-odd",
+            3,
+            Gptq(),
+            r"q_proj.weight is \[40, 40\].* in multiples of 32 only. Use --format",
+        ),
+        ("llama", 8, CompressedTensors(4), "8 bits do not fit 4. Leave --container_bits out"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_with_what_can(
+    name: str, bits: int, chosen: FolderFormat, message: str, known: MakeRun
+) -> None:
+    model = QuantizedModel.open(known(name, bits, None).folder)
+    with pytest.raises(
+        UserError, match=rf"--format {chosen.name} cannot hold .*{bits} bits.*{message}"
+    ):
+        chosen.refuse(model)

@@ -1,0 +1,117 @@
+"""Tokens, merges and rules of splitting are those of the tokenizer, or the tokenizer is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFReader, GGUFWriter, TokenType
+from tokenizers import Regex, Tokenizer, normalizers
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split, Whitespace
+
+from aespa_pl.errors import UserError
+from aespa_pl.export.gguf_vocabulary import add_vocabulary, refuse_tokenizer
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def split(pattern: str) -> PreTokenizer:
+    return Sequence([Split(Regex(pattern), "isolated"), BYTES])
+
+
+def fields(folder: Path, size: int) -> dict[str, Any]:
+    writer = GGUFWriter(folder / "vocabulary.gguf", "llama")
+    add_vocabulary(writer, folder, size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    reader = GGUFReader(folder / "vocabulary.gguf")
+    prefix = "tokenizer.ggml."
+    return {
+        name.removeprefix(prefix): field.contents()
+        for name, field in reader.fields.items()
+        if name.startswith(prefix)
+    }
+
+
+def save_bytes(folder: Path, rule: PreTokenizer) -> None:
+    tokenizer = Tokenizer(BPE({"a": 0, "b": 1, "ab": 2, "<s>": 3}, [("a", "b")]))
+    tokenizer.pre_tokenizer = rule
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_tokens_with_their_types(tmp_path: Path) -> None:
+    save_bytes(tmp_path, ByteLevel(add_prefix_space=False))
+    config = {"bos_token": "<s>", "add_bos_token": True, "chat_template": "{{ messages }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = fields(tmp_path, 7)
+    assert found["tokens"] == ["a", "b", "ab", "<s>", "<tool>", "[PAD5]", "[PAD6]"]
+    normal, unused = TokenType.NORMAL, TokenType.UNUSED
+    control, user = TokenType.CONTROL, TokenType.USER_DEFINED
+    assert found["token_type"] == [normal, normal, normal, control, user, unused, unused]
+    assert found["merges"] == ["a b"]
+    assert (found["bos_token_id"], found["add_bos_token"]) == (3, True)
+    assert found["model"] == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        (ByteLevel(add_prefix_space=False), "gpt-2"),
+        (Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]), "smollm"),
+        (split(LLAMA_3), "llama-bpe"),
+        (split(LLAMA_3.replace("{1,3}", "")), "qwen2"),
+        (split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "bloom"),  # noqa: RUF001 - its punctuation
+    ],
+)
+def test_rule_of_splitting_has_its_name(rule: PreTokenizer, name: str, tmp_path: Path) -> None:
+    save_bytes(tmp_path, rule)
+    assert fields(tmp_path, 5)["pre"] == name
+
+
+@pytest.mark.parametrize(
+    "rule", [Whitespace(), split(r"\p{N}{1,2}"), Sequence([Digits(), ByteLevel()]), BYTES]
+)
+def test_rule_without_a_name_is_refused(rule: PreTokenizer, tmp_path: Path) -> None:
+    save_bytes(tmp_path, rule)
+    with pytest.raises(
+        UserError, match=r"llama\.cpp has no name for how .*use --format compressed"
+    ):
+        refuse_tokenizer(tmp_path)
+
+
+def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path) -> None:
+    Tokenizer(WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="of the type WordLevel, only BPE is supported"):
+        refuse_tokenizer(tmp_path)
+
+
+def test_folder_without_tokenizer_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"tokenizer.json cannot be read: make it with AutoTokenizer"
+    ):
+        refuse_tokenizer(tmp_path)
+
+
+def test_sentencepiece_merges_in_the_order_of_the_merges(tmp_path: Path) -> None:
+    vocabulary = {"<unk>": 0, "<0x41>": 1, "a": 2, "b": 3, "c": 4, "bc": 5, "ab": 6, "abc": 7}
+    merges = [("b", "c"), ("a", "b"), ("ab", "c"), ("a", "bc")]
+    tokenizer = Tokenizer(BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Prepend("▁")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    refuse_tokenizer(tmp_path)
+    found = fields(tmp_path, 8)
+    assert found["model"] == "llama"
+    assert found["add_space_prefix"] is True
+    score = dict(zip(found["tokens"], found["scores"], strict=True))
+    assert score["bc"] > score["ab"] > score["abc"] > score["a"]
+    assert found["token_type"][1] == TokenType.BYTE
+    assert "merges" not in found

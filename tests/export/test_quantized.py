@@ -1,0 +1,109 @@
+"""A run is checked before anything is made of it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from aespa_pl.errors import UserError
+from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+from tests.export.conftest import MakeRun
+from tests.export.runs import CONFIGS, Known, dequantized, save_original
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
+def test_matrices_of_a_block_are_the_runs(name: str, known: MakeRun) -> None:
+    run = known(name, 3, 32)
+    model = QuantizedModel.open(run.folder)
+    found: dict[str, QuantizedMatrix] = {}
+    for index in range(model.block_count):
+        block = model.block(index)
+        found |= block.matrices
+        for other, value in block.others.items():
+            assert torch.equal(value.float(), run.model.state_dict()[other].half().float())
+    assert found.keys() == run.matrices.keys()
+    for matrix, value in found.items():
+        assert torch.equal(value.dequantized(), run.weight(matrix))
+
+
+def test_dequantized_is_exact_for_every_integer_and_scale() -> None:
+    q = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    zero = torch.arange(256, dtype=torch.uint8)[:, None]
+    scale = torch.randint(1, 2**15 - 2**10, (256, 1)).short().view(torch.float16)
+    matrix = QuantizedMatrix(q, scale, zero)
+    assert torch.equal(matrix.dequantized(), dequantized(q, scale, zero))
+
+
+def edit_journal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    journal = json.loads((folder / "journal.json").read_text())
+    change(journal)
+    (folder / "journal.json").write_text(json.dumps(journal))
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def test_unfinished_run_is_refused(fresh: Known) -> None:
+    edit_journal(fresh.folder, lambda journal: journal["model"].clear())
+    with pytest.raises(
+        UserError, match="is not finished: continue it with aespa-pl fit --ckpt_path"
+    ):
+        QuantizedModel.open(fresh.folder)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "blocks/block_001.safetensors",
+        "model/model-00003-of-00003.safetensors",
+        "model/model-00001-of-00003.safetensors",
+    ],
+)
+def test_damaged_file_is_refused_by_name(file: str, fresh: Known) -> None:
+    flip_byte(fresh.folder / file)
+    with pytest.raises(UserError, match=rf"{file} is damaged or missing: aespa-pl fit --ckpt_path"):
+        QuantizedModel.open(fresh.folder)
+
+
+def test_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        QuantizedModel.open(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "model: {}", "- 1", "a: b: c"])
+def test_damaged_configuration_is_refused(content: str, fresh: Known) -> None:
+    (fresh.folder / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"config.yaml cannot be read .* give the folder of a run"):
+        QuantizedModel.open(fresh.folder)
+
+
+def test_another_original_is_refused(fresh: Known, tmp_path: Path) -> None:
+    other = save_original(CONFIGS["llama-untied"](), tmp_path / "other")
+    with pytest.raises(UserError, match=r"was made from another model than .*other"):
+        QuantizedModel.open(fresh.folder, str(other))
+
+
+def test_original_that_was_moved_can_be_given(fresh: Known, tmp_path: Path) -> None:
+    shutil.move(fresh.original, tmp_path / "moved")
+    with pytest.raises(UserError, match="there is no folder"):
+        QuantizedModel.open(fresh.folder)
+    model = QuantizedModel.open(fresh.folder, str(tmp_path / "moved"))
+    assert model.original == tmp_path / "moved"
+
+
+def test_grid_is_what_the_configuration_says(fresh: Known) -> None:
+    model = QuantizedModel.open(fresh.folder)
+    assert (model.bits, model.group_size, model.symmetric) == (4, 32, False)
+    assert model.granularity == "4 bits, groups of 32, asymmetric"
+    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
+    settings["quantization"] |= {"group_size": None, "symmetric": True}
+    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert QuantizedModel.open(fresh.folder).granularity == "4 bits, per channel, symmetric"
