@@ -26,8 +26,9 @@ from aespa_pl.algorithm.workspace import Workspace
 
 ROWS, COLUMNS, TOKENS = 128, 512, 4096
 BUSY = "while True: pass"
-WAITING = {"passive": {}, "default": {"GOMP_SPINCOUNT": "300000"}}
-"""Variables for the process; the number is what GNU's OpenMP takes where nothing is set."""
+WAITING = {"passive": {"OMP_WAIT_POLICY": "passive"}, "default": {"GOMP_SPINCOUNT": "300000"}}
+"""Variables for the process, set from outside because this file imports torch first. The number is what
+GNU's OpenMP takes where nothing is set."""
 
 
 def main(
