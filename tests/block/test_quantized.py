@@ -15,7 +15,7 @@ from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, neares
 from aespa_pl.block.update import update
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.statistics import BlockStatistics, Shifts
-from aespa_pl.distributed.processes import ALONE
+from aespa_pl.distributed.processes import ALONE, Ranks
 from aespa_pl.errors import NumericalError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, Role
@@ -96,11 +96,13 @@ def make_block(name: str, settings: QuantizationSettings = FEW) -> QuantizedBloc
     return begin(block, layout, make_statistics(block, layout), settings)
 
 
-def gridded(name: str, settings: QuantizationSettings = FEW) -> QuantizedBlock:
+def gridded(
+    name: str, settings: QuantizationSettings = FEW, ranks: Ranks = ALONE
+) -> QuantizedBlock:
     """Return a block after step 2; the same name gives the same weights and statistics."""
     torch.manual_seed(1)
     block = make_block(name, settings)
-    fit_grids(block, settings, ALONE)
+    fit_grids(block, settings, ranks)
     return block
 
 
