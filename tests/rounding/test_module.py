@@ -235,6 +235,22 @@ def test_a_training_resumed_from_modelcheckpoint_ends_with_the_same_bits(
         assert not torch.equal(half.variables[name], B)
 
 
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")  # as on the command line
+def test_a_checkpoint_of_the_last_iteration_gives_the_same_integers(tmp_path: Path) -> None:
+    given = problems()
+    first, again = module_of(given), module_of(given)
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=60, save_on_train_epoch_end=False)
+    trainer(callbacks=[saving], enable_checkpointing=True).fit(first, datamodule=data_of(given))
+    last = {"ckpt_path": saving.best_model_path, "weights_only": True}
+    same = ModelCheckpoint(tmp_path, every_n_train_steps=60, save_on_train_epoch_end=False)
+    trainer(callbacks=[same], enable_checkpointing=True).fit(
+        again, datamodule=data_of(given), **last
+    )
+    for name, expected in first.integers().items():
+        assert torch.equal(again.integers()[name], expected)
+    assert first.integers().keys() == again.integers().keys() == given.keys()
+
+
 def test_epochs_end_where_they_would_have_without_an_interruption(tmp_path: Path) -> None:
     class Ends(Callback):
         def __init__(self) -> None:
