@@ -128,8 +128,8 @@ def whole(hessian: Hessian) -> Tensor:
 
 def shared_by_all(hessian: Hessian) -> Tensor:
     """Return the one matrix ``[d_in, d_in]`` of an input group."""
-    (matrix,) = hessian[:]
-    return matrix
+    assert len(hessian) == 1
+    return hessian[:][0]
 
 
 def attention_statistics(statistics: BlockStatistics) -> dict[str, Tensor]:
