@@ -55,7 +55,8 @@ def run(tmp_path: Path) -> Run:
 def test_journal_comes_back_as_it_was(run: Run) -> None:
     files = [make_file(run.block_file(3)), make_file(run.model_folder / "shard")]
     run.finish_block(3, RECORD, files)
-    run.finish_model([make_file(run.model_folder / "config.json")])
+    make_file(run.model_folder / "config.json")
+    run.finish_model()
     run.damping[4] = 0.1
     run.note_portion(portion_of(4), make_file(run.portion_file(portion_of(4))))
     checkpoint = make_file(run.checkpoint_folder(4) / "x.ckpt")
@@ -82,7 +83,8 @@ def test_process_that_only_looks_on_leaves_the_folder_as_it_is(run: Run) -> None
     looking = replace(Run.open(run.folder), writes=False)
     looking.damping[0] = 0.1
     looking.finish_block(0, RECORD, [run.folder / "not_there"])
-    looking.finish_model([run.folder / "not_there_either"])
+    make_file(run.model_folder / "config.json")
+    looking.finish_model()
     assert 0 in looking.blocks
     assert run.journal.read_bytes() == before
     assert checkpoint.is_file()
@@ -252,12 +254,12 @@ def test_damage_is_found(damage: str, run: Run) -> None:
 
 @damages
 def test_damage_of_a_finished_model_is_found(damage: str, run: Run) -> None:
-    """Of its blocks and of what lies beside them; other files are nobody's concern."""
+    """Of its blocks and of what lies beside them; what comes later is nobody's concern."""
     shards = [make_file(run.model_folder / f"shard_{index}") for index in range(2)]
     for index in (1, 0):
         run.finish_block(index, RECORD, [make_file(run.block_file(index)), shards[index]])
     config, stem = (make_file(run.model_folder / "deep" / name) for name in ("config", "stem"))
-    run.finish_model([config, stem])
+    run.finish_model()
     make_file(run.model_folder / "a user's")
     again = Run.open(run.folder)
     assert again.model == {"model/deep/config": sha(config), "model/deep/stem": sha(stem)}
