@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,14 +12,17 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss
-from aespa_pl.block.preparation import fit_block_grids, prepare_rounding
+from aespa_pl.algorithm.workspace import Workspace
+from aespa_pl.block.grids import fit_grids
+from aespa_pl.block.polish import polish
+from aespa_pl.block.update import update
 from aespa_pl.distributed.launch import LAUNCHER, end_with_launcher
 from aespa_pl.distributed.processes import ALONE, Ranks
-from aespa_pl.distributed.rows import Shard
-from aespa_pl.rounding import BlockRounding, StatisticsBatch
-from tests.rounding.test_module import SETTINGS, problem
-from tests.test_preparation import FEW, make_problem
+from aespa_pl.distributed.rows import RowShare
+from aespa_pl.errors import NumericalError
+from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch
+from tests.block.test_quantized import FEW, begin, example, gridded, make_statistics
+from tests.rounding.test_module import SETTINGS, module_of, problems
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -51,82 +53,91 @@ def sums_and_parts(ranks: Ranks) -> None:
         assert torch.equal(ranks.gather(whole[ranks.share(size)], size), whole)
 
 
-def shards_make_the_whole(ranks: Ranks) -> None:
+def shares_make_the_whole(ranks: Ranks) -> None:
     for heads, rows, by_heads in ((4, 3, True), (4, 3, False), (1, 2, False), (1, 2, True)):
-        shard = Shard(heads, rows, by_heads, ranks)
+        share = RowShare(heads, rows, by_heads, ranks)
         whole = torch.randn(heads, rows, 5)
-        part = shard.part(whole)
+        part = share.part(whole)
         assert part.numel() > 0
-        assert torch.equal(shard.whole(part), whole)
-        assert ranks.sum(shard.fraction) == pytest.approx(1)
-        assert shard.sum(1.0) == min(ranks.count, heads if by_heads else heads * rows)
+        assert torch.equal(share.whole(part), whole)
+        assert ranks.sum(share.fraction) == pytest.approx(1)
+        assert share.sum(1.0) == min(ranks.count, heads if by_heads else heads * rows)
         many = torch.randn(heads, 5, 5)
-        assert shard.of_heads(many).shape[0] == (part.shape[0] if by_heads else heads)
-        assert shard.of_heads(many[:1]).shape[0] == 1
+        assert many[share.taken_heads].shape[0] == (part.shape[0] if by_heads else heads)
 
 
 def errors_are_everybodys(ranks: Ranks) -> None:
     def work() -> None:
         if ranks.rank == ranks.count - 1:
-            raise ArithmeticError("of the last")
+            raise NumericalError("of the last")
 
-    with pytest.raises(ArithmeticError, match=r"^of the last$"), ranks.failing_together():
+    with pytest.raises(NumericalError, match=r"^of the last$"), ranks.failing_together():
         work()
     with ranks.failing_together():
         pass
 
 
-def preparation_is_that_of_one(ranks: Ranks) -> None:
-    problem = make_problem("llama-grouped")
-    expected = prepare_rounding(problem, fit_block_grids(problem, FEW), FEW)
-    found = prepare_rounding(problem, fit_block_grids(problem, FEW, ranks), FEW, ranks)
-    assert expected.keys() == found.keys()
-    for name, one in expected.items():
+def steps_are_those_of_one(ranks: Ranks) -> None:
+    """Of a block without Trainers; the integers after each step."""
+    one, several = gridded("llama-grouped"), gridded("llama-grouped", ranks=ranks)
+    for name, p in one.projections.items():
         for kind in ("scale", "zero_point", "zeta"):
-            torch.testing.assert_close(getattr(found[name].grid, kind), getattr(one.grid, kind))
-        torch.testing.assert_close(found[name].updated, one.updated)
-        assert torch.equal(found[name].integers, one.integers)
-        assert found[name].integers.dtype == one.integers.dtype
-    assert ranks.traffic.bytes > 0
-    assert ALONE.traffic.bytes == 0
+            found = getattr(several.projections[name].grid, kind)
+            torch.testing.assert_close(found, getattr(p.grid, kind))
+    update(one, ALONE)
+    update(several, ranks)
+    for name, p in one.projections.items():
+        torch.testing.assert_close(several.projections[name].updated, p.updated)
+        assert several.projections[name].integers.dtype == p.integers.dtype
+        assert torch.equal(several.projections[name].integers, p.integers)
+    polish(one, 2, ALONE)
+    polish(several, 2, ranks)
+    for name, p in one.projections.items():
+        assert torch.equal(several.projections[name].integers, p.integers)
+        assert several.projections[name].measured == pytest.approx(p.measured, rel=1e-5)
 
 
 def factorization_that_fails_in_one_fails_in_all(ranks: Ranks) -> None:
-    problem = make_problem("llama-grouped")
-    grids = fit_block_grids(problem, FEW)
-    problem.hessians["v_proj"][-1].fill_(torch.nan)  # a head of one process
-    with pytest.raises(ArithmeticError, match="v_proj: the Hessian cannot be factored"):
-        prepare_rounding(problem, grids, FEW, ranks)
+    block, layout = example("llama-grouped")
+
+    def spoil(matrices: dict[str, Tensor]) -> None:
+        matrices["attended"][-1][[3, 4], [4, 3]] = torch.nan  # a head of one process
+
+    prepared = begin(block, layout, make_statistics(block, layout, change=spoil))
+    fit_grids(prepared, FEW, ranks)
+    with pytest.raises(NumericalError, match="v_proj: the Hessian cannot be factored"):
+        update(prepared, ranks)
 
 
 def curves_are_of_all_rows(ranks: Ranks) -> None:
-    tasks, batch = problem()
-    shards = {n: Shard.of(task.start, *batch[n], ranks) for n, task in tasks.items()}
-    parts, batch_part = {}, {}
-    for name, shard in shards.items():
-        task, (H, G) = tasks[name], batch[name]
-        r = task.rounding
-        fixed = SoftRounding(shard.part(r.lower), shard.part(r.base), shard.part(r.gain), r.levels)
-        parts[name] = replace(
-            task, rounding=fixed, start=shard.part(task.start), nearest=shard.part(task.nearest)
+    given = problems()
+    parts, batch = {}, {}
+    for name, p in given.items():
+        heads, rows, _ = p.weight.shape
+        share = RowShare(heads, rows, p.G is not None, ranks)
+        weight = share.part(p.weight)
+        parts[name] = ProjectionRounding(
+            weight, weight, share.grid(p.grid), penalty=p.penalty, share=share
         )
-        batch_part[name] = shard.of_heads(H), None if G is None else shard.of_heads(G)
-    module = BlockRounding(parts, SETTINGS, "block 0", shards)
-    found = module._of_all_rows(curves(module, batch_part))
-    expected = curves(BlockRounding(tasks, SETTINGS, "block 0"), batch)
+        batch[name] = p.H, None if p.G is None else p.G[share.taken_heads]
+    module = BlockRounding(parts, SETTINGS, "block 0")
+    found = module._of_all_rows(curves(module, batch))
+    expected = curves(module_of(given), {name: (p.H, p.G) for name, p in given.items()})
     assert list(found) == list(expected)
     for curve, value in expected.items():
         torch.testing.assert_close(found[curve], value)
 
 
 def curves(module: BlockRounding, batch: StatisticsBatch) -> dict[str, Tensor]:
-    losses = {
-        name: rounding_loss(
-            B.detach(), module.rounding(name), *batch[name], weight=module.penalties[name], beta=8.0
-        )
-        for name, B in module.variables.items()
-    }
-    return module._curves(losses)
+    """Return the curves of the rows of this process."""
+    found = {}
+    for name, projection in module.named_projections():
+        loss = projection.loss(*batch[name], 8.0, Workspace())
+        found[f"loss_reconstruction/{name}"] = loss.reconstruction
+        found[f"loss_rounding/{name}"] = loss.penalty
+        for kind, share in projection.decisions().items():
+            found[f"{kind}/{name}"] = share
+    return found
 
 
 def dies_of_a_kill(arguments: Sequence[str]) -> None:

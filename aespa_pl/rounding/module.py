@@ -96,9 +96,7 @@ class BlockRounding(LightningModule):
 
         Lightning moves to host memory what a module and its optimizer hold when training has ended.
         """
-        for name, projection in self.named_projections():
-            finite = bool(torch.isfinite(projection.variables).all())
-            self._decided[name] = projection.integers() if finite else None
+        self._decide()
         self.projections = nn.ModuleDict()
         self._workspace = Workspace()
         optimizer = cast(torch.optim.Optimizer, self.optimizers(use_pl_optimizer=False))
@@ -127,12 +125,19 @@ class BlockRounding(LightningModule):
         Raises:
             NumericalError: A rounding variable was not a finite number.
         """
+        if not self._decided:  # after a checkpoint of the last iteration Lightning trains nothing
+            self._decide()
         found = {}
         for name, decided in self._decided.items():
             if decided is None:
                 raise NumericalError(f"{self.label}: the rounding of {name} diverged")
             found[name] = decided
         return found
+
+    def _decide(self) -> None:
+        for name, projection in self.named_projections():
+            finite = bool(torch.isfinite(projection.variables).all())
+            self._decided[name] = projection.integers() if finite else None
 
     @property
     def _log_interval(self) -> int:

@@ -92,7 +92,7 @@ def refuse_other_format(path: Path) -> None:
     """Raise UserError where another version of this program wrote a journal."""
     found = parse(Version, path).format
     if found != FORMAT:
-        newer = "newer" if found > FORMAT else "older"
+        other = "a newer" if found > FORMAT else "an older"
         raise UserError(
-            f"{path} was written by a {newer} version of aespa-pl: use that version, or start a new run"
+            f"{path} was written by {other} version of aespa-pl: use that version, or start a new run"
         )

@@ -7,7 +7,7 @@ from torch import Tensor
 from aespa_pl.algorithm import zfold
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
-from aespa_pl.algorithm.zfold import fit_grids, least_squares_zeta
+from aespa_pl.algorithm.zfold import fit_grids, least_squares_zeta, search_with_loss
 from tests import reference
 
 FORM = GridFormat(2)
@@ -27,6 +27,39 @@ def loss(weights: list[Tensor], hessians: list[Tensor], grids: list[Grid]) -> fl
         error = (dequantize(quantize(W, g), g) - W)[0]
         total += float(torch.trace(error @ H[0] @ error.T))
     return total
+
+
+def fit(
+    weights: list[Tensor], hessians: list[Tensor], *, with_zeta: bool = True, max_rounds: int = 30
+) -> list[Grid]:
+    """Return the grids of all projections; a problem is a weight and its Hessian."""
+
+    def search_one(
+        pair: tuple[Tensor, Tensor], zeta: Tensor, form: GridFormat
+    ) -> tuple[Grid, float]:
+        return search_with_loss(*pair, zeta, form)
+
+    return fit_grids(
+        weights,
+        list(zip(weights, hessians, strict=True)),
+        FORM,
+        with_zeta=with_zeta,
+        max_rounds=max_rounds,
+        search_one=search_one,
+    )
+
+
+def test_loss_of_a_search_is_that_of_nearest_rounding_on_its_grid() -> None:
+    weights, hessians = problem()
+    zeta = torch.rand(12, dtype=torch.float64) + 0.5
+    for W, H in zip(weights, hessians, strict=True):
+        grid, found = search_with_loss(W, H, zeta, FORM)
+        expected = 0.0
+        for row, (s,), (z,) in zip(W[0], grid.scale[0], grid.zero_point[0], strict=True):
+            step = s * zeta
+            error = step * (reference.nearest(row / zeta, float(s), float(z), 3) - z) - row
+            expected += float(error @ H[0] @ error)
+        assert found == pytest.approx(expected)
 
 
 def test_zeta_is_the_least_squares_factor_of_each_column() -> None:
@@ -51,42 +84,39 @@ def test_zeta_stays_positive_and_finite_for_a_dead_column() -> None:
     weights, hessians = problem()
     for W in weights:
         W[..., 3] = 0
-    for g in fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=30):
+    for g in fit(weights, hessians):
         assert bool((g.zeta > 0).all())
         assert bool(g.zeta.isfinite().all())
 
 
 def test_projections_of_one_input_share_zeta() -> None:
     weights, hessians = problem()
-    first, second = fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=30)
+    first, second = fit(weights, hessians)
     assert torch.equal(first.zeta, second.zeta)
 
 
 def test_without_zeta_it_is_one() -> None:
     weights, hessians = problem()
-    for g in fit_grids(weights, hessians, FORM, with_zeta=False, max_rounds=30):
+    for g in fit(weights, hessians, with_zeta=False):
         assert bool((g.zeta == 1).all())
 
 
 def test_zeta_lowers_the_loss_of_unequal_columns() -> None:
     weights, hessians = problem()
-    plain = fit_grids(weights, hessians, FORM, with_zeta=False, max_rounds=30)
-    folded = fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=30)
+    plain = fit(weights, hessians, with_zeta=False)
+    folded = fit(weights, hessians)
     assert loss(weights, hessians, folded) < 0.7 * loss(weights, hessians, plain)
 
 
 def test_more_rounds_never_end_above_fewer() -> None:
     weights, hessians = problem()
-    losses = [
-        loss(weights, hessians, fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=n))
-        for n in (1, 2, 5, 30)
-    ]
+    losses = [loss(weights, hessians, fit(weights, hessians, max_rounds=n)) for n in (1, 2, 5, 30)]
     assert losses == sorted(losses, reverse=True)
 
 
 def test_first_zeta_is_that_of_the_min_max_grid() -> None:
     weights, hessians = problem()
-    found = fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=1)
+    found = fit(weights, hessians, max_rounds=1)
     rounded = []
     for w in torch.cat(weights, 1)[0]:
         low, high = min(float(w.min()), 0), max(float(w.max()), 0)
@@ -121,7 +151,7 @@ def test_alternation_ends_when_the_loss_no_longer_falls_and_keeps_the_best(
         X = torch.randn(2, 12, 80, dtype=torch.float64) * torch.logspace(0, 1, 12)[:, None]
         hessians = list((X @ X.transpose(1, 2))[:, None])
         searched.clear()
-        found = fit_grids(weights, hessians, FORM, with_zeta=True, max_rounds=max_rounds)
+        found = fit(weights, hessians, max_rounds=max_rounds)
         rounds = [searched[i : i + 2] for i in range(0, len(searched), 2)]
         losses = []
         for pair in rounds:

@@ -15,7 +15,7 @@ from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, neares
 from aespa_pl.block.update import update
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.statistics import BlockStatistics, Shifts
-from aespa_pl.distributed.processes import ALONE
+from aespa_pl.distributed.processes import ALONE, Ranks
 from aespa_pl.errors import NumericalError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, Role
@@ -38,6 +38,12 @@ def example(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, B
     model = make_model(name, dtype)
     family = family_of(model.config)
     return model.get_submodule(family.blocks_path)[0], family.layout(model.config)
+
+
+def linear(block: nn.Module, module: str) -> nn.Linear:
+    found = block.get_submodule(module)
+    assert isinstance(found, nn.Linear)
+    return found
 
 
 def second_moment(size: int, *heads: int) -> Tensor:
@@ -63,7 +69,7 @@ def make_statistics(
         change: Changes the matrices by name: those of the groups, and H_V under "attended".
     """
     size = {
-        group.name: block.get_submodule(group.projections[0].module).in_features
+        group.name: linear(block, group.projections[0].module).in_features
         for group in layout.groups
     }
     d, d_h = size["attention_input"], layout.head_dim
@@ -96,11 +102,13 @@ def make_block(name: str, settings: QuantizationSettings = FEW) -> QuantizedBloc
     return begin(block, layout, make_statistics(block, layout), settings)
 
 
-def gridded(name: str, settings: QuantizationSettings = FEW) -> QuantizedBlock:
+def gridded(
+    name: str, settings: QuantizationSettings = FEW, ranks: Ranks = ALONE
+) -> QuantizedBlock:
     """Return a block after step 2; the same name gives the same weights and statistics."""
     torch.manual_seed(1)
     block = make_block(name, settings)
-    fit_grids(block, settings, ALONE)
+    fit_grids(block, settings, ranks)
     return block
 
 
@@ -126,7 +134,7 @@ def role(name: str) -> str:
 
 def rows_by_hand(block: nn.Module, layout: BlockLayout, name: str, module: str) -> Tensor:
     """Return a projection's weight ``[heads, rows, d_in]``, row by row."""
-    weight = block.get_submodule(module).weight
+    weight = linear(block, module).weight
     size = layout.head_dim
     heads = {"query": layout.heads, "key": layout.key_value_heads, "value": layout.key_value_heads}
     if role(name) not in heads:
@@ -150,12 +158,12 @@ def test_each_projection_meets_the_hessian_of_its_role(name: str, *, value: bool
     problem.damp(0.03)  # from what they were before the first
     for group in layout.groups:
         for p in group.projections:
-            expected = [raw.inputs[group.name][:][0]]
+            matrices = [raw.inputs[group.name][:][0]]
             if role(p.name) == "value" and value:
                 assert raw.attended is not None
-                expected = list(raw.attended[:])
-                assert len(expected) == layout.key_value_heads
-            expected = torch.stack([damped(H, 0.03) for H in expected])
+                matrices = list(raw.attended[:])
+                assert len(matrices) == layout.key_value_heads
+            expected = torch.stack([damped(H, 0.03) for H in matrices])
             torch.testing.assert_close(problem.projections[p.name].hessian[:].double(), expected)
 
 
@@ -247,7 +255,7 @@ def test_weights_of_dead_inputs_are_zero(*, value: bool) -> None:
         if p.name in dead:
             expected[:, :, dead[p.name]] = 0
         assert torch.equal(problem.projections[p.name].weight, expected)
-    assert bool(block.get_submodule("self_attn.q_proj").weight[:, 5].all())  # the block keeps it
+    assert bool(linear(block, "self_attn.q_proj").weight[:, 5].all())  # the block keeps it
 
 
 def test_value_inputs_are_dead_for_each_head_on_its_own() -> None:
@@ -363,7 +371,7 @@ def test_each_group_of_columns_has_a_scale(bits: int, group_size: int | None) ->
 def test_zero_points_have_no_more_bits_than_weights() -> None:
     """Of rows without a positive weight as well, whose zero is the largest integer."""
     block, layout = example("llama-grouped")
-    block.get_submodule("mlp.up_proj").weight.abs_().neg_()
+    linear(block, "mlp.up_proj").weight.abs_().neg_()
     problem = begin(block, layout, make_statistics(block, layout))
     fit_grids(problem, replace(FEW, bits=4), ALONE)
     grid = problem.projections["up_proj"].grid
@@ -376,12 +384,12 @@ def test_exported_scales_are_float16_numbers(name: str, factor: float) -> None:
     """Of weights beyond what float16 can hold as well."""
     block, layout = example(name)
     for p in layout.projections:
-        block.get_submodule(p.module).weight.mul_(factor if p.fused[0] == 0 else 1)
+        linear(block, p.module).weight.mul_(factor if p.fused[0] == 0 else 1)
     problem = begin(block, layout, make_statistics(block, layout))
-    for p in updated(problem).projections.values():
-        assert torch.equal(p.folded_grid.scale.half().float(), p.folded_grid.scale)
-        assert bool(p.folded_grid.scale.isfinite().all())
-        assert bool((p.folded_grid.scale > 0).all())
+    for found in updated(problem).projections.values():
+        assert torch.equal(found.folded_grid.scale.half().float(), found.folded_grid.scale)
+        assert bool(found.folded_grid.scale.isfinite().all())
+        assert bool((found.folded_grid.scale > 0).all())
 
 
 def next_zeta(
@@ -443,9 +451,9 @@ def test_exported_model_gives_the_logits_of_the_dequantized_one(name: str) -> No
     after = plain(ids, use_cache=False).logits
     assert float((after - before).abs().max()) > 0.1
     # Grids are float32, and so are the library's RMSNorm and softmax: 6e-8 a rounding.
-    close = {"rtol": 2e-5, "atol": 2e-5}
-    torch.testing.assert_close(exported(ids, use_cache=False).logits, after, **close)
-    torch.testing.assert_close(folded(ids, use_cache=False).logits, before, **close)
+    for model, expected in ((exported, after), (folded, before)):
+        found = model(ids, use_cache=False).logits
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("searched", [False, True])
@@ -504,8 +512,8 @@ def test_loss_is_the_quadratic_form_of_the_error() -> None:
                 expected = pairs.diagonal()
             else:
                 G = p.other_side[head].double()
-                expected = sum(G[i, k] * pairs[k, i] for i in range(rows) for k in range(rows))
-                expected = expected[None]
+                terms = [G[i, k] * pairs[k, i] for i in range(rows) for k in range(rows)]
+                expected = torch.stack(terms).sum()[None]
             torch.testing.assert_close(found[head].double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -548,7 +556,7 @@ def test_nearest_weight_is_the_nearest_value_of_the_min_max_grid(
 ) -> None:
     block, layout = example("bloom")
     settings = QuantizationSettings(bits=bits, symmetric=symmetric, group_size=group_size)
-    fused = block.get_submodule("self_attention.query_key_value").weight
+    fused = linear(block, "self_attention.query_key_value").weight
     fused[:12].abs_()  # rows without a negative weight: their range reaches down to 0 all the same
     for p in layout.projections:
         if p.name not in ("query", "value", "dense"):

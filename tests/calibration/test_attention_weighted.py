@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.products import multiplying_in
 from aespa_pl.calibration import attention_weighted
-from aespa_pl.calibration.attention_weighted import attended_inputs, chunk_rows
+from aespa_pl.calibration.attention_weighted import attention_weighted_inputs, chunk_rows
 from aespa_pl.models.family import Attention, BlockLayout
 
 SEGMENTS, HEADS, KEY_HEADS, HEAD_SIZE, WIDTH = 2, 4, 2, 6, 10
@@ -57,7 +57,7 @@ def test_chunks_are_the_full_product(
     attention, X = make(length, kind), torch.randn(SEGMENTS, length, WIDTH)
     A = explicit(attention).unflatten(1, (KEY_HEADS, -1))
     heads = range(KEY_HEADS)
-    found = attended_inputs(attention, X, LAYOUT, heads)
+    found = attention_weighted_inputs(attention, X, LAYOUT, heads)
     for head, AX in zip(heads, found, strict=True):
         expected = A[:, head] @ X.double()[:, None]
         torch.testing.assert_close(AX.double(), expected.flatten(0, -2), rtol=1e-5, atol=1e-5)
@@ -78,9 +78,9 @@ def test_probabilities_of_some_heads_and_rows_are_those_of_all(kind: str) -> Non
 
 def test_heads_are_the_same_bits_in_whatever_groups() -> None:
     attention, X = make(20), torch.randn(SEGMENTS, 20, WIDTH)
-    together = [AX.clone() for AX in attended_inputs(attention, X, LAYOUT, range(2))]
+    together = [AX.clone() for AX in attention_weighted_inputs(attention, X, LAYOUT, range(2))]
     for head, expected in enumerate(together):
-        (alone,) = attended_inputs(attention, X, LAYOUT, range(head, head + 1))
+        (alone,) = attention_weighted_inputs(attention, X, LAYOUT, range(head, head + 1))
         assert torch.equal(alone, expected)
 
 
@@ -94,7 +94,7 @@ def test_one_chunk_of_one_value_head_is_computed_at_a_time(monkeypatch: pytest.M
         return compute(self, heads, rows)
 
     monkeypatch.setattr(Attention, "probabilities", note)
-    list(attended_inputs(make(14), torch.randn(SEGMENTS, 14, WIDTH), LAYOUT, range(1, 2)))
+    list(attention_weighted_inputs(make(14), torch.randn(SEGMENTS, 14, WIDTH), LAYOUT, range(1, 2)))
     assert sizes == [
         (SEGMENTS, 2, 4, 4),
         (SEGMENTS, 2, 4, 8),
@@ -124,6 +124,6 @@ def test_probabilities_are_exact_whatever_the_products_are(
     watched = Watched(attention.query, attention.key, attention.scaling)
     with multiplying_in("tf32"):
         outside = torch.get_float32_matmul_precision()
-        list(attended_inputs(watched, torch.randn(SEGMENTS, 5, WIDTH), LAYOUT, range(2), "tf32"))
+        list(attention_weighted_inputs(watched, torch.randn(SEGMENTS, 5, WIDTH), LAYOUT, range(2)))
     assert outside == "high"
     assert set(seen) == {"highest"}

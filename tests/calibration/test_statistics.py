@@ -1,11 +1,12 @@
 """Statistics against sums over explicit samples, in float64, on a tiny model of each kind."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -23,9 +24,11 @@ from transformers import (
 from aespa_pl.algorithm.products import Precision
 from aespa_pl.algorithm.rotation import rotate_back, through_norm
 from aespa_pl.calibration.collector import StatisticsCollector
-from aespa_pl.calibration.statistics import BlockStatisticTensors
+from aespa_pl.calibration.hessian import Hessian
+from aespa_pl.calibration.observe import Observation, observing
+from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Attention
+from aespa_pl.models.family import Attention, BlockLayout, Family
 from tests import reference
 
 LENGTH, SEGMENTS, HEADS, HEAD_SIZE = 7, 8, 4, 6
@@ -76,53 +79,88 @@ def make(model_of: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     return model.requires_grad_(requires_grad=False)
 
 
+def first_block(model: PreTrainedModel) -> tuple[Family, nn.Module, BlockLayout]:
+    family = family_of(model.config)
+    return family, model.get_submodule(family.blocks_path)[0], family.layout(model.config)
+
+
+def run_through(model: PreTrainedModel, words: Tensor) -> Observation:
+    """Return what the first block does with some segments, everything that can be observed."""
+    family, block, layout = first_block(model)
+    attention = partial(family.observe_attention, model, block)
+    with observing(block, layout.groups, residuals=True, attention=attention) as seen:
+        hidden, _ = family.embed(model, words)
+        family.run_block(block, hidden, family.arguments(model, hidden))
+    return seen
+
+
 def collect(
     model: PreTrainedModel,
     ids: Tensor,
     batch_size: int,
     before_the_end: Callable[[StatisticsCollector], None] = lambda _: None,
     precision: Precision = "float32",
-) -> tuple[BlockStatisticTensors, list[Attention], Tensor]:
-    """Return the statistics, what was observed, and the attention input ``[tokens, d]``."""
-    family = family_of(model.config)
-    block = model.get_submodule(family.blocks_path)[0]
-    layout = family.layout(model.config)
+) -> tuple[BlockStatistics, list[Attention], Tensor]:
+    """Return the statistics, what the attention did, and its input ``[tokens, d]``.
+
+    The input is seen by a hook of its own.
+    """
+    family, block, layout = first_block(model)
     seen: list[Attention] = []
     inputs: list[Tensor] = []
     collector = StatisticsCollector(layout, value=True, query_key=True, precision=precision)
-
-    def observe(report: Callable[[Attention], None]) -> Any:
-        def both(attention: Attention) -> None:
-            seen.append(attention)
-            report(attention)
-
-        return family.observe_attention(model, block, both)
-
     module = block.get_submodule(layout.groups[0].projections[0].module)
     handle = module.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
-    with collector.watch(block, observe):
-        for part in ids.split(batch_size):
-            hidden, _ = family.embed(model, part)
-            family.run_block(block, hidden, family.arguments(model, hidden))
+    for part in ids.split(batch_size):
+        observation = run_through(model, part)
+        collector.add(observation)
+        seen.append(observation.attention)
     handle.remove()
     before_the_end(collector)
     statistics = collector.finish(family.norm_weights(block))
     return statistics, seen, torch.cat([x.flatten(0, 1) for x in inputs])
 
 
+def whole(hessian: Hessian) -> Tensor:
+    """Return the matrices ``[heads, d_in, d_in]`` of all heads."""
+    return hessian[:]
+
+
+def shared_by_all(hessian: Hessian) -> Tensor:
+    """Return the one matrix ``[d_in, d_in]`` of an input group."""
+    assert len(hessian) == 1
+    return hessian[:][0]
+
+
+def attention_statistics(statistics: BlockStatistics) -> dict[str, Tensor]:
+    """Return H_V, G_Q and G_K by name."""
+    return {
+        "attended": whole(statistics.attended),
+        "keys": statistics.keys,
+        "queries": statistics.queries,
+    }
+
+
 def tokens() -> Tensor:
     return torch.randint(3, 50, (SEGMENTS, LENGTH))
+
+
+def assert_close(one: BlockStatistics, other: BlockStatistics) -> None:
+    """Check that two blocks' statistics agree, but for their shifts."""
+    for name, H in one.inputs.items():
+        torch.testing.assert_close(whole(H), whole(other.inputs[name]))
+    found = attention_statistics(other)
+    for kind, expected in attention_statistics(one).items():
+        torch.testing.assert_close(found[kind], expected)
+    assert one.tokens == other.tokens
 
 
 @pytest.mark.parametrize("model_of", MODELS)
 def test_batches_of_one_and_of_eight_agree(model_of: Callable[[], PreTrainedModel]) -> None:
     model, ids = make(model_of), tokens()
     single, _, _ = collect(model, ids, 1)
-    whole, _, _ = collect(model, ids, 8)
-    for name, H in single.inputs.items():
-        torch.testing.assert_close(H, whole.inputs[name])
-    for kind in ("attended", "keys", "queries"):
-        torch.testing.assert_close(getattr(single, kind), getattr(whole, kind))
+    together, _, _ = collect(model, ids, 8)
+    assert_close(single, together)
 
 
 @pytest.mark.parametrize("model_of", MODELS)
@@ -133,13 +171,13 @@ def test_products_in_tf32_round_the_operands_and_nothing_else(
     exact, near = (collect(model, ids, 3, precision=p)[0] for p in ("float32", "tf32"))
     half = make(model_of).bfloat16()
     exact_half, near_half = (collect(half, ids, 3, precision=p)[0] for p in ("float32", "tf32"))
-    for name, H in exact.inputs.items():
-        assert 1e-7 < float((near.inputs[name] - H).norm() / H.norm()) < 2**-10
-        assert torch.equal(near_half.inputs[name], exact_half.inputs[name])
-    pairs = [(exact.attended, near.attended), (exact.keys, near.keys)]
-    for expected, found in [*pairs, (exact.queries, near.queries)]:
-        assert isinstance(expected, Tensor)
-        assert isinstance(found, Tensor)
+    for name in exact.inputs:
+        H, found = whole(exact.inputs[name]), whole(near.inputs[name])
+        assert 1e-7 < float((found - H).norm() / H.norm()) < 2**-10
+        assert torch.equal(whole(near_half.inputs[name]), whole(exact_half.inputs[name]))
+    rounded = attention_statistics(near)
+    for kind, expected in attention_statistics(exact).items():
+        found = rounded[kind]
         assert found.dtype == torch.float32
         assert 1e-7 < float((found - expected).norm() / expected.norm()) < 2**-10
     assert torch.get_float32_matmul_precision() == "highest"
@@ -149,7 +187,7 @@ def test_products_in_tf32_round_the_operands_and_nothing_else(
 def test_collectors_add_up(model_of: Callable[[], PreTrainedModel]) -> None:
     """Two have seen different segments; a third one has seen what does not count."""
     model, ids = make(model_of), tokens()
-    whole, _, _ = collect(model, ids, 2)
+    together, _, _ = collect(model, ids, 2)
     sums: list[Tensor] = []
 
     def keep(total: Tensor) -> None:
@@ -162,10 +200,7 @@ def test_collectors_add_up(model_of: Callable[[], PreTrainedModel]) -> None:
     collect(model, ids[:2], 2, lambda collector: collector.add_up(keep, counts=True))
     collect(model, ids[:2], 2, lambda collector: collector.add_up(add, counts=False))
     found, _, _ = collect(model, ids[2:], 2, lambda one: one.add_up(add, counts=True))
-    for name, H in whole.inputs.items():
-        torch.testing.assert_close(H, found.inputs[name])
-    for kind in ("attended", "keys", "queries"):
-        torch.testing.assert_close(getattr(whole, kind), getattr(found, kind))
+    assert_close(together, found)
 
 
 @pytest.mark.parametrize("model_of", MODELS)
@@ -175,7 +210,7 @@ def test_input_hessian_is_the_squared_error_of_the_output(
     statistics, _, X = collect(make(model_of), tokens(), 3)
     dW = torch.randn(2, WIDTH, dtype=torch.float64)
     expected = 2 * reference.output_error(dW, X.T) / X.shape[0]
-    H = statistics.inputs["attention_input"].double()
+    H = shared_by_all(statistics.inputs["attention_input"]).double()
     assert float(torch.trace(dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-5)
 
 
@@ -187,7 +222,7 @@ def test_value_hessian_is_the_squared_error_of_the_attention_output(
     model = make(model_of)
     statistics, seen, X = collect(model, tokens(), 8)
     X = X.view(SEGMENTS, LENGTH, WIDTH)
-    value_heads = statistics.attended.shape[0]
+    value_heads = len(statistics.attended)
     shared, probabilities = HEADS // value_heads, seen[0].probabilities()
     for head in range(value_heads):
         dW = torch.randn(3, WIDTH, dtype=torch.float64)
@@ -223,7 +258,7 @@ def test_query_and_key_objectives_are_the_squared_error_of_the_scores(
     if seen[0].rotation is not None:
         base = model.config.rope_parameters["rope_theta"]
         rotations = [reference.rotation_matrix(t, HEAD_SIZE, base) for t in range(LENGTH)]
-    N, H = X.shape[0], statistics.inputs["attention_input"].double()
+    N, H = X.shape[0], shared_by_all(statistics.inputs["attention_input"]).double()
     shared = HEADS // seen[0].key.shape[1]
     dW = torch.randn(HEAD_SIZE, WIDTH, dtype=torch.float64)
     K = seen[0].key.transpose(0, 1).flatten(1, 2)  # [n_kv, tokens, d_h]
@@ -286,7 +321,7 @@ def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores() -> Non
     statistics, seen, X = collect(model, tokens()[:2], 2)
     attention: Any = model.get_submodule("model.layers.0.self_attn")
     base = model.config.rope_parameters["rope_theta"]
-    N, H = X.shape[0], statistics.inputs["attention_input"].double()
+    N, H = X.shape[0], shared_by_all(statistics.inputs["attention_input"]).double()
     dW = torch.randn(HEAD_SIZE, WIDTH, dtype=torch.float64)
     sides = (
         (statistics.keys, seen[0].key, attention.q_proj, attention.q_norm),
@@ -317,7 +352,8 @@ def test_statistics_of_a_model_in_half_precision_are_summed_in_float32(
     model = make(model_of).bfloat16()
     statistics, seen, X = collect(model, tokens(), 8)
     N = X.shape[0]
-    found = {"attended": statistics.attended, **statistics.inputs}
+    found = {name: whole(H) for name, H in statistics.inputs.items()}
+    found["attended"] = whole(statistics.attended)
     if seen[0].rotation is None:
         found |= {"keys": statistics.keys, "queries": statistics.queries}
         for name, heads in (("keys", seen[0].key), ("queries", seen[0].query)):
@@ -326,24 +362,22 @@ def test_statistics_of_a_model_in_half_precision_are_summed_in_float32(
             torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-3)
     assert {statistic.dtype for statistic in found.values()} == {torch.float32}
     expected = 2 / N * (X.double().T @ X.double())
-    H = statistics.inputs["attention_input"].double()
+    H = shared_by_all(statistics.inputs["attention_input"]).double()
     torch.testing.assert_close(H, expected, rtol=1e-4, atol=1e-3)
-    A = seen[0].probabilities().double().unflatten(1, (statistics.attended.shape[0], -1))
+    A = seen[0].probabilities().double().unflatten(1, (len(statistics.attended), -1))
     AX = A @ X.double().view(SEGMENTS, 1, 1, LENGTH, WIDTH)
     expected = 2 / N * torch.einsum("bhsld,bhsle->hde", AX, AX) / A.shape[2]
-    torch.testing.assert_close(statistics.attended.double(), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found["attended"].double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def collect_both(
     model: PreTrainedModel, ids: Tensor, other: Tensor, batch_size: int, *, value: bool = True
-) -> tuple[BlockStatisticTensors, dict[str, list[Tensor]], list[Attention]]:
+) -> tuple[BlockStatistics, Mapping[str, list[Tensor]], list[Attention]]:
     """Return the statistics of ids as the quantized and of ``other`` as the original stream.
 
     Also the inputs of each group, in pairs of original and quantized, and what attention did.
     """
-    family = family_of(model.config)
-    block = model.get_submodule(family.blocks_path)[0]
-    layout = family.layout(model.config)
+    family, block, layout = first_block(model)
     collector = StatisticsCollector(layout, value=value, query_key=True)
     inputs: dict[str, list[Tensor]] = {group.name: [] for group in layout.groups}
     seen: list[Attention] = []
@@ -351,19 +385,10 @@ def collect_both(
         block.get_submodule(group.projections[0].module).register_forward_pre_hook(
             lambda _, x, name=group.name: inputs[name].append(x[0])
         )
-
-    def observe(report: Callable[[Attention], None]) -> Any:
-        def both(attention: Attention) -> None:
-            seen.append(attention)
-            report(attention)
-
-        return family.observe_attention(model, block, both)
-
-    for part, original in zip(ids.split(batch_size), other.split(batch_size), strict=True):
-        for watch, words in ((collector.watch_original, original), (collector.watch, part)):
-            with watch(block, observe):
-                hidden, _ = family.embed(model, words)
-                family.run_block(block, hidden, family.arguments(model, hidden))
+    for part, words in zip(ids.split(batch_size), other.split(batch_size), strict=True):
+        original, quantized = run_through(model, words), run_through(model, part)
+        collector.add(quantized, original)
+        seen += [original.attention, quantized.attention]
     return collector.finish(family.norm_weights(block)), inputs, seen
 
 
@@ -374,7 +399,7 @@ def test_shifts_are_the_mean_product_of_difference_and_input(
     model, ids, other = make(model_of), tokens(), tokens()
     plain, _, _ = collect(model, ids, 3)
     statistics, inputs, _ = collect_both(model, ids, other, 3)
-    assert statistics.shifts.keys() == statistics.inputs.keys()
+    assert statistics.shifts.inputs.keys() == statistics.inputs.keys()
     for name, seen in inputs.items():
         original, X = (torch.cat([x.flatten(0, -2) for x in seen[i::2]]).T for i in (0, 1))
         expected = (
@@ -382,10 +407,9 @@ def test_shifts_are_the_mean_product_of_difference_and_input(
             / X.shape[1]
             * sum(torch.outer(original[:, t] - X[:, t], X[:, t]) for t in range(X.shape[1]))
         )
-        torch.testing.assert_close(statistics.shifts[name].double(), expected, rtol=1e-4, atol=1e-3)
-        torch.testing.assert_close(statistics.inputs[name], plain.inputs[name])
-    for kind in ("attended", "keys", "queries"):  # those of the quantized stream, as without
-        torch.testing.assert_close(getattr(statistics, kind), getattr(plain, kind))
+        found = statistics.shifts.inputs[name].double()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    assert_close(statistics, plain)  # those of the quantized stream, as without
 
 
 @pytest.mark.parametrize("model_of", MODELS)
@@ -396,7 +420,7 @@ def test_value_shift_is_that_of_the_attention_output(
     statistics, inputs, seen = collect_both(model, tokens(), tokens(), SEGMENTS)
     original, X = inputs["attention_input"]
     A_original, A = (attention.probabilities() for attention in seen)
-    value_heads = statistics.attended_shift.shape[0]
+    value_heads = len(statistics.shifts.attended)
     shared = HEADS // value_heads
     for head in range(value_heads):
         expected = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
@@ -407,7 +431,7 @@ def test_value_shift_is_that_of_the_attention_output(
                 expected += (AX_original - AX).T @ AX
         expected *= 2 / (SEGMENTS * LENGTH) / shared
         torch.testing.assert_close(
-            statistics.attended_shift[head : head + 1][0].double(), expected, rtol=1e-4, atol=1e-3
+            statistics.shifts.attended[head : head + 1][0].double(), expected, rtol=1e-4, atol=1e-3
         )
 
 
@@ -422,7 +446,7 @@ def test_residual_shifts_are_those_of_what_the_outputs_are_added_to(
     R_original, R = (family.embed(model, words)[0].flatten(0, 1) for words in (other, ids))
     X = inputs["attention_output"][1].flatten(0, 1)
     expected = 2 / X.shape[0] * (R_original - R).T @ X
-    found = statistics.residual_shifts
+    found = statistics.shifts.residuals
     assert found.keys() == {"attention_output", "mlp_hidden"}
     torch.testing.assert_close(found["attention_output"].double(), expected, rtol=1e-4, atol=1e-3)
     assert found["mlp_hidden"].shape == (WIDTH, inputs["mlp_hidden"][1].shape[-1])
@@ -430,11 +454,11 @@ def test_residual_shifts_are_those_of_what_the_outputs_are_added_to(
 
 def test_without_the_original_stream_there_are_no_shifts() -> None:
     statistics, _, _ = collect(make(opt), tokens(), 3)
-    assert statistics.shifts == {}
-    assert statistics.attended_shift is None
+    assert statistics.shifts is None
 
 
 def test_layerwise_values_have_no_shift_of_their_own() -> None:
     statistics, _, _ = collect_both(make(opt), tokens(), tokens(), 3, value=False)
-    assert statistics.attended_shift is None
-    assert len(statistics.shifts) == 4
+    assert statistics.attended is None
+    assert statistics.shifts.attended is None
+    assert len(statistics.shifts.inputs) == 4

@@ -143,9 +143,9 @@ def command(arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
 
 CHECKS = [
     peers.sums_and_parts,
-    peers.shards_make_the_whole,
+    peers.shares_make_the_whole,
     peers.errors_are_everybodys,
-    peers.preparation_is_that_of_one,
+    peers.steps_are_those_of_one,
     peers.factorization_that_fails_in_one_fails_in_all,
     peers.curves_are_of_all_rows,
 ]

@@ -1,10 +1,16 @@
-"""Shares cover everything once; one process alone divides nothing. Several: tests/test_devices.py."""
+"""Shares cover everything once; one process alone divides nothing. Several: test_devices.py."""
 
 import pytest
 import torch
 
+from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.quantizer import GridFormat
+from aespa_pl.block.quantized import QuantizedProjection
+from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.distributed.processes import ALONE, Ranks
-from aespa_pl.distributed.rows import Shard
+from aespa_pl.distributed.rows import RowShare
+from aespa_pl.errors import NumericalError
+from aespa_pl.models.family import Projection
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -36,14 +42,14 @@ def test_one_process_gets_back_what_it_gives() -> None:
     assert ALONE.gather(tensor, 4) is tensor
     assert ALONE.from_first(lambda: tensor) is tensor
     assert (ALONE.sum(1.5), ALONE.largest(7)) == (1.5, 7)
-    with pytest.raises(ArithmeticError, match=r"^mine$"), ALONE.failing_together():
-        raise ArithmeticError("mine")
-    shard = Shard.of(tensor, torch.randn(4, 5, 5), None, ALONE)
-    assert shard.by_heads
-    for same in (shard.part, shard.whole, shard.of_heads):
-        assert same(tensor) is tensor
-    assert shard.fraction == 1
-    assert ALONE.traffic.calls == 0
+    with pytest.raises(NumericalError, match=r"^mine$"), ALONE.failing_together():
+        raise NumericalError("mine")
+    for by_heads in (True, False):
+        share = RowShare(4, 3, by_heads)
+        assert share.part(tensor) is tensor
+        assert share.whole(tensor) is tensor
+        assert share.taken_heads == slice(0, 4)
+        assert share.fraction == 1
 
 
 @pytest.mark.parametrize(
@@ -52,16 +58,27 @@ def test_one_process_gets_back_what_it_gives() -> None:
 def test_rows_stay_with_their_head_where_it_matters(
     hessians: int, *, coupled: bool, by_heads: bool
 ) -> None:
-    W, G = torch.randn(4, 3, 5), torch.randn(4, 3, 3)
-    shard = Shard.of(W, torch.randn(hessians, 5, 5), G if coupled else None, Ranks(1, 3))
-    assert shard.by_heads is by_heads
+    W = torch.randn(4, 3, 5)
+    p = QuantizedProjection(
+        Projection("any", "any"),
+        W,
+        Hessian(torch.randn(hessians, 5, 5)),
+        torch.randn(4, 3, 3) if coupled else None,
+        min_max_grid(W, torch.ones(5), GridFormat(2)),
+        torch.ones(4, 3),
+        torch.zeros(4, 3, 5, dtype=torch.uint8),
+    )
+    share = p.share(Ranks(1, 3))
+    assert share.by_heads is by_heads
     # of 4 heads the second of 3 processes has the third, of 12 rows the second four
     expected = W[2:3] if by_heads else W.flatten(0, 1)[4:8][None]
-    assert torch.equal(shard.part(W), expected)
+    assert torch.equal(share.part(W), expected)
+    assert range(4)[share.taken_heads] == (range(2, 3) if by_heads else range(4))
 
 
 def test_process_without_a_part_works_on_the_first_in_vain() -> None:
     W = torch.randn(2, 3, 5)
-    shard = Shard(2, 3, by_heads=True, ranks=Ranks(2, 3))
-    assert torch.equal(shard.part(W), W[:1])
-    assert shard.fraction == 0
+    share = RowShare(2, 3, by_heads=True, ranks=Ranks(2, 3))
+    assert torch.equal(share.part(W), W[:1])
+    assert range(2)[share.taken_heads] == range(1)
+    assert share.fraction == 0

@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity
 from aespa_pl.models import family_of
+from aespa_pl.models.family import Family
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
 from tests.models.examples import EXAMPLES, VOCABULARY, make_ids, make_model, save
@@ -95,12 +97,12 @@ def test_blocks_are_read_once_for_each_text_and_the_stem_once(
     load, load_stem = Checkpoint.load_block, Checkpoint.load_stem
 
     def counted(
-        self: Checkpoint, model: PreTrainedModel, family: object, index: int, *rest: object
+        self: Checkpoint, model: PreTrainedModel, family: Family, index: int, *rest: Any
     ) -> nn.Module:
         read.append(index)
         return load(self, model, family, index, *rest)
 
-    def counted_stem(self: Checkpoint, *rest: object) -> None:
+    def counted_stem(self: Checkpoint, *rest: Any) -> None:
         read.append("stem")
         load_stem(self, *rest)
 

@@ -14,6 +14,7 @@ import aespa_pl
 from aespa_pl.commands import evaluate
 from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import ALONE
+from aespa_pl.evaluation.perplexity import perplexity
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.progress import WalkProgress
@@ -114,7 +115,7 @@ def test_only_the_quantized_model_is_measured_again(
     )
     segments = torch.randint(3, 100, (3, 16))
     run: list[tuple[str, ...]] = []
-    measure = evaluate.perplexity
+    measure = perplexity
 
     def counted(source: StreamedModel, texts: dict[str, Tensor], **options: Any) -> Any:
         run.append(tuple(texts))

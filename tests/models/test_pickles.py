@@ -213,7 +213,7 @@ def test_a_full_disk_is_noticed_before(
     class Full:
         free = 5
 
-    monkeypatch.setattr(pickles.shutil, "disk_usage", lambda _: Full)
+    monkeypatch.setattr("aespa_pl.models.pickles.shutil.disk_usage", lambda _: Full)
     with pytest.raises(UserError, match=r"data.cache: .* has 0.0 GB free, but the weights of"):
         Checkpoint.open(folder, cache)
 

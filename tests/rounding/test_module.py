@@ -81,8 +81,16 @@ class Learned(Callback):
 
 
 def trainer(iterations: int = SETTINGS.iterations, **more: object) -> Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    defaults = {"logger": False, "enable_checkpointing": False, "log_every_n_steps": 10}
+    quiet: dict[str, Any] = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
+    defaults: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "log_every_n_steps": 10,
+    }
     return Trainer(max_steps=iterations, max_epochs=-1, **(quiet | defaults | more))
 
 
@@ -233,6 +241,22 @@ def test_a_training_resumed_from_modelcheckpoint_ends_with_the_same_bits(
     for name, B in whole.variables.items():
         assert torch.equal(resumed.variables[name], B)
         assert not torch.equal(half.variables[name], B)
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")  # as on the command line
+def test_a_checkpoint_of_the_last_iteration_gives_the_same_integers(tmp_path: Path) -> None:
+    given = problems()
+    first, again = module_of(given), module_of(given)
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=60, save_on_train_epoch_end=False)
+    trainer(callbacks=[saving], enable_checkpointing=True).fit(first, datamodule=data_of(given))
+    last: dict[str, Any] = {"ckpt_path": saving.best_model_path, "weights_only": True}
+    same = ModelCheckpoint(tmp_path, every_n_train_steps=60, save_on_train_epoch_end=False)
+    trainer(callbacks=[same], enable_checkpointing=True).fit(
+        again, datamodule=data_of(given), **last
+    )
+    for name, expected in first.integers().items():
+        assert torch.equal(again.integers()[name], expected)
+    assert first.integers().keys() == again.integers().keys() == given.keys()
 
 
 def test_epochs_end_where_they_would_have_without_an_interruption(tmp_path: Path) -> None:

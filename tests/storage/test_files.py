@@ -1,34 +1,18 @@
-"""What is on disk is complete, whatever goes wrong, and the library loads it."""
+"""What is on disk is complete, whatever goes wrong."""
 
-import errno
 import json
 import os
 import resource
-import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.models import family_of
-from aespa_pl.models.pretrained import Checkpoint
-from aespa_pl.run.model_writer import ModelWriter
-from aespa_pl.run.versions import next_version, version_number
 from aespa_pl.storage.files import disk_errors, read_json, write_json, write_tensors, write_whole
-from tests.models.examples import EXAMPLES, make_ids, make_model, save
-
-every_example = pytest.mark.parametrize("name", EXAMPLES)
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+from tests.disks import files, full, refused
 
 
 def text(content: str) -> Callable[[Path], None]:
@@ -38,21 +22,9 @@ def text(content: str) -> Callable[[Path], None]:
     return write
 
 
-def full(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def half_then_full(path: Path) -> None:
     path.write_text("ha")
     full()
-
-
-def refused(folder: Path, reason: str = "No space left on device") -> Any:
-    """Expect a UserError that says what is wrong, where, and what to do."""
-    return pytest.raises(
-        UserError,
-        match=rf"^cannot write to {folder}: .*{reason}.*\. Free space .*--output\.folder$",
-    )
 
 
 @pytest.fixture
@@ -103,7 +75,8 @@ def test_a_new_file_has_no_name_until_it_is_complete(tmp_path: Path) -> None:
 def test_content_is_on_the_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, events, replace, fsync = tmp_path / "file.txt", [], Path.replace, os.fsync
+    path, replace, fsync = tmp_path / "file.txt", Path.replace, os.fsync
+    events: list[str | int] = []
 
     def flush(handle: int) -> None:
         size = os.fstat(handle).st_size
@@ -173,14 +146,8 @@ def test_what_a_kill_left_is_overwritten_and_gone(tmp_path: Path) -> None:
 
 def test_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    for act in (
-        lambda: write_json(tmp_path / "runs" / "run" / "metrics.json", {}),
-        lambda: next_version(tmp_path / "runs" / "run"),
-    ):
-        with refused(tmp_path / "runs" / "run", "Not a directory"):
-            act()
-    with refused(tmp_path / "runs", "File exists"):
-        next_version(tmp_path / "runs")
+    with refused(tmp_path / "runs" / "run", "Not a directory"):
+        write_json(tmp_path / "runs" / "run" / "metrics.json", {})
 
 
 @pytest.mark.usefixtures("_small_files_only")
@@ -243,185 +210,3 @@ def test_tensors_are_read_back_with_their_metadata(tmp_path: Path) -> None:
             assert file.get_tensor(name).dtype == tensor.dtype
             assert torch.equal(file.get_tensor(name), tensor)
         assert file.get_tensor("learned").tolist() == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("present", "expected"),
-    [
-        ((), 0),
-        (("version_0",), 1),
-        (("version_0", "version_5"), 6),  # a gap is not filled
-        (("version_9", "version_10"), 11),  # numbers, not text
-        (("version_3", "version_x", "version_", "version_-7", "other_8"), 4),
-    ],
-)
-def test_next_version_is_above_all(present: tuple[str, ...], expected: int, tmp_path: Path) -> None:
-    for name in present:
-        (tmp_path / name).mkdir()
-    made = next_version(tmp_path)
-    assert made == tmp_path / f"version_{expected}"
-    assert made.is_dir()
-    assert len(files(tmp_path)) == len(present) + 1
-    assert version_number(made) == expected
-
-
-def test_a_version_that_is_a_file_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "version_2").write_text("a file")
-    assert next_version(tmp_path).name == "version_3"
-
-
-def test_next_version_makes_the_folder_of_runs(tmp_path: Path) -> None:
-    assert next_version(tmp_path / "runs" / "aespa") == tmp_path / "runs" / "aespa" / "version_0"
-
-
-def test_another_process_that_is_faster_gets_another_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "version_0").mkdir()
-    glob = Path.glob
-
-    def then_two_appear(self: Path, pattern: str) -> Iterator[Path]:
-        found = list(glob(self, pattern))
-        (tmp_path / "version_1").mkdir()
-        (tmp_path / "version_2").mkdir()
-        return iter(found)
-
-    monkeypatch.setattr(Path, "glob", then_two_appear)
-    assert next_version(tmp_path).name == "version_3"
-
-
-def test_versions_made_at_once_are_different(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(next_version, [tmp_path] * 40))
-    assert sorted(version_number(path) for path in made) == list(range(40))
-
-
-def test_next_version_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "mkdir", full)
-    with refused(tmp_path):
-        next_version(tmp_path)
-
-
-def export(
-    source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lambda t: t
-) -> Checkpoint:
-    """Write the model of a folder anew, block by block."""
-    checkpoint = Checkpoint.open(source)
-    family = family_of(checkpoint.config)
-    count = int(checkpoint.config.num_hidden_layers)
-    writer = ModelWriter(folder, count)
-    names = {0: checkpoint.stem_names(family)}
-    writer.write_stem({name: checkpoint.tensor(name) for name in names[0]})
-    for index in range(count):
-        names[index + 1] = checkpoint.block_names(family, index)
-        tensors = {name: change(checkpoint.tensor(name)) for name in names[index + 1]}
-        writer.write_block(index, tensors)
-        assert writer.block_file(index).is_file()
-    assert not (folder / "model.safetensors.index.json").exists()  # not yet a model
-    writer.finish(names, source)
-    return checkpoint
-
-
-def load(folder: Path) -> PreTrainedModel:
-    """Load a folder with the library, and refuse any tensor missing or left over."""
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
-    return model.eval()
-
-
-@every_example
-def test_library_loads_what_was_written(name: str, tmp_path: Path) -> None:
-    model, ids = make_model(name, torch.float32), make_ids()
-    export(save(model, tmp_path / "source"), tmp_path / "export")
-    loaded = load(tmp_path / "export")
-    assert type(loaded) is type(model)
-    state = model.state_dict()
-    for key, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, state.pop(key))
-    assert not state
-    assert loaded.config.to_diff_dict().keys() == model.config.to_diff_dict().keys()
-    with torch.inference_mode():
-        expected = model(ids, use_cache=False).logits
-        assert torch.equal(loaded(ids, use_cache=False).logits, expected)
-    # and so do we: a block a file, and one for the rest
-    again = Checkpoint.open(tmp_path / "export")
-    assert {stored.file.name for stored in again.tensors.values()} == {
-        f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)
-    }
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_changed_weights_are_the_ones_loaded_in_their_own_type(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    model = make_model("llama", dtype)
-    export(save(model, tmp_path / "source"), tmp_path / "export", torch.neg)
-    loaded = load(tmp_path / "export")
-    assert loaded.dtype == dtype
-    for key, tensor in loaded.state_dict().items():
-        expected = model.state_dict()[key]
-        assert torch.equal(tensor, -expected if ".layers." in key else expected)
-
-
-def test_block_file_holds_its_block_only(tmp_path: Path) -> None:
-    checkpoint = export(save(make_model("opt"), tmp_path / "source"), tmp_path / "export")
-    writer = ModelWriter(tmp_path / "export", 3)
-    for index in range(3):
-        with safe_open(writer.block_file(index), framework="pt") as file:
-            assert set(file.keys()) == set(
-                checkpoint.block_names(family_of(checkpoint.config), index)
-            )
-            assert file.metadata() == {"format": "pt"}
-
-
-def test_tokenizer_and_generation_settings_are_taken_along(tmp_path: Path) -> None:
-    source = save(make_model("opt", torch.float32), tmp_path / "source")
-    (source / "generation_config.json").write_text('{"max_new_tokens": 17}')
-    export(source, tmp_path / "export")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
-    assert tokenizer(["w3", "w17"])["input_ids"] == [[3], [17]]
-    assert load(tmp_path / "export").generation_config.max_new_tokens == 17
-
-
-def test_origin_without_generation_settings_is_no_error(tmp_path: Path) -> None:
-    source = save(make_model("opt", torch.float32), tmp_path / "source")
-    (source / "generation_config.json").unlink()
-    export(source, tmp_path / "export")
-    assert not (tmp_path / "export" / "generation_config.json").exists()
-    load(tmp_path / "export")
-
-
-def test_disk_that_fills_at_the_end_leaves_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = save(make_model("opt", torch.float32), tmp_path / "source")
-    monkeypatch.setattr(shutil, "copyfile", full)
-    with refused(tmp_path / "export"):
-        export(source, tmp_path / "export")
-    assert not (tmp_path / "export" / "model.safetensors.index.json").exists()
-
-
-def test_files_beside_the_weights_are_the_originals_byte_for_byte(tmp_path: Path) -> None:
-    source = save(make_model("llama", torch.float32), tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
-    rope = config.pop("rope_parameters")  # transformers 5 writes this, engines on 4 want that:
-    config |= {"rope_theta": rope["rope_theta"], "torch_dtype": "float32"}
-    written = {
-        "config.json": json.dumps(config).encode(),
-        "tokenizer.model": b"\x00\x01",
-        "merges.txt": b"#version: 0.2\r\n",
-        "vocab.json": b"{}",
-        "special_tokens_map.json": b'{ "bos_token":"<s>"}',
-        "chat_template.jinja": b"{{ messages }}",
-        "additional_chat_templates/tools.jinja": b"{{ tools }}",
-        "LICENSE": b"do as you like",
-    }
-    for name, content in written.items():
-        (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_bytes(content)
-    (source / "train.py").write_text("not the model's")
-    export(source, tmp_path / "export")
-    for name, content in written.items():
-        assert (tmp_path / "export" / name).read_bytes() == content
-    assert not (tmp_path / "export" / "train.py").exists()
-    assert load(tmp_path / "export").config.rope_parameters == rope

@@ -56,7 +56,7 @@ def rows(weight: Tensor, projection: Projection, quantized: Quantized) -> Tensor
 
 
 def module_weight(model: PreTrainedModel, quantized: Quantized, index: int, path: str) -> Tensor:
-    weight = model.get_submodule(f"{quantized.blocks_path}.{index}.{path}").weight
+    weight: Tensor = model.get_parameter(f"{quantized.blocks_path}.{index}.{path}.weight")
     return weight.detach()
 
 
@@ -354,7 +354,7 @@ def test_polish_lowers_the_losses_and_never_raises_one(
     off, on = walked(name, others), walked(name, {**others, **POLISH})
     check_export(on, bits=2)
     before = off.losses(0)
-    changed = 0
+    changed = 0.0
     for index in range(BLOCKS):
         for projection, loss in on.losses(index).items():
             if index == 0:

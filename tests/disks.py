@@ -1,0 +1,27 @@
+"""Disks that refuse, and what the user is told of them."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from aespa_pl.errors import UserError
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def full(*_: object, **__: object) -> NoReturn:
+    """Do what a function of the system does where the disk is full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def refused(folder: Path, reason: str = "No space left on device") -> Any:
+    """Expect a UserError that says what is wrong, where, and what to do."""
+    return pytest.raises(
+        UserError,
+        match=rf"^cannot write to {folder}: .*{reason}.*\. Free space .*--output\.folder$",
+    )

@@ -1,0 +1,145 @@
+"""The library loads what is written, and nothing that is written in part."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from aespa_pl.models import family_of
+from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.run.model_writer import ModelWriter
+from tests.disks import full, refused
+from tests.models.examples import EXAMPLES, make_ids, make_model, save
+
+every_example = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def export(
+    source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lambda t: t
+) -> Checkpoint:
+    """Write the model of a folder anew, block by block."""
+    checkpoint = Checkpoint.open(source)
+    family = family_of(checkpoint.config)
+    count = int(checkpoint.config.num_hidden_layers)
+    writer = ModelWriter(folder, count)
+    names = {0: checkpoint.stem_names(family)}
+    writer.write_stem({name: checkpoint.tensor(name) for name in names[0]})
+    for index in range(count):
+        names[index + 1] = checkpoint.block_names(family, index)
+        tensors = {name: change(checkpoint.tensor(name)) for name in names[index + 1]}
+        writer.write_block(index, tensors)
+        assert writer.block_file(index).is_file()
+    assert not (folder / "model.safetensors.index.json").exists()  # not yet a model
+    writer.finish(names, source)
+    return checkpoint
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """Load a folder with the library, and refuse any tensor missing or left over."""
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+@every_example
+def test_library_loads_what_was_written(name: str, tmp_path: Path) -> None:
+    model, ids = make_model(name, torch.float32), make_ids()
+    export(save(model, tmp_path / "source"), tmp_path / "export")
+    loaded = load(tmp_path / "export")
+    assert type(loaded) is type(model)
+    state = model.state_dict()
+    for key, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, state.pop(key))
+    assert not state
+    assert loaded.config.to_diff_dict().keys() == model.config.to_diff_dict().keys()
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+        assert torch.equal(loaded(ids, use_cache=False).logits, expected)
+    # and so do we: a block a file, and one for the rest
+    again = Checkpoint.open(tmp_path / "export")
+    assert {stored.file.name for stored in again.tensors.values()} == {
+        f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_changed_weights_are_the_ones_loaded_in_their_own_type(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = make_model("llama", dtype)
+    export(save(model, tmp_path / "source"), tmp_path / "export", torch.neg)
+    loaded = load(tmp_path / "export")
+    assert loaded.dtype == dtype
+    for key, tensor in loaded.state_dict().items():
+        expected = model.state_dict()[key]
+        assert torch.equal(tensor, -expected if ".layers." in key else expected)
+
+
+def test_block_file_holds_its_block_only(tmp_path: Path) -> None:
+    checkpoint = export(save(make_model("opt"), tmp_path / "source"), tmp_path / "export")
+    writer = ModelWriter(tmp_path / "export", 3)
+    for index in range(3):
+        with safe_open(writer.block_file(index), framework="pt") as file:
+            assert set(file.keys()) == set(
+                checkpoint.block_names(family_of(checkpoint.config), index)
+            )
+            assert file.metadata() == {"format": "pt"}
+
+
+def test_tokenizer_and_generation_settings_are_taken_along(tmp_path: Path) -> None:
+    source = save(make_model("opt", torch.float32), tmp_path / "source")
+    (source / "generation_config.json").write_text('{"max_new_tokens": 17}')
+    export(source, tmp_path / "export")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert tokenizer(["w3", "w17"])["input_ids"] == [[3], [17]]
+    assert load(tmp_path / "export").generation_config.max_new_tokens == 17
+
+
+def test_origin_without_generation_settings_is_no_error(tmp_path: Path) -> None:
+    source = save(make_model("opt", torch.float32), tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    export(source, tmp_path / "export")
+    assert not (tmp_path / "export" / "generation_config.json").exists()
+    load(tmp_path / "export")
+
+
+def test_disk_that_fills_at_the_end_leaves_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(make_model("opt", torch.float32), tmp_path / "source")
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with refused(tmp_path / "export"):
+        export(source, tmp_path / "export")
+    assert not (tmp_path / "export" / "model.safetensors.index.json").exists()
+
+
+def test_files_beside_the_weights_are_the_originals_byte_for_byte(tmp_path: Path) -> None:
+    source = save(make_model("llama", torch.float32), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    rope = config.pop("rope_parameters")  # transformers 5 writes this, engines on 4 want that:
+    config |= {"rope_theta": rope["rope_theta"], "torch_dtype": "float32"}
+    written = {
+        "config.json": json.dumps(config).encode(),
+        "tokenizer.model": b"\x00\x01",
+        "merges.txt": b"#version: 0.2\r\n",
+        "vocab.json": b"{}",
+        "special_tokens_map.json": b'{ "bos_token":"<s>"}',
+        "chat_template.jinja": b"{{ messages }}",
+        "additional_chat_templates/tools.jinja": b"{{ tools }}",
+        "LICENSE": b"do as you like",
+    }
+    for name, content in written.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(content)
+    (source / "train.py").write_text("not the model's")
+    export(source, tmp_path / "export")
+    for name, content in written.items():
+        assert (tmp_path / "export" / name).read_bytes() == content
+    assert not (tmp_path / "export" / "train.py").exists()
+    assert load(tmp_path / "export").config.rope_parameters == rope
