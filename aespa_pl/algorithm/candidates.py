@@ -31,6 +31,8 @@ ITERATIONS = 2
 """Products with H that turn the columns of A into its leading directions."""
 SHORTLIST = 4
 """Candidates of a row with exact losses; 1 to 16 were tried (docs/performance.md)."""
+STRIDE, BASINS = 4, 4
+"""A search that is not thorough compares every fourth candidate, and the neighbours of the best four."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,29 @@ def best_grids(
     V: Float[Tensor, "groups rows columns"],
     H: Float[Tensor, "groups columns columns"],
     candidates: Candidates,
+    *,
+    thorough: bool = True,
 ) -> tuple[Float[Tensor, "groups rows"], Float[Tensor, "groups rows"]]:
-    """Return a scale and a zero point with nearly the least ``dv H dv^T`` for each row."""
-    approximate = approximate_losses(V, *leading_part(H), candidates)
+    """Return a scale and a zero point with nearly the least ``dv H dv^T`` for each row.
+
+    Args:
+        V: Weights over zeta.
+        H: Hessian of each group of columns.
+        candidates: Grids to choose from; neighbours differ little.
+        thorough: Compare all candidates; otherwise every STRIDE-th, and the neighbours of the best.
+    """
+    A, D = leading_part(H)
+    among = torch.arange(candidates.scale.shape[-1], device=V.device)
+    among = among.expand(*candidates.scale.shape[:2], -1)  # [groups, rows, candidates]
+    if not thorough and among.shape[-1] >= 2 * STRIDE:
+        coarse = among[..., STRIDE // 2 :: STRIDE]
+        losses = approximate_losses(V, A, D, candidates.take(coarse))
+        best = coarse.gather(-1, losses.topk(min(BASINS, losses.shape[-1]), largest=False).indices)
+        near = torch.arange(STRIDE, device=V.device) - STRIDE // 2
+        among = (best[..., None] + near).flatten(-2).clamp(0, candidates.scale.shape[-1] - 1)
+    approximate = approximate_losses(V, A, D, candidates.take(among))
     few = min(SHORTLIST, approximate.shape[-1])
-    shortlist = candidates.take(approximate.topk(few, largest=False).indices)
+    shortlist = candidates.take(among.gather(-1, approximate.topk(few, largest=False).indices))
     loss, best = exact_losses(V, H, shortlist).min(-1, keepdim=True)
     chosen = shortlist.take(best)
     moved = _lowest_point(V, H, chosen)

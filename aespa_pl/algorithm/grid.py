@@ -26,18 +26,22 @@ def search_grid(
     H: Float[Tensor, "#heads d_in d_in"],
     zeta: Float[Tensor, " d_in"],
     grid_format: GridFormat,
+    *,
+    thorough: bool = True,
 ) -> Grid:
     """Return a grid with nearly the least ``dw H dw^T`` for each row under nearest rounding.
 
     Every clip ratio is compared with the floor and the ceiling of the zero point; how, and how near
     the least loss that comes, stands in ``candidates.py``. With groups of columns each group is
-    searched on its own diagonal block of H.
+    searched on its own diagonal block of H. A search that is not thorough takes a third of the time,
+    and its loss is some tenths of a percent higher.
     """
     parts = W.reshape(H.shape[0], -1, W.shape[-1])  # rows that share a Hessian
     found = []
     for h, part in enumerate(parts):  # one by one: what is made of H takes as much memory as H
         blocks = _blocks(H[h], zeta, grid_format.group_size)
-        found.append(_search(_split(part / zeta, grid_format.group_size), blocks, grid_format))
+        V = _split(part / zeta, grid_format.group_size)
+        found.append(_search(V, blocks, grid_format, thorough=thorough))
     scale, zero_point = (torch.cat(x).view(*W.shape[:2], -1) for x in zip(*found, strict=True))
     return Grid(scale, zero_point, zeta, grid_format.bits)
 
@@ -69,7 +73,9 @@ def _range(V: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
     return scale, (-low / scale).clamp(max=levels)  # the quotient may be a rounding error above
 
 
-def _search(V: Tensor, H: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
+def _search(
+    V: Tensor, H: Tensor, grid_format: GridFormat, *, thorough: bool
+) -> tuple[Tensor, Tensor]:
     """Return the best scale and zero point ``[rows, groups]`` for ``V [rows, groups, columns]``."""
     scale, zero_point = _range(V, grid_format)
     ratios = torch.arange(CLIP_RATIOS, 0, -1, dtype=V.dtype, device=V.device) / CLIP_RATIOS
@@ -82,5 +88,5 @@ def _search(V: Tensor, H: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tens
         zero_points.transpose(0, 1).repeat_interleave(CLIP_RATIOS, -1),
         grid_format.levels,
     )
-    scale, zero_point = best_grids(V, H, candidates)
+    scale, zero_point = best_grids(V, H, candidates, thorough=thorough)
     return scale.T, zero_point.T

@@ -15,8 +15,13 @@ from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
+LEAST_GAIN = 1e-3
+"""Share of the loss that a round must gain, or it is the last. Searches that are not thorough are no
+better than that, and later rounds were seen to gain some tenths of a percent together."""
 Problem = TypeVar("Problem")
-"""What a search needs of a projection beside its weights: its Hessian, or what leads to it."""
+"""What a search needs of a projection: weights and Hessian, or what leads to them."""
+Search = Callable[..., tuple[Grid, float]]
+"""Called with a problem, a zeta, the grid's format and ``thorough``: see ``search_with_loss``."""
 
 
 def search_with_loss(
@@ -24,9 +29,11 @@ def search_with_loss(
     H: Float[Tensor, "#heads d_in d_in"],
     zeta: Float[Tensor, " d_in"],
     grid_format: GridFormat,
+    *,
+    thorough: bool = True,
 ) -> tuple[Grid, float]:
     """Return what ``search_grid`` returns, and ``tr(dW H dW^T)`` under nearest rounding on it."""
-    grid = search_grid(W, H, zeta, grid_format)
+    grid = search_grid(W, H, zeta, grid_format, thorough=thorough)
     loss = reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum()
     return grid, float(loss)
 
@@ -38,7 +45,7 @@ def fit_grids(
     *,
     with_zeta: bool,
     max_rounds: int,
-    search_one: Callable[[Problem, Tensor, GridFormat], tuple[Grid, float]],
+    search_one: Search,
 ) -> list[Grid]:
     """Return the grids of all projections that share one input.
 
@@ -49,28 +56,30 @@ def fit_grids(
         with_zeta: Alternate between zeta and the search; otherwise zeta is 1 and one search is made.
         max_rounds: Alternations at most. They end when the loss of all projections together,
             ``tr(dW H dW^T)`` under nearest rounding, no longer falls; the best grids are kept.
-        search_one: Returns the best grid of one projection for a zeta, and its loss.
+        search_one: Returns the best grid of one projection for a zeta, and its loss. Only the searches
+            whose grids may be returned are thorough: without zeta, and with the best one.
     """
-    zeta = torch.ones_like(weights[0][0, 0])
+    ones = torch.ones_like(weights[0][0, 0])
 
-    def search(zeta: Tensor) -> tuple[list[Grid], float]:
-        found = [search_one(problem, zeta, grid_format) for problem in problems]
+    def search(zeta: Tensor, *, thorough: bool) -> tuple[list[Grid], float]:
+        found = [search_one(problem, zeta, grid_format, thorough=thorough) for problem in problems]
         return [grid for grid, _ in found], sum(loss for _, loss in found)
 
-    best, best_loss = search(zeta)
+    without_zeta = search(ones, thorough=True)
     if not with_zeta:
-        return best
-    grids = [min_max_grid(W, zeta, grid_format) for W in weights]
-    previous = torch.inf
+        return without_zeta[0]
+    grids = [min_max_grid(W, ones, grid_format) for W in weights]
+    best_zeta, least, previous = ones, torch.inf, torch.inf
     for _ in range(max_rounds):
         zeta = least_squares_zeta(weights, grids)
-        grids, loss = search(zeta)
-        if loss < best_loss:
-            best, best_loss = grids, loss
-        if loss >= previous:
+        grids, loss = search(zeta, thorough=False)
+        if loss < least:
+            best_zeta, least = zeta, loss
+        if loss >= (1 - LEAST_GAIN) * previous:
             break
         previous = loss
-    return best
+    with_best = search(best_zeta, thorough=True)
+    return min(without_zeta, with_best, key=lambda found: found[1])[0]
 
 
 def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Float[Tensor, " d_in"]:

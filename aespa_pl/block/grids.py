@@ -24,9 +24,14 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, ranks: Rank
     """
     grids: dict[str, Grid] = {}
 
-    def search(p: QuantizedProjection, zeta: Tensor, form: GridFormat) -> tuple[Grid, float]:
+    def search(
+        p: QuantizedProjection, zeta: Tensor, form: GridFormat, *, thorough: bool
+    ) -> tuple[Grid, float]:
         share = p.share(ranks)
-        found = [search_with_loss(r.weight, r.hessian, zeta, form) for r in p.rows(share)]
+        found = [
+            search_with_loss(r.weight, r.hessian, zeta, form, thorough=thorough)
+            for r in p.rows(share)
+        ]
         parts, losses = zip(*found, strict=True)
         scale = torch.cat([part.scale for part in parts])
         zero_point = torch.cat([part.zero_point for part in parts])
