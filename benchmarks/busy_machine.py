@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -89,7 +90,7 @@ def work(threads: int, seconds: float) -> None:
     rounding = SoftRounding(torch.ones(W.shape, dtype=torch.int16), W, W.abs(), 3)
     B, workspace, total = torch.randn_like(W), Workspace(), torch.zeros_like(H[0])
     two_bits = GridFormat(2, symmetric=False, group_size=None)
-    works = {
+    works: dict[str, Callable[[], object]] = {
         "learning": lambda: rounding_loss(
             B, rounding, H, None, weight=0.01, beta=10.0, workspace=workspace
         ),

@@ -138,7 +138,8 @@ def test_scale_moves_to_the_lowest_point_of_the_parabola() -> None:
     """One candidate with a scale that is a little off: its integers are right already."""
     integers = torch.tensor([[[-1.0, 0.0, 2.0, 1.0, 1.0]]], dtype=torch.float64)
     H = torch.eye(5, dtype=torch.float64)[None] + 0.3
-    one = Candidates(*torch.tensor([[[[0.97]]], [[[1.0]]]], dtype=torch.float64), 3)
+    scale, zero = (torch.full((1, 1, 1), x, dtype=torch.float64) for x in (0.97, 1.0))
+    one = Candidates(scale, zero, 3)
     scale, zero = best_grids(integers, H, one)
     assert float(scale) == pytest.approx(1)
     assert float(zero) == 1
@@ -156,7 +157,7 @@ def test_each_row_chooses_for_itself() -> None:
 
 def test_groups_have_their_own_hessians() -> None:
     problems = [problem(spectrum, bits=2) for spectrum in ("mild", "steep")]
-    V, H = (torch.cat([p[i] for p in problems]) for i in (0, 1))
+    V, H = torch.cat([p[0] for p in problems]), torch.cat([p[1] for p in problems])
     scale, zero = (torch.cat([getattr(p[2], name) for p in problems]) for name in ("scale", "zero"))
     together = best_grids(V, H, Candidates(scale, zero, 3))
     for g, (W, one, candidates) in enumerate(problems):

@@ -53,7 +53,8 @@ def stored(folder: Path) -> dict[str, Tensor]:
 def logits(model: PreTrainedModel) -> Tensor:
     ids = torch.randint(0, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        return model(ids, use_cache=False).logits
+        found: Tensor = model(ids, use_cache=False).logits
+        return found
 
 
 def assert_runs_as_known(known: Known, folder: Path) -> None:

@@ -27,8 +27,8 @@ def test_matrices_of_a_block_are_the_runs(name: str, known: MakeRun) -> None:
         for other, value in block.others.items():
             assert torch.equal(value.float(), run.model.state_dict()[other].half().float())
     assert found.keys() == run.matrices.keys()
-    for matrix, value in found.items():
-        assert torch.equal(value.dequantized(), run.weight(matrix))
+    for name, matrix in found.items():
+        assert torch.equal(matrix.dequantized(), run.weight(name))
 
 
 def test_dequantized_is_exact_for_every_integer_and_scale() -> None:
