@@ -85,9 +85,10 @@ class WalkProgress:
 class IterationProgress(Callback):
     """Moves the inner bar with the iterations of a block."""
 
-    def __init__(self, progress: WalkProgress) -> None:
-        """Report to ``progress``."""
+    def __init__(self, progress: WalkProgress, name: str = "rounding") -> None:
+        """Report to ``progress`` what is under way."""
         self.progress = progress
+        self.name = name
 
     def on_train_batch_end(
         self,
@@ -100,6 +101,7 @@ class IterationProgress(Callback):
         """Show iteration and loss, as often as the losses are logged."""
         done = trainer.global_step
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if done % interval == 0 or done == trainer.max_steps:
+        total = int(trainer.estimated_stepping_batches)
+        if done % interval == 0 or done == total:
             loss = float(outputs["loss"])
-            self.progress.step(f"  rounding, loss {loss:.5g}", done, trainer.max_steps)
+            self.progress.step(f"  {self.name}, loss {loss:.5g}", done, total)

@@ -209,6 +209,59 @@ class PolishSettings:
 
 
 @dataclass(frozen=True)
+class BlockTuningSettings:
+    """Training of each block as a whole: integers, scales, norms and biases together; not in the paper."""
+
+    enabled: bool = False
+    """Train each block on the original block's output, after step 4 and the polish (docs/tuning.md)."""
+    epochs: PositiveInt = 2
+    """Visits of all calibration segments."""
+    batch_size: PositiveInt = 1
+    """Segments in a mini-batch; there is one optimizer step for each."""
+    integer_rate: FinitePositive = 0.01
+    """Largest learning rate of the latent values of integers, in distances of two integers."""
+    scale_rate: FinitePositive = 0.003
+    """Largest learning rate of the logarithms of scales, and of the weights of norms."""
+    bias_rate: FinitePositive = 0.0003
+    """Largest learning rate of biases."""
+
+
+@dataclass(frozen=True)
+class ModelTuningSettings:
+    """Training of the quantized model end to end: scales, norms and biases; not in the paper."""
+
+    enabled: bool = False
+    """After the last block, train the model on the original's next-token distribution, with all integers
+    fixed. The whole model must fit into the device's memory (docs/tuning.md)."""
+    epochs: PositiveInt = 1
+    """Visits of all calibration segments."""
+    batch_size: PositiveInt = 2
+    """Segments in a mini-batch; there is one optimizer step for each."""
+    scale_rate: FinitePositive = 0.003
+    """Largest learning rate of the logarithms of scales, and of the weights of norms."""
+    bias_rate: FinitePositive = 0.0003
+    """Largest learning rate of biases."""
+
+
+@dataclass(frozen=True)
+class TuningSettings:
+    """Training on calibration text after the steps of the paper."""
+
+    blocks: BlockTuningSettings = field(default_factory=BlockTuningSettings)
+    """Blocks as a whole."""
+    model: ModelTuningSettings = field(default_factory=ModelTuningSettings)
+    """The model end to end."""
+    held_back: OpenUnitInterval = 0.0625
+    """Share of the calibration segments, the last ones, that nothing is trained on: the epoch that is best
+    on them is kept, and the start where none is better."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is tuned, which takes the original model's stream of hidden states."""
+        return self.blocks.enabled or self.model.enabled
+
+
+@dataclass(frozen=True)
 class QuantizationSettings:
     """How the weights become integers."""
 
@@ -243,6 +296,13 @@ class QuantizationSettings:
     """Step 4, the rounding."""
     polish: PolishSettings = field(default_factory=PolishSettings)
     """Coordinate descent after step 4 (after step 3 where nothing is learned)."""
+    tuning: TuningSettings = field(default_factory=TuningSettings)
+    """Training of blocks and of the model after these steps."""
+
+    @property
+    def two_streams(self) -> bool:
+        """Whether the original model's hidden states are needed beside the quantized model's."""
+        return self.input_correction > 0 or self.tuning.enabled
 
     def learns(self, *, attention: bool) -> bool:
         """Return whether the method learns the rounding of Q, K and V (attention) or of the others."""

@@ -34,8 +34,8 @@ from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.weights import fold, projection_weight
 from aespa_pl.tuning import (
     LearningRates,
-    QuantizedBlock,
-    QuantizedModel,
+    TunableBlock,
+    TunableModel,
     QuantizedWeight,
     SegmentPairs,
     reconstruct,
@@ -221,7 +221,7 @@ def _quantized_block(
     *,
     weights: Mapping[str, QuantizedWeight],
     stored: Mapping[str, Tensor],
-) -> QuantizedBlock:
+) -> TunableBlock:
     folded = copy.deepcopy(source).requires_grad_(requires_grad=False)
     zeta = {
         g.name: stored[f"{g.name}.zeta"] for g in models.layout.groups if f"{g.name}.zeta" in stored
@@ -232,7 +232,7 @@ def _quantized_block(
     }
     prefix = f"{models.family.blocks_path}.{index}."
     dtypes = {n.removeprefix(prefix): d for n, d in models.dtypes.items() if n.startswith(prefix)}
-    return QuantizedBlock(block, models.layout, weights, targets, dtypes)
+    return TunableBlock(block, models.layout, weights, targets, dtypes)
 
 
 def _tune_model(
@@ -243,7 +243,7 @@ def _tune_model(
     recipe: Recipe,
 ) -> list[float]:
     """Return the divergence at the start and at the best epoch."""
-    quantized = QuantizedModel(
+    quantized = TunableModel(
         models.quantized, models.blocks(models.quantized), models.layout, weights, models.dtypes
     )
     pairs = SegmentPairs(

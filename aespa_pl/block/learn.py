@@ -7,7 +7,6 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -96,8 +95,9 @@ class Learner:
         integers = self._fit(portion, block)
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()
-        # there may be a next portion to be interrupted in
-        if self.partition != WHOLE and self.ranks.is_first:
+        # there may be a next portion, or the tuning of the block, to be interrupted in
+        more = self.partition != WHOLE or self.settings.tuning.blocks.enabled
+        if more and self.ranks.is_first:
             file = self.journal.portion_file(portion)
             write_tensors(file, integers, {})
             self.journal.note_portion(portion, file)
@@ -113,7 +113,7 @@ class Learner:
         trainer.fit(
             module,
             datamodule=StatisticsDataModule(self._statistics(portion, block)),
-            ckpt_path=self._checkpoint(portion),
+            ckpt_path=self.ranks.from_first(lambda: self.journal.checkpoint_to_continue(portion)),
         )
         self._refuse_early_end(trainer, label)
         with self.ranks.failing_together():
@@ -176,21 +176,6 @@ class Learner:
             f"ended it ({', '.join(others)}): remove the one that does, or lower "
             "quantization.rounding.iterations"
         )
-
-    def _checkpoint(self, portion: Portion) -> Path | None:
-        """Return the checkpoint at which the learning of a portion was interrupted, if there is one."""
-
-        def look() -> Path | None:
-            try:
-                return self.journal.usable_checkpoint(portion)
-            except DamagedFileError as error:
-                log.warning(
-                    "block %d: %s is damaged or missing: it is not used", portion.block, error
-                )
-                self.journal.forget_checkpoint()
-                return None
-
-        return self.ranks.from_first(look)
 
     def _learned_before(self, portion: Portion) -> dict[str, Tensor] | None:
         """Return the integers that a portion had learned before an interruption, if it had."""

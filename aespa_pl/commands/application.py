@@ -38,6 +38,7 @@ from aespa_pl.commands.trainers import (
     BlockTrainers,
     check_strategy,
     check_trainer,
+    check_tuning,
     walk_loggers,
 )
 from aespa_pl.distributed.launch import (
@@ -166,12 +167,15 @@ class AespaCLI(LightningCLI):
     def fit(self, **_: Any) -> None:
         """Quantize, and print what came out."""
         job = self._job()  # before other processes: most mistakes are noticed here
+        check_tuning(self.trainer, self.settings.trainer, job.quantization.tuning)
         ranks, console = self._launch()
         with WalkProgress(console) as progress:
+            trainers = self._block_trainers(progress, ranks)
             run, metrics = fit.fit(
                 job,
                 self.settings.ckpt_path,
-                make_trainer=self._block_trainers(progress, ranks).of_portion,
+                make_trainer=trainers.of_portion,
+                make_tuning_trainer=trainers.of_tuning,
                 make_loggers=partial(walk_loggers, self.settings.trainer.logger),
                 save_config=self._save_config,
                 progress=progress,

@@ -21,21 +21,24 @@ from aespa_pl.block.learn import Learner
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
-from aespa_pl.commands.limits import check_space
+from aespa_pl.commands.limits import check_space, refuse_tuning
 from aespa_pl.commands.resuming import LAST
 from aespa_pl.distributed.processes import ALONE, Ranks
 from aespa_pl.measure import Stopwatch, peak_bytes
-from aespa_pl.planning.budget import described, divide
+from aespa_pl.planning.budget import described, divide, free_to_plan
 from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import Portion
+from aespa_pl.planning.tuning import tuning_fits
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.collect import StatisticsPasses
+from aespa_pl.walk.end_to_end import ModelTuner
+from aespa_pl.walk.tuning import BlockTuner
 from aespa_pl.walk.walk import Walk
 
-PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish")
+PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish", "tuning")
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ def fit(
     resume: str | None,
     *,
     make_trainer: Callable[[Run, Portion], Trainer],
+    make_tuning_trainer: Callable[[Run, Portion, int], Trainer],
     make_loggers: Callable[[Run], Sequence[Logger]],
     save_config: Callable[[Path], None],
     progress: WalkProgress,
@@ -67,6 +71,7 @@ def fit(
         job: What to do.
         resume: ``last`` or the folder of a run to continue; None: a new run.
         make_trainer: Makes the Trainer of what is learned together of a block.
+        make_tuning_trainer: Makes the Trainer of a tuning, which makes so many epochs.
         make_loggers: Makes what takes the curves over the blocks.
         save_config: Writes the configuration into the folder of the run.
         progress: Where to show how far it is.
@@ -91,6 +96,7 @@ def fit(
             run,
             start.tokens,
             make_trainer=make_trainer,
+            make_tuning_trainer=make_tuning_trainer,
             loggers=make_loggers(run) if ranks.is_first else [],
             progress=progress,
             ranks=ranks,
@@ -133,6 +139,7 @@ def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgres
     if earlier is None or not earlier.metrics_file.is_file():
         folder = job.runs_folder if earlier is None else earlier.folder
         check_space(folder, _bytes_to_write(job, earlier))
+        refuse_tuning(job.shape, job.work, job.data, job.quantization, job.device)
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
@@ -190,6 +197,7 @@ def _quantize(
     tokens: Tensor,
     *,
     make_trainer: Callable[[Run, Portion], Trainer],
+    make_tuning_trainer: Callable[[Run, Portion, int], Trainer],
     loggers: Sequence[Logger],
     progress: WalkProgress,
     ranks: Ranks,
@@ -199,7 +207,10 @@ def _quantize(
     partition = divide(job.shape, job.work, job.data, job.quantization, job.device, ranks=ranks)
     for words in described(partition, job.shape):
         progress.say(words)
+    free = free_to_plan(job.shape, job.work, job.data, job.quantization, job.device)
+    recompute = not tuning_fits(job.shape, job.work, job.quantization, free, recompute=False)
     stopwatch = Stopwatch(progress.phase)
+    tuning, tuning_trainer = job.quantization.tuning, partial(make_tuning_trainer, run)
     learner = Learner(job.quantization, trainer, run, job.device, partition, ranks)
     walk = Walk(
         source=source,
@@ -210,6 +221,14 @@ def _quantize(
         passes=StatisticsPasses(source, job.quantization, run.folder, partition, ranks),
         progress=progress,
         stopwatch=stopwatch,
+        block_tuner=BlockTuner(source, run, tuning, tuning_trainer)
+        if tuning.blocks.enabled
+        else None,
+        model_tuner=ModelTuner(
+            source, run, tuning, job.quantization.bits, tuning_trainer, recompute=recompute
+        )
+        if tuning.model.enabled
+        else None,
         loggers=loggers,
         ranks=ranks,
     )

@@ -8,10 +8,13 @@ import torch
 
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes
-from aespa_pl.planning.shape import Shape
+from aespa_pl.planning.budget import free_to_plan
+from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.table import human
+from aespa_pl.planning.tuning import block_bytes, model_bytes
 from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import disk_errors
+from aespa_pl.tuning.data import divided
 
 EVALUATION_LENGTH = 2048
 """Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
@@ -64,6 +67,45 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
             f"quantization.group_size is {size}, but the projections have columns {found}: choose a "
             "divisor of all, or null"
         )
+
+
+def refuse_tuning(
+    shape: Shape,
+    work: Work,
+    data: DataSettings,
+    settings: QuantizationSettings,
+    device: torch.device,
+) -> None:
+    """Refuse a tuning that has too few segments, or doesn't fit into the device's memory.
+
+    Args:
+        shape: Of the model.
+        work: Calibration text.
+        data: Where hidden states wait, and how much memory may be taken.
+        settings: Of the quantization.
+        device: Where the model runs.
+
+    Raises:
+        UserError: See above; it says what to switch off.
+    """
+    tuning = settings.tuning
+    if not tuning.enabled:
+        return
+    free = free_to_plan(shape, work, data, settings, device)
+    for key, section, needed in (
+        ("blocks", tuning.blocks, block_bytes(shape, work, settings)),
+        ("model", tuning.model, model_bytes(shape, work, settings, recompute=True)),
+    ):
+        if not section.enabled:
+            continue
+        divided(work.segments, section.batch_size, tuning.held_back)
+        if needed > free:
+            raise UserError(
+                f"quantization.tuning.{key} needs about {human(needed)}B of the {device.type}'s memory, of "
+                f"which {human(max(free, 0.0))}B may be taken: lower quantization.tuning.{key}.batch_size "
+                "or data.calibration.segment_length where the activations are what is too large, or set "
+                f"quantization.tuning.{key}.enabled to false"
+            )
 
 
 def check_output(output: OutputSettings) -> Path:

@@ -72,6 +72,7 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
         min(data.batch_size, segments),
         block_dtype(model, device, stored).itemsize,
     )
+    limits.refuse_tuning(shape, work, data, quantization, device)
     needs = needs_of(
         shape,
         work,

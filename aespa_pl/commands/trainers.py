@@ -1,12 +1,12 @@
-"""The Trainer of each block: the user's ``trainer`` section, and what the walk adds to it."""
+"""The Trainers of blocks and tunings: the user's ``trainer`` section, and what the walk adds to it."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -18,7 +18,7 @@ from aespa_pl.progress import IterationProgress, WalkProgress
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
-from aespa_pl.settings import OutputSettings
+from aespa_pl.settings import OutputSettings, TuningSettings
 
 OWN_KEYS = (
     "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "fast_dev_run",
@@ -47,19 +47,48 @@ class BlockTrainers:
 
     def of_portion(self, run: Run, portion: Portion) -> Trainer:
         """Return the Trainer of what a run learns together of one block."""
+        return self._make(
+            run,
+            portion,
+            [IterationProgress(self.progress)],
+            part=f"block_{portion.block:03}",
+            max_steps=self.iterations,
+            max_epochs=-1,
+        )
+
+    def of_tuning(self, run: Run, portion: Portion, epochs: int) -> Trainer:
+        """Return the Trainer of the tuning of a block, or of the model."""
+        whole = portion.keys == ["model"]
+        return self._make(
+            run,
+            portion,
+            [IterationProgress(self.progress, "tuning")],
+            part="model" if whole else f"block_{portion.block:03}",
+            max_steps=-1,
+            max_epochs=epochs,
+            # the start is a candidate, and so is each epoch: whatever the section says of validation
+            num_sanity_val_steps=-1,
+            limit_val_batches=1.0,
+            val_check_interval=1.0,
+            check_val_every_n_epoch=1,
+        )
+
+    def _make(
+        self, run: Run, portion: Portion, own: Sequence[Callback], *, part: str, **more: Any
+    ) -> Trainer:
+        """Return a Trainer of the section, with our own callbacks; ``part`` is its place in TensorBoard."""
         chosen = self.section()
         folder = run.checkpoint_folder(portion.block)
         callbacks = _listed(chosen.callbacks)
         if chosen.enable_checkpointing:
             callbacks += checkpoints(self.output, folder)
-        several = isinstance(self.first.strategy, DDPStrategy)
-        strategy = {"strategy": RowsStrategy(timeout=LONGEST_WAIT)} if several else {}
+        if isinstance(self.first.strategy, DDPStrategy):
+            more["strategy"] = RowsStrategy(timeout=LONGEST_WAIT)
         return self.instantiate(
-            **strategy,
-            logger=_loggers(chosen.logger, run, portion.block),
+            logger=_loggers(chosen.logger, run, part),
             callbacks=[
                 *callbacks,
-                IterationProgress(self.progress),
+                *own,
                 StopAtIteration(self.interruption, folder, self.ranks),
             ],
             plugins=[
@@ -71,8 +100,7 @@ class BlockTrainers:
             # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or
             # the next block would start from it
             default_root_dir=folder,
-            max_steps=self.iterations,
-            max_epochs=-1,
+            **more,
         )
 
 
@@ -102,6 +130,30 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
         )
 
 
+def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings) -> None:
+    """Raise UserError where the trainer section asks for something that a tuning can't do.
+
+    Args:
+        trainer: A Trainer of the section.
+        chosen: The section.
+        settings: Of the tuning.
+    """
+    if not settings.enabled:
+        return
+    if trainer.world_size > 1:
+        raise UserError(
+            f"quantization.tuning works on one device, and trainer asks for {trainer.world_size}: set "
+            "trainer.devices to 1, or quantization.tuning.blocks.enabled and "
+            "quantization.tuning.model.enabled to false"
+        )
+    stopping = [c for c in _listed(chosen.callbacks) if isinstance(c, EarlyStopping)]
+    if stopping:
+        raise UserError(
+            "trainer.callbacks has EarlyStopping, which a tuning doesn't need, because it keeps its best "
+            "epoch: remove it, or lower quantization.rounding.iterations instead"
+        )
+
+
 def check_strategy(trainer: Trainer, chosen: Any) -> None:
     """Raise UserError where several devices are asked for with another strategy than ddp."""
     if trainer.world_size > 1 and chosen not in ("auto", "ddp"):
@@ -111,10 +163,10 @@ def check_strategy(trainer: Trainer, chosen: Any) -> None:
         )
 
 
-def _loggers(chosen: Any, run: Run, index: int) -> Any:
+def _loggers(chosen: Any, run: Run, part: str) -> Any:
     """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
     if chosen is None or chosen is True:
-        return _tensorboard(run, f"block_{index:03}")
+        return _tensorboard(run, part)
     return chosen
 
 

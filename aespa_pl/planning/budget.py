@@ -23,13 +23,27 @@ def divide(
     ranks: Ranks = ALONE,
 ) -> Partition:
     """Return a partition that fits ``data.memory_gb``, or what is free on every process's device now."""
+    free = free_to_plan(shape, work, data, quantization, device, ranks=ranks)
+    return partition_for(shape, work, quantization, free)
+
+
+def free_to_plan(
+    shape: Shape,
+    work: Work,
+    data: DataSettings,
+    quantization: QuantizationSettings,
+    device: torch.device,
+    *,
+    ranks: Ranks = ALONE,
+) -> float:
+    """Return the bytes of the device that a phase may take, beside the hidden states."""
     free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
     if device.type == "cpu" and not data.memory_gb:
         free /= ranks.count  # on one host, unless more are known of: they share its memory
     free = -ranks.largest(-free)
     if device.type == "cpu" and data.hidden_states == "memory":
         free -= hidden_bytes(shape, work, quantization)
-    return partition_for(shape, work, quantization, free)
+    return free
 
 
 def described(partition: Partition, shape: Shape) -> list[str]:

@@ -12,12 +12,11 @@ from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.algorithm.second_moments import computed_share
 from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
+from aespa_pl.planning import tuning
 from aespa_pl.planning.partition import WHOLE, Partition
-from aespa_pl.planning.shape import Matrix, Shape, Work
+from aespa_pl.planning.shape import FLOAT, Matrix, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
-FLOAT = 4
-"""Bytes of a float32."""
 LEARNED_BYTES = 7 * FLOAT + 4
 """For each weight that is learned: the weight, its base and gain, the rounding variable with gradient and
 two moments in float32; its lower integer in int16, nearest and OPTQ integers in uint8."""
@@ -124,6 +123,8 @@ def device_bytes(
         + KEPT_BYTES * kept
         + FLOAT * waiting  # W', which the learning begins with
         + (2 * FLOAT * largest if learning else 0),
+        "tuning of blocks": tuning.block_bytes(shape, work, settings),
+        "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=True),
     }
 
 
@@ -183,7 +184,7 @@ def host_bytes(
 
 def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
     """Return the bytes of the hidden states of all segments, in one stream or two."""
-    return (2 if settings.input_correction else 1) * work.stream_bytes(shape.hidden)
+    return (2 if settings.two_streams else 1) * work.stream_bytes(shape.hidden)
 
 
 def disk_bytes(
@@ -213,14 +214,20 @@ def disk_bytes(
     if partition.heads:
         values = shape.layout.key_value_heads * value_bytes(shape, settings)
         values *= 2 if settings.input_correction else 1
-    return model + integers + 2 * CHECKPOINT_BYTES * learning + hidden + values
+    checkpoints = 2 * CHECKPOINT_BYTES * learning
+    if settings.tuning.blocks.enabled:  # beside its checkpoints wait the integers that were learned
+        tuned = 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning
+        checkpoints = max(checkpoints, tuned)
+    if settings.tuning.model.enabled:  # a block that waits to replace another
+        checkpoints = max(checkpoints, shape.block_weights * stored_bytes + shape.weights)
+    return model + integers + checkpoints + hidden + values
 
 
 def block_flops(
     shape: Shape, work: Work, settings: QuantizationSettings, partition: Partition = WHOLE
 ) -> dict[str, float]:
     """Return the floating-point operations of one block, by phase; two for a multiply-add."""
-    streams = 2 if settings.input_correction else 1
+    streams = 2 if settings.two_streams else 1
     tokens, d = work.segments * work.length, shape.hidden
     kv = shape.layout.key_value_heads
     attention = 4 * tokens * work.length * shape.layout.heads * shape.layout.head_dim
@@ -253,6 +260,7 @@ def block_flops(
         "OPTQ": float(product + factors),
         "rounding": float(step * settings.rounding.iterations),
         "polish": float(polish),
+        **tuning.tuning_flops(shape, work, settings, forward),
     }
 
 

@@ -7,6 +7,9 @@ from transformers import PreTrainedConfig
 from aespa_pl.models.family import BlockLayout, Family, Role
 from aespa_pl.models.skeleton import skeleton
 
+FLOAT = 4
+"""Bytes of a float32."""
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -41,6 +44,7 @@ class Shape:
     layout: BlockLayout
     forms_probabilities: bool
     """Whether the model's own attention has the probabilities of all heads in memory."""
+    vocabulary: int
 
     @classmethod
     def of(cls, config: PreTrainedConfig, family: Family) -> "Shape":
@@ -64,6 +68,7 @@ class Shape:
             tuple(matrices),
             layout,
             family.forms_probabilities,
+            int(config.vocab_size),
         )
 
     @property

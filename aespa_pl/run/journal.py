@@ -1,5 +1,6 @@
 """The folder of a run and its journal: what is complete, and what it was made from."""
 
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +20,14 @@ from aespa_pl.run.schema import (
     JournalContent,
     LearnedFile,
     Metrics,
+    TunedModelRecord,
     parse,
     refuse_other_format,
 )
 from aespa_pl.run.versions import next_version
-from aespa_pl.storage.files import write_json
+from aespa_pl.storage.files import move_whole, write_json
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -44,6 +48,8 @@ class Run:
     """Portions of the block under way that are learned already."""
     damping: dict[int, float] = field(default_factory=dict)
     """By block index: the damping of a second attempt, where the first one diverged."""
+    tuned: TunedModelRecord | None = None
+    """The end-to-end tuning, once it is done; the blocks say whether they hold it already."""
     model: dict[str, str] = field(default_factory=dict)
     """Checksums of what lies in the model folder beside the blocks, by path, once all is written."""
     writes: bool = True
@@ -67,6 +73,15 @@ class Run:
     def block_file(self, index: int) -> Path:
         """Integers, scales, zero points and zeta of a block."""
         return self.folder / "blocks" / f"block_{index:03}.safetensors"
+
+    @property
+    def tuned_file(self) -> Path:
+        """Scales, norms and biases that the end-to-end tuning has learned."""
+        return self.folder / "tuned.safetensors"
+
+    def staged(self, file: Path) -> Path:
+        """Return where the new content of a block's file waits until the journal knows it."""
+        return self._staging / file.relative_to(self.folder)
 
     def checkpoint_folder(self, index: int) -> Path:
         """Lightning's checkpoints of a block, while it is under way."""
@@ -97,6 +112,7 @@ class Run:
                 content.checkpoint,
                 content.portions,
                 {int(index): float(share) for index, share in content.damping.items()},
+                content.tuned,
                 content.model,
             )
         except OSError as error:
@@ -118,6 +134,7 @@ class Run:
             checkpoint=self.checkpoint,
             portions=self.portions,
             damping={str(i): share for i, share in self.damping.items()},
+            tuned=self.tuned,
             model=self.model,
         )
         write_json(self.journal, content.model_dump())
@@ -167,6 +184,37 @@ class Run:
         self.blocks[index] = {**record, "files": self._checksums(files)}
         self.forget_learning()
 
+    def finish_tuning(self, record: Mapping[str, Any]) -> None:
+        """Note that the end-to-end tuning is done and its file on the disk."""
+        file = self.tuned_file.relative_to(self.folder).as_posix()
+        self.tuned = TunedModelRecord(**record, file=file, checksum=checksum(self.tuned_file))
+        self.forget_learning()
+
+    def replace_block(self, index: int, files: Iterable[Path]) -> None:
+        """Put the staged files of a block in the place of those that it has.
+
+        The journal names the new ones first, so that a process that is killed in between leaves
+        what ``finish_replacing`` needs.
+        """
+        new = {f.relative_to(self.folder).as_posix(): checksum(self.staged(f)) for f in files}
+        self.blocks[index] |= {"files": new, "end_to_end": True}
+        self.save()
+        self.finish_replacing()
+
+    def finish_replacing(self) -> None:
+        """Put the staged files that the journal knows in their places, and remove the others."""
+        known = {name: value for b in self.blocks.values() for name, value in b["files"].items()}
+        for file in sorted(path for path in self._staging.rglob("*") if path.is_file()):
+            name = file.relative_to(self._staging).as_posix()
+            if known.get(name) == checksum(file):
+                move_whole(file, self.folder / name)
+        shutil.rmtree(self._staging, ignore_errors=True)
+
+    def tuning_is_intact(self) -> bool:
+        """Return whether what the end-to-end tuning learned is on the disk, or was not learned yet."""
+        known, file = self.tuned, self.tuned_file
+        return known is None or (file.is_file() and checksum(file) == known.checksum)
+
     def finish_model(self) -> None:
         """Note that the model folder is complete: what lies there beside the blocks is whole."""
         of_blocks = {name for record in self.blocks.values() for name in record["files"]}
@@ -207,6 +255,15 @@ class Run:
         if self.checkpoint is None or not _is_about(self.checkpoint, portion):
             return None
         return self._intact(self.checkpoint)
+
+    def checkpoint_to_continue(self, portion: Portion) -> Path | None:
+        """Return the checkpoint of a portion; a damaged one is named and forgotten."""
+        try:
+            return self.usable_checkpoint(portion)
+        except DamagedFileError as error:
+            log.warning("block %d: %s is damaged or missing: it is not used", portion.block, error)
+            self.forget_checkpoint()
+            return None
 
     def forget_checkpoint(self) -> None:
         """Remove the checkpoints, also what an interrupted removal has left."""
@@ -267,6 +324,10 @@ class Run:
     @property
     def _checkpoints(self) -> Path:
         return self.folder / "checkpoints"
+
+    @property
+    def _staging(self) -> Path:
+        return self.folder / "rewriting"
 
     @property
     def _portions(self) -> Path:

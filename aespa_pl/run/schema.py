@@ -17,6 +17,29 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+class TuningRecord(Strict):
+    """What a tuning found on the segments that were held back."""
+
+    start_error: int | float | None
+    """None: not a finite number."""
+    error: int | float | None
+    """Of what was kept."""
+    epoch: int
+    """That was kept; 0 is the start."""
+    changed: int | float
+    """Share of the integers that changed."""
+    finite: bool
+    """Whether all errors were finite numbers; the tuning ended where one was not."""
+
+
+class TunedModelRecord(TuningRecord):
+    """The end-to-end tuning, once it is done."""
+
+    file: str
+    """What it learned, by path in the folder of the run; blocks are rewritten from it one by one."""
+    checksum: str
+
+
 class BlockRecord(Strict):
     """A block that is complete."""
 
@@ -26,6 +49,10 @@ class BlockRecord(Strict):
     """Seconds by phase."""
     files: dict[str, str]
     """SHA-256 by path in the folder of the run."""
+    tuning: TuningRecord | None = None
+    """Of the block as a whole, where it was tuned."""
+    end_to_end: bool = False
+    """Whether the files hold what the end-to-end tuning learned."""
 
 
 class LearnedFile(Strict):
@@ -48,6 +75,7 @@ class JournalContent(Strict):
     checkpoint: LearnedFile | None
     portions: list[LearnedFile]
     damping: dict[str, int | float]
+    tuned: TunedModelRecord | None = None
     model: dict[str, str]
     """SHA-256 of what lies in the model folder beside the blocks, by path; empty until all is written."""
 

@@ -53,11 +53,19 @@ class BatchesOnDisk:
         Raises:
             IndexError: There is no such batch.
         """
-        batch = torch.empty(self._shapes[index], dtype=self._dtype)
+        return self._read(self._start(index), self._shapes[index])
+
+    def item(self, index: int, place: int) -> Tensor:
+        """Read one item of a batch, of its first dimension, and nothing else."""
+        shape = self._shapes[index][1:]
+        return self._read(self._start(index) + place * shape.numel() * self._dtype.itemsize, shape)
+
+    def _read(self, start: int, shape: torch.Size) -> Tensor:
+        tensor = torch.empty(shape, dtype=self._dtype)
         with disk_errors(self._folder):
-            self._file.seek(self._start(index))
-            self._file.readinto(_bytes(batch))
-        return batch
+            self._file.seek(start)
+            self._file.readinto(_bytes(tensor))
+        return tensor
 
     def __setitem__(self, index: int, batch: Tensor) -> None:
         """Replace a batch by another of its shape and type.
@@ -75,6 +83,13 @@ class BatchesOnDisk:
 
 
 Batches = list[Tensor] | BatchesOnDisk
+
+
+def item(batches: Batches, index: int, place: int) -> Tensor:
+    """Return one item of a batch, of its first dimension, without reading the others."""
+    if isinstance(batches, BatchesOnDisk):
+        return batches.item(index, place)
+    return batches[index][place]
 
 
 def _bytes(batch: Tensor) -> memoryview:

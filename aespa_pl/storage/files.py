@@ -57,6 +57,13 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def move_whole(source: Path, target: Path) -> None:
+    """Put a file that is on the disk in the place of another."""
+    with disk_errors(target.parent):
+        source.replace(target)
+        _flush_folder(target.parent)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
 

@@ -2,12 +2,12 @@
 
 from aespa_pl.tuning.block import (
     BlockReconstruction,
-    QuantizedBlock,
     Reconstruction,
+    TunableBlock,
     reconstruct,
 )
 from aespa_pl.tuning.data import SegmentPairs
-from aespa_pl.tuning.model import ModelTuning, QuantizedModel, TunedModel, tune_model
+from aespa_pl.tuning.model import ModelTuning, TunableModel, TunedModel, tune_model
 from aespa_pl.tuning.parametrization import (
     FixedIntegers,
     QuantizedWeight,
@@ -21,12 +21,12 @@ __all__ = [
     "FixedIntegers",
     "LearningRates",
     "ModelTuning",
-    "QuantizedBlock",
-    "QuantizedModel",
     "QuantizedWeight",
     "Reconstruction",
     "SegmentPairs",
     "StraightThrough",
+    "TunableBlock",
+    "TunableModel",
     "TunedModel",
     "WeightParametrization",
     "reconstruct",

@@ -55,7 +55,7 @@ class BlockReconstruction(Tuning):
 
 
 @dataclass(frozen=True)
-class QuantizedBlock:
+class TunableBlock:
     """A block of the model with what its weights stand for."""
 
     block: nn.Module
@@ -87,7 +87,7 @@ class Reconstruction:
 
 
 def reconstruct(
-    quantized: QuantizedBlock,
+    quantized: TunableBlock,
     pairs: SegmentPairs,
     *,
     run_block: RunBlock,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from aespa_pl.errors import UserError
-from aespa_pl.storage.batches import Batches
+from aespa_pl.storage.batches import Batches, item
 
 Pair = tuple[Tensor, Tensor]
 """Input and target of one segment."""
@@ -35,7 +35,7 @@ class Pairs(Dataset[Pair]):
     def __getitem__(self, segment: int) -> Pair:
         """Return the pair of one segment."""
         batch, place = divmod(segment, self._batch_size)
-        return self.inputs[batch][place], self.targets[batch][place]
+        return item(self.inputs, batch, place), item(self.targets, batch, place)
 
 
 class EpochOrder(Sampler[int]):
@@ -112,16 +112,9 @@ class SegmentPairs(LightningDataModule):
         self.batch_size = batch_size
         self.seed = seed
         count = len(self.pairs)
-        kept = min(count, math.ceil(held_back * count))
-        if kept == 0:
-            raise UserError("tuning: the share of segments held back is 0: set it above 0")
-        whole = (count - kept) // batch_size * batch_size
-        if whole == 0:
-            raise UserError(
-                f"tuning: {count} calibration segments, of which {kept} are held back, leave less than a "
-                f"mini-batch of {batch_size}: raise data.calibration.segments, or lower the mini-batch or "
-                "the share that is held back"
-            )
+        # mini-batches of an epoch
+        kept, self.steps = divided(count, batch_size, held_back)
+        whole = self.steps * batch_size
         self.training = range(whole)
         self.validation = range(count - kept, count)
 
@@ -137,3 +130,28 @@ class SegmentPairs(LightningDataModule):
     def _visited(self) -> int:
         steps = 0 if self.trainer is None else self.trainer.global_step
         return steps * self.batch_size
+
+
+def divided(segments: int, batch_size: int, held_back: float) -> tuple[int, int]:
+    """Return how many segments are held back, and the number of mini-batches that the others make.
+
+    Args:
+        segments: Of the calibration text.
+        batch_size: Segments in a mini-batch.
+        held_back: Share of the segments that is only validated on.
+
+    Raises:
+        UserError: There is less than one mini-batch to train on, or nothing is held back.
+    """
+    kept = min(segments, math.ceil(held_back * segments))
+    if kept == 0:
+        raise UserError("tuning: the share of segments held back is 0: set it above 0")
+    steps = (segments - kept) // batch_size
+    if steps == 0:
+        raise UserError(
+            f"tuning: {segments} calibration segments, of which {kept} are held back, leave less than a "
+            f"mini-batch of {batch_size}: raise data.calibration.segments, or lower the mini-batch "
+            "(quantization.tuning.*.batch_size) or the share that is held back "
+            "(quantization.tuning.held_back)"
+        )
+    return kept, steps

@@ -7,8 +7,10 @@ Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language 
 the original's distribution in place of the text's next token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.tuning.data import Pair, SegmentPairs
@@ -35,9 +38,11 @@ class ModelTuning(Tuning):
     last block: the original's logits are made from them, and of the original only the head is in memory.
     """
 
-    def __init__(self, model: nn.Module, head: OriginalHead, rate: float, label: str) -> None:
+    def __init__(
+        self, model: nn.Module, head: OriginalHead, rates: LearningRates, label: str
+    ) -> None:
         """Take a model whose weights are parametrized; ``label`` names it in messages."""
-        super().__init__(model, LearningRates(latent=rate, others=rate), label)
+        super().__init__(model, rates, label)
         self.head = head
 
     def error(self, batch: Pair) -> Tensor:
@@ -53,7 +58,7 @@ class ModelTuning(Tuning):
 
 
 @dataclass(frozen=True)
-class QuantizedModel:
+class TunableModel:
     """A causal-LM model in float32 and evaluation mode, with what the weights of its blocks stand for."""
 
     model: Any
@@ -83,13 +88,14 @@ class TunedModel:
 
 
 def tune_model(
-    quantized: QuantizedModel,
+    quantized: TunableModel,
     pairs: SegmentPairs,
     *,
     head: OriginalHead,
-    rate: float,
+    rates: LearningRates,
     trainer: Trainer,
     checkpoint: Path | None = None,
+    recompute: bool = False,
 ) -> TunedModel:
     """Tune the scales, norms and biases of a model.
 
@@ -97,13 +103,16 @@ def tune_model(
         quantized: Its model gets the tuned weights, norms and biases.
         pairs: Token ids, and the original's hidden states after the last block.
         head: Of the original, with weights of its own where the model's are tuned.
-        rate: Largest learning rate.
+        rates: Largest learning rates; there are no latent values.
         trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
         checkpoint: Where an earlier training stopped.
+        recompute: Keep only the inputs of blocks for the backward pass, and run each block once more in
+            it: a third more time for the memory of one block's activations and weights.
     """
     _parametrize(quantized)
-    module = ModelTuning(quantized.model, head, rate, "the model")
-    fit(module, pairs, trainer, checkpoint)
+    module = ModelTuning(quantized.model, head, rates, "the model")
+    with _recomputing(quantized.blocks if recompute else ()):
+        fit(module, pairs, trainer, checkpoint)
     weights = [quantized_weights(block, quantized.layout) for block in quantized.blocks]
     remove_parametrizations(quantized.model)
     return TunedModel(
@@ -111,7 +120,19 @@ def tune_model(
     )
 
 
-def _parametrize(quantized: QuantizedModel) -> None:
+@contextmanager
+def _recomputing(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Run blocks a second time in the backward pass; transformers' own way wants the training mode."""
+    for block in blocks:
+        block.forward = partial(recomputed, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _parametrize(quantized: TunableModel) -> None:
     model: nn.Module = quantized.model
     model.requires_grad_(requires_grad=False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""The training of parametrized weights as a LightningModule: two learning rates, and the best epoch."""
+"""The training of parametrized weights as a LightningModule: three learning rates, and the best epoch."""
 
 import math
 import warnings
@@ -19,6 +19,10 @@ WARMUP = 0.1
 """Share of the steps in which the learning rates rise."""
 STATE = "tuning"
 """Key of a checkpoint under which the best epoch is stored."""
+KEPT = ("start_error", "best_error", "best_epoch", "finite", "judged")
+"""Attributes that a checkpoint holds."""
+HELD_BACK = "tuning/held_back_error"
+"""Name of the curve of the error on text that nothing is trained on."""
 
 
 class LearningRates(NamedTuple):
@@ -27,7 +31,9 @@ class LearningRates(NamedTuple):
     latent: float
     """Of the latent values of weights, in distances of two integers."""
     others: float
-    """Of the logarithms of scales, and of norms and biases."""
+    """Of the logarithms of scales, and of the weights of norms."""
+    biases: float
+    """Of biases; small models want it below that of the others."""
 
 
 class Tuning(LightningModule):
@@ -54,6 +60,10 @@ class Tuning(LightningModule):
         """0 is the start."""
         self.finite = True
         """Whether no epoch ended with an error that is NaN or infinite."""
+        self.judged = 0
+        """Epochs whose error is known."""
+        self.visited_steps = 0
+        """Optimizer steps that the checkpoint has, from which the training goes on."""
         self._best: dict[str, Tensor] = {}
         self._errors: list[Tensor] = []
         self.strict_loading = False  # a checkpoint holds only what is trained
@@ -64,10 +74,12 @@ class Tuning(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Adam with a one-cycle learning rate."""
-        latent = [p for p in latent_values(self.module) if p.requires_grad]
-        known = {id(p) for p in latent}
-        others = [p for _, p in self._trained() if id(p) not in known]
-        groups = [(p, r) for p, r in zip((latent, others), self.rates, strict=True) if p]
+        latent = {id(p) for p in latent_values(self.module)}
+        kinds: tuple[list[nn.Parameter], ...] = ([], [], [])
+        for name, parameter in self._trained():
+            kind = 0 if id(parameter) in latent else 2 if "bias" in name.split(".") else 1
+            kinds[kind].append(parameter)
+        groups = [(p, r) for p, r in zip(kinds, self.rates, strict=True) if p]
         rates = [rate for _, rate in groups]
         adam = torch.optim.Adam([{"params": p, "lr": r} for p, r in groups], fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -83,7 +95,7 @@ class Tuning(LightningModule):
         """Return the error of a mini-batch."""
         total, count = self.error(batch)
         loss: Tensor = total / count
-        self.log("training_error", loss)
+        self.log("tuning/training_error", loss)
         return loss
 
     def validation_step(self, batch: Pair, batch_idx: int) -> None:
@@ -92,17 +104,30 @@ class Tuning(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Keep the epoch if it is the best so far; stop where the error is not finite."""
-        total, count = torch.stack(self._errors).double().sum(0).tolist()
-        self._errors.clear()
-        self._judge(total / count)
+        error = self._error_held_back()
+        self.log(HELD_BACK, error)
+        self._judge(error, 0 if self.trainer.sanity_checking else self.current_epoch + 1)
+
+    @torch.no_grad()
+    def on_fit_start(self) -> None:
+        """Measure the epoch at whose last step the checkpoint was written: Lightning leaves it out."""
+        pairs = cast(SegmentPairs, self.trainer.datamodule)  # type: ignore[attr-defined]
+        epoch, rest = divmod(self.visited_steps, pairs.steps)
+        if rest or epoch <= self.judged:
+            return
+        for batch in pairs.val_dataloader():
+            self._errors.append(self.error(self.trainer.strategy.batch_to_device(batch)))
+        error = self._error_held_back()
+        for logger in self.loggers:
+            logger.log_metrics({HELD_BACK: error}, step=self.visited_steps)
+        self._judge(error, epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the best epoch; leave out what is not trained."""
         trained = {f"module.{name}" for name, _ in self._trained()}
         tensors = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: t for name, t in tensors.items() if name in trained}
-        kept = ("start_error", "best_error", "best_epoch", "finite")
-        checkpoint[STATE] = {name: getattr(self, name) for name in kept} | {"best": self._best}
+        checkpoint[STATE] = {name: getattr(self, name) for name in KEPT} | {"best": self._best}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the best epoch."""
@@ -110,6 +135,7 @@ class Tuning(LightningModule):
         self._best = state.pop("best")
         for name, value in state.items():
             setattr(self, name, value)
+        self.visited_steps = checkpoint["global_step"]
 
     @torch.no_grad()
     def restore_best(self) -> None:
@@ -117,14 +143,18 @@ class Tuning(LightningModule):
         for name, parameter in self._trained():
             parameter.copy_(self._best[name])
 
-    def _judge(self, error: float) -> None:
-        at_start = self.trainer.sanity_checking
-        if at_start:
+    def _error_held_back(self) -> float:
+        total, count = torch.stack(self._errors).double().sum(0).tolist()
+        self._errors.clear()
+        return float(total / count)
+
+    def _judge(self, error: float, epoch: int) -> None:
+        """Keep what is trained if its error is the best so far; epoch 0 is the start."""
+        self.judged = epoch
+        if epoch == 0:
             self.start_error = error
-        self.log("held_back_error", error)
-        if at_start or error < self.best_error:
-            self.best_error = error
-            self.best_epoch = 0 if at_start else self.current_epoch + 1
+        if epoch == 0 or error < self.best_error:
+            self.best_error, self.best_epoch = error, epoch
             # in host memory: the device may have none left
             self._best = {name: p.detach().to("cpu", copy=True) for name, p in self._trained()}
         if not math.isfinite(error):

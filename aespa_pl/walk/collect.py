@@ -31,7 +31,7 @@ class Streams:
     quantized: Batches
     """As the blocks quantized so far have made them."""
     original: Batches | None
-    """As in the original model; None without input_correction."""
+    """As in the original model; None where neither input_correction nor tuning needs them."""
     own: bool
     """Whether they are this process's; otherwise another has them, and here they only tell the shapes."""
 
@@ -116,15 +116,18 @@ class StatisticsPasses:
         either = attention if collector.value or collector.query_key else None
         # before block 0 both streams are equal, and so are what comes out and the statistics
         differ = streams.original is not None and index > 0
+        compare = differ and self.settings.input_correction > 0
         originals = in_turn(streams.original or [], self.source.device)
         for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
             original = None
-            if differ:
+            if compare:
                 with observing(
                     module, collector.groups, residuals=True, attention=value
                 ) as original:
                     after = self.source.run_block(module, next(originals))
-            with observing(module, collector.groups, residuals=differ, attention=either) as seen:
+            elif differ and last:
+                after = self.source.run_block(module, next(originals))
+            with observing(module, collector.groups, residuals=compare, attention=either) as seen:
                 output = self.source.run_block(module, quantized)
             if streams.original is not None and last:
                 streams.original[i] = (after if differ else output).cpu()

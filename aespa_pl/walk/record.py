@@ -1,6 +1,8 @@
 """What is stored of a quantized block: its tensors, what was measured, its curves and its line."""
 
+import json
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.block.quantized import QuantizedBlock
+from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunedModel
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,58 @@ def artifact(block: QuantizedBlock) -> dict[str, Tensor]:
         tensors[f"{name}.scale"] = grid.scale.flatten(0, 1).to(torch.float16)
         tensors[f"{name}.zero_point"] = grid.zero_point.flatten(0, 1).to(torch.uint8)
     return tensors
+
+
+def tuned_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
+    """Return the tensors of a block's file that a tuning has changed, from its weights by projection."""
+    tensors = {}
+    for name, q in weights.items():
+        tensors[f"{name}.integers"] = q.integers
+        tensors[f"{name}.scale"] = q.scale.to(torch.float16)
+        tensors[f"{name}.zero_point"] = q.zero_point.to(torch.uint8)
+    return tensors
+
+
+def metadata(known: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of a block's file; ``known`` is what the journal has of the block."""
+    # one key: safetensors writes several in any order
+    return {"block": json.dumps({name: known[name] for name in ("losses", "tuning")})}
+
+
+def tuning(found: Reconstruction | TunedModel) -> dict[str, Any]:
+    """Return what the journal tells of a tuning."""
+    return {
+        "start_error": found.start_error if math.isfinite(found.start_error) else None,
+        "error": found.error if math.isfinite(found.error) else None,
+        "epoch": found.epoch,
+        "changed": found.changed if isinstance(found, Reconstruction) else 0.0,
+        "finite": found.finite,
+    }
+
+
+def tuning_curves(found: Reconstruction | TunedModel | None) -> dict[str, float]:
+    """Return what a tuning found as points of curves over the blocks; the model is after the last."""
+    if found is None:
+        return {}
+    return {
+        "tuning/error_before": found.start_error,
+        "tuning/error_after": found.error,
+        **({"tuning/changed": found.changed} if isinstance(found, Reconstruction) else {}),
+    }
+
+
+def tuning_words(found: Reconstruction | TunedModel) -> str:
+    """Return what a tuning found in words."""
+    text = (
+        f"tuning took the error on held-back text from {found.start_error:.5g} to {found.error:.5g}"
+        if found.epoch
+        else "tuning found nothing better on held-back text than the start, which is kept"
+    )
+    if isinstance(found, Reconstruction) and found.epoch:
+        text += f" and changed {100 * found.changed:.1f} % of the integers"
+    if not found.finite:
+        text += "; it ended where the loss was not a finite number, lower its learning rates"
+    return text
 
 
 def curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, float]:

@@ -1,33 +1,32 @@
 """The walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantize import BlockQuantizer
-from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, Ranks
 from aespa_pl.measure import Stopwatch, release_memory
 from aespa_pl.models.family import BlockLayout
-from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
-from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.settings import QuantizationSettings
+from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import write_tensors
+from aespa_pl.tuning import TunedModel
 from aespa_pl.walk import record
 from aespa_pl.walk.collect import StatisticsPasses, Streams
+from aespa_pl.walk.end_to_end import ModelTuner
+from aespa_pl.walk.tuning import BlockTuner, replace_weights, stored_types
 
 TOKENS_PER_INPUT = 4
 """Calibration tokens for each input of a projection below which the correction is called unsure."""
@@ -45,6 +44,10 @@ class Walk:
     passes: StatisticsPasses
     progress: WalkProgress
     stopwatch: Stopwatch
+    block_tuner: BlockTuner | None = None
+    """None: blocks are not tuned."""
+    model_tuner: ModelTuner | None = None
+    """None: the model is not tuned end to end."""
     loggers: Sequence[Logger] = ()
     """Take curves over the blocks; those over the iterations go to the Trainers' own loggers."""
     ranks: Ranks = ALONE
@@ -66,53 +69,85 @@ class Walk:
         """
         writer = ModelWriter(self.run.model_folder, self.source.block_count)
         self.run.blocks = self.ranks.from_first(lambda: self._begin(writer))
-        missing = [i for i in range(self.source.block_count) if i not in self.run.blocks]
-        if missing:
-            self._walk(tokens, missing, writer)
+        if self._missing or self._tunes_model:
+            streams = self._walk(tokens, self._missing, writer)
+            if self.model_tuner is not None and self._tunes_model:
+                with self._measure("tuning the model"):
+                    tuned = self.model_tuner.tune(
+                        tokens, cast(Batches, streams.original), self.batch_size, writer
+                    )
+                self._tell_of_tuning(tuned)
+        if self.model_tuner is not None:
+            self.model_tuner.rewrite(writer)
         if self.ranks.is_first:
             self._finish(writer)
+
+    @property
+    def _missing(self) -> list[int]:
+        return [i for i in range(self.source.block_count) if i not in self.run.blocks]
+
+    @property
+    def _tunes_model(self) -> bool:
+        return self.model_tuner is not None and self.run.tuned is None
 
     def _begin(self, writer: ModelWriter) -> dict[int, dict[str, Any]]:
         """Write what lies outside the blocks; return what is known of those that are complete."""
         checkpoint, family = self.source.checkpoint, self.source.family
+        self.run.finish_replacing()
         self._drop_damaged_blocks()
-        writer.write_stem({name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)})
+        stem = {name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)}
+        if self.run.tuned is None:  # otherwise it is rewritten with the blocks
+            writer.write_stem(stem)
         return self.run.blocks
 
-    def _walk(self, tokens: Tensor, missing: Sequence[int], writer: ModelWriter) -> None:
-        two = self.settings.input_correction > 0
+    def _walk(self, tokens: Tensor, missing: Sequence[int], writer: ModelWriter) -> Streams:
+        """Quantize the blocks that are missing; return the hidden states after the last block.
+
+        The quantized stream ends before the last block that is missing. The original one goes on to the
+        end where the model is tuned.
+        """
+        two = self.settings.two_streams
         streams = Streams.begin(self.source, tokens, self.batch_size, self.ranks, two=two)
         self.progress.begin("Quantizing, blocks", self.source.block_count)
-        for index in range(missing[-1] + 1):
+        last = missing[-1] if missing else -1
+        end = self.source.block_count - 1 if self._tunes_model else last
+        for index in range(end + 1):
             complete = index in self.run.blocks
-            origin = self._quantized(index, writer) if complete else self.source.checkpoint
-            with self.source.block(index, origin) as module:
-                if not complete:
-                    self._quantize_block(index, module, streams, writer)
-                if index < missing[-1]:
-                    with self._measure("forward"):
-                        self.source.advance(module, streams.quantized)
-            if complete and streams.original is not None and index < missing[-1]:
+            if not complete or index < last:
+                origin = self._quantized(index, writer) if complete else self.source.checkpoint
+                with self.source.block(index, origin) as module:
+                    if not complete:
+                        self._quantize_block(index, module, streams, writer)
+                    if index < last:
+                        with self._measure("forward"):
+                            self.source.advance(module, streams.quantized)
+            if complete and streams.original is not None and (index < last or self._tunes_model):
                 with self._measure("forward"), self.source.block(index) as module:
                     self.source.advance(module, streams.original)
             release_memory()
             self.progress.advance()
+        return streams
 
     def _drop_damaged_blocks(self) -> None:
         """Forget the blocks whose files are not what the journal says; they are done again."""
-        for index in sorted(self.run.blocks):
-            damaged = self.run.damaged_files(index)
-            if damaged:
-                names = ", ".join(str(file) for file in damaged)
-                self.progress.say(
-                    f"block {index} of {self.source.block_count}: {names} is damaged or missing: the "
-                    "block is quantized again"
-                )
-                del self.run.blocks[index]
-        if self.run.blocks:
+        run, count = self.run, self.source.block_count
+        damaged = {i: files for i in sorted(run.blocks) if (files := run.damaged_files(i))}
+        for index, files in damaged.items():
+            names = ", ".join(str(file) for file in files)
             self.progress.say(
-                f"{len(self.run.blocks)} of {self.source.block_count} blocks are complete already"
+                f"block {index} of {count}: {names} is damaged or missing: the block is quantized again"
             )
+            del run.blocks[index]
+        if run.tuned is not None and (damaged or not run.tuning_is_intact()):
+            # the blocks that it has changed are no longer what a block was quantized after
+            self.progress.say(
+                "the end-to-end tuning cannot be gone on with, because a file is damaged or missing: all "
+                "blocks are quantized again"
+            )
+            run.blocks.clear()
+            run.tuned = None
+        if run.blocks:
+            self.progress.say(f"{len(run.blocks)} of {count} blocks are complete already")
 
     def _quantized(self, index: int, writer: ModelWriter) -> Checkpoint:
         """Return the model's checkpoint, with a block's tensors where their quantized values lie."""
@@ -134,18 +169,36 @@ class Walk:
         block = self.quantizer.start(index, module, self.layout, statistics)
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)
+        measured = record.losses(block) if self.ranks.is_first else {}
+        tensors = record.artifact(block) if self.ranks.is_first else {}
+        tuned = None
+        if self.block_tuner is None:
+            replace_weights(block, module)
+        else:
+            tunable = self.block_tuner.begin(block, module)
+            del block  # and with it the memory of the Hessians
+            with self._measure("tuning"):
+                tuned = self.block_tuner.tune(
+                    index, tunable, streams.quantized, cast(Batches, streams.original)
+                )
+            tensors |= record.tuned_tensors(tuned.weights)
+        known = {"losses": measured, "tuning": None if tuned is None else record.tuning(tuned)}
         with self._measure("writing"):
-            measured = self._store(block, module, writer)
+            self._store(index, module, tensors, known, writer)
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
         files = (self.run.block_file(index), writer.block_file(index))
-        self.run.finish_block(index, {"losses": measured, "seconds": seconds}, files)
+        self.run.finish_block(index, {**known, "seconds": seconds}, files)
         if not self.ranks.is_first:
             return
         for logger in self.loggers:
-            logger.log_metrics(record.curves(measured, seconds), step=index)
+            logger.log_metrics(
+                record.curves(measured, seconds) | record.tuning_curves(tuned), step=index
+            )
             logger.save()
         total = sum(seconds.values())
         self.progress.say(record.line(index, self.source.block_count, measured, total))
+        if tuned is not None:
+            self.progress.say(f"block {index}: {record.tuning_words(tuned)}")
 
     def _warn_of_few_tokens(self, statistics: BlockStatistics) -> None:
         """Say that the correction has little to go by."""
@@ -160,39 +213,29 @@ class Walk:
                 "same; raise data.calibration.segments, or set it to 0"
             )
 
-    def _store(
-        self, block: QuantizedBlock, module: nn.Module, writer: ModelWriter
-    ) -> dict[str, dict[str, float]]:
-        """Write the block and turn the module into it; return what was measured on it."""
-        measured = {}
-        if self.ranks.is_first:
-            measured = record.losses(block)
-            # one key: safetensors writes several in any order
-            metadata = {"block": json.dumps({"losses": measured})}
-            write_tensors(self.run.block_file(block.index), record.artifact(block), metadata)
-        stored = self._replace_weights(block, module)
-        if self.ranks.is_first:
-            writer.write_block(block.index, stored)
-        return measured
-
     @torch.no_grad()
-    def _replace_weights(self, block: QuantizedBlock, module: nn.Module) -> dict[str, Tensor]:
-        """Turn the module into the quantized block; return its tensors as they are stored.
+    def _store(
+        self,
+        index: int,
+        module: nn.Module,
+        tensors: Mapping[str, Tensor],
+        known: Mapping[str, Any],
+        writer: ModelWriter,
+    ) -> None:
+        """Write a block that is quantized, and give the module the stored values back.
 
-        The module gets the stored values back: the hidden states of the blocks to come are those of
-        the model on disk.
+        The hidden states of the blocks to come are those of the model on disk.
         """
-        checkpoint, family = self.source.checkpoint, self.source.family
-        fold(module, self.layout, block.zetas())
-        for p in block.projections.values():
-            weight = dequantize(p.integers, p.folded_grid).flatten(0, 1)
-            set_projection_weight(module, self.layout, p.projection, weight)
+        module.to(self.source.dtype)  # after a tuning it is float32
+        prefix = f"{self.source.family.blocks_path}.{index}."
         stored = {}
-        for name in checkpoint.block_names(family, block.index):
-            tensor = module.get_parameter(name.removeprefix(f"{family.blocks_path}.{block.index}."))
-            stored[name] = tensor.to(DTYPES[checkpoint.tensors[name].dtype])
-            tensor.copy_(stored[name])
-        return stored
+        for name, dtype in stored_types(self.source, index).items():
+            tensor = module.get_parameter(name)
+            stored[prefix + name] = tensor.to(dtype)
+            tensor.copy_(stored[prefix + name])
+        if self.ranks.is_first:
+            write_tensors(self.run.block_file(index), tensors, record.metadata(known))
+            writer.write_block(index, stored)
 
     def _finish(self, writer: ModelWriter) -> None:
         checkpoint, family = self.source.checkpoint, self.source.family
@@ -201,6 +244,13 @@ class Walk:
             names[index + 1] = checkpoint.block_names(family, index)
         writer.finish(names, checkpoint.folder)
         self.run.forget_checkpoint()
+
+    def _tell_of_tuning(self, tuned: TunedModel) -> None:
+        """Say what the end-to-end tuning found, and show it beside the curves over the blocks."""
+        for logger in self.loggers:
+            logger.log_metrics(record.tuning_curves(tuned), step=self.source.block_count)
+            logger.save()
+        self.progress.say(f"the model, end to end: {record.tuning_words(tuned)}")
 
     def _measure(self, phase: str) -> AbstractContextManager[None]:
         return self.stopwatch.measure(phase, self.source.device)

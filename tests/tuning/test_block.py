@@ -108,7 +108,7 @@ def test_a_block_at_its_target_stays_where_it_is() -> None:
 def test_the_best_epoch_is_kept_and_the_start_is_one_of_them() -> None:
     wild = Example.make(bits=4)
     start, before = held_back_error(wild), copy.deepcopy(wild.quantized.block.state_dict())
-    result = tune(wild, rates=type(RATES)(30.0, 5.0))
+    result = tune(wild, rates=type(RATES)(30.0, 5.0, 5.0))
     assert result.epoch == 0
     assert result.error == result.start_error == pytest.approx(start, rel=1e-4)
     for name, tensor in wild.quantized.block.state_dict().items():
@@ -149,7 +149,7 @@ class SaveAndDie(Callback):
             raise KilledError
 
 
-@pytest.mark.parametrize("step", [1, 4, 6, 11])  # 4 steps are an epoch
+@pytest.mark.parametrize("step", [1, 4, 6, 11, 16])  # 4 steps are an epoch; after 16 the end
 def test_a_training_that_was_killed_goes_on_bit_for_bit(step: int, tmp_path: Path) -> None:
     results = []
     for killed in (False, True):

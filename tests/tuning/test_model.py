@@ -9,7 +9,7 @@ import torch
 
 from aespa_pl.models import family_of
 from aespa_pl.models.weights import projection_weight, set_projection_weight
-from aespa_pl.tuning import QuantizedModel, SegmentPairs, TunedModel, tune_model
+from aespa_pl.tuning import LearningRates, SegmentPairs, TunableModel, TunedModel, tune_model
 from tests.models.examples import make_ids, make_model
 from tests.tuning.test_block import KilledError, SaveAndDie
 from tests.tuning.tuned import HELD_BACK, SEGMENTS, quantize, silent_trainer
@@ -35,10 +35,17 @@ class Problem:
         for parameter in self.model.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(parameter.half())
-        self.quantized = QuantizedModel(self.model, blocks, layout, weights, dtypes)
+        self.quantized = TunableModel(self.model, blocks, layout, weights, dtypes)
         self.ids = make_ids(SEGMENTS)
 
-    def tune(self, epochs: int = 3, checkpoint: Path | None = None, **options: Any) -> TunedModel:
+    def tune(
+        self,
+        epochs: int = 3,
+        checkpoint: Path | None = None,
+        *,
+        recompute: bool = False,
+        **options: Any,
+    ) -> TunedModel:
         hidden = self.family.embed(self.original, self.ids)[0]
         for block in self.original.get_submodule(self.family.blocks_path):
             hidden = self.family.run_block(
@@ -49,9 +56,10 @@ class Problem:
             self.quantized,
             pairs,
             head=lambda states: self.family.head(self.original, states),
-            rate=0.02,
+            rates=LearningRates(0.02, 0.02, 0.02),
             trainer=silent_trainer(epochs, **options),
             checkpoint=checkpoint,
+            recompute=recompute,
         )
 
     def divergence(self) -> float:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family
 from aespa_pl.models.weights import projection_weight, set_projection_weight
-from aespa_pl.tuning import LearningRates, QuantizedBlock, QuantizedWeight, SegmentPairs
+from aespa_pl.tuning import LearningRates, QuantizedWeight, SegmentPairs, TunableBlock
 from tests.models.examples import make_ids, make_model
 
 SEGMENTS, HELD_BACK = 10, 0.2
-RATES = LearningRates(0.01, 0.005)
+RATES = LearningRates(0.01, 0.005, 0.005)
 
 
 def quantize(W: Tensor, bits: int, groups: int = 1) -> QuantizedWeight:
@@ -35,7 +35,7 @@ class Example:
 
     model: Any
     family: Family
-    quantized: QuantizedBlock
+    quantized: TunableBlock
     inputs: list[Tensor]
     targets: list[Tensor]
 
@@ -56,7 +56,7 @@ class Example:
         for parameter in block.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(parameter.half())
-        quantized = QuantizedBlock(block, layout, weights, targets, dtypes)
+        quantized = TunableBlock(block, layout, weights, targets, dtypes)
         example = cls(model, family, quantized, inputs, [])
         example.targets = [example.run_block(source, hidden) for hidden in inputs]
         return example

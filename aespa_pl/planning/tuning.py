@@ -1,0 +1,109 @@
+"""Memory and arithmetic of the tuning, of blocks as a whole and of the model end to end."""
+
+from aespa_pl.planning.shape import FLOAT, Shape, Work
+from aespa_pl.settings import QuantizationSettings
+
+BLOCK_BYTES = 7 * FLOAT + 1
+"""For each weight of a block: the weight that is aimed at, the latent value with gradient, two moments and
+best epoch, and the weight of the forward pass, in float32; the integer in uint8."""
+MODEL_BYTES = FLOAT + 1
+"""For each weight of the model: ``q - z`` in float32, and the integer in uint8."""
+CHECKPOINT_BYTES = 4 * FLOAT
+"""For each weight of a block: latent value, two moments and the best epoch; twice while one replaces
+another."""
+SCALE_BYTES = 6 * FLOAT
+"""For each scale: its logarithm with gradient, two moments and best epoch, and itself."""
+LOGITS = 6
+"""Tensors of the logits' size at once: of both models logits and log-probabilities, the divergence of
+each, and its gradient."""
+BACKWARD = 2
+"""Arithmetic of a backward pass, in forward passes."""
+
+
+def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
+    """Return the bytes that the tuning of a block takes; 0 without it."""
+    tuning = settings.tuning.blocks
+    if not tuning.enabled:
+        return 0
+    tokens = int(tuning.batch_size) * work.length
+    return (
+        BLOCK_BYTES * shape.weights
+        + _scale_bytes(shape, settings)
+        + tokens * _activations(shape, work)
+        + _transient(shape)
+    )
+
+
+def model_bytes(
+    shape: Shape, work: Work, settings: QuantizationSettings, *, recompute: bool
+) -> int:
+    """Return the bytes that the end-to-end tuning takes; 0 without it.
+
+    Args:
+        shape: Of the model.
+        work: Calibration text.
+        settings: Of the quantization.
+        recompute: Blocks run once more in the backward pass, which keeps only their inputs.
+    """
+    tuning = settings.tuning.model
+    if not tuning.enabled:
+        return 0
+    tokens = int(tuning.batch_size) * work.length
+    of_block = tokens * _activations(shape, work) + FLOAT * shape.weights
+    kept = of_block + shape.blocks * FLOAT * tokens * shape.hidden
+    return (
+        shape.blocks * (MODEL_BYTES * shape.weights + _scale_bytes(shape, settings))
+        + (kept if recompute else shape.blocks * of_block)
+        + (FLOAT + work.dtype_bytes) * shape.stem_weights  # also the original's head
+        + LOGITS * FLOAT * tokens * shape.vocabulary
+        + _transient(shape)
+    )
+
+
+def tuning_fits(
+    shape: Shape, work: Work, settings: QuantizationSettings, free: float, *, recompute: bool
+) -> bool:
+    """Return whether the end-to-end tuning takes at most ``free`` bytes; arguments as above."""
+    return model_bytes(shape, work, settings, recompute=recompute) <= free
+
+
+def tuning_flops(
+    shape: Shape, work: Work, settings: QuantizationSettings, forward: float
+) -> dict[str, float]:
+    """Return the operations of both tunings for each block.
+
+    Args:
+        shape: Of the model.
+        work: Calibration text.
+        settings: Of the quantization.
+        forward: Operations of all segments' forward pass through a block.
+    """
+    blocks, model = settings.tuning.blocks, settings.tuning.model
+    head = 2.0 * work.segments * work.length * shape.hidden * shape.vocabulary / shape.blocks
+
+    def epochs(count: int, once: float) -> float:
+        held = float(settings.tuning.held_back)
+        return (count * (1 + BACKWARD) * (1 - held) + (count + 1) * held) * once
+
+    return {
+        "tuning of blocks": epochs(blocks.epochs, forward) if blocks.enabled else 0.0,
+        "tuning of the model": epochs(model.epochs, forward + 2 * head) if model.enabled else 0.0,
+    }
+
+
+def _activations(shape: Shape, work: Work) -> int:
+    """Return the bytes for each token of what a block keeps for the backward pass."""
+    numbers = sum(m.rows + m.columns for m in shape.matrices) + 6 * shape.hidden
+    if shape.forms_probabilities:
+        numbers += 3 * shape.layout.heads * work.length
+    return FLOAT * numbers
+
+
+def _scale_bytes(shape: Shape, settings: QuantizationSettings) -> int:
+    groups = sum(m.size // (settings.group_size or m.columns) for m in shape.matrices)
+    return SCALE_BYTES * groups
+
+
+def _transient(shape: Shape) -> int:
+    """Return the bytes of the gradient of the largest projection's weight, on its way through the grid."""
+    return 2 * FLOAT * max(m.size for m in shape.matrices)

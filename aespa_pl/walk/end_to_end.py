@@ -1,0 +1,168 @@
+"""After the last block: the model is trained end to end, and what it has changed is written anew."""
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from aespa_pl.measure import release_memory
+from aespa_pl.models.headers import DTYPES
+from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.streamed import StreamedModel
+from aespa_pl.run.journal import Run
+from aespa_pl.run.model_writer import ModelWriter
+from aespa_pl.settings import TuningSettings
+from aespa_pl.storage.batches import Batches
+from aespa_pl.storage.files import write_tensors
+from aespa_pl.tuning import (
+    LearningRates,
+    QuantizedWeight,
+    SegmentPairs,
+    TunableModel,
+    TunedModel,
+    tune_model,
+)
+from aespa_pl.tuning.weights import merged
+from aespa_pl.walk import record
+from aespa_pl.walk.tuning import MakeTuningTrainer, stored_types, tuning_portion
+
+
+@dataclass(frozen=True)
+class ModelTuner:
+    """Tunes the quantized model of a run end to end."""
+
+    source: StreamedModel
+    """The original."""
+    run: Run
+    settings: TuningSettings
+    bits: int
+    make_trainer: MakeTuningTrainer
+    recompute: bool
+    """Whether each block runs once more in the backward pass, which takes less memory."""
+
+    def tune(
+        self, tokens: Tensor, hidden: Batches, batch_size: int, writer: ModelWriter
+    ) -> TunedModel:
+        """Tune the model, and write what was learned to one file of the run.
+
+        Args:
+            tokens: Calibration segments, ``[segments, L]``.
+            hidden: The original's hidden states after its last block.
+            batch_size: Segments in a batch of ``hidden``.
+            writer: Knows the files of the quantized blocks.
+        """
+        settings, portion = self.settings.model, tuning_portion(self.source.block_count, "model")
+        tunable = self._load(self._quantized(writer))
+        pairs = SegmentPairs(
+            list(tokens.split(batch_size)),
+            hidden,
+            batch_size=settings.batch_size,
+            held_back=self.settings.held_back,
+            seed=self.source.block_count,
+        )
+        with self.source.stem():
+            found = tune_model(
+                tunable,
+                pairs,
+                head=lambda states: self.source.family.head(self.source.model, states),
+                rates=LearningRates(settings.scale_rate, settings.scale_rate, settings.bias_rate),
+                trainer=self.make_trainer(portion, settings.epochs),
+                checkpoint=self.run.checkpoint_to_continue(portion),
+                recompute=self.recompute,
+            )
+        write_tensors(self.run.tuned_file, self._learned(tunable, found), {})
+        self.run.finish_tuning(record.tuning(found))
+        del tunable
+        gc.collect()  # Trainer, module and optimizer refer to each other
+        release_memory()
+        return found
+
+    def rewrite(self, writer: ModelWriter) -> None:
+        """Write the blocks that do not hold yet what was learned, and what lies outside of them."""
+        learned = load_file(self.run.tuned_file)
+        checkpoint, family = self.source.checkpoint, self.source.family
+        for index in range(self.source.block_count):
+            if not self.run.blocks[index].get("end_to_end"):
+                self._rewrite_block(index, learned, writer)
+        stem = {name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)}
+        writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
+
+    def _quantized(self, writer: ModelWriter) -> Checkpoint:
+        """Return the checkpoint with the tensors of all blocks where their quantized values lie."""
+        checkpoint, family = self.source.checkpoint, self.source.family
+        moved = {
+            name: replace(checkpoint.tensors[name], file=writer.block_file(index), name=name)
+            for index in range(self.source.block_count)
+            for name in checkpoint.block_names(family, index)
+        }
+        return replace(checkpoint, tensors={**checkpoint.tensors, **moved})
+
+    def _load(self, checkpoint: Checkpoint) -> TunableModel:
+        """Return the quantized model in float32, on the device."""
+        family, device = self.source.family, self.source.device
+        model: PreTrainedModel = checkpoint.skeleton()
+        checkpoint.load_stem(model, family, device, torch.float32)
+        blocks = [
+            checkpoint.load_block(model, family, index, device, torch.float32)
+            for index in range(self.source.block_count)
+        ]
+        weights = [
+            self._weights(load_file(self.run.block_file(index), str(device)))
+            for index in range(self.source.block_count)
+        ]
+        types = {name: DTYPES[stored.dtype] for name, stored in checkpoint.tensors.items()}
+        return TunableModel(model, blocks, family.layout(checkpoint.config), weights, types)
+
+    def _weights(self, tensors: Mapping[str, Tensor]) -> dict[str, QuantizedWeight]:
+        """Return what the file of a block holds, by projection."""
+        layout = self.source.family.layout(self.source.checkpoint.config)
+        return {
+            p.name: QuantizedWeight(
+                tensors[f"{p.name}.integers"],
+                tensors[f"{p.name}.scale"].float(),
+                tensors[f"{p.name}.zero_point"].float(),
+                self.bits,
+            )
+            for p in layout.projections
+        }
+
+    def _learned(self, tunable: TunableModel, found: TunedModel) -> dict[str, Tensor]:
+        """Return all scales by block and projection, and norms and biases by their names in the model."""
+        tensors = {
+            _scale_key(index, name): q.scale.to(torch.float16)
+            for index, weights in enumerate(found.weights)
+            for name, q in weights.items()
+        }
+        for name, parameter in tunable.model.named_parameters():
+            if parameter.dim() == 1:
+                tensors[name] = parameter.to(tunable.dtypes[name])
+        return tensors
+
+    def _rewrite_block(
+        self, index: int, learned: Mapping[str, Tensor], writer: ModelWriter
+    ) -> None:
+        """Replace the two files of a block by new ones, both at once."""
+        family, run = self.source.family, self.run
+        layout = family.layout(self.source.checkpoint.config)
+        tensors, shard = load_file(run.block_file(index)), load_file(writer.block_file(index))
+        for p in layout.projections:
+            tensors[f"{p.name}.scale"] = learned[_scale_key(index, p.name)]
+        weights = {name: q.weight() for name, q in self._weights(tensors).items()}
+        prefix = f"{family.blocks_path}.{index}."
+        types = stored_types(self.source, index)
+        shard |= {name: learned[name] for name in shard if name in learned}
+        for path in {p.module: None for p in layout.projections}:
+            name = f"{path}.weight"
+            shard[prefix + name] = merged(weights, layout, path).to(types[name])
+        files = (run.block_file(index), writer.block_file(index))
+        write_tensors(run.staged(files[0]), tensors, record.metadata(run.blocks[index]))
+        write_tensors(run.staged(files[1]), shard, {"format": "pt"})
+        run.replace_block(index, files)
+
+
+def _scale_key(index: int, projection: str) -> str:
+    return f"block_{index:03}.{projection}.scale"
