@@ -80,7 +80,7 @@ class Walk:
         return self.run.blocks
 
     def _walk(self, tokens: Tensor, missing: Sequence[int], writer: ModelWriter) -> None:
-        two = self.settings.input_correction > 0
+        two = bool(self.settings.input_correction)
         streams = Streams.begin(self.source, tokens, self.batch_size, self.ranks, two=two)
         self.progress.begin("Quantizing, blocks", self.source.block_count)
         for index in range(missing[-1] + 1):
