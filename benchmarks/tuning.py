@@ -34,10 +34,10 @@ from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.weights import fold, projection_weight
 from aespa_pl.tuning import (
     LearningRates,
-    TunableBlock,
-    TunableModel,
     QuantizedWeight,
     SegmentPairs,
+    TunableBlock,
+    TunableModel,
     reconstruct,
     tune_model,
 )
