@@ -4,6 +4,8 @@ Nothing large is imported here: ``--help``, a wrong command and a wrong key answ
 """
 
 import importlib
+import itertools
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ class Command:
     """Whether it takes the sections of a configuration."""
     with_trainer: bool = False
     """Whether it is a command of the LightningCLI."""
+    takes_several: bool = False
+    """Whether the words before its first option are the items of one list."""
 
 
 COMMANDS = {
@@ -54,7 +58,11 @@ COMMANDS = {
     "export": Command(
         "aespa_pl.commands.export:export", "Pack the integers of a run for an inference engine."
     ),
-    "report": Command("aespa_pl.commands.report:report", "Describe what a run did to each block."),
+    "report": Command(
+        "aespa_pl.commands.report:report",
+        "Describe what a run did to each block.",
+        takes_several=True,
+    ),
 }
 
 
@@ -102,8 +110,10 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
         raise UserError(f"{name} is no command{hint}")
     if command.configured:
         given = with_run(Arguments.read(rest).with_configurations(), name)
-        refuse_mistakes(given)
+        refuse_mistakes(given, name)
         rest = rest if given.wants_help else given.words
+    if command.takes_several:
+        rest = _with_list(rest)
     # shown in a terminal only; importing torch and Lightning takes seconds
     with Console(stderr=True).status(f"{name}: importing PyTorch and Lightning"):
         function = _imported(name, command)
@@ -111,6 +121,12 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
         function([name, *rest], interruption)
     else:
         auto_cli(function, args=rest, prog=f"aespa-pl {name}", exit_on_error=False)
+
+
+def _with_list(words: Sequence[str]) -> list[str]:
+    """Return the words with those before the first option as one list, which auto_cli takes as one word."""
+    items = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    return [json.dumps(items), *words[len(items) :]] if items else list(words)
 
 
 def _imported(name: str, command: Command):  # type: ignore[no-untyped-def]

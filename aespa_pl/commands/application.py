@@ -1,19 +1,15 @@
 """``aespa-pl fit`` and ``aespa-pl test``: the commands that work through Lightning's Trainer."""
 
 import inspect
-import json
 import logging
-import re
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -24,13 +20,16 @@ from rich.console import Console
 
 from aespa_pl.commands import evaluate, fit
 from aespa_pl.commands.arguments import KEYS, Arguments
+from aespa_pl.commands.board import Board
 from aespa_pl.commands.ending import ENDINGS, EndedError
+from aespa_pl.commands.exported import measure_exported, quantized_folder
 from aespa_pl.commands.job import Job
-from aespa_pl.commands.output import PipeConsole, print_perplexities, quiet_libraries, quiet_writers
+from aespa_pl.commands.output import PipeConsole, print_results, quiet_libraries, quiet_writers
 from aespa_pl.commands.resuming import LAST
 from aespa_pl.commands.trainer_section import (
     TRAINER_DEFAULTS,
     TRAINER_KEYS,
+    configuration_text,
     first_cause,
     refuse_trainer_keys,
     value_refused,
@@ -38,10 +37,10 @@ from aespa_pl.commands.trainer_section import (
 from aespa_pl.commands.trainers import (
     OWN_KEYS,
     BlockTrainers,
+    check_device,
     check_strategy,
     check_trainer,
     check_tuning,
-    walk_loggers,
 )
 from aespa_pl.distributed.launch import (
     LONGEST_WAIT,
@@ -54,7 +53,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.progress import WalkProgress
 from aespa_pl.resolve import resolved
 from aespa_pl.run.interruption import Interruption
-from aespa_pl.settings import SECTIONS
+from aespa_pl.settings import SECTIONS, TaskSettings
 from aespa_pl.storage.files import write_text
 
 FIRST_TO_SPEAK_SECONDS = 10.0
@@ -79,13 +78,15 @@ class BlockTrainer(Trainer):
 class AespaCLI(LightningCLI):
     """Sections ``model``, ``data``, ``quantization``, ``output`` and ``trainer`` of a YAML file."""
 
-    def __init__(self, interruption: Interruption, **kwargs: Any) -> None:
+    def __init__(self, command: str, interruption: Interruption, **kwargs: Any) -> None:
         """Parse the arguments and run the command.
 
         Args:
+            command: fit or test; only test takes tasks.
             interruption: Tells when the user or the system wants us to stop.
             kwargs: Those of LightningCLI.
         """
+        self.command = command
         self.interruption = interruption
         super().__init__(**kwargs)
 
@@ -132,19 +133,16 @@ class AespaCLI(LightningCLI):
         except (ArgumentError, ImportError, TypeError, ValueError) as error:
             raise UserError(f"trainer: {first_cause(error)}") from error
         self.settings = self.config_init[self.subcommand]
-        self.saved = self._saved()
+        self.saved = configuration_text(
+            self.parser, self.config, str(self.subcommand), resolved(self.settings.quantization)
+        )
         check_trainer({**TRAINER_KEYS, **self.settings.trainer})
         self.model = self.datamodule = None
         self.trainer = self._first_trainer()
         check_strategy(self.trainer, self.settings.trainer.strategy)
         if isinstance(self.trainer.strategy, DDPStrategy):
             self.trainer = self._first_trainer(strategy=RowsStrategy(timeout=LONGEST_WAIT))
-        kind = self.trainer.strategy.root_device.type
-        if kind not in ("cpu", "cuda"):
-            raise UserError(
-                f"trainer.accelerator is {self.settings.trainer.accelerator}, which is {kind} here: only "
-                "the CPU and CUDA devices are supported, so set it to cpu"
-            )
+        check_device(self.trainer, self.settings.trainer.accelerator)
 
     def _first_trainer(self, **changes: Any) -> Trainer:
         """Return a Trainer of the section as it is, to learn what Lightning makes of it.
@@ -172,6 +170,7 @@ class AespaCLI(LightningCLI):
         job = self._job()  # before other processes: most mistakes are noticed here
         check_tuning(self.trainer, self.settings.trainer, job.quantization.tuning)
         ranks, console = self._launch()
+        board = Board(self.settings.trainer.logger, self.saved)
         with WalkProgress(console) as progress:
             trainers = self._block_trainers(progress, ranks)
             run, metrics = fit.fit(
@@ -179,12 +178,13 @@ class AespaCLI(LightningCLI):
                 self.settings.ckpt_path,
                 make_trainer=trainers.of_portion,
                 make_tuning_trainer=trainers.of_tuning,
-                make_loggers=partial(walk_loggers, self.settings.trainer.logger),
+                make_loggers=board.open,
                 save_config=self._save_config,
                 progress=progress,
                 ranks=ranks,
             )
-        print_perplexities(console, metrics["perplexity"], run.fingerprint)
+        board.show_result(asdict(self.settings.quantization), metrics)
+        print_results(console, metrics, evaluate.method_of(run))
         console.print(
             f"{metrics['seconds']['quantization']:.0f} s for the quantization", highlight=False
         )
@@ -193,16 +193,24 @@ class AespaCLI(LightningCLI):
 
     def test(self, **_: Any) -> None:
         """Measure, and print what came out."""
+        tasks = TaskSettings(**{key.name: self.settings[key.name] for key in fields(TaskSettings)})
+        if (exported := quantized_folder(self.settings.model)) is not None:
+            device = self.trainer.strategy.root_device
+            metrics = measure_exported(exported, self.settings.model, tasks, device)
+            print_results(PipeConsole(), metrics, exported.name)
+            return
         job = self._job()
         ranks, console = self._launch()
         which = self.settings.ckpt_path or LAST
         with WalkProgress(console) as progress:
-            run, metrics = evaluate.test(job, which, progress, ranks)
-        print_perplexities(console, metrics["perplexity"], run.fingerprint)
+            run, metrics = evaluate.test(job, which, tasks, progress, ranks)
+        print_results(console, metrics, evaluate.method_of(run))
         console.print(str(run.folder), highlight=False, soft_wrap=True)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the run to go on with."""
+        """Add the run to go on with, and the tasks of test."""
+        if self.command == "test":
+            parser.add_class_arguments(TaskSettings)
         parser.add_argument(
             "--ckpt_path",
             type=str | None,
@@ -238,30 +246,6 @@ class AespaCLI(LightningCLI):
             ranks=ranks,
         )
 
-    def _saved(self) -> str:
-        """Return the configuration as it is run, in YAML: a continued run takes it from its folder.
-
-        Raises:
-            UserError: A callback or logger has an argument that YAML can't hold.
-        """
-        try:
-            text = self.parser.dump(self.config, skip_unset=False)
-        except ValueError as error:
-            unheld = re.search(r"cannot represent an object', <([^>]*)>", str(error))
-            raise UserError(
-                "trainer: a callback or logger has a default that can't be saved in config.yaml "
-                f"({unheld[1] if unheld else first_cause(error)}): give that argument as a text"
-            ) from error
-        content = yaml.safe_load(text)[self.subcommand]
-        for key in ("config", "ckpt_path"):
-            content.pop(key, None)
-        # with the method's own values: they may be others in a later version
-        whole = json.dumps(
-            asdict(resolved(self.settings.quantization))
-        )  # YAML knows plain numbers only
-        content["quantization"] = json.loads(whole)
-        return yaml.safe_dump(content, sort_keys=False)
-
     def _save_config(self, folder: Path) -> None:
         write_text(folder / "config.yaml", self.saved)
         self.interruption.how_to_continue = f"aespa-pl fit --ckpt_path {shlex.quote(str(folder))}"
@@ -286,6 +270,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     commands = {name: {"exit_on_error": False} for name in AespaCLI.subcommands()}
     try:
         AespaCLI(
+            words[0],
             interruption,
             trainer_class=BlockTrainer,
             save_config_callback=None,

@@ -11,18 +11,20 @@ from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from aespa_pl.errors import UserError
-from aespa_pl.settings import EXPECTED, SECTIONS, Seed, keys_of
+from aespa_pl.settings import EXPECTED, SECTIONS, Seed, TaskSettings, keys_of
 
 KEYS: dict[str, Any] = {
     key: kind for name, section in SECTIONS.items() for key, kind in keys_of(section, name).items()
 } | {"seed_everything": bool | Seed}
 """The type of each key that is checked here."""
+TASK_KEYS: dict[str, Any] = get_type_hints(TaskSettings)
+"""Those that test takes besides."""
 OTHERS = ("config", "ckpt_path")
 FREE = "trainer"
 """The section that Lightning checks."""
@@ -137,14 +139,19 @@ def find_configuration(name: str) -> Path:
     )
 
 
-def refuse_mistakes(arguments: Arguments) -> None:
+def refuse_mistakes(arguments: Arguments, command: str) -> None:
     """Raise UserError with all mistakes in our own sections; does nothing where help is asked for.
+
+    Args:
+        arguments: With the paths of their configurations.
+        command: ``fit``, ``test`` or ``plan``; only test takes tasks.
 
     Raises:
         UserError: A file can't be read, a key is unknown, or a value is out of range.
     """
     if arguments.wants_help:
         return
+    kinds = KEYS | TASK_KEYS if command == "test" else KEYS
     parser = _parser()
     mistakes, seen = [], set()
     for option in arguments.options:
@@ -157,12 +164,12 @@ def refuse_mistakes(arguments: Arguments) -> None:
             content = read_configuration(Path(option.value))
             for inner, value in _leaves(content):
                 seen.add(inner)
-                mistakes += _mistake(parser, inner, value, f" ({option.value})")
+                mistakes += _mistake(parser, kinds, inner, value, f" ({option.value})")
         elif key in SECTIONS:
             seen.add(REQUIRED)  # a section as a whole, in JSON or in a file: the parser's to check
         else:
             seen.add(key)
-            mistakes += _mistake(parser, key, option.value, "")
+            mistakes += _mistake(parser, kinds, key, option.value, "")
     if REQUIRED not in seen:
         mistakes.append(
             f"{REQUIRED} is missing: give --{REQUIRED} FOLDER, or a configuration with --config"
@@ -211,19 +218,22 @@ def expected(kind: Any) -> str:
     return ", or ".join(map(expected, choices))
 
 
-def _mistake(parser: ArgumentParser, key: str, value: Any, where: str) -> list[str]:
+def _mistake(
+    parser: ArgumentParser, kinds: Mapping[str, Any], key: str, value: Any, where: str
+) -> list[str]:
     """Return what is wrong with a value, none or one message.
 
     Args:
         parser: Of our own sections.
+        kinds: Type of each key that the command takes.
         key: Its whole name.
         value: Of a YAML file, or a text of the command line.
         where: The file, for the message.
     """
     if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:
         return []
-    if key not in KEYS:
-        known = [*KEYS, *OTHERS, *SECTIONS, FREE]
+    if key not in kinds:
+        known = [*kinds, *OTHERS, *SECTIONS, FREE]
         hint = nearest(key, known) or ": aespa-pl fit --help lists all keys"
         return [f"{key} is unknown{where}{hint}"]
     needed = {} if key == REQUIRED else {REQUIRED: "any"}
@@ -234,7 +244,7 @@ def _mistake(parser: ArgumentParser, key: str, value: Any, where: str) -> list[s
             parser.parse_args([f"--{k}={v}" for k, v in {**needed, key: value}.items()])
     except (ArgumentError, TypeError, ValueError):
         shown = "null" if value is None else value
-        return [f"{key} is {shown}: {expected(KEYS[key])}{where}"]
+        return [f"{key} is {shown}: {expected(kinds[key])}{where}"]
     return []
 
 
@@ -242,6 +252,7 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False)
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
+    parser.add_class_arguments(TaskSettings)
     parser.add_argument("--seed_everything", type=KEYS["seed_everything"])
     return parser
 

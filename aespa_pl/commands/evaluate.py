@@ -6,34 +6,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from aespa_pl.block.quantized import nearest_weight
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.resuming import LAST
+from aespa_pl.commands.tasks import compare_tasks
 from aespa_pl.distributed.processes import ALONE, Ranks
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
+from aespa_pl.evaluation.size import bits_per_weight, packed_bytes, projection_weights
+from aespa_pl.evaluation.table import result_table
+from aespa_pl.evaluation.tasks import find_tasks
+from aespa_pl.models.headers import read_header
 from aespa_pl.models.pretrained import Checkpoint
-from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
-from aespa_pl.storage.files import write_json
+from aespa_pl.settings import TaskSettings
+from aespa_pl.storage.files import write_json, write_text
 
 
-def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Run, dict[str, Any]]:
-    """Measure the perplexity of the original and of the quantized model; return run and metrics.
+def test(
+    job: Job, which: str, tasks: TaskSettings, progress: WalkProgress, ranks: Ranks
+) -> tuple[Run, dict[str, Any]]:
+    """Measure perplexities and accuracies of original and quantized model; return run and metrics.
+
+    What was measured is written to the run's folder, as ``test.json`` and as a table, ``test.md``.
 
     Args:
         job: Which model and texts.
         which: Folder of a finished run; ``last``: the newest of ``output.folder/output.name``.
+        tasks: Tasks, if any; with them round-to-nearest is measured as well.
         progress: Where to show how far it is.
         ranks: The processes that divide the texts; all of them call this.
 
     Raises:
-        UserError: There is no finished run, or a text can't be had.
+        UserError: There is no finished run, or a text or a task can't be had.
     """
     folder = last_run(job.runs_folder) if which == LAST else Path(which)
     if folder is None:
@@ -55,15 +64,56 @@ def test(job: Job, which: str, progress: WalkProgress, ranks: Ranks) -> tuple[Ru
         )
     ranks.from_first(lambda: refuse_damaged(run))
     texts = ranks.from_first(job.evaluation)
-    if not texts:
-        raise UserError("data.evaluation.texts is empty: name at least one text")
-    results = compare_perplexities(
-        job, model, texts, ("original", "quantized"), progress=progress, ranks=ranks
-    )
-    metrics = {"perplexity": results}
+    if not texts and not tasks.tasks:
+        raise UserError(
+            "data.evaluation.texts is empty: name at least one text, or tasks with --tasks"
+        )
+    # before the perplexities: a task that can't be had is noticed at once
+    found = find_tasks(tasks) if tasks.tasks and ranks.is_first else None
+    kinds = ("original", "nearest", "quantized") if tasks.tasks else ("original", "quantized")
+    metrics: dict[str, Any] = {"size": sizes(job, run, kinds)}
+    if texts:
+        metrics["perplexity"] = compare_perplexities(
+            job, model, texts, kinds, progress=progress, ranks=ranks
+        )
+    if found is not None:
+        progress.phase("tasks")
+        metrics |= compare_tasks(job, model, found, tasks, kinds)
+    ranks.wait_for_all()
     if ranks.is_first:
         write_json(folder / "test.json", metrics)
+        write_text(folder / "test.md", result_table(metrics, method_of(run)).markdown())
     return run, metrics
+
+
+def method_of(run: Run) -> str:
+    """Return the name of the run's method."""
+    return str(run.fingerprint["quantization"]["method"])
+
+
+def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return ``bits_per_weight`` and ``bytes`` of each kind of model, weights packed where they are integers.
+
+    Args:
+        job: The original model.
+        run: A finished run of it.
+        kinds: Any of original, nearest and quantized; grids of the last two are of the same size.
+    """
+    shapes = {
+        f"{index}.{name}": tensor.shape
+        for index in run.blocks
+        for name, tensor in read_header(run.block_file(index)).items()
+    }
+    stored = {tensor.file: tensor.file.stat().st_size for tensor in job.checkpoint.tensors.values()}
+    original, bits = sum(stored.values()), 8.0 * job.checkpoint.dtype.itemsize
+    packed = bits_per_weight(shapes, job.quantization.bits)
+    small = packed_bytes(original, projection_weights(shapes), int(bits), packed)
+    return {
+        kind: {"bits_per_weight": bits, "bytes": original}
+        if kind == "original"
+        else {"bits_per_weight": packed, "bytes": small}
+        for kind in kinds
+    }
 
 
 def refuse_damaged(run: Run) -> None:
@@ -166,18 +216,11 @@ def evaluate(
         after_block: Called after each block.
         ranks: They divide the segments.
     """
-    layout = job.family.layout(job.checkpoint.config)
-
-    def round_to_nearest(block: nn.Module) -> None:
-        for projection in layout.projections:
-            weight = nearest_weight(block, layout, projection, job.quantization)
-            set_projection_weight(block, layout, projection, weight)
-
     return perplexity(
         job.stream(checkpoint),
         texts,
         batch_size=job.data.batch_size,
-        change=round_to_nearest if nearest else None,
+        change=job.round_to_nearest if nearest else None,
         after_block=after_block,
         ranks=ranks,
     )

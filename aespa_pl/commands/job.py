@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import aespa_pl
+from aespa_pl.block.quantized import nearest_weight
 from aespa_pl.commands.limits import (
     calibration_length,
     check_groups,
@@ -22,6 +23,7 @@ from aespa_pl.models.family import Family
 from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
+from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.run.fingerprint import model_fingerprint
@@ -107,6 +109,13 @@ class Job:
             self.dtype,
             hidden_folder=self.runs_folder if on_disk else None,
         )
+
+    def round_to_nearest(self, block: nn.Module) -> None:
+        """Round a block's weights to the nearest integers of min-max grids: the usual comparison."""
+        layout = self.family.layout(self.checkpoint.config)
+        for projection in layout.projections:
+            weight = nearest_weight(block, layout, projection, self.quantization)
+            set_projection_weight(block, layout, projection, weight)
 
     def calibration(self) -> Tensor:
         """Return the calibration segments ``[segments, L]``."""

@@ -12,6 +12,7 @@ from aespa_pl.planning.budget import free_to_plan
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.table import human
 from aespa_pl.planning.tuning import block_bytes, model_bytes
+from aespa_pl.run.versions import ANOTHER_FOLDER
 from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import disk_errors
 from aespa_pl.tuning.data import divided
@@ -140,7 +141,7 @@ def check_space(folder: Path, needed: float) -> None:
         UserError: See above.
     """
     existing = nearest_existing(folder)
-    with disk_errors(folder), tempfile.TemporaryFile(dir=existing):
+    with disk_errors(folder, ANOTHER_FOLDER), tempfile.TemporaryFile(dir=existing):
         pass
     free = shutil.disk_usage(existing).free
     if free < needed:

@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.commands.ending import interrupted_by_closed_pipe
+from aespa_pl.evaluation.table import result_table
 
 WIDEST = 10_000
-"""Columns of a terminal that a table of perplexities takes at most."""
-LABELS = {"original": "original", "nearest": "round-to-nearest"}
-"""Names of the rows of the table; that of the quantized model is its method's."""
+"""Columns of a terminal that a table takes at most."""
 
 
 class PipeConsole(Console):
@@ -29,27 +28,24 @@ class PipeConsole(Console):
         raise interrupted_by_closed_pipe()
 
 
-def print_perplexities(
-    console: Console, results: Mapping[str, Mapping[str, float]], fingerprint: Mapping[str, Any]
-) -> None:
-    """Print a table of perplexities, each row on one line however narrow the terminal is.
+def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> None:
+    """Print what was measured, each model on one line however narrow the terminal is.
 
     Args:
         console: Where to.
-        results: Perplexity by kind of model and text; nothing is printed if there are none.
-        fingerprint: Of the run, which knows the method.
+        metrics: As in ``metrics.json`` or ``test.json``; nothing is printed if nothing was measured.
+        method: Name of the quantized model's row.
     """
-    if not results:
+    results = result_table(metrics, method)
+    if not results.rows:
         return
-    texts = next(iter(results.values()))
     table = Table()
-    table.add_column("")
-    for text in texts:
-        table.add_column(text, justify="right")
-    labels = LABELS | {"quantized": str(fingerprint["quantization"]["method"])}
-    for kind, values in results.items():
-        table.add_row(labels[kind], *(f"{values[text]:.3f}" for text in texts))
-    console.print("perplexity (lower is better)", highlight=False, soft_wrap=True)
+    for number, head in enumerate(results.head):
+        table.add_column(head, justify="right" if number else "left")
+    for row in results.rows:
+        table.add_row(*row)
+    if metrics.get("perplexity"):
+        console.print("perplexity (lower is better)", highlight=False, soft_wrap=True)
     width = console.width
     console.width = max(
         width, console.measure(table, options=console.options.update(max_width=WIDEST)).maximum

@@ -6,12 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from aespa_pl.block.quantized import nearest_weight
 from aespa_pl.commands.job import Job
 from aespa_pl.evaluation.tasks import Tasks, in_blocks, measure_tasks, refuse_too_large
-from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.settings import TaskSettings
 
 
@@ -30,13 +26,6 @@ def compare_tasks(
     Raises:
         UserError: The model does not fit into the memory that is free.
     """
-    layout = job.family.layout(job.checkpoint.config)
-
-    def round_to_nearest(block: nn.Module) -> None:
-        for projection in layout.projections:
-            weight = nearest_weight(block, layout, projection, job.quantization)
-            set_projection_weight(block, layout, projection, weight)
-
     refuse_too_large(job.checkpoint.folder, job.device, job.dtype)
     scores, seconds = {}, {}
     for kind in kinds:
@@ -47,7 +36,7 @@ def compare_tasks(
             settings,
             device=job.device,
             dtype=job.dtype,
-            change=in_blocks(job.family.blocks_path, round_to_nearest)
+            change=in_blocks(job.family.blocks_path, job.round_to_nearest)
             if kind == "nearest"
             else None,
         )

@@ -1,14 +1,19 @@
 """The ``trainer`` section of the user, which Lightning checks: its mistakes in words."""
 
 import inspect
+import json
 import re
+from dataclasses import asdict
+from typing import Any
 
-from jsonargparse import ArgumentError
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import Trainer
 
 from aespa_pl.commands.arguments import FREE, Arguments, keys_given, nearest
 from aespa_pl.commands.trainers import OWN_KEYS
 from aespa_pl.errors import UserError
+from aespa_pl.settings import QuantizationSettings
 
 TRAINER_DEFAULTS = {
     "accelerator": "auto",
@@ -60,3 +65,33 @@ def first_cause(error: BaseException) -> str:
         error = before
     text = " ".join(str(error).split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def configuration_text(
+    parser: ArgumentParser, config: Any, command: str, quantization: QuantizationSettings
+) -> str:
+    """Return the configuration as it is run, in YAML: a continued run takes it from its folder.
+
+    Args:
+        parser: Of all commands.
+        config: What it has parsed.
+        command: Whose section is wanted.
+        quantization: What the method made of the section of that name, which is stored in its place:
+            a later version may decide otherwise.
+
+    Raises:
+        UserError: A callback or logger has an argument that YAML can't hold.
+    """
+    try:
+        text = parser.dump(config, skip_unset=False)
+    except ValueError as error:
+        unheld = re.search(r"cannot represent an object', <([^>]*)>", str(error))
+        raise UserError(
+            "trainer: a callback or logger has a default that can't be saved in config.yaml "
+            f"({unheld[1] if unheld else first_cause(error)}): give that argument as a text"
+        ) from error
+    content = yaml.safe_load(text)[command]
+    for key in ("config", "ckpt_path"):
+        content.pop(key, None)
+    content["quantization"] = json.loads(json.dumps(asdict(quantization)))  # plain numbers only
+    return yaml.safe_dump(content, sort_keys=False)

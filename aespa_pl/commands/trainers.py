@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
@@ -104,11 +104,10 @@ class BlockTrainers:
         )
 
 
-def walk_loggers(chosen: Any, run: Run) -> list[Logger]:
-    """Return what takes the curves over the blocks: TensorBoard, unless other loggers were chosen."""
-    if chosen not in (None, True):
-        return []
-    return [_tensorboard(run, "walk")]
+def tensorboard(run: Run, part: str) -> TensorBoardLogger:
+    """Return a logger into a folder of a run: ``walk``, or ``block_NNN``."""
+    parent = run.folder.parent
+    return TensorBoardLogger(parent.parent, parent.name, run.folder.name, sub_dir=part)
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
@@ -154,6 +153,16 @@ def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings) -> Non
         )
 
 
+def check_device(trainer: Trainer, chosen: str) -> None:
+    """Raise UserError where accelerator auto is a device that lacks the types that are needed."""
+    kind = trainer.strategy.root_device.type
+    if kind not in ("cpu", "cuda"):
+        raise UserError(
+            f"trainer.accelerator is {chosen}, which is {kind} here: only the CPU and CUDA devices are "
+            "supported, so set it to cpu"
+        )
+
+
 def check_strategy(trainer: Trainer, chosen: Any) -> None:
     """Raise UserError where several devices are asked for with another strategy than ddp."""
     if trainer.world_size > 1 and chosen not in ("auto", "ddp"):
@@ -166,13 +175,8 @@ def check_strategy(trainer: Trainer, chosen: Any) -> None:
 def _loggers(chosen: Any, run: Run, part: str) -> Any:
     """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
     if chosen is None or chosen is True:
-        return _tensorboard(run, part)
+        return tensorboard(run, part)
     return chosen
-
-
-def _tensorboard(run: Run, part: str) -> TensorBoardLogger:
-    parent = run.folder.parent
-    return TensorBoardLogger(parent.parent, parent.name, run.folder.name, sub_dir=part)
 
 
 def _listed(one_or_more: Any) -> list[Any]:

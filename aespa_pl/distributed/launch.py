@@ -75,7 +75,8 @@ def launch(trainer: Trainer) -> Ranks:
 def waiting_for(count: int, environment: ClusterEnvironment | None = None) -> Iterator[None]:
     """End this process, in this context, at a signal or when the others don't come.
 
-    torch waits for them in its own code, where Python sees no signal; another thread does.
+    torch waits for them in its own code, where Python calls no handler; another thread sees the signals
+    that have one.
 
     Args:
         count: Of all processes.

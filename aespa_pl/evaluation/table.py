@@ -23,13 +23,14 @@ class ResultTable:
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def result_table(metrics: Mapping[str, Any]) -> ResultTable:
+def result_table(metrics: Mapping[str, Any], method: str = KINDS["quantized"]) -> ResultTable:
     """Return a table of metrics, a row for each model; columns without any value are left out.
 
     Args:
         metrics: As in ``test.json``; all of it may be missing: ``perplexity`` by kind and text, ``tasks``
             by kind and task (``value``, ``error``), ``size`` by kind (``bits_per_weight``, ``bytes``) and
             ``test_seconds`` by kind.
+        method: Name of the quantized model's row.
     """
     columns: dict[str, dict[str, str]] = {}
     for kind, texts in metrics.get("perplexity", {}).items():
@@ -39,13 +40,15 @@ def result_table(metrics: Mapping[str, Any]) -> ResultTable:
         for task, score in tasks.items():
             columns.setdefault(f"{task}, %", {})[kind] = accuracy(score)
     for kind, size in metrics.get("size", {}).items():
-        columns.setdefault("bits per weight", {})[kind] = f"{size['bits_per_weight']:.2f}"
+        if "bits_per_weight" in size:
+            columns.setdefault("bits per weight", {})[kind] = f"{size['bits_per_weight']:.2f}"
         columns.setdefault("GB", {})[kind] = f"{size['bytes'] / GB:.3g}"
     for kind, seconds in metrics.get("test_seconds", {}).items():
         columns.setdefault("seconds", {})[kind] = f"{seconds:.0f}"
     measured = [kind for kind in KINDS if any(kind in column for column in columns.values())]
+    names = {**KINDS, "quantized": method}
     rows = [
-        [KINDS[kind], *(column.get(kind, ABSENT) for column in columns.values())]
+        [names[kind], *(column.get(kind, ABSENT) for column in columns.values())]
         for kind in measured
     ]
     return ResultTable(["", *columns], rows)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import yaml
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes
-from aespa_pl.models.headers import read_config
 from aespa_pl.models.skeleton import skeleton
 from aespa_pl.settings import TaskSettings
 
@@ -132,7 +131,10 @@ def refuse_too_large(folder: Path, device: torch.device, dtype: torch.dtype) -> 
     Raises:
         UserError: It needs more than is free.
     """
-    parameters = skeleton(read_config(folder)).parameters()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):  # the shapes are the original model's
+        del config.quantization_config
+    parameters = skeleton(config).parameters()
     needed = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
     free = free_bytes(device)
     if needed > free:

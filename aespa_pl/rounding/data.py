@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
@@ -58,3 +59,9 @@ class StatisticsDataModule(LightningDataModule):
     def train_dataloader(self) -> Repetition:
         """Return what Trainer.fit reads."""
         return Repetition(self.batch)
+
+    def transfer_batch_to_device(
+        self, batch: StatisticsBatch, device: torch.device, dataloader_idx: int
+    ) -> StatisticsBatch:
+        """Return the batch itself: the statistics are where the block was run, on the device."""
+        return batch

@@ -85,12 +85,6 @@ class BlockRounding(LightningModule):
     def optimizer_zero_grad(self, *_: Any, **__: Any) -> None:
         """Do nothing: ``backward`` replaces gradients, it does not add to them."""
 
-    def transfer_batch_to_device(
-        self, batch: StatisticsBatch, device: torch.device, dataloader_idx: int
-    ) -> StatisticsBatch:
-        """Return the batch itself: the statistics are where the block was run, on the device."""
-        return batch
-
     def on_train_end(self) -> None:
         """Decide the integers on the device, and free everything else there.
 

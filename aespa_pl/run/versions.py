@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from aespa_pl.storage.files import disk_errors
+from aespa_pl.storage.files import MEND, disk_errors
+
+ANOTHER_FOLDER = f"{MEND}, or choose another folder with --output.folder"
+"""What a user can do before a run has begun."""
 
 
 def next_version(folder: Path) -> Path:
@@ -11,7 +14,7 @@ def next_version(folder: Path) -> Path:
     Raises:
         UserError: The folder cannot be written to.
     """
-    with disk_errors(folder):
+    with disk_errors(folder, ANOTHER_FOLDER):
         folder.mkdir(parents=True, exist_ok=True)
         taken = [version_number(path) for path in folder.glob("version_*")]
         while True:

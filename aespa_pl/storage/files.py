@@ -16,25 +16,27 @@ from torch import Tensor
 
 from aespa_pl.errors import UserError
 
+MEND = "free space there, or correct its permissions"
+"""What a user can do about any folder that can't be written to."""
+
 
 @contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full disk or a missing permission into a UserError that names the folder."""
+def disk_errors(folder: Path, advice: str = MEND) -> Iterator[None]:
+    """Turn a full disk or a missing permission into a UserError that names the folder.
+
+    Args:
+        folder: Where this context writes.
+        advice: What the user can do; a caller that knows the option of another folder names it.
+    """
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror or error}. Free space there, correct its "
-            "permissions, or choose another folder with --output.folder"
-        ) from error
+        raise UserError(f"cannot write to {folder}: {error.strerror or error}: {advice}") from error
     except Exception as error:
         # safetensors reports a failed write as an exception of its own, with the system's words
         if type(error).__name__ != "SafetensorError":
             raise
-        raise UserError(
-            f"cannot write to {folder}: {error}. Free space there, correct its permissions, or "
-            "choose another folder with --output.folder"
-        ) from error
+        raise UserError(f"cannot write to {folder}: {error}: {advice}") from error
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:

@@ -10,8 +10,9 @@ WAITS = """
 import time
 from aespa_pl.distributed import launch
 launch.SPEAK_SECONDS, launch.LONGEST_ARRIVAL = {speak}, {longest}
+from aespa_pl.run.interruption import Interruption
 from torch.distributed import TCPStore
-with launch.waiting_for(2):
+with Interruption().watching(), launch.waiting_for(2):
     print("waiting", flush=True)
     TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=True)  # for the second, in C++
 """
