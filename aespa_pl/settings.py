@@ -1,7 +1,8 @@
 """Every knob of ``aespa-pl``: its meaning, unit, range, default and the default's source.
 
 The docstring under a field is its ``--help`` text. Ranges are types, so that a bad value is refused
-while the command line is parsed. What is done with a value is decided elsewhere.
+while the command line is parsed. What is done with a value is decided elsewhere; what null means in a
+setting of the method is filled in by :func:`aespa_pl.resolve.resolved`.
 """
 
 import math
@@ -17,6 +18,9 @@ from jsonargparse.typing import (
     restricted_number_type,
 )
 
+from aespa_pl.methods import METHODS
+from aespa_pl.methods.method import Learned, Objective
+
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 if TYPE_CHECKING:
@@ -25,7 +29,9 @@ if TYPE_CHECKING:
     FinitePositive = float
     FiniteNonNegative = float
     PenaltyExponent = float
+    MethodName = str
 else:
+    MethodName = Literal[tuple(METHODS)]
     Bits = restricted_number_type("Bits", int, [(">=", 2), ("<=", 8)])
     Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
     # jsonargparse's PositiveFloat and NonNegativeFloat allow infinity
@@ -148,8 +154,12 @@ class DataSettings:
 class GridSettings:
     """Step 2: scale, zero point and column factor of each projection."""
 
-    zfold: bool = True
-    """Fit the column factor zeta where it can be folded into the operation before (Z-Fold)."""
+    search: bool | None = None
+    """Search the clip of each grid for the least loss; off: from the smallest to the largest weight;
+    null: as the method does."""
+    zfold: bool | None = None
+    """Fit the column factor zeta where it can be folded into the operation before (Z-Fold); null: as the
+    method does."""
     max_rounds: PositiveInt = 30
     """Alternations between zeta and the clip search at most (docs/algorithm.md)."""
 
@@ -158,26 +168,30 @@ class GridSettings:
 class OptqSettings:
     """Step 3: the update of the full-precision weights before rounding."""
 
-    enabled: bool = True
+    enabled: bool | None = None
     """Compensate each column's rounding error in the columns not yet visited; off: rounding starts
-    from the original weights."""
+    from the original weights; null: as the method does."""
 
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
     """What the integers are chosen for."""
 
-    query_key: Literal["attention", "layer"] = "attention"
-    """attention: the error of the attention scores (Eq. 21, 22); layer: of the projection's output."""
-    value: Literal["attention", "layer"] = "attention"
+    query_key: Objective | None = None
+    """attention: the error of the attention scores (Eq. 21, 22); layer: of the projection's output; null:
+    as the method does."""
+    value: Objective | None = None
     """attention: the error of the attention output (Eq. 17), for the grid and the OPTQ update as
-    well; layer: of the projection's output."""
+    well; layer: of the projection's output; null: as the method does."""
 
 
 @dataclass(frozen=True)
 class RoundingSettings:
     """Step 4: AdaRound, for the projections that the method learns."""
 
+    learn: Learned | None = None
+    """Projections that learn their rounding: all, attention (Q, K and V) or none; the others keep the
+    integers of the OPTQ update (of nearest rounding, with OPTQ off). null: as the method does."""
     iterations: PositiveInt = 2000
     """Optimizer steps of each block (Section 4.1)."""
     learning_rate: FinitePositive = 0.015
@@ -192,18 +206,18 @@ class RoundingSettings:
     """Exponent of the rounding loss after the warm-up (AdaRound)."""
     beta_end: PenaltyExponent = 2.0
     """Exponent of the rounding loss at the last iteration (AdaRound)."""
-    keep_best: bool = True
+    keep_best: bool | None = None
     """For each row (each head for Q and K) keep the better of the learned and the OPTQ rounding; off:
-    as in the paper."""
+    as in the paper; null: as the method does."""
 
 
 @dataclass(frozen=True)
 class PolishSettings:
     """Coordinate descent on the integers after step 4; not in the paper."""
 
-    enabled: bool = True
+    enabled: bool | None = None
     """Move each integer to its best value with all others fixed, again and again; it never raises the
-    objective. off: as in the paper (docs/polish.md)."""
+    objective. off: as in the paper (docs/polish.md); null: as the method does."""
     passes: PositiveInt = 10
     """Visits of all integers at most; a pass that changes nothing is the last."""
 
@@ -265,10 +279,10 @@ class TuningSettings:
 class QuantizationSettings:
     """How the weights become integers."""
 
-    method: Literal["aespa", "aespa-hybrid", "aespa-fast"] = "aespa"
-    """Which projections learn their rounding: all (aespa, the paper's), Q, K and V (aespa-hybrid), or
-    none (aespa-fast). The others keep the integers of the OPTQ update (of nearest rounding, with OPTQ
-    off); polish works on all of them."""
+    method: MethodName = "aespa"
+    """What is done: it decides every setting that is left at null (docs/methods.md). aespa learns the
+    rounding of all projections, aespa-hybrid of Q, K and V, aespa-fast of none; the others are what the
+    paper compares with."""
     bits: Bits = 2
     """Bits of a weight, 2 to 8."""
     symmetric: bool = False
@@ -277,10 +291,10 @@ class QuantizationSettings:
     """Columns that share a scale and a zero point; null: one pair for each output channel."""
     damping: OpenUnitInterval = 0.01
     """Share of the mean diagonal that is added to each Hessian's diagonal (OPTQ)."""
-    input_correction: ClosedUnitInterval = 0.5
+    input_correction: ClosedUnitInterval | None = None
     """Share alpha of the error of earlier blocks, in a projection's input and in the residual stream that
     its output is added to, that the projection makes up for; it takes a second stream of hidden states
-    through the original model. 0: none, as in the paper (docs/correction.md)."""
+    through the original model. 0: none, as in the paper (docs/correction.md); null: as the method does."""
     products: Literal["float32", "tf32", "bfloat16"] = "float32"
     """Precision of the matrix products of steps 1 and 4, statistics (bfloat16: in tf32) and learning, where
     the matrix units of an accelerator are faster for less; sums, grids, OPTQ, polish and the losses that
@@ -305,8 +319,10 @@ class QuantizationSettings:
         return self.input_correction > 0 or self.tuning.enabled
 
     def learns(self, *, attention: bool) -> bool:
-        """Return whether the method learns the rounding of Q, K and V (attention) or of the others."""
-        return self.method == "aespa" or (self.method == "aespa-hybrid" and attention)
+        """Return whether the rounding of Q, K and V (attention), or of the others, is learned."""
+        if self.rounding.learn is None:
+            raise ValueError("these settings are not resolved: see aespa_pl.resolve")
+        return self.rounding.learn == "all" or (self.rounding.learn == "attention" and attention)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from aespa_pl.models.skeleton import skeleton
 from aespa_pl.planning.budget import described
 from aespa_pl.planning.needs import device_bytes, host_bytes, partition_for
 from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings
 
 PROGRAM = """
@@ -104,7 +105,7 @@ def main(
             words = ["fit", *(f"--{key}={value}" for key, value in arguments.items())]
             peak, seconds = _run(words + (options or []), threads)
             shape = Shape.of(AutoConfig.from_pretrained(f"{folder}/model"), family_of(config))
-        settings = QuantizationSettings()
+        settings = resolved(QuantizationSettings())
         work = Work(segments, length, 1, getattr(torch, dtype).itemsize)
         partition = partition_for(shape, work, settings, 1e9 * memory_gb if memory_gb else math.inf)
         predicted = host_bytes(

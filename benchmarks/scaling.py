@@ -40,6 +40,7 @@ from aespa_pl.planning.needs import (
     shift_bytes,
 )
 from aespa_pl.planning.shape import Matrix, Shape, Work
+from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings
 
 PROGRAM = """
@@ -228,7 +229,7 @@ def _make_model(config: LlamaConfig, folder: Path) -> None:
 
 
 def _curve(name: str, config: PreTrainedConfig, assumed: Assumed) -> Iterator[dict[str, Any]]:
-    shape, settings = Shape.of(config, family_of(config)), QuantizationSettings()
+    shape, settings = Shape.of(config, family_of(config)), resolved(QuantizationSettings())
     work = Work(segments=128, length=2048, batch_size=1, dtype_bytes=2)
     alone = 0.0
     for count in DEVICES:

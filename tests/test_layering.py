@@ -15,7 +15,9 @@ PACKAGE = Path(aespa_pl.__file__).parent
 ORDER = (
     "",
     "errors",
+    "methods",
     "settings",
+    "resolve",
     "measure",
     "progress",
     "algorithm",
@@ -40,7 +42,9 @@ ORDER = (
 """The parts of the package, files and folders; each may import those before it. "" is the package."""
 OUTSIDE: dict[str, set[str]] = {
     "algorithm": {"torch", "jaxtyping"},
+    "methods": set(),
     "settings": {"jsonargparse"},
+    "resolve": set(),
     "distributed": {"torch", "lightning"},
     "calibration": {"torch"},
     "rounding": {"torch", "lightning"},

@@ -26,6 +26,7 @@ from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.partition import WHOLE, Partition, Portion
 from aespa_pl.progress import WalkProgress
+from aespa_pl.resolve import resolved
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import PolishSettings, QuantizationSettings, RoundingSettings
 from aespa_pl.walk.collect import StatisticsPasses
@@ -149,7 +150,7 @@ def walk(
     torch.manual_seed(0)
     model = shortened(make_model(name, torch.float32)) if model is None else model
     ids = make_ids(SEGMENTS) if ids is None else ids
-    settings = changed(changes or {})
+    settings = resolved(changed(changes or {}))
     checkpoint = Checkpoint.open(save(model, folder / "original"))
     source = StreamedModel.open(
         checkpoint,

@@ -6,6 +6,7 @@ Source: docs/algorithm.md, step 2; Section 3.4 and 4.1 of the paper (Z-Fold).
 import torch
 from torch import Tensor
 
+from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
 from aespa_pl.algorithm.zfold import search_with_loss
@@ -17,11 +18,26 @@ from aespa_pl.settings import QuantizationSettings
 def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, ranks: Ranks) -> None:
     """Search the grids of a block, one input group after the other; the integers are the nearest then.
 
+    Without a search the grids stay min-max; where the weights were corrected, those of the new weights.
+
     Args:
         block: The block, with damped Hessians.
-        settings: Bits, groups, symmetry; whether zeta is fitted, and in how many rounds.
+        settings: Bits, groups, symmetry; whether grids are searched, zeta is fitted, in how many rounds.
         ranks: The processes that divide the rows; all of them get all grids.
     """
+    if settings.grid.search:
+        _search_grids(block, settings, ranks)
+    elif settings.input_correction:
+        form = grid_format(settings)
+        block.take_grids(
+            {
+                name: min_max_grid(p.weight, torch.ones_like(p.weight[0, 0]), form)
+                for name, p in block.projections.items()
+            }
+        )
+
+
+def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, ranks: Ranks) -> None:
     grids: dict[str, Grid] = {}
 
     def search(
@@ -44,7 +60,7 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, ranks: Rank
             [p.weight for p in projections],
             projections,
             grid_format(settings),
-            with_zeta=settings.grid.zfold and group.fold is not None,
+            with_zeta=bool(settings.grid.zfold) and group.fold is not None,
             max_rounds=settings.grid.max_rounds,
             search_one=search,
         )

@@ -68,7 +68,7 @@ class BlockQuantizer:
 
     def _correct(self, block: QuantizedBlock, shifts: Shifts) -> None:
         try:
-            correct(block, shifts, self.settings.input_correction)
+            correct(block, shifts, self.settings.input_correction or 0.0)
         except NumericalError as error:
             raise UserError(f"{error}; raise quantization.damping in a new run") from error
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from aespa_pl.distributed.launch import (
 from aespa_pl.distributed.processes import PeerLostError, Ranks
 from aespa_pl.errors import UserError
 from aespa_pl.progress import WalkProgress
+from aespa_pl.resolve import resolved
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.settings import SECTIONS
 from aespa_pl.storage.files import write_text
@@ -252,6 +254,8 @@ class AespaCLI(LightningCLI):
         content = yaml.safe_load(text)[self.subcommand]
         for key in ("config", "ckpt_path"):
             content.pop(key, None)
+        # with the method's own values: they may be others in a later version
+        content["quantization"] = asdict(resolved(self.settings.quantization))
         return yaml.safe_dump(content, sort_keys=False)
 
     def _save_config(self, folder: Path) -> None:

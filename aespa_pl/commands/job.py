@@ -23,6 +23,7 @@ from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.resolve import resolved
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.cache import default_cache
@@ -35,6 +36,7 @@ class Job:
     model: ModelSettings
     data: DataSettings
     quantization: QuantizationSettings
+    """Resolved: nothing is left to the method."""
     output: OutputSettings
     device: torch.device
     checkpoint: Checkpoint
@@ -54,6 +56,7 @@ class Job:
         Raises:
             UserError: The model can't be found, read or quantized with these settings.
         """
+        quantization = resolved(quantization)
         cache = Path(data.cache).expanduser() if data.cache else None
         check_output(output)
         checkpoint = Checkpoint.open(resolve(model.pretrained, model.revision), cache)

@@ -48,8 +48,9 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
     from aespa_pl.models.hub import resolve  # noqa: PLC0415
     from aespa_pl.planning.shape import Shape, Work  # noqa: PLC0415
     from aespa_pl.planning.table import needs_of, rows_of  # noqa: PLC0415
+    from aespa_pl.resolve import resolved  # noqa: PLC0415
 
-    data, quantization = data or DataSettings(), quantization or QuantizationSettings()
+    data, quantization = data or DataSettings(), resolved(quantization or QuantizationSettings())
     folder = limits.check_output(output or OutputSettings())
     name = str((trainer or {}).get("accelerator", "auto"))
     if name not in DEVICES:

@@ -238,6 +238,7 @@ def block_flops(
     product = sum(m.product_flops for m in shape.matrices)
     with_zeta = settings.grid.zfold
     searches = 1 + min(TYPICAL_ZFOLD_ROUNDS, settings.grid.max_rounds) if with_zeta else 1
+    searches = searches if settings.grid.search else 0
     zero_points = 1 if settings.symmetric else 2
     candidates = zero_points * CLIP_RATIOS
     grid = searches * sum(
@@ -257,7 +258,7 @@ def block_flops(
         "forward": forward,
         "statistics": statistics,
         "grid": float(grid),
-        "OPTQ": float(product + factors),
+        "OPTQ": float(product + factors) if settings.optq.enabled else 0.0,
         "rounding": float(step * settings.rounding.iterations),
         "polish": float(polish),
         **tuning.tuning_flops(shape, work, settings, forward),

@@ -30,8 +30,7 @@ from aespa_pl.report.stored import StoredRun
 Ratios = dict[tuple[int, str], float]
 
 NOT_LEARNED = (
-    "No loss curve was stored by this run: its method learns nothing (aespa-fast), or trainer.logger is "
-    "false."
+    "No loss curve was stored by this run: its method learns nothing, or trainer.logger is false."
 )
 NO_BLOCK = "Not stored by this run: no block is finished."
 

@@ -20,6 +20,7 @@ from aespa_pl.errors import NumericalError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, Role
 from aespa_pl.models.weights import fold, projection_weight, set_projection_weight
+from aespa_pl.resolve import resolved
 from aespa_pl.settings import GridSettings, QuantizationSettings
 from tests import reference
 from tests.models.examples import EXAMPLES, make_ids, make_model
@@ -28,7 +29,7 @@ every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 QUICK = GridSettings(max_rounds=2)
 """Enough for a zeta that is not 1."""
-FEW = QuantizationSettings(grid=QUICK)
+FEW = resolved(QuantizationSettings(grid=QUICK))
 ROLES = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
 """Names of all families but BLOOM, whose projections are called as their roles are."""
 
@@ -347,7 +348,7 @@ def test_more_rounds_of_zfold_lower_the_loss_of_each_group() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
 def test_symmetric_grids_have_their_zero_in_the_middle(bits: int) -> None:
-    settings = QuantizationSettings(bits=bits, symmetric=True, grid=QUICK)
+    settings = resolved(QuantizationSettings(bits=bits, symmetric=True, grid=QUICK))
     for grid in grids_of(gridded("opt", settings)).values():
         assert bool((grid.zero_point == 2 ** (bits - 1)).all())
     for grid in grids_of(gridded("opt", replace(settings, symmetric=False))).values():
@@ -357,7 +358,7 @@ def test_symmetric_grids_have_their_zero_in_the_middle(bits: int) -> None:
 @pytest.mark.parametrize("group_size", [None, 4])
 @pytest.mark.parametrize("bits", [2, 4])
 def test_each_group_of_columns_has_a_scale(bits: int, group_size: int | None) -> None:
-    settings = QuantizationSettings(bits=bits, group_size=group_size, grid=QUICK)
+    settings = resolved(QuantizationSettings(bits=bits, group_size=group_size, grid=QUICK))
     for p in updated(make_block("llama-grouped", settings), settings).projections.values():
         heads, rows, columns = p.weight.shape
         shape = (heads, rows, 1 if group_size is None else columns // group_size)
@@ -555,7 +556,7 @@ def test_nearest_weight_is_the_nearest_value_of_the_min_max_grid(
     bits: int, group_size: int | None, *, symmetric: bool
 ) -> None:
     block, layout = example("bloom")
-    settings = QuantizationSettings(bits=bits, symmetric=symmetric, group_size=group_size)
+    settings = resolved(QuantizationSettings(bits=bits, symmetric=symmetric, group_size=group_size))
     fused = linear(block, "self_attention.query_key_value").weight
     fused[:12].abs_()  # rows without a negative weight: their range reaches down to 0 all the same
     for p in layout.projections:
@@ -577,7 +578,7 @@ def test_nearest_weight_leaves_the_block_as_it_is() -> None:
     block, layout = example("llama")
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     for p in layout.projections:
-        nearest = nearest_weight(block, layout, p, QuantizationSettings())
+        nearest = nearest_weight(block, layout, p, resolved(QuantizationSettings()))
         assert not torch.equal(nearest, projection_weight(block, layout, p))
     for name, tensor in block.state_dict().items():
         assert torch.equal(tensor, before[name])

@@ -1,0 +1,5 @@
+"""Nearest rounding on min-max grids: no step at all."""
+
+from aespa_pl.methods.method import Method
+
+METHOD = Method(name="rtn", source="Section 4.2 of the aespa paper")

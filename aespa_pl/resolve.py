@@ -1,0 +1,55 @@
+"""What a run is done with: the user's settings, and the method's where the user leaves them at null."""
+
+from dataclasses import replace
+from typing import TypeVar
+
+from aespa_pl.errors import UserError
+from aespa_pl.methods import METHODS
+from aespa_pl.settings import QuantizationSettings
+
+T = TypeVar("T")
+
+
+def resolved(settings: QuantizationSettings) -> QuantizationSettings:
+    """Return the settings with every null that the method decides filled in.
+
+    Settings that are resolved already come back as they are.
+
+    Raises:
+        UserError: The method is unknown, or settings contradict each other.
+    """
+    method = METHODS.get(settings.method)
+    if method is None:
+        raise UserError(f"quantization.method is {settings.method}: {', '.join(METHODS)}")
+    grid, objective, rounding = settings.grid, settings.objective, settings.rounding
+    found = replace(
+        settings,
+        input_correction=_either(settings.input_correction, method.input_correction),
+        grid=replace(
+            grid,
+            search=_either(grid.search, method.search),
+            zfold=_either(grid.zfold, method.zfold),
+        ),
+        optq=replace(settings.optq, enabled=_either(settings.optq.enabled, method.optq)),
+        objective=replace(
+            objective,
+            query_key=_either(objective.query_key, method.query_key),
+            value=_either(objective.value, method.value),
+        ),
+        rounding=replace(
+            rounding,
+            learn=_either(rounding.learn, method.learn),
+            keep_best=_either(rounding.keep_best, method.keep_best),
+        ),
+        polish=replace(settings.polish, enabled=_either(settings.polish.enabled, method.polish)),
+    )
+    if found.grid.zfold and not found.grid.search:
+        raise UserError(
+            f"quantization.grid.zfold is true and quantization.grid.search is false (method "
+            f"{method.name}): zeta is fitted by the search, so switch both on or both off"
+        )
+    return found
+
+
+def _either(given: T | None, decided: T) -> T:
+    return decided if given is None else given

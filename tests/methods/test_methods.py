@@ -1,0 +1,142 @@
+"""A method is what its declaration says, and the user's settings go before it."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from aespa_pl.errors import UserError
+from aespa_pl.methods import METHODS
+from aespa_pl.methods.method import Method
+from aespa_pl.resolve import resolved
+from aespa_pl.settings import (
+    GridSettings,
+    ObjectiveSettings,
+    OptqSettings,
+    PolishSettings,
+    QuantizationSettings,
+    RoundingSettings,
+    keys_of,
+)
+from tests.walks import changed, walk
+
+OVERRIDES = {
+    "search": ("grid.search", True),
+    "zfold": ("grid.zfold", True),
+    "optq": ("optq.enabled", True),
+    "query_key": ("objective.query_key", "attention"),
+    "value": ("objective.value", "attention"),
+    "learn": ("rounding.learn", "attention"),
+    "keep_best": ("rounding.keep_best", True),
+    "polish": ("polish.enabled", True),
+    "input_correction": ("input_correction", 0.25),
+}
+"""By field of a declaration: its setting, and a value that nearest rounding does not have."""
+
+
+def value_of(settings: QuantizationSettings, key: str) -> object:
+    found: object = settings
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def test_every_field_of_a_declaration_has_its_setting() -> None:
+    assert {field.name for field in fields(Method)} == {"name", "source", *OVERRIDES}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nulls_become_what_the_method_says(name: str) -> None:
+    settings = resolved(QuantizationSettings(method=name))
+    for field, (key, _) in OVERRIDES.items():
+        assert value_of(settings, key) == getattr(METHODS[name], field)
+
+
+@pytest.mark.parametrize("field", OVERRIDES)
+def test_what_the_user_sets_goes_before_the_method(field: str) -> None:
+    key, value = OVERRIDES[field]
+    plain = QuantizationSettings(method="rtn", grid=GridSettings(search=True))
+    assert value_of(resolved(changed({key: value}, plain)), key) == value
+
+
+def test_a_false_of_the_user_is_no_null() -> None:
+    off = QuantizationSettings(
+        method="aespa",
+        input_correction=0,
+        grid=GridSettings(zfold=False),
+        optq=OptqSettings(enabled=False),
+        polish=PolishSettings(enabled=False),
+        rounding=RoundingSettings(keep_best=False, learn="none"),
+        objective=ObjectiveSettings("layer", "layer"),
+    )
+    found = resolved(off)
+    assert found == changed({"grid.search": True}, off)
+    assert resolved(found) == found
+
+
+def test_zeta_without_a_search_is_refused() -> None:
+    settings = QuantizationSettings(method="zfold", grid=GridSettings(search=False))
+    with pytest.raises(UserError, match=r"grid.zfold is true and .*search is false \(method zfold"):
+        resolved(settings)
+
+
+def test_unknown_method_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"method is aesop: .*aespa.*rtn"):
+        resolved(QuantizationSettings(method="aesop"))
+
+
+def test_unresolved_settings_do_not_pass_for_a_method_that_learns_nothing() -> None:
+    with pytest.raises(ValueError, match="not resolved"):
+        QuantizationSettings().learns(attention=True)
+
+
+def test_every_declaration_is_in_the_registry() -> None:
+    folder = Path(__file__).parents[2] / "aespa_pl" / "methods"
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "method"}
+    assert {name.replace("-", "_") for name in METHODS} == files
+
+
+def test_only_what_a_method_decides_may_be_null_in_addition() -> None:
+    nullable = {
+        k
+        for k, kind in keys_of(QuantizationSettings, "").items()
+        if type(None) in getattr(kind, "__args__", ())
+    }
+    assert nullable == {f".{key}" for key, _ in OVERRIDES.values()} | {".group_size"}
+
+
+FREE = {"rounding.keep_best": None, "polish.enabled": None, "input_correction": None}
+"""Nulls in place of what the tests' settings fix."""
+
+
+@pytest.mark.parametrize("form", [{}, {"group_size": 4, "symmetric": True, "bits": 3}])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_walks_with_groups_and_symmetric_grids(
+    name: str, form: dict[str, object], tmp_path: Path
+) -> None:
+    enough = {"rounding.iterations": 200, "rounding.learning_rate": 0.05}  # for nearest as a start
+    quantized = walk("llama", tmp_path, {"method": name, **FREE, **form, **enough})
+    with torch.no_grad():
+        assert bool(quantized.exported()(quantized.ids).logits.isfinite().all())
+    losses = quantized.losses(1)
+    better = sum(x["final"] for x in losses.values()) < sum(x["nearest"] for x in losses.values())
+    assert better == (name != "rtn")
+
+
+def test_rtn_is_round_to_nearest_of_the_original_weights(tmp_path: Path) -> None:
+    quantized = walk("opt", tmp_path, {"method": "rtn", **FREE})
+    exported, compared = quantized.exported(), 0
+    for name, layer in quantized.original.get_submodule(quantized.blocks_path).named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        W = layer.weight.double()
+        low, high = W.amin(1, keepdim=True).clamp(max=0), W.amax(1, keepdim=True).clamp(min=0)
+        scale = ((high - low) / 3).half().double()  # as it is stored
+        zero = (-low / ((high - low) / 3)).round()
+        expected = scale * (torch.clamp((W / scale).round() + zero, 0, 3) - zero)
+        stored = exported.get_parameter(f"{quantized.blocks_path}.{name}.weight")
+        torch.testing.assert_close(stored.double(), expected, rtol=1e-6, atol=0)
+        compared += 1
+    assert compared == 2 * 6
