@@ -1,6 +1,7 @@
 """``aespa-pl fit`` and ``aespa-pl test``: the commands that work through Lightning's Trainer."""
 
 import inspect
+import json
 import logging
 import re
 import shlex
@@ -255,7 +256,8 @@ class AespaCLI(LightningCLI):
         for key in ("config", "ckpt_path"):
             content.pop(key, None)
         # with the method's own values: they may be others in a later version
-        content["quantization"] = asdict(resolved(self.settings.quantization))
+        whole = json.dumps(asdict(resolved(self.settings.quantization)))  # YAML knows plain numbers only
+        content["quantization"] = json.loads(whole)
         return yaml.safe_dump(content, sort_keys=False)
 
     def _save_config(self, folder: Path) -> None:

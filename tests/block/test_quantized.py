@@ -332,7 +332,7 @@ def total_loss(block: QuantizedBlock, names: list[str]) -> float:
 def test_more_rounds_of_zfold_lower_the_loss_of_each_group() -> None:
     losses: list[list[float]] = []
     for grid in (GridSettings(zfold=False), GridSettings(max_rounds=1), GridSettings()):
-        problem = gridded("llama-grouped", replace(FEW, grid=grid))
+        problem = gridded("llama-grouped", resolved(replace(FEW, grid=grid)))
         losses.append(
             [
                 total_loss(problem, [p.name for p in group.projections])
