@@ -337,7 +337,10 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
             ["--quantization.rounding.beta_start", "inf"],
             r"start is inf: a finite number, 2 or more",
         ),
-        (["--quantization.method", "aesop"], r"method is aesop: aespa, aespa-hybrid, aespa-fast, rtn, .*$"),
+        (
+            ["--quantization.method", "aesop"],
+            r"method is aesop: aespa, aespa-hybrid, aespa-fast, rtn, .*$",
+        ),
         (["--quantization.symmetric", "maybe"], r"symmetric is maybe: true or false$"),
         (["--seed_everything", 2**32], r"seed_everything is 4294967296: true or false, or 0 to"),
         (["--bits", 3], r"bits is unknown: did you mean quantization\.bits\?"),

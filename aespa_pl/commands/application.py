@@ -256,7 +256,9 @@ class AespaCLI(LightningCLI):
         for key in ("config", "ckpt_path"):
             content.pop(key, None)
         # with the method's own values: they may be others in a later version
-        whole = json.dumps(asdict(resolved(self.settings.quantization)))  # YAML knows plain numbers only
+        whole = json.dumps(
+            asdict(resolved(self.settings.quantization))
+        )  # YAML knows plain numbers only
         content["quantization"] = json.loads(whole)
         return yaml.safe_dump(content, sort_keys=False)
 

@@ -32,7 +32,7 @@ class PipeConsole(Console):
 def print_perplexities(
     console: Console, results: Mapping[str, Mapping[str, float]], fingerprint: Mapping[str, Any]
 ) -> None:
-    """Print a table of perplexities, each row on one line however narrow the terminal is.
+    """Print a table of perplexities.
 
     Args:
         console: Where to.
@@ -50,6 +50,11 @@ def print_perplexities(
     for kind, values in results.items():
         table.add_row(labels[kind], *(f"{values[text]:.3f}" for text in texts))
     console.print("perplexity (lower is better)", highlight=False, soft_wrap=True)
+    print_whole(console, table)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table, each row on one line however narrow the terminal is."""
     width = console.width
     console.width = max(
         width, console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
