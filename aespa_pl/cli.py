@@ -32,9 +32,11 @@ class Command:
     configured: bool = False
     """Whether it takes the sections of a configuration."""
     with_trainer: bool = False
-    """Whether it is a command of the LightningCLI."""
+    """Whether it reads its words itself: the commands of the LightningCLI, and those that run them."""
     takes_several: bool = False
     """Whether the words before its first option are the items of one list."""
+    section: str | None = None
+    """Section of keys beside the configuration's, which the command checks itself."""
 
 
 COMMANDS = {
@@ -49,6 +51,13 @@ COMMANDS = {
         "Measure the perplexity of the original and of the quantized model.",
         configured=True,
         with_trainer=True,
+    ),
+    "compare": Command(
+        "aespa_pl.commands.compare:run",
+        "Compare methods, bit widths and seeds on one model, in one table.",
+        configured=True,
+        with_trainer=True,
+        section="compare",
     ),
     "plan": Command(
         "aespa_pl.commands.plan:plan",
@@ -110,7 +119,8 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
         raise UserError(f"{name} is no command{hint}")
     if command.configured:
         given = with_run(Arguments.read(rest).with_configurations(), name)
-        refuse_mistakes(given, name)
+        own = given.without(command.section) if command.section else given
+        refuse_mistakes(own, name)
         rest = rest if given.wants_help else given.words
     if command.takes_several:
         rest = _with_list(rest)

@@ -99,6 +99,11 @@ class Arguments:
         )
         return replace(self, options=tuple(found))
 
+    def without(self, section: str) -> Self:
+        """Return the options that are not of a section."""
+        kept = tuple(o for o in self.options if not o.key.startswith(f"{section}."))
+        return replace(self, options=kept)
+
     def after(self, *options: Option) -> Self:
         """Return these options with others before them, over which these win."""
         return replace(self, options=(*options, *self.options))

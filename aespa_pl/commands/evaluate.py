@@ -1,5 +1,6 @@
 """``aespa-pl test``: the perplexity of the original and of the quantized model."""
 
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -150,6 +151,9 @@ def compare_perplexities(
         kinds: Any of original, nearest and quantized.
         progress: Shows how many blocks are evaluated.
         ranks: The processes that divide the segments.
+
+    Raises:
+        UserError: A perplexity is not finite.
     """
     results = {}
     for kind in kinds:
@@ -173,7 +177,18 @@ def compare_perplexities(
                 if (key := keys[name]) is not None:
                     remember(job.cache, key, value)
         results[kind] = {name: {**known, **measured}[name] for name in texts}
+        refuse_diverged(kind, results[kind])
     return results
+
+
+def refuse_diverged(kind: str, values: Mapping[str, float]) -> None:
+    """Raise UserError where a perplexity is not finite."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise UserError(
+                f"diverged: the perplexity of the {kind} model on {name} is {value}: quantize with another "
+                "method or more bits, and check model.dtype"
+            )
 
 
 def _remembered_as(job: Job, kind: str, tokens: Tensor) -> dict[str, object] | None:

@@ -46,6 +46,11 @@ def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> 
         table.add_row(*row)
     if metrics.get("perplexity"):
         console.print("perplexity (lower is better)", highlight=False, soft_wrap=True)
+    print_whole(console, table)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table, each row on one line however narrow the terminal is."""
     width = console.width
     console.width = max(
         width, console.measure(table, options=console.options.update(max_width=WIDEST)).maximum

@@ -1,0 +1,292 @@
+"""``aespa-pl compare``: methods, bit widths and seeds side by side, each an ordinary run of ``fit``."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser
+from rich.console import Console
+from rich.table import Table
+
+import aespa_pl
+from aespa_pl.commands.arguments import Arguments, Option, read_configuration
+from aespa_pl.commands.output import print_whole
+from aespa_pl.errors import UserError
+from aespa_pl.evaluation.table import ResultTable
+from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
+from aespa_pl.run.interruption import Interruption
+from aespa_pl.run.journal import Run
+from aespa_pl.run.versions import last_run
+from aespa_pl.settings import Bits, MethodName, OutputSettings, Seed
+from aespa_pl.storage.files import disk_errors, write_json, write_text
+
+SECTION = "compare"
+DECIDED = {
+    "ckpt_path": "each cell finds its own run",
+    "quantization.method": "use --compare.methods",
+    "quantization.bits": "use --compare.bits",
+    "data.calibration.seed": "use --compare.seeds",
+}
+"""Keys of fit that differ from cell to cell, and what to do instead of giving them."""
+POLL_SECONDS = 0.2
+"""Seconds after which a signal is passed on to the run under way."""
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """The cells of the table."""
+
+    methods: list[MethodName] = field(
+        default_factory=lambda: ["rtn", "optq", "zfold", "adaround", "aespa-fast", "aespa"]
+    )
+    """Values of quantization.method."""
+    bits: list[Bits] = field(default_factory=lambda: [2, 3, 4])
+    """Values of quantization.bits."""
+    seeds: list[Seed] = field(default_factory=lambda: [0])
+    """Values of data.calibration.seed; mean and spread are over them."""
+
+    def cells(self) -> list[Cell]:
+        """Return all cells, those of one bit width together."""
+        every = product(self.bits, self.methods, self.seeds)
+        return list(dict.fromkeys(Cell(method, bits, seed) for bits, method, seed in every))
+
+
+RunCell = Callable[[Sequence[str]], str]
+"""Runs ``fit`` with these words; returns why it failed, the empty text where it did not."""
+
+
+def run(words: Sequence[str], interruption: Interruption) -> None:
+    """Run all cells that are not finished, and write the table and the figure.
+
+    Args:
+        words: The command and its options, those of fit already checked.
+        interruption: Tells when the user or the system wants us to stop.
+
+    Raises:
+        UserError: An option is wrong, or the folder has a comparison of something else.
+        RunInterrupted: A signal came; the same command goes on.
+    """
+    given = Arguments.read(words[1:])
+    parser = _parser()
+    if given.wants_help:
+        parser.print_help()
+        return
+    settings, rest = _divide(parser, given)
+    console = Console()
+    folder = compare(settings, rest, in_processes(interruption), console)
+    console.print(str(folder), highlight=False, soft_wrap=True)
+
+
+def compare(
+    settings: CompareSettings, given: Arguments, run_cell: RunCell, console: Console
+) -> Path:
+    """Run the cells and write what came of them; return the folder of the comparison.
+
+    Args:
+        settings: Which cells.
+        given: Options of fit that all cells share.
+        run_cell: Runs one cell.
+        console: Where to say what is done.
+
+    Raises:
+        UserError: The folder has a comparison of something else.
+    """
+    defaults = OutputSettings()
+    folder = Path(
+        _value(given, "output.folder", defaults.folder), _value(given, "output.name", SECTION)
+    ).expanduser()
+    _refuse_other(folder, given)
+    cells = settings.cells()
+    for number, cell in enumerate(cells):
+        cells[number] = found = _finished(folder, cell)
+        if found.metrics is None:
+            console.print(
+                f"cell {number + 1} of {len(cells)}: {cell.name}", highlight=False, soft_wrap=True
+            )
+            failure = run_cell(_words(given, folder, cell))
+            cells[number] = replace(_finished(folder, cell), failure=failure)
+            if failure:
+                console.print(f"{cell.name}: {failure}", highlight=False, soft_wrap=True)
+        _write(folder, cells)
+    _show(console, summary(cells))
+    _draw(folder, cells, console)
+    return folder
+
+
+def in_processes(interruption: Interruption) -> RunCell:
+    """Return what runs a cell in a process of its own: one that is killed does not end the others."""
+
+    def run_cell(words: Sequence[str]) -> str:
+        with tempfile.TemporaryFile("w+", errors="replace") as errors:
+            # a process group of its own: a Ctrl-C reaches it once, from us
+            process = subprocess.Popen(  # noqa: S603 - our own program
+                [sys.executable, "-m", "aespa_pl", "fit", *words],
+                stderr=errors,
+                process_group=0,
+            )
+            interruption.defer(active=True)
+            status = _wait(process, interruption)
+            interruption.defer(active=False)
+            errors.seek(0)
+            shutil.copyfileobj(errors, sys.stderr)
+            errors.seek(0)
+            said = errors.read()
+        interruption.check()
+        return failure(status, said)
+
+    return run_cell
+
+
+def failure(status: int, said: str) -> str:
+    """Return why a run failed, the empty text where it did not.
+
+    Args:
+        status: Of its process; negative: the signal that ended it.
+        said: What it wrote to stderr.
+    """
+    if status == 0:
+        return ""
+    if status < 0:
+        killed = " (most likely out of memory)" if status == -9 else ""  # the kernel's SIGKILL
+        return f"ended by signal {-status}{killed}"
+    lines = [line for line in said.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it said nothing"
+    return last.removeprefix("aespa-pl: ").partition("; continue with:")[0]
+
+
+def _wait(process: "subprocess.Popen[bytes]", interruption: Interruption) -> int:
+    passed_on = False
+    while True:
+        try:
+            return process.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            if interruption.received is not None and not passed_on:
+                process.send_signal(interruption.received)
+                passed_on = True
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="aespa-pl compare",
+        description="Compare methods on one model, in one table. All keys of aespa-pl fit are taken as well "
+        "(aespa-pl fit --help); each cell is a run of fit in output.folder/output.name, and finished cells "
+        "aren't run again.",
+        exit_on_error=False,
+    )
+    parser.add_class_arguments(CompareSettings, SECTION)
+    return parser
+
+
+def _divide(parser: ArgumentParser, given: Arguments) -> tuple[CompareSettings, Arguments]:
+    """Return our own settings, and the options that are those of fit.
+
+    Raises:
+        UserError: A value is refused, or a key is given that differs from cell to cell.
+    """
+    own = [option for option in given.options if is_own(option)]
+    rest = [option for option in given.options if not is_own(option)]
+    for option in rest:
+        if option.key in DECIDED:
+            raise UserError(f"{option.key} differs from cell to cell: {DECIDED[option.key]}")
+    try:
+        parsed = parser.parse_args([word for option in own for word in option.words])
+    except ArgumentError as error:
+        raise UserError(" ".join(str(error).split())) from error
+    settings: CompareSettings = parser.instantiate(parsed)[SECTION]
+    for name in ("methods", "bits", "seeds"):
+        if not getattr(settings, name):
+            raise UserError(f"{SECTION}.{name} is empty: name at least one")
+    return settings, replace(given, options=tuple(rest))
+
+
+def is_own(option: Option) -> bool:
+    """Return whether an option is of this command, not of fit."""
+    return option.key.startswith(f"{SECTION}.")
+
+
+def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:
+    """Return the options of fit for one cell; a run that was begun goes on."""
+    return given.then(
+        Option("quantization.method", cell.method),
+        Option("quantization.bits", str(cell.bits)),
+        Option("data.calibration.seed", str(cell.seed)),
+        Option("output.folder", str(folder)),
+        Option("output.name", cell.name),
+        Option("ckpt_path", "last"),
+    ).words
+
+
+def _finished(folder: Path, cell: Cell) -> Cell:
+    """Return the cell with the metrics of its run, if that is finished."""
+    newest = last_run(folder / cell.name)
+    return replace(cell, metrics=None if newest is None else Run.open(newest).metrics())
+
+
+def _value(given: Arguments, key: str, default: str) -> str:
+    """Return the value of a key on the command line or in its configurations."""
+    found = default
+    section, name = key.split(".")
+    for option in given.options:
+        if option.key == key and option.value:
+            found = option.value
+        elif option.key == "config" and option.value:
+            content = read_configuration(Path(option.value)).get(section)
+            if isinstance(content, Mapping) and name in content:
+                found = str(content[name])
+    return found
+
+
+def _refuse_other(folder: Path, given: Arguments) -> None:
+    """Note what the cells of a folder share; cells of something else would be in the same table.
+
+    Raises:
+        UserError: The folder has cells that were made with other options, or by another version.
+    """
+    file = folder / "compare.json"
+    shared: dict[str, Any] = {"version of aespa-pl": aespa_pl.__version__, "options": []}
+    for option in given.options:
+        if option.key.startswith("output."):
+            continue
+        is_file = option.key == "config" and option.value
+        value = read_configuration(Path(str(option.value))) if is_file else option.value
+        shared["options"].append([option.key, value])
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != shared:
+        raise UserError(
+            f"{folder} has a comparison with other options: give another --output.name, or remove "
+            f"{file} if the difference changes no result"
+        )
+    write_json(file, shared)
+
+
+def _write(folder: Path, cells: Sequence[Cell]) -> None:
+    """Write the table so far: it can be read while the rest is under way."""
+    write_text(folder / "compare.csv", cells_csv(cells))
+    write_text(folder / "compare.md", summary(cells).markdown())
+
+
+def _show(console: Console, table: ResultTable) -> None:
+    shown = Table(*table.head)
+    for row in table.rows:
+        shown.add_row(*row)
+    print_whole(console, shown)
+
+
+def _draw(folder: Path, cells: Sequence[Cell], console: Console) -> None:
+    try:
+        drawn = figure(cells)
+    except ModuleNotFoundError as error:
+        words = f"no figure: {error.name} is not installed (pip install 'aespa-pl[report]')"
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
+        return
+    if drawn is not None:
+        with disk_errors(folder):
+            drawn.savefig(folder / "compare.svg")

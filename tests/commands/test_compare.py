@@ -1,0 +1,202 @@
+"""The table of methods: cells that ran, cells that failed, and cells that are not run again."""
+
+import csv
+import io
+import math
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from aespa_pl.commands.arguments import Arguments
+from aespa_pl.commands.compare import CompareSettings, compare, failure, in_processes, run
+from aespa_pl.commands.evaluate import refuse_diverged
+from aespa_pl.errors import UserError
+from aespa_pl.report.comparison import Cell, figure, summary
+from aespa_pl.run.interruption import Interruption, RunInterrupted
+from aespa_pl.run.journal import Run
+from aespa_pl.storage.files import write_json
+from tests.models.examples import make_model
+from tests.walks import save_with_words
+
+SETTINGS = CompareSettings(methods=["rtn", "optq"], bits=[2], seeds=[0, 1])
+
+
+def metrics(quantized: float, seconds: float = 4.0) -> dict[str, Any]:
+    return {
+        "perplexity": {
+            "original": {"text": 10.0},
+            "nearest": {"text": 40.0},
+            "quantized": {"text": quantized},
+        },
+        "seconds": {"total": 9.0, "quantization": seconds, "grid": 1.0, "rounding": 0.0},
+        "peak_bytes": {"host": 2 * 10**9},
+    }
+
+
+def given(folder: Path, *more: str) -> Arguments:
+    return Arguments.read(["--model.pretrained=m", f"--output.folder={folder}", *more])
+
+
+def value(words: Sequence[str], key: str) -> str:
+    return [word.partition("=")[2] for word in words if word.startswith(f"--{key}=")][-1]
+
+
+class Runs:
+    """Stands for the processes: leaves runs that are finished, or fails."""
+
+    def __init__(self, perplexities: dict[str, float]) -> None:
+        self.perplexities = perplexities
+        self.names: list[str] = []
+
+    def __call__(self, words: Sequence[str]) -> str:
+        name = value(words, "output.name")
+        self.names.append(name)
+        assert value(words, "ckpt_path") == "last"
+        assert name == "_".join(
+            [
+                value(words, "quantization.method"),
+                f"w{value(words, 'quantization.bits')}",
+                f"s{value(words, 'data.calibration.seed')}",
+            ]
+        )
+        if name not in self.perplexities:
+            return "out of memory"
+        made = Run.create(Path(value(words, "output.folder")) / name, {})
+        write_json(made.metrics_file, metrics(self.perplexities[name]))
+        return ""
+
+
+def silent() -> Console:
+    return Console(file=io.StringIO(), width=40)
+
+
+def never(words: Sequence[str]) -> str:
+    raise AssertionError(f"run again: {words}")
+
+
+def test_cells_become_one_row_for_each_method_with_mean_and_spread(tmp_path: Path) -> None:
+    runs = Runs({"rtn_w2_s0": 40.0, "rtn_w2_s1": 40.0, "optq_w2_s0": 20.0, "optq_w2_s1": 22.0})
+    folder = compare(SETTINGS, given(tmp_path), runs, silent())
+    lines = (folder / "compare.md").read_text().splitlines()
+    assert [c.strip() for c in lines[2].split("|")[1:5]] == ["rtn", "2", "40.000 ± 0.000", "1.000"]
+    relative = (math.log(2) + math.log(2.2)) / 2 / math.log(4)
+    assert [c.strip() for c in lines[3].split("|")[1:5]] == [
+        "optq", "2", "21.000 ± 1.414", f"{relative:.3f}",
+    ]  # fmt: skip
+    rows = list(csv.DictReader((folder / "compare.csv").read_text().splitlines()))
+    assert [row["perplexity text"] for row in rows] == ["40.0", "40.0", "20.0", "22.0"]
+    assert {row["peak bytes"] for row in rows} == {"2000000000"}
+    assert "seconds rounding" not in rows[0]
+    assert (folder / "compare.svg").read_text().startswith("<?xml")
+
+
+def test_finished_cells_are_not_run_again_and_others_are(tmp_path: Path) -> None:
+    runs = Runs({"rtn_w2_s0": 40.0, "rtn_w2_s1": 40.0, "optq_w2_s0": 20.0})
+    compare(SETTINGS, given(tmp_path), runs, silent())
+    again = Runs({"optq_w2_s1": 22.0})
+    compare(SETTINGS, given(tmp_path), again, silent())
+    assert again.names == ["optq_w2_s1"]
+    compare(SETTINGS, given(tmp_path), never, silent())
+
+
+def test_a_cell_that_fails_says_so_and_the_rest_goes_on(tmp_path: Path) -> None:
+    runs = Runs({"rtn_w2_s0": 40.0, "optq_w2_s1": 20.0})
+    folder = compare(SETTINGS, given(tmp_path), runs, silent())
+    table = (folder / "compare.md").read_text()
+    assert "1 of 2; seed 1: out of memory" in table
+    assert "1 of 2; seed 0: out of memory" in table
+    assert "| optq | 2 | 20.000 |" in table
+
+
+def test_a_comparison_of_something_else_is_refused(tmp_path: Path) -> None:
+    everything = Runs({f"{m}_w2_s{s}": 20.0 for m in ("rtn", "optq") for s in (0, 1)})
+    compare(SETTINGS, given(tmp_path), everything, silent())
+    other = given(tmp_path, "--quantization.group_size=32")
+    with pytest.raises(UserError, match="comparison with other options"):
+        compare(SETTINGS, other, never, silent())
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected"),
+    [
+        (0, "a warning", ""),
+        (2, "warning\naespa-pl: no space; continue with: aespa-pl fit\n", "no space"),
+        (-signal.SIGKILL, "", "ended by signal 9 (most likely out of memory)"),
+        (-signal.SIGSEGV, "", "ended by signal 11"),
+        (1, "Traceback\n  line\nValueError: x\n", "ValueError: x"),
+    ],
+)
+def test_failure_is_the_last_line_of_the_run(status: int, said: str, expected: str) -> None:
+    assert failure(status, said) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--quantization.bits=3"], r"bits differs from cell to cell: use --compare.bits"),
+        (["--compare.methods=[aesop]"], "aesop"),
+        (["--compare.bits=[1]"], "1"),
+        (["--compare.seeds=[]"], "seeds is empty"),
+    ],
+)
+def test_mistakes_are_refused_before_any_cell(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(["compare", "--model.pretrained=nowhere", *words], Interruption())
+
+
+def test_a_row_without_any_result_has_no_numbers() -> None:
+    table = summary([Cell("rtn", 2, 0, failure="out of memory")])
+    assert table.rows == [["rtn", "2", "-", "0 of 1; seed 0: out of memory"]]
+    assert figure([Cell("rtn", 2, 0, failure="out of memory")]) is None
+
+
+def test_figure_has_a_panel_for_each_bit_width_and_a_point_for_each_method() -> None:
+    cells = [Cell(m, b, 0, metrics(20.0 + b)) for m in ("rtn", "optq") for b in (2, 3)]
+    drawn = figure(cells)
+    assert drawn is not None
+    assert [panel.get_title() for panel in drawn.axes] == ["2 bits", "3 bits"]
+    for panel, bits in zip(drawn.axes, (2, 3), strict=True):
+        points = [tuple(np.ravel(line.get_xydata())) for line in panel.get_lines()]
+        assert (4.0, 20.0 + bits) in points
+
+
+def test_processes_leave_runs_like_any_other(tmp_path: Path) -> None:
+    model = save_with_words(make_model("opt"), tmp_path / "model")
+    words = str(tmp_path / "words.txt")
+    shared = Arguments.read(
+        [
+            f"--model.pretrained={model}", f"--output.folder={tmp_path / 'runs'}",
+            f"--data.calibration.source={words}", f"--data.evaluation.texts={words}",
+            "--data.calibration.segments=4", "--data.calibration.segment_length=16",
+            f"--data.cache={tmp_path / 'cache'}", "--trainer.accelerator=cpu",
+        ]
+    )  # fmt: skip
+    settings = CompareSettings(methods=["rtn"], bits=[3], seeds=[0])
+    folder = compare(settings, shared, in_processes(Interruption()), silent())
+    finished = Run.open(folder / "rtn_w3_s0" / "version_0").metrics()
+    assert finished is not None
+    assert finished["perplexity"]["quantized"] == pytest.approx(
+        finished["perplexity"]["nearest"], rel=1e-2
+    )
+
+
+def test_a_signal_is_passed_on_and_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    interruption = Interruption()
+    monkeypatch.setattr(
+        "sys.executable", "/bin/sleep"
+    )  # sleep -m ... ends at once: a run that fails
+    interruption.received = signal.SIGTERM
+    with pytest.raises(RunInterrupted):
+        in_processes(interruption)(["60"])
+
+
+def test_a_perplexity_that_is_not_finite_is_an_error() -> None:
+    with pytest.raises(
+        UserError, match=r"diverged: the perplexity of the quantized model on b is inf"
+    ):
+        refuse_diverged("quantized", {"a": 3.0, "b": math.inf})
