@@ -26,6 +26,11 @@ class BlockRecord(Strict):
     """Seconds by phase."""
     files: dict[str, str]
     """SHA-256 by path in the folder of the run."""
+    output_error: dict[str, int | float] = {}
+    """By stage (``rounded``): squared error of the block's output relative to the original model's; empty
+    where the run had no stream of the original model, or was stopped right after the block."""
+    peak_bytes: dict[str, int] = {}
+    """Most memory that the process had until then, on ``host`` and ``device``."""
 
 
 class LearnedFile(Strict):

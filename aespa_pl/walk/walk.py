@@ -1,6 +1,7 @@
 """The walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, Ranks
-from aespa_pl.measure import Stopwatch, release_memory
+from aespa_pl.measure import Stopwatch, peak_bytes, release_memory
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.pretrained import Checkpoint
@@ -89,12 +90,17 @@ class Walk:
             with self.source.block(index, origin) as module:
                 if not complete:
                     self._quantize_block(index, module, streams, writer)
-                if index < missing[-1]:
+                # after the last block only for the error of its output
+                if index < missing[-1] or two:
                     with self._measure("forward"):
                         self.source.advance(module, streams.quantized)
             if complete and streams.original is not None and index < missing[-1]:
                 with self._measure("forward"), self.source.block(index) as module:
                     self.source.advance(module, streams.original)
+            if two and not complete:
+                error = record.output_error(streams, self.ranks)
+                if math.isfinite(error):  # JSON has no other numbers
+                    self.run.add_to_block(index, {"output_error": {"rounded": error}})
             release_memory()
             self.progress.advance()
 
@@ -138,7 +144,12 @@ class Walk:
             measured = self._store(block, module, writer)
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
         files = (self.run.block_file(index), writer.block_file(index))
-        self.run.finish_block(index, {"losses": measured, "seconds": seconds}, files)
+        known = {
+            "losses": measured,
+            "seconds": seconds,
+            "peak_bytes": peak_bytes(self.source.device),
+        }
+        self.run.finish_block(index, known, files)
         if not self.ranks.is_first:
             return
         for logger in self.loggers:
