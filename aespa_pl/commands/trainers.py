@@ -15,6 +15,7 @@ from aespa_pl.distributed.processes import Ranks
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import Portion
 from aespa_pl.progress import IterationProgress, WalkProgress
+from aespa_pl.rounding.histograms import RoundingHistograms
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
@@ -59,6 +60,7 @@ class BlockTrainers:
             logger=_loggers(chosen.logger, run, portion.block),
             callbacks=[
                 *callbacks,
+                *([RoundingHistograms(self.output.histograms)] if self.output.histograms else []),
                 IterationProgress(self.progress),
                 StopAtIteration(self.interruption, folder, self.ranks),
             ],
