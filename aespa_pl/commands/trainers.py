@@ -15,6 +15,7 @@ from aespa_pl.distributed.processes import Ranks
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import Portion
 from aespa_pl.progress import IterationProgress, WalkProgress
+from aespa_pl.rounding.histograms import RoundingHistograms
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
@@ -47,10 +48,13 @@ class BlockTrainers:
 
     def of_portion(self, run: Run, portion: Portion) -> Trainer:
         """Return the Trainer of what a run learns together of one block."""
+        own: list[Callback] = [IterationProgress(self.progress)]
+        if self.output.histograms:
+            own.append(RoundingHistograms(self.output.histograms))
         return self._make(
             run,
             portion,
-            [IterationProgress(self.progress)],
+            own,
             part=f"block_{portion.block:03}",
             max_steps=self.iterations,
             max_epochs=-1,

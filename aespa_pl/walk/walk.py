@@ -1,5 +1,6 @@
 """The walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, Ranks
-from aespa_pl.measure import Stopwatch, release_memory
+from aespa_pl.measure import Stopwatch, peak_bytes, release_memory
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
@@ -118,12 +119,18 @@ class Walk:
                 with self.source.block(index, origin) as module:
                     if not complete:
                         self._quantize_block(index, module, streams, writer)
-                    if index < last:
+                    # after the last block only for the error of its output
+                    if index < last or two:
                         with self._measure("forward"):
                             self.source.advance(module, streams.quantized)
             if complete and streams.original is not None and (index < last or self._tunes_model):
                 with self._measure("forward"), self.source.block(index) as module:
                     self.source.advance(module, streams.original)
+            if two and not complete:
+                error = record.output_error(streams, self.ranks)
+                if math.isfinite(error):  # JSON has no other numbers
+                    stage = "rounded" if self.block_tuner is None else "tuned"
+                    self.run.add_to_block(index, {"output_error": {stage: error}})
             release_memory()
             self.progress.advance()
         return streams
@@ -182,11 +189,15 @@ class Walk:
                     index, tunable, streams.quantized, cast(Batches, streams.original)
                 )
             tensors |= record.tuned_tensors(tuned.weights)
-        known = {"losses": measured, "tuning": None if tuned is None else record.tuning(tuned)}
+        known: dict[str, Any] = {
+            "losses": measured,
+            "tuning": None if tuned is None else record.tuning(tuned),
+        }
         with self._measure("writing"):
             self._store(index, module, tensors, known, writer)
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
         files = (self.run.block_file(index), writer.block_file(index))
+        known["peak_bytes"] = peak_bytes(self.source.device)
         self.run.finish_block(index, {**known, "seconds": seconds}, files)
         if not self.ranks.is_first:
             return
