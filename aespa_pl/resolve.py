@@ -22,6 +22,7 @@ def resolved(settings: QuantizationSettings) -> QuantizationSettings:
     if method is None:
         raise UserError(f"quantization.method is {settings.method}: {', '.join(METHODS)}")
     grid, objective, rounding = settings.grid, settings.objective, settings.rounding
+    blocks, model = settings.tuning.blocks, settings.tuning.model
     found = replace(
         settings,
         input_correction=_either(settings.input_correction, method.input_correction),
@@ -42,6 +43,11 @@ def resolved(settings: QuantizationSettings) -> QuantizationSettings:
             keep_best=_either(rounding.keep_best, method.keep_best),
         ),
         polish=replace(settings.polish, enabled=_either(settings.polish.enabled, method.polish)),
+        tuning=replace(
+            settings.tuning,
+            blocks=replace(blocks, enabled=_either(blocks.enabled, method.tune_blocks)),
+            model=replace(model, enabled=_either(model.enabled, method.tune_model)),
+        ),
     )
     if found.grid.zfold and not found.grid.search:
         raise UserError(

@@ -226,8 +226,9 @@ class PolishSettings:
 class BlockTuningSettings:
     """Training of each block as a whole: integers, scales, norms and biases together; not in the paper."""
 
-    enabled: bool = False
-    """Train each block on the original block's output, after step 4 and the polish (docs/tuning.md)."""
+    enabled: bool | None = None
+    """Train each block on the original block's output, after step 4 and the polish (docs/tuning.md); null:
+    as the method does."""
     epochs: PositiveInt = 2
     """Visits of all calibration segments."""
     batch_size: PositiveInt = 1
@@ -244,9 +245,9 @@ class BlockTuningSettings:
 class ModelTuningSettings:
     """Training of the quantized model end to end: scales, norms and biases; not in the paper."""
 
-    enabled: bool = False
+    enabled: bool | None = None
     """After the last block, train the model on the original's next-token distribution, with all integers
-    fixed. The whole model must fit into the device's memory (docs/tuning.md)."""
+    fixed. The whole model must fit into the device's memory (docs/tuning.md); null: as the method does."""
     epochs: PositiveInt = 1
     """Visits of all calibration segments."""
     batch_size: PositiveInt = 2
@@ -272,7 +273,7 @@ class TuningSettings:
     @property
     def enabled(self) -> bool:
         """Whether anything is tuned, which takes the original model's stream of hidden states."""
-        return self.blocks.enabled or self.model.enabled
+        return bool(self.blocks.enabled or self.model.enabled)
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,7 @@ class QuantizationSettings:
     @property
     def two_streams(self) -> bool:
         """Whether the original model's hidden states are needed beside the quantized model's."""
-        return self.input_correction > 0 or self.tuning.enabled
+        return bool(self.input_correction) or self.tuning.enabled
 
     def learns(self, *, attention: bool) -> bool:
         """Return whether the rounding of Q, K and V (attention), or of the others, is learned."""

@@ -4,11 +4,20 @@ A new method is a file here and a line below. What a method decides can be set t
 setting of that meaning; :func:`aespa_pl.resolve.resolved` brings both together.
 """
 
-from aespa_pl.methods import adaround, aespa, aespa_fast, aespa_hybrid, optq, rtn, zfold
+from aespa_pl.methods import (
+    adaround,
+    aespa,
+    aespa_fast,
+    aespa_hybrid,
+    aespa_tuned,
+    optq,
+    rtn,
+    zfold,
+)
 from aespa_pl.methods.method import Method
 
 METHODS: dict[str, Method] = {
     module.METHOD.name: module.METHOD
-    for module in (aespa, aespa_hybrid, aespa_fast, rtn, optq, zfold, adaround)
+    for module in (aespa, aespa_hybrid, aespa_fast, aespa_tuned, rtn, optq, zfold, adaround)
 }
 """Each method by the value of quantization.method."""

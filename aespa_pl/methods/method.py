@@ -37,3 +37,7 @@ class Method:
     """Coordinate descent on the integers at the end."""
     input_correction: float = 0.0
     """Share of the error of earlier blocks that the weights make up for."""
+    tune_blocks: bool = False
+    """Train each block as a whole at its end."""
+    tune_model: bool = False
+    """Train the model end to end after the last block."""

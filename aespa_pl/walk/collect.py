@@ -116,7 +116,7 @@ class StatisticsPasses:
         either = attention if collector.value or collector.query_key else None
         # before block 0 both streams are equal, and so are what comes out and the statistics
         differ = streams.original is not None and index > 0
-        compare = differ and self.settings.input_correction > 0
+        compare = differ and bool(self.settings.input_correction)
         originals = in_turn(streams.original or [], self.source.device)
         for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
             original = None

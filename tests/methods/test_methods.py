@@ -12,12 +12,15 @@ from aespa_pl.methods import METHODS
 from aespa_pl.methods.method import Method
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
+    BlockTuningSettings,
     GridSettings,
+    ModelTuningSettings,
     ObjectiveSettings,
     OptqSettings,
     PolishSettings,
     QuantizationSettings,
     RoundingSettings,
+    TuningSettings,
     keys_of,
 )
 from tests.walks import changed, walk
@@ -32,6 +35,8 @@ OVERRIDES = {
     "keep_best": ("rounding.keep_best", True),
     "polish": ("polish.enabled", True),
     "input_correction": ("input_correction", 0.25),
+    "tune_blocks": ("tuning.blocks.enabled", True),
+    "tune_model": ("tuning.model.enabled", True),
 }
 """By field of a declaration: its setting, and a value that nearest rounding does not have."""
 
@@ -70,6 +75,9 @@ def test_a_false_of_the_user_is_no_null() -> None:
         polish=PolishSettings(enabled=False),
         rounding=RoundingSettings(keep_best=False, learn="none"),
         objective=ObjectiveSettings("layer", "layer"),
+        tuning=TuningSettings(
+            BlockTuningSettings(enabled=False), ModelTuningSettings(enabled=False)
+        ),
     )
     found = resolved(off)
     assert found == changed({"grid.search": True}, off)
@@ -112,7 +120,9 @@ FREE = {"rounding.keep_best": None, "polish.enabled": None, "input_correction": 
 
 
 @pytest.mark.parametrize("form", [{}, {"group_size": 4, "symmetric": True, "bits": 3}])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if not method.tune_blocks]
+)  # the tuning has tests of its own
 def test_every_method_walks_with_groups_and_symmetric_grids(
     name: str, form: dict[str, object], tmp_path: Path
 ) -> None:
