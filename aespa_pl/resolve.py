@@ -22,7 +22,7 @@ def resolved(settings: QuantizationSettings) -> QuantizationSettings:
     if method is None:
         raise UserError(f"quantization.method is {settings.method}: {', '.join(METHODS)}")
     grid, objective, rounding = settings.grid, settings.objective, settings.rounding
-    tuning = settings.tuning
+    blocks, model = settings.tuning.blocks, settings.tuning.model
     found = replace(
         settings,
         input_correction=_either(settings.input_correction, method.input_correction),
@@ -44,11 +44,9 @@ def resolved(settings: QuantizationSettings) -> QuantizationSettings:
         ),
         polish=replace(settings.polish, enabled=_either(settings.polish.enabled, method.polish)),
         tuning=replace(
-            tuning,
-            blocks=replace(
-                tuning.blocks, enabled=_either(tuning.blocks.enabled, method.tune_blocks)
-            ),
-            model=replace(tuning.model, enabled=_either(tuning.model.enabled, method.tune_model)),
+            settings.tuning,
+            blocks=replace(blocks, enabled=_either(blocks.enabled, method.tune_blocks)),
+            model=replace(model, enabled=_either(model.enabled, method.tune_model)),
         ),
     )
     if found.grid.zfold and not found.grid.search:

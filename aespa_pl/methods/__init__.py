@@ -18,6 +18,6 @@ from aespa_pl.methods.method import Method
 
 METHODS: dict[str, Method] = {
     module.METHOD.name: module.METHOD
-    for module in (aespa_tuned, aespa, aespa_hybrid, aespa_fast, rtn, optq, zfold, adaround)
+    for module in (aespa, aespa_hybrid, aespa_fast, aespa_tuned, rtn, optq, zfold, adaround)
 }
 """Each method by the value of quantization.method."""

@@ -1,7 +1,4 @@
-"""aespa-fast, then every block trained as a whole, then the model end to end (docs/tuning.md).
-
-Learning the rounding of single projections before the blocks are trained costs more than it gains.
-"""
+"""aespa without learning, then blocks as a whole and the model end to end are trained."""
 
 from dataclasses import replace
 

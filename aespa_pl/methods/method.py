@@ -38,6 +38,6 @@ class Method:
     input_correction: float = 0.0
     """Share of the error of earlier blocks that the weights make up for."""
     tune_blocks: bool = False
-    """Train each block as a whole."""
+    """Train each block as a whole at its end."""
     tune_model: bool = False
-    """Train scales, norms and biases of the whole model, end to end."""
+    """Train the model end to end after the last block."""
