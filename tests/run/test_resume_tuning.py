@@ -14,6 +14,7 @@ from tests.run.test_resume import LAST, Bench, check, copied, flip, results
 from tests.walks import BLOCKS, save_with_words, shortened
 
 TUNED = (
+    "--quantization.method=aespa",  # which learns something before
     "--quantization.rounding.iterations=8",
     "--quantization.tuning.blocks.enabled=true",
     "--quantization.tuning.blocks.epochs=3",
