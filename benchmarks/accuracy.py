@@ -43,6 +43,8 @@ from aespa_pl.settings import (
     QuantizationSettings,
 )
 from aespa_pl.walk.collect import StatisticsPasses
+from aespa_pl.walk.end_to_end import ModelTuner
+from aespa_pl.walk.tuning import BlockTuner
 from aespa_pl.walk.walk import Walk
 
 DEFAULTS = QuantizationSettings()
@@ -67,6 +69,7 @@ def main(
     threads: int = 1,
     segments: int | None = None,
     nearest: bool = False,
+    says: bool = False,
     output: str | None = None,
 ) -> None:
     """Quantize with each calibration set and print the perplexities.
@@ -80,6 +83,7 @@ def main(
         threads: Threads of torch.
         segments: Use only the first so many calibration segments.
         nearest: Measure the original and round-to-nearest as well.
+        says: Print what the walk tells of each block.
         output: JSON lines are appended to this file.
     """
     quiet_libraries()
@@ -103,7 +107,7 @@ def main(
         bars["original"] = evaluate(job, job.checkpoint, {"": ids})[""]
         bars["nearest"] = evaluate(job, job.checkpoint, {"": ids}, nearest=True)[""]
         print(label, bars)
-    results = [_measure(job, tokens, ids) for tokens in sets]
+    results = [_measure(job, tokens, ids, says=says) for tokens in sets]
     values = [result.perplexity for result in results]
     spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     phases = {k: round(v, 1) for k, v in results[0].seconds.items()}
@@ -132,27 +136,30 @@ def _evaluation(job: Job, name: str) -> Tensor:
     return replace(job, data=replace(job.data, evaluation=settings)).evaluation()[name]
 
 
-def _measure(job: Job, tokens: Tensor, ids: Tensor) -> Measured:
+def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
     stopwatch = Stopwatch()
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         run = Run.create(Path(folder), {})
 
-        def trainer(_: Portion) -> Trainer:
+        def trainer(_: Portion, epochs: int | None = None) -> Trainer:
+            tuning = {"max_epochs": epochs, "num_sanity_val_steps": -1}
+            learning = {"max_steps": job.quantization.rounding.iterations, "max_epochs": -1}
             return Trainer(
                 accelerator="cpu",
                 devices=1,
-                max_steps=job.quantization.rounding.iterations,
-                max_epochs=-1,
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 log_every_n_steps=1000,
+                **(tuning if epochs else learning),
             )
 
-        progress = WalkProgress(Console(quiet=True))
+        progress = WalkProgress(Console(quiet=not says))
         source, settings = job.stream(job.checkpoint), job.quantization
+        blocks = BlockTuner(source, run, settings.tuning, trainer)
+        model = ModelTuner(source, run, settings.tuning, settings.bits, trainer, recompute=False)
         Walk(
             source,
             run,
@@ -162,8 +169,11 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor) -> Measured:
             StatisticsPasses(source, settings, run.folder),
             progress,
             stopwatch,
+            blocks if settings.tuning.blocks.enabled else None,
+            model if settings.tuning.model.enabled else None,
         ).quantize(tokens)
-        seconds = {"total": time.perf_counter() - start, **stopwatch.seconds}
+        spent = {"total": time.perf_counter() - start, "processor": time.process_time() - processor}
+        seconds = spent | stopwatch.seconds
         value = evaluate(job, Checkpoint.open(run.model_folder), {"": ids})[""]
         losses = {str(i): record["losses"] for i, record in run.blocks.items()}
     return Measured(value, seconds, losses)

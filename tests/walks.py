@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from aespa_pl.resolve import resolved
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import PolishSettings, QuantizationSettings, RoundingSettings
 from aespa_pl.walk.collect import StatisticsPasses
+from aespa_pl.walk.end_to_end import ModelTuner
+from aespa_pl.walk.tuning import BlockTuner
 from aespa_pl.walk.walk import Walk
 from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save
 
@@ -73,6 +76,20 @@ def trainers(settings: QuantizationSettings, run: Run, options: TrainerOptions) 
         return Trainer(**{**silent, **options(run, portion)})
 
     return make
+
+
+def tuning_trainer(_run: Run, _portion: Portion, epochs: int) -> Trainer:
+    """Return a silent Trainer of a tuning."""
+    return Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        num_sanity_val_steps=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -133,6 +150,7 @@ def walk(
     run: Run | None = None,
     hidden_folder: Path | None = None,
     partition: Partition = WHOLE,
+    recompute: bool = False,
 ) -> Quantized:
     """Quantize an example; the same name gives the same weights and the same text.
 
@@ -146,6 +164,7 @@ def walk(
         run: One to go on with.
         hidden_folder: For hidden states on disk.
         partition: What of a block is worked on at once.
+        recompute: Blocks run twice in the end-to-end tuning.
     """
     torch.manual_seed(0)
     model = shortened(make_model(name, torch.float32)) if model is None else model
@@ -165,6 +184,7 @@ def walk(
     learner = Learner(
         settings, trainers(settings, run, options), run, torch.device("cpu"), partition
     )
+    tuning = partial(tuning_trainer, run)
     walker = Walk(
         source=source,
         run=run,
@@ -174,6 +194,14 @@ def walk(
         passes=StatisticsPasses(source, settings, run.folder, partition),
         progress=WalkProgress(Console(file=said, width=200)),
         stopwatch=stopwatch,
+        block_tuner=BlockTuner(source, run, settings.tuning, tuning)
+        if settings.tuning.blocks.enabled
+        else None,
+        model_tuner=ModelTuner(
+            source, run, settings.tuning, settings.bits, tuning, recompute=recompute
+        )
+        if settings.tuning.model.enabled
+        else None,
     )
     walker.quantize(ids)
     return Quantized(model, ids, run, walker.layout, said.getvalue())

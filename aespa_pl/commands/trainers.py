@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -56,6 +57,7 @@ class BlockTrainers:
             portion,
             own,
             part=f"block_{portion.block:03}",
+            folder=run.checkpoint_folder(portion.block),
             max_steps=self.iterations,
             max_epochs=-1,
         )
@@ -67,7 +69,8 @@ class BlockTrainers:
             run,
             portion,
             [IterationProgress(self.progress, "tuning")],
-            part="model" if whole else f"block_{portion.block:03}",
+            part="end_to_end" if whole else f"block_{portion.block:03}",
+            folder=run.checkpoint_folder(portion.block) / "tuning",
             max_steps=-1,
             max_epochs=epochs,
             # the start is a candidate, and so is each epoch: whatever the section says of validation
@@ -78,11 +81,26 @@ class BlockTrainers:
         )
 
     def _make(
-        self, run: Run, portion: Portion, own: Sequence[Callback], *, part: str, **more: Any
+        self,
+        run: Run,
+        portion: Portion,
+        own: Sequence[Callback],
+        *,
+        part: str,
+        folder: Path,
+        **more: Any,
     ) -> Trainer:
-        """Return a Trainer of the section, with our own callbacks; ``part`` is its place in TensorBoard."""
+        """Return a Trainer of the section, with our own callbacks.
+
+        Args:
+            run: The run.
+            portion: What is trained.
+            own: Callbacks beside those that save and stop.
+            part: Place of its curves in TensorBoard.
+            folder: For its checkpoints.
+            more: Arguments of the Trainer.
+        """
         chosen = self.section()
-        folder = run.checkpoint_folder(portion.block)
         callbacks = _listed(chosen.callbacks)
         if chosen.enable_checkpointing:
             callbacks += checkpoints(self.output, folder)

@@ -80,8 +80,11 @@ class Tuning(LightningModule):
             kind = 0 if id(parameter) in latent else 2 if "bias" in name.split(".") else 1
             kinds[kind].append(parameter)
         groups = [(p, r) for p, r in zip(kinds, self.rates, strict=True) if p]
-        rates = [rate for _, rate in groups]
-        adam = torch.optim.Adam([{"params": p, "lr": r} for p, r in groups], fused=True)
+        # plain numbers: a checkpoint that is read without unpickling can't hold the settings' own types
+        rates = [float(rate) for _, rate in groups]
+        adam = torch.optim.Adam(
+            [{"params": p, "lr": r} for (p, _), r in zip(groups, rates, strict=True)], fused=True
+        )
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             adam,
             rates,
@@ -179,6 +182,8 @@ def fit(
     with warnings.catch_warnings():
         # on purpose: dropout is none of the quantized model
         warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
+        # steps are counted over the epochs, so there are curves all the same
+        warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
         trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
     module.restore_best()
 

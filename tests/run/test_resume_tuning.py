@@ -1,0 +1,155 @@
+"""A run that was killed in a tuning, of a block or of the model, goes on and ends with the same bytes."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from aespa_pl.run.fingerprint import checksum
+from tests.forks import started
+from tests.models.examples import make_model
+from tests.run.test_resume import LAST, Bench, check, copied, flip, results
+from tests.walks import BLOCKS, save_with_words, shortened
+
+TUNED = (
+    "--quantization.method=aespa",  # which learns something before
+    "--quantization.rounding.iterations=8",
+    "--quantization.tuning.blocks.enabled=true",
+    "--quantization.tuning.blocks.epochs=3",
+    "--quantization.tuning.blocks.integer_rate=0.002",
+    "--quantization.tuning.blocks.bias_rate=0.003",
+    "--quantization.tuning.model.enabled=true",
+    "--quantization.tuning.model.epochs=2",
+    "--quantization.tuning.blocks.batch_size=5",
+    "--quantization.tuning.model.batch_size=5",
+    "--quantization.tuning.held_back=0.15",
+    "--data.calibration.segments=24",
+    "--output.checkpoint_iterations=1",
+)
+"""Of 24 segments 4 are held back: 4 steps an epoch, 12 for a block and 8 for the model."""
+BLOCK, MODEL = "checkpoints/block_000/tuning", f"checkpoints/block_{BLOCKS:03}/tuning"
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("bench")
+    torch.manual_seed(0)
+    save_with_words(shortened(make_model("opt", torch.float32)), folder / "model")
+    with started(folder) as forks:
+        yield Bench(folder, forks)
+
+
+@pytest.fixture(scope="module")
+def whole(bench: Bench) -> dict[str, bytes]:
+    """What a run leaves that nothing disturbed."""
+    outcome = bench.fit("whole", *TUNED)
+    assert outcome.status == 0, outcome.text
+    assert outcome.text.count("tuning took the error") > 1
+    return results(bench.run_of("whole"))
+
+
+def finished(bench: Bench, name: str, whole: dict[str, bytes]) -> str:
+    outcome = bench.fit(name, *LAST, *TUNED)
+    check(bench, name, outcome, whole)
+    left = {path.name for path in bench.run_of(name).iterdir()}
+    assert not left & {"checkpoints", "portions", "rewriting"}
+    return outcome.text
+
+
+MOMENTS = [
+    "portions/block_000_000.safetensors",
+    f"{BLOCK}/step_1.ckpt",
+    f"{BLOCK}/step_4.ckpt",
+    f"{BLOCK}/step_6.ckpt",
+    f"{BLOCK}/step_12.ckpt",
+    "blocks/block_000.safetensors",
+    "checkpoints/block_001/tuning/step_12.ckpt",
+    f"{MODEL}/step_1.ckpt",
+    f"{MODEL}/step_6.ckpt",
+    f"{MODEL}/step_8.ckpt",
+    "tuned.safetensors",
+    "rewriting/blocks/block_000.safetensors",
+    "rewriting/model/model-00002-of-00003.safetensors",
+    "rewriting/blocks/block_001.safetensors",
+    "rewriting/model/model-00003-of-00003.safetensors",
+    "model/model.safetensors.index.json",
+]
+"""What has just appeared when the run is killed, in their order."""
+
+
+def test_killed_at_each_of_its_writes_it_goes_on_to_the_same_bytes(
+    bench: Bench, whole: dict[str, bytes]
+) -> None:
+    kills = 0
+    for when in MOMENTS:
+        outcome = bench.fit("writes", *LAST, *TUNED, number=signal.SIGKILL, when=f"*/{when}")
+        # a file that was gone before it was seen: then the run goes on to its end
+        assert outcome.status in (-signal.SIGKILL, 0), f"{when}: {outcome.text}"
+        kills += outcome.status == -signal.SIGKILL
+        if outcome.status == 0:
+            break
+    finished(bench, "writes", whole)
+    assert kills > len(MOMENTS) / 2
+
+
+@pytest.mark.parametrize("when", [f"{BLOCK}/step_4*", f"{BLOCK}/step_10*", f"{MODEL}/step_6*"])
+def test_checkpoint_of_a_tuning_is_used(when: str, bench: Bench, whole: dict[str, bytes]) -> None:
+    """It goes on to the same bytes; with other values in the checkpoint the end is another."""
+    name = f"used_{when.replace('/', '_')[:-1]}"
+    stopped = bench.fit(name, *TUNED, number=signal.SIGTERM, when=f"*/{when}")
+    assert stopped.status == 128 + signal.SIGTERM, stopped.text
+    journal = bench.journal(name)
+    file = bench.run_of(name) / journal["checkpoint"]["file"]
+    copied(bench.run_of(name), bench, f"same_{name}")
+    finished(bench, f"same_{name}", whole)
+    content = torch.load(file, weights_only=True)
+    for tensor in content["state_dict"].values():
+        tensor.mul_(1.3)
+    content["tuning"]["best_error"] = 1e9  # the altered epochs are the best
+    torch.save(content, file)
+    text = (bench.run_of(name) / "journal.json").read_text()
+    (bench.run_of(name) / "journal.json").write_text(
+        text.replace(journal["checkpoint"]["checksum"], checksum(file))
+    )
+    assert bench.fit(name, *LAST, *TUNED).status == 0
+    assert results(bench.run_of(name)) != whole
+
+
+@pytest.mark.parametrize(
+    "file", ["blocks/block_001.safetensors", "model/model-00002-of-00003.safetensors"]
+)
+def test_damaged_file_after_the_tuning_is_named_and_everything_is_done_again(
+    file: str, bench: Bench, whole: dict[str, bytes]
+) -> None:
+    name = f"damaged_{Path(file).stem}"
+    run = copied(bench.run_of("whole"), bench, name)
+    flip(run / file)
+    text = finished(bench, name, whole)
+    assert f"{run / file} is damaged or missing: what it held is made again" in text
+    assert "all blocks are quantized again" in text
+
+
+def test_damaged_file_outside_the_blocks_costs_nothing(
+    bench: Bench, whole: dict[str, bytes]
+) -> None:
+    run = copied(bench.run_of("whole"), bench, "stem")
+    flip(run / "model/model-00001-of-00003.safetensors")
+    text = finished(bench, "stem", whole)
+    assert f"{BLOCKS} of {BLOCKS} blocks are complete already" in text
+
+
+def test_other_settings_of_the_tuning_are_refused(bench: Bench, whole: dict[str, bytes]) -> None:
+    assert whole
+    outcome = bench.fit(
+        "whole", *LAST, *TUNED, "--quantization.tuning.blocks.epochs=1",
+        "--quantization.tuning.model.scale_rate=0.1", "--quantization.tuning.held_back=0.2",
+    )  # fmt: skip
+    assert outcome.status == 2
+    for change in (
+        "quantization.tuning.blocks.epochs was 3 and is 1",
+        "quantization.tuning.model.scale_rate was 0.003 and is 0.1",
+        "quantization.tuning.held_back was 0.15 and is 0.2",
+    ):
+        assert change in outcome.text

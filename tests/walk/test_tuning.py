@@ -1,0 +1,197 @@
+"""Tuning in a walk: what is stored is what was evaluated, on streams that are the model's own."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from aespa_pl.errors import UserError
+from tests import walks
+from tests.walks import SEGMENTS, Quantized, walk
+
+HELD = 2
+BLOCKS_ONLY: dict[str, Any] = {
+    "tuning.blocks.enabled": True,
+    "tuning.blocks.epochs": 3,
+    "tuning.blocks.integer_rate": 0.002,
+    "tuning.blocks.bias_rate": 0.003,
+    "tuning.held_back": 0.3,  # 2 of 6 segments
+}
+BOTH = BLOCKS_ONLY | {"tuning.model.enabled": True, "tuning.model.epochs": 2}
+
+
+def hidden_states(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """Return what goes into each block, and what comes out of the last, by transformers itself."""
+    seen: list[Tensor] = []
+    blocks = model.get_submodule(walks.family_of(model.config).blocks_path)
+
+    def note(_module: Any, arguments: Any, options: Any) -> None:
+        seen.append(arguments[0] if arguments else options["hidden_states"])
+
+    handles = [b.register_forward_pre_hook(note, with_kwargs=True) for b in blocks]
+    last = blocks[-1].register_forward_hook(
+        lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    )
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for handle in (*handles, last):
+        handle.remove()
+    return seen
+
+
+def block_errors(found: Quantized) -> list[float]:
+    """Return each exported block's error on the segments that were held back, in float64."""
+    original = hidden_states(found.original, found.ids)
+    quantized = hidden_states(found.exported(), found.ids)
+    errors = []
+    for wanted, mine in zip(original[1:], quantized[1:], strict=True):
+        a, b = mine[-HELD:].double(), wanted[-HELD:].double()
+        errors.append(float(((a - b).square().sum(-1) / b.square().sum(-1)).mean()))
+    return errors
+
+
+def divergence(found: Quantized) -> float:
+    """Return the exported model's divergence on the segments that were held back, in float64."""
+    with torch.no_grad():
+        p, q = (
+            m(found.ids[-HELD:]).logits.double().log_softmax(-1)
+            for m in (found.original, found.exported())
+        )
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "opt", "bloom"])
+@pytest.mark.parametrize("correction", [0.0, 0.5])
+def test_the_error_in_the_journal_is_that_of_the_exported_block(
+    name: str, correction: float, tmp_path: Path
+) -> None:
+    """So inputs and targets are the right streams at every block, and what is stored was evaluated."""
+    found = walk(name, tmp_path, BLOCKS_ONLY | {"input_correction": correction})
+    records = [found.journal["blocks"][str(i)]["tuning"] for i in range(walks.BLOCKS)]
+    assert [r["error"] for r in records] == pytest.approx(block_errors(found), rel=1e-3)
+    for record in records:
+        assert record["error"] <= record["start_error"]
+        assert record["finite"]
+        assert record["epoch"] or not record["changed"]
+    assert any(record["epoch"] for record in records)
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "opt", "bloom"])
+def test_the_divergence_in_the_journal_is_that_of_the_exported_model(
+    name: str, tmp_path: Path
+) -> None:
+    found = walk(name, tmp_path, BOTH)
+    record = found.journal["tuned"]
+    assert record["error"] == pytest.approx(divergence(found), rel=1e-3)
+    assert record["error"] <= record["start_error"]
+    before = walk(name, tmp_path / "blocks", BLOCKS_ONLY)
+    assert record["start_error"] == pytest.approx(divergence(before), rel=1e-3)
+    for index in range(walks.BLOCKS):
+        for key, tensor in before.file(index).items():
+            if not key.endswith(".scale"):
+                assert torch.equal(found.file(index)[key], tensor)
+
+
+def test_the_exported_weights_are_scale_times_integer_minus_zero_point(tmp_path: Path) -> None:
+    found = walk("llama-grouped", tmp_path, BOTH)
+    state = found.exported().state_dict()
+    for index in range(walks.BLOCKS):
+        tensors = found.file(index)
+        for p in found.layout.projections:
+            q, scale, zero = (tensors[f"{p.name}.{k}"] for k in ("integers", "scale", "zero_point"))
+            assert (q.dtype, scale.dtype, zero.dtype) == (torch.uint8, torch.float16, torch.uint8)
+            expected = scale.float() * (q.float() - zero.float())  # a scale for each row
+            assert torch.equal(state[f"{found.blocks_path}.{index}.{p.module}.weight"], expected)
+
+
+def test_recomputing_blocks_changes_nothing(tmp_path: Path) -> None:
+    kept = walk("llama-grouped", tmp_path / "kept", BOTH)
+    again = walk("llama-grouped", tmp_path / "again", BOTH, recompute=True)
+    for name, tensor in kept.exported().state_dict().items():
+        assert torch.allclose(again.exported().state_dict()[name], tensor, atol=1e-5)
+
+
+def test_hidden_states_on_disk_change_nothing(tmp_path: Path) -> None:
+    memory = walk("opt", tmp_path / "memory", BOTH)
+    disk = walk("opt", tmp_path / "disk", BOTH, hidden_folder=tmp_path / "hidden")
+    for name, tensor in memory.exported().state_dict().items():
+        assert torch.equal(disk.exported().state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tuning.blocks.enabled": False},
+        {"tuning.blocks.epochs": 2},
+        {"tuning.blocks.batch_size": 2},
+        {"tuning.blocks.integer_rate": 0.004},
+        {"tuning.blocks.scale_rate": 0.001},
+        {"tuning.blocks.bias_rate": 0.001},
+        {"tuning.model.enabled": False},
+        {"tuning.model.epochs": 1},
+        {"tuning.model.batch_size": 1},
+        {"tuning.model.scale_rate": 0.001},
+        {"tuning.model.bias_rate": 0.003},
+        {"tuning.held_back": 0.5},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_setting_acts(change: Mapping[str, Any], base: Quantized, tmp_path: Path) -> None:
+    found = walk("opt", tmp_path, BOTH | change)
+    assert found.journal["blocks"] != base.journal["blocks"]
+    name = next(iter(change))
+    if ".model." in name:
+        for index in range(walks.BLOCKS):
+            before = base.journal["blocks"][str(index)]["tuning"]
+            assert found.journal["blocks"][str(index)]["tuning"] == before
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    return walk("opt", tmp_path_factory.mktemp("base"), BOTH)
+
+
+class Poison(Callback):
+    """Makes what is trained NaN at the first step."""
+
+    def on_train_batch_start(self, _trainer: Any, pl_module: Any, *_: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.requires_grad:
+                parameter.data.fill_(math.nan)
+
+
+def test_a_tuning_that_is_not_finite_leaves_the_block_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = walk("opt", tmp_path / "plain")
+    monkeypatch.setattr(walks, "tuning_trainer", partial(_poisoned, walks.tuning_trainer))
+    found = walk("opt", tmp_path / "poisoned", BOTH)
+    for index in range(walks.BLOCKS):
+        record = found.journal["blocks"][str(index)]["tuning"]
+        assert (record["finite"], record["epoch"], record["changed"]) == (False, 0, 0)
+        expected = plain.file(index)
+        assert all(torch.equal(t, expected[name]) for name, t in found.file(index).items())
+    assert not found.journal["tuned"]["finite"]
+    for name, tensor in plain.exported().state_dict().items():
+        assert torch.equal(found.exported().state_dict()[name], tensor)
+    assert found.said.count("it ended where the loss was not a finite number") == walks.BLOCKS + 1
+
+
+def _poisoned(make: Any, *arguments: Any) -> Trainer:
+    trainer: Trainer = make(*arguments)
+    trainer.callbacks.append(Poison())  # type: ignore[attr-defined]
+    return trainer
+
+
+def test_too_few_segments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=rf"{SEGMENTS} calibration segments, of which 2 are held back"
+    ):
+        walk("opt", tmp_path, BLOCKS_ONLY | {"tuning.blocks.batch_size": 5})
