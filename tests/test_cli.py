@@ -724,3 +724,93 @@ def test_last_without_a_run_begins_the_first(aespa: CommandLine, model: Path) ->
     status, out, _ = aespa("fit", *small(model), "--ckpt_path", "last")
     assert status == 0
     assert "this is the first" in out
+
+
+def test_report_takes_several_runs_or_the_last(aespa: CommandLine, model: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the report's figures need matplotlib")
+    for bits in (2, 3):
+        name = f"bits{bits}"
+        arguments = (*small(model), "--quantization.method", "aespa-fast", "--output.name", name)
+        assert aespa("fit", *arguments, "--quantization.bits", bits)[0] == 0
+    runs = [f"lightning_logs/bits{bits}/version_0" for bits in (2, 3)]
+    status, out, err = aespa("report", *runs, "--output", "page", "--figures", "none")
+    assert (status, out, err) == (0, "page/report.html\n", "")
+    page = Path("page/report.html").read_text()
+    assert "bits2/version_0" in page
+    assert "bits3/version_0" in page
+    status, out, _ = aespa("report", "last", "--figures", "none")
+    assert (status, out) == (0, "lightning_logs/bits3/version_0/report/report.html\n")
+
+
+def test_journal_has_what_the_report_shows_of_a_block(aespa: CommandLine, model: Path) -> None:
+    assert aespa("fit", *small(model), "--quantization.method", "aespa-fast")[0] == 0
+    run = Path("lightning_logs/aespa/version_0")
+    blocks = json.loads((run / "journal.json").read_text())["blocks"]
+    for record in blocks.values():
+        assert record["peak_bytes"]["host"] > 10**7
+        assert all(0 < losses["share_not_nearest"] < 1 for losses in record["losses"].values())
+    tokens = calibration_tokens_of(model)
+    original, quantized = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+            tokens, output_hidden_states=True
+        ).hidden_states
+        for folder in (model, run / "model")
+    )
+    difference = quantized[1] - original[1]  # after block 0: the last has the final norm behind it
+    expected = float(difference.square().sum() / original[1].square().sum())
+    assert blocks["0"]["output_error"]["rounded"] == pytest.approx(expected, rel=1e-4)
+    assert blocks["1"]["output_error"]["rounded"] > 0
+
+
+def calibration_tokens_of(model: Path) -> torch.Tensor:
+    """Return the calibration segments of ``small``, which the run has put into its cache."""
+    (cached,) = [
+        tensors["tokens"]
+        for path in Path("cache").rglob("*.safetensors")
+        if (tensors := load_file(path)).get("tokens", torch.empty(0)).shape == (4, LENGTH)
+    ]
+    return cached
+
+
+def test_tensorboard_shows_configuration_and_result(aespa: CommandLine, model: Path) -> None:
+    assert aespa("fit", *small(model), "--quantization.method", "aespa-fast")[0] == 0
+    run = Path("lightning_logs/aespa/version_0")
+    events = EventAccumulator(str(run / "walk"))
+    events.Reload()
+    assert "configuration/text_summary" in events.Tags()["tensors"]
+    perplexity = json.loads((run / "metrics.json").read_text())["perplexity"]
+    for kind, texts in perplexity.items():
+        (point,) = events.Scalars(f"perplexity/{kind}/embedded")
+        assert point.value == pytest.approx(texts["embedded"], rel=1e-6)
+
+
+def test_help_of_plan_is_one_screen(aespa: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert 24 <= aespa("plan", "--help")[1].count("\n") <= 40
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("fit", ["--tasks", "[piqa]"], r"tasks is a key of aespa-pl test alone"),
+        ("test", ["--tasks", "[piqa]", "--task_limit", 0], r"task_limit is 0: a whole number"),
+        ("test", ["--task_limits", 1], r"task_limits is unknown: did you mean task_limit\?"),
+    ],
+)
+def test_tasks_are_keys_of_test(
+    aespa: CommandLine, model: Path, command: str, arguments: list[object], message: str
+) -> None:
+    status, _, err = aespa(command, *small(model), *arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(message, err)
+
+
+def test_packed_model_is_measured_on_tasks_alone(aespa: CommandLine, model: Path) -> None:
+    shutil.copytree(model, "packed")
+    config = json.loads((model / "config.json").read_text())
+    packed = {"quant_method": "compressed-tensors", "dequantize": True}
+    Path("packed/config.json").write_text(json.dumps(config | {"quantization_config": packed}))
+    status, _, err = aespa("test", "--model.pretrained", "packed", "--trainer.accelerator", "cpu")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "the weights of packed are packed" in err
+    assert "--tasks" in err

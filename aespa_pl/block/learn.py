@@ -170,7 +170,12 @@ class Learner:
             log.info("%s: EarlyStopping ended the learning after %d iterations", label, done)
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        others = sorted({type(c).__name__ for c in callbacks} - {"EarlyStopping"})
+        # Lightning's and ours end nothing early; what is left is the user's
+        ours = ("lightning.pytorch.callbacks.model_checkpoint", "aespa_pl.")
+        others = sorted(
+            {type(c).__name__ for c in callbacks if not type(c).__module__.startswith(ours)}
+            - {"EarlyStopping"}
+        )
         raise UserError(
             f"{label}: learning ended after {done} of {wanted} iterations, so one of trainer.callbacks "
             f"ended it ({', '.join(others)}): remove the one that does, or lower "

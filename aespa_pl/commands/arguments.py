@@ -237,6 +237,8 @@ def _mistake(
     """
     if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:
         return []
+    if key in TASK_KEYS and key not in kinds:
+        return [f"{key} is a key of aespa-pl test alone{where}"]
     if key not in kinds:
         known = [*kinds, *OTHERS, *SECTIONS, FREE]
         hint = nearest(key, known) or ": aespa-pl fit --help lists all keys"

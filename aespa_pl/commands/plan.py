@@ -12,7 +12,7 @@ DEVICES = {"auto": None, "cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
 
 
 def plan(  # noqa: PLR0917 - called by jsonargparse, by name
-    model: ModelSettings,
+    model: ModelSettings | None = None,
     data: DataSettings | None = None,
     quantization: QuantizationSettings | None = None,
     output: OutputSettings | None = None,
@@ -25,17 +25,19 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
     It takes some 30 seconds and writes nothing.
 
     Args:
-        model: The model; its config.json is all that is read of it.
-        data: Calibration text, and how it reaches the model; aespa-pl fit --help lists the keys.
-        quantization: Method and settings; keys as in fit --help.
-        output: Where the runs would go; says whether the disk there suffices.
-        trainer: Of Lightning's Trainer, accelerator alone counts: cpu, gpu or auto.
-        seed_everything: Of fit; changes no need.
-        ckpt_path: Of fit; changes no need.
+        model: --model.pretrained FOLDER is required.
+        data: Keys as in fit --help.
+        quantization: Keys as in fit --help.
+        output: Keys as in fit --help.
+        trainer: Of it, accelerator alone counts.
+        seed_everything: Ignored.
+        ckpt_path: Ignored.
 
     Raises:
         UserError: fit would refuse this.
     """
+    if model is None:
+        raise UserError("model.pretrained is missing")
     # What follows takes seconds to import, which --help does without.
     import torch  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415

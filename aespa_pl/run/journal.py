@@ -215,6 +215,11 @@ class Run:
         known, file = self.tuned, self.tuned_file
         return known is None or (file.is_file() and checksum(file) == known.checksum)
 
+    def add_to_block(self, index: int, found: Mapping[str, Any]) -> None:
+        """Note something about a complete block that is known later, when the next one can begin."""
+        self.blocks[index] |= found
+        self.save()
+
     def finish_model(self) -> None:
         """Note that the model folder is complete: what lies there beside the blocks is whole."""
         of_blocks = {name for record in self.blocks.values() for name in record["files"]}

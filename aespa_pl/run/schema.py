@@ -53,6 +53,11 @@ class BlockRecord(Strict):
     """Of the block as a whole, where it was tuned."""
     end_to_end: bool = False
     """Whether the files hold what the end-to-end tuning learned."""
+    output_error: dict[str, int | float] = {}
+    """By stage (``rounded``): squared error of the block's output relative to the original model's; empty
+    where the run had no stream of the original model, or was stopped right after the block."""
+    peak_bytes: dict[str, int] = {}
+    """Most memory that the process had until then, on ``host`` and ``device``."""
 
 
 class LearnedFile(Strict):

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.block.quantized import QuantizedBlock
+from aespa_pl.distributed.processes import Ranks
 from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunedModel
+from aespa_pl.walk.collect import Streams
 
 log = logging.getLogger(__name__)
 
 
 def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
-    """Return what was measured on each projection: losses, damping and what the polish changed."""
+    """Return what was measured on each projection: losses, moved integers, damping and more."""
     found = {}
     for name, p in block.projections.items():
         for key, phase in (
@@ -29,12 +31,31 @@ def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
                     "block %d, %s: %s needed %g of the Hessian's mean diagonal as extra damping",
                     block.index, name, phase, p.measured[key],
                 )  # fmt: skip
+        nearest = quantize(p.weight, p.grid)
         found[name] = {
-            "nearest": float(p.loss(quantize(p.weight, p.grid)).sum()),
+            "nearest": float(p.loss(nearest).sum()),
             "final": float(p.loss(p.integers).sum()),
+            "share_not_nearest": int((p.integers != nearest).count_nonzero()) / nearest.numel(),
             **p.measured,
         }
     return found
+
+
+def output_error(streams: Streams, ranks: Ranks) -> float:
+    """Return ``||output - original||^2 / ||original||^2`` of a block, over all calibration segments.
+
+    Args:
+        streams: Hidden states after the block, those of the original model among them.
+        ranks: The processes that divide the segments; all of them call this.
+    """
+    error = size = 0.0
+    if streams.own and streams.original is not None:
+        for i in range(len(streams.quantized)):
+            original = streams.original[i].float()
+            error += float((streams.quantized[i].float() - original).square().sum())
+            size += float(original.square().sum())
+    error, size = ranks.sum(error), ranks.sum(size)
+    return error / size if size > 0 else 0.0
 
 
 def artifact(block: QuantizedBlock) -> dict[str, Tensor]:

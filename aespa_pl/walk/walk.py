@@ -1,5 +1,6 @@
 """The walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, Ranks
-from aespa_pl.measure import Stopwatch, release_memory
+from aespa_pl.measure import Stopwatch, peak_bytes, release_memory
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.pretrained import Checkpoint
 from aespa_pl.models.streamed import StreamedModel
@@ -124,6 +125,11 @@ class Walk:
             if complete and streams.original is not None and (index < last or self._tunes_model):
                 with self._measure("forward"), self.source.block(index) as module:
                     self.source.advance(module, streams.original)
+            if streams.original is not None and not complete and index < last:
+                error = record.output_error(streams, self.ranks)
+                stage = "tuned" if self.run.blocks[index].get("tuning") else "rounded"
+                if math.isfinite(error):  # JSON has no other numbers
+                    self.run.add_to_block(index, {"output_error": {stage: error}})
             release_memory()
             self.progress.advance()
         return streams
@@ -187,7 +193,8 @@ class Walk:
             self._store(index, module, tensors, known, writer)
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
         files = (self.run.block_file(index), writer.block_file(index))
-        self.run.finish_block(index, {**known, "seconds": seconds}, files)
+        known |= {"seconds": seconds, "peak_bytes": peak_bytes(self.source.device)}
+        self.run.finish_block(index, known, files)
         if not self.ranks.is_first:
             return
         for logger in self.loggers:
