@@ -339,6 +339,9 @@ class OutputSettings:
     for each weight of the block, and the time to write them."""
     checkpoint_iterations: PositiveInt | None = None
     """Iterations between two checkpoints of the block under way; null: none by iterations."""
+    histograms: list[str] = field(default_factory=list)
+    """Projections, such as [q_proj], whose h(B) TensorBoard and the report show over the iterations; one
+    histogram takes milliseconds to a second, so name few. The result is the same."""
 
 
 SECTIONS: dict[str, type] = {

@@ -15,6 +15,7 @@ from aespa_pl.distributed.processes import Ranks
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import Portion
 from aespa_pl.progress import IterationProgress, WalkProgress
+from aespa_pl.rounding.histograms import RoundingHistograms
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
@@ -89,6 +90,8 @@ class BlockTrainers:
             callbacks=[
                 *callbacks,
                 *own,
+                *([RoundingHistograms(self.output.histograms)] if self.output.histograms else []),
+                IterationProgress(self.progress),
                 StopAtIteration(self.interruption, folder, self.ranks),
             ],
             plugins=[
