@@ -48,10 +48,13 @@ class BlockTrainers:
 
     def of_portion(self, run: Run, portion: Portion) -> Trainer:
         """Return the Trainer of what a run learns together of one block."""
+        own: list[Callback] = [IterationProgress(self.progress)]
+        if self.output.histograms:
+            own.append(RoundingHistograms(self.output.histograms))
         return self._make(
             run,
             portion,
-            [IterationProgress(self.progress)],
+            own,
             part=f"block_{portion.block:03}",
             max_steps=self.iterations,
             max_epochs=-1,
@@ -90,8 +93,6 @@ class BlockTrainers:
             callbacks=[
                 *callbacks,
                 *own,
-                *([RoundingHistograms(self.output.histograms)] if self.output.histograms else []),
-                IterationProgress(self.progress),
                 StopAtIteration(self.interruption, folder, self.ranks),
             ],
             plugins=[
