@@ -68,6 +68,7 @@ def quiet_libraries() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # eight lines of retries
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # a continued block
+    warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")  # of tuning
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
 
 

@@ -119,17 +119,16 @@ class Walk:
                 with self.source.block(index, origin) as module:
                     if not complete:
                         self._quantize_block(index, module, streams, writer)
-                    # after the last block only for the error of its output
-                    if index < last or two:
+                    if index < last:
                         with self._measure("forward"):
                             self.source.advance(module, streams.quantized)
             if complete and streams.original is not None and (index < last or self._tunes_model):
                 with self._measure("forward"), self.source.block(index) as module:
                     self.source.advance(module, streams.original)
-            if two and not complete:
+            if streams.original is not None and not complete and index < last:
                 error = record.output_error(streams, self.ranks)
+                stage = "tuned" if self.run.blocks[index].get("tuning") else "rounded"
                 if math.isfinite(error):  # JSON has no other numbers
-                    stage = "rounded" if self.block_tuner is None else "tuned"
                     self.run.add_to_block(index, {"output_error": {stage: error}})
             release_memory()
             self.progress.advance()
@@ -197,8 +196,8 @@ class Walk:
             self._store(index, module, tensors, known, writer)
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
         files = (self.run.block_file(index), writer.block_file(index))
-        known["peak_bytes"] = peak_bytes(self.source.device)
-        self.run.finish_block(index, {**known, "seconds": seconds}, files)
+        known |= {"seconds": seconds, "peak_bytes": peak_bytes(self.source.device)}
+        self.run.finish_block(index, known, files)
         if not self.ranks.is_first:
             return
         for logger in self.loggers:
