@@ -1,7 +1,6 @@
 """Tuning in a walk: what is stored is what was evaluated, on streams that are the model's own."""
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,7 +142,7 @@ def test_hidden_states_on_disk_change_nothing(tmp_path: Path) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_every_setting_acts(change: Mapping[str, Any], base: Quantized, tmp_path: Path) -> None:
+def test_every_setting_acts(change: dict[str, Any], base: Quantized, tmp_path: Path) -> None:
     found = walk("opt", tmp_path, BOTH | change)
     assert found.journal["blocks"] != base.journal["blocks"]
     name = next(iter(change))
