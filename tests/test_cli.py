@@ -818,7 +818,8 @@ def test_packed_model_is_measured_on_tasks_alone(aespa: CommandLine, model: Path
 
 
 def test_histograms_of_chosen_projections(aespa: CommandLine, model: Path) -> None:
-    assert aespa("fit", *small(model), "--output.histograms", "[q_proj]")[0] == 0
+    options = ("--quantization.method", "aespa", "--output.histograms", "[q_proj]")
+    assert aespa("fit", *small(model), *options)[0] == 0
     folder = Path("lightning_logs/aespa/version_0/block_001")
     events = EventAccumulator(str(folder), {"histograms": 0})  # all of them, not the last
     events.Reload()
