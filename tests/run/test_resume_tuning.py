@@ -153,3 +153,21 @@ def test_other_settings_of_the_tuning_are_refused(bench: Bench, whole: dict[str,
         "quantization.tuning.held_back was 0.15 and is 0.2",
     ):
         assert change in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("--trainer.devices=2", "set trainer.devices to 1, or quantization.tuning.blocks.enabled"),
+        ("--trainer.callbacks=EarlyStopping", "trainer.callbacks has EarlyStopping"),
+    ],
+)
+def test_what_a_tuning_cannot_do_is_refused_before_a_run_begins(
+    option: str, advice: str, bench: Bench
+) -> None:
+    more = ("--trainer.callbacks.monitor=loss",) if "callbacks" in option else ()
+    outcome = bench.fit("refused", *TUNED, option, *more)
+    assert outcome.status == 2
+    (line,) = outcome.text.splitlines()
+    assert advice in line
+    assert not (bench.runs / "refused").exists()

@@ -1,0 +1,78 @@
+"""What a plan says of the tuning, and what is refused before a walk."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from aespa_pl.commands.limits import refuse_tuning
+from aespa_pl.errors import UserError
+from aespa_pl.planning.needs import block_flops, device_bytes, hidden_bytes
+from aespa_pl.planning.tuning import model_bytes
+from aespa_pl.settings import (
+    BlockTuningSettings,
+    DataSettings,
+    ModelTuningSettings,
+    QuantizationSettings,
+    TuningSettings,
+)
+from tests.models.examples import LENGTH, make_ids, make_model
+from tests.planning.test_planning import PAPER, Work, shape
+
+NONE = replace(PAPER, tuning=TuningSettings(BlockTuningSettings(False), ModelTuningSettings(False)))
+BLOCKS = replace(
+    PAPER, tuning=TuningSettings(BlockTuningSettings(True), ModelTuningSettings(False))
+)
+MODEL = replace(PAPER, tuning=TuningSettings(BlockTuningSettings(False), ModelTuningSettings(True)))
+WORK = Work(segments=32, length=LENGTH, batch_size=2, dtype_bytes=4)
+CPU = torch.device("cpu")
+
+
+def test_arithmetic_of_an_epoch_is_that_of_forward_and_backward_passes() -> None:
+    """Of the model: all blocks and the head; the original's head is one more forward product."""
+    torch.manual_seed(0)
+    model, ids = make_model("llama-grouped", torch.float32), make_ids(4)
+    model.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        model(ids).logits.sum().backward()
+    settings = replace(MODEL, tuning=replace(MODEL.tuning, held_back=1e-9))
+    work, s = replace(WORK, segments=4), shape()
+    counted = s.blocks * block_flops(s, work, settings)["tuning of the model"]
+    head = 3 * 2 * ids.numel() * s.hidden * s.vocabulary  # the original's, counted as if trained
+    # of causal attention, the counter may know other halves than we do
+    assert counted - head == pytest.approx(counter.get_total_flops(), rel=0.15)
+
+
+def test_nothing_is_counted_without_tuning_and_no_second_stream() -> None:
+    needs, flops = device_bytes(shape(), WORK, NONE), block_flops(shape(), WORK, NONE)
+    for phase in ("tuning of blocks", "tuning of the model"):
+        assert needs[phase] == flops[phase] == 0
+    assert 2 * hidden_bytes(shape(), WORK, NONE) == hidden_bytes(shape(), WORK, BLOCKS)
+
+
+def test_a_block_needs_the_same_in_a_deeper_model_and_the_model_more() -> None:
+    deep = replace(shape(), blocks=10 * shape().blocks)
+    assert device_bytes(deep, WORK, BLOCKS) == device_bytes(shape(), WORK, BLOCKS)
+    for recompute in (False, True):
+        before, after = (model_bytes(s, WORK, MODEL, recompute=recompute) for s in (shape(), deep))
+        assert after - before >= 9 * shape().blocks * 4 * shape().weights
+    kept, again = (model_bytes(deep, WORK, MODEL, recompute=r) for r in (False, True))
+    assert again < kept
+
+
+@pytest.mark.parametrize(("settings", "key"), [(BLOCKS, "blocks"), (MODEL, "model")])
+def test_what_does_not_fit_is_refused_with_what_to_switch_off(
+    settings: QuantizationSettings, key: str
+) -> None:
+    refuse_tuning(shape(), WORK, DataSettings(), settings, CPU)
+    tight = DataSettings(memory_gb=1e-6)
+    refuse_tuning(shape(), WORK, tight, NONE, CPU)
+    with pytest.raises(UserError, match=rf"set quantization.tuning.{key}.enabled to false"):
+        refuse_tuning(shape(), WORK, tight, settings, CPU)
+
+
+@pytest.mark.parametrize("settings", [BLOCKS, MODEL])
+def test_too_few_segments_are_refused(settings: QuantizationSettings) -> None:
+    with pytest.raises(UserError, match="1 calibration segments, of which 1 are held back"):
+        refuse_tuning(shape(), replace(WORK, segments=1), DataSettings(), settings, CPU)
