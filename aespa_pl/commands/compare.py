@@ -77,7 +77,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     parser = _parser()
     if given.wants_help:
         parser.print_help()
-        return
+        sys.exit()
     settings, rest = _divide(parser, given)
     console = Console()
     folder = compare(settings, rest, in_processes(interruption), console)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aespa_pl.errors import UserError
+from aespa_pl.models import family_of
 from tests import walks
 from tests.walks import SEGMENTS, Quantized, walk
 
@@ -29,7 +30,7 @@ BOTH = BLOCKS_ONLY | {"tuning.model.enabled": True, "tuning.model.epochs": 2}
 def hidden_states(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     """Return what goes into each block, and what comes out of the last, by transformers itself."""
     seen: list[Tensor] = []
-    blocks = model.get_submodule(walks.family_of(model.config).blocks_path)
+    blocks = model.get_submodule(family_of(model.config).blocks_path)
 
     def note(_module: Any, arguments: Any, options: Any) -> None:
         seen.append(arguments[0] if arguments else options["hidden_states"])
