@@ -180,6 +180,7 @@ def _parser() -> ArgumentParser:
         "aren't run again.",
         exit_on_error=False,
     )
+    parser.add_argument("--config", help="Configuration of fit that every cell has in common.")
     parser.add_class_arguments(CompareSettings, SECTION)
     return parser
 

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from aespa_pl.commands.limits import refuse_tuning
 from aespa_pl.errors import UserError
 from aespa_pl.planning.needs import block_flops, device_bytes, hidden_bytes
+from aespa_pl.planning.shape import Work
 from aespa_pl.planning.tuning import model_bytes
 from aespa_pl.settings import (
     BlockTuningSettings,
@@ -18,7 +19,7 @@ from aespa_pl.settings import (
     TuningSettings,
 )
 from tests.models.examples import LENGTH, make_ids, make_model
-from tests.planning.test_planning import PAPER, Work, shape
+from tests.planning.test_planning import PAPER, shape
 
 NONE = replace(PAPER, tuning=TuningSettings(BlockTuningSettings(False), ModelTuningSettings(False)))
 BLOCKS = replace(
