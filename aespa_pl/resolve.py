@@ -31,7 +31,11 @@ def resolved(settings: QuantizationSettings) -> QuantizationSettings:
             search=_either(grid.search, method.search),
             zfold=_either(grid.zfold, method.zfold),
         ),
-        optq=replace(settings.optq, enabled=_either(settings.optq.enabled, method.optq)),
+        optq=replace(
+            settings.optq,
+            enabled=_either(settings.optq.enabled, method.optq),
+            rows=_either(settings.optq.rows, method.optq_rows),
+        ),
         objective=replace(
             objective,
             query_key=_either(objective.query_key, method.query_key),

@@ -171,6 +171,9 @@ class OptqSettings:
     enabled: bool | None = None
     """Compensate each column's rounding error in the columns not yet visited; off: rounding starts
     from the original weights; null: as the method does."""
+    rows: bool | None = None
+    """Compensate in the later rows of the same head as well, for Q and K with the attention objective
+    (BoA); one row after the other, so it takes longer. null: as the method does."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ Source: Frantar et al., "OPTQ: Accurate Quantization for Generative Pre-trained 
 (ICLR 2023), Section 3; used as the start of the rounding (Section 4.1 of the paper).
 """
 
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from aespa_pl.algorithm.hessian import inverse_factor
@@ -48,24 +50,51 @@ def update_weights(
     return torch.cat(visited), torch.cat(integers), torch.cat(added)
 
 
+@dataclass(frozen=True)
+class FactoredColumns:
+    """The order in which columns are visited, and what compensates their errors."""
+
+    order: Int[Tensor, "heads d_in"]
+    upper: Float[Tensor, "heads d_in d_in"]
+    """U with ``U^T U = H^-1``, of H in this order."""
+    added: Float[Tensor, " heads"]
+    """Extra damping that the factorization took."""
+
+
 def _update_heads(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    heads, rows, d_in = W.shape
+    columns = factor_columns(H)
+    return *visit(W, columns, grid), columns.added
+
+
+def factor_columns(H: Float[Tensor, "heads d_in d_in"]) -> FactoredColumns:
+    """Order the columns by decreasing ``H_jj``, and factor the inverse.
+
+    Raises:
+        NumericalError: An H cannot be factored.
+    """
+    d_in = H.shape[-1]
     order = H.diagonal(dim1=-2, dim2=-1).argsort(
         dim=-1, descending=True, stable=True
     )  # [#heads, d]
     by_row = order[:, :, None].expand(-1, -1, d_in)
     ordered = H.gather(1, by_row).gather(2, by_row.transpose(1, 2))
     U, added = inverse_factor(ordered)
-    columns = order[:, None].expand(heads, rows, d_in)
+    return FactoredColumns(order, U, added)
+
+
+def visit(W: Tensor, factored: FactoredColumns, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Return each weight as it was about to be rounded, and its integer, ``[heads, rows, d_in]``."""
+    heads, rows, d_in = W.shape
+    columns = factored.order[:, None].expand(heads, rows, d_in)
     visited, integers = _visit(
         W.gather(2, columns),
-        U,
+        factored.upper,
         grid.step().gather(2, columns),
         grid.zero().gather(2, columns),
         grid.levels,
     )
     back = columns.argsort(-1)
-    return visited.gather(2, back), integers.gather(2, back), added
+    return visited.gather(2, back), integers.gather(2, back)
 
 
 def _visit(W: Tensor, U: Tensor, step: Tensor, zero: Tensor, levels: int) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ class BlockQuantizer:
             fit_grids(block, settings, ranks)
         if settings.optq.enabled:
             with self._measure("optq"):
-                update(block, ranks)
+                update(block, ranks, rows=bool(settings.optq.rows))
         for p in block.projections.values():
             p.measured["optq"] = float(p.loss(p.integers).sum())
         with self._measure("rounding"):

@@ -1,22 +1,25 @@
-"""Step 3: the update of the full-precision weights before rounding (OPTQ).
+"""Step 3: the update of the full-precision weights before rounding (OPTQ, BoA).
 
 Source: docs/algorithm.md, step 3.
 """
 
 import torch
+from torch import Tensor
 
+from aespa_pl.algorithm.boa import update_rows
 from aespa_pl.algorithm.optq import update_weights
 from aespa_pl.block.errors import naming
-from aespa_pl.block.quantized import QuantizedBlock
+from aespa_pl.block.quantized import QuantizedBlock, Rows
 from aespa_pl.distributed.processes import Ranks
 
 
-def update(block: QuantizedBlock, ranks: Ranks) -> None:
+def update(block: QuantizedBlock, ranks: Ranks, *, rows: bool = False) -> None:
     """Replace the integers by OPTQ's, and keep W' as the start of the learning.
 
     Args:
         block: The block, with grids.
         ranks: The processes that divide the rows; all of them get all integers.
+        rows: Compensate in later rows as well, where the objective couples the rows of a head (BoA).
 
     Raises:
         NumericalError: A Hessian cannot be factored; the message names the projection.
@@ -24,8 +27,14 @@ def update(block: QuantizedBlock, ranks: Ranks) -> None:
     for p in block.projections.values():
         share = p.share(ranks)
         with naming(block, p), ranks.failing_together():
-            found = [update_weights(r.weight, r.hessian, r.grid) for r in p.rows(share)]
+            found = [_updated(part, rows=rows) for part in p.rows(share)]
         updated, integers, added = (torch.cat(x) for x in zip(*found, strict=True))
         p.updated = share.whole(updated)
         p.integers = share.whole(integers.to(torch.uint8))
         p.measured["extra_damping"] = ranks.largest(float(added.max()))
+
+
+def _updated(part: Rows, *, rows: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if rows and part.other_side is not None:
+        return update_rows(part.weight, part.hessian, part.other_side, part.grid)
+    return update_weights(part.weight, part.hessian, part.grid)

@@ -10,6 +10,7 @@ from aespa_pl.methods import (
     aespa_fast,
     aespa_hybrid,
     aespa_tuned,
+    boa,
     optq,
     rtn,
     zfold,
@@ -18,6 +19,6 @@ from aespa_pl.methods.method import Method
 
 METHODS: dict[str, Method] = {
     module.METHOD.name: module.METHOD
-    for module in (aespa, aespa_hybrid, aespa_fast, aespa_tuned, rtn, optq, zfold, adaround)
+    for module in (aespa, aespa_hybrid, aespa_fast, aespa_tuned, rtn, optq, zfold, boa, adaround)
 }
 """Each method by the value of quantization.method."""

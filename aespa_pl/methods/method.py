@@ -25,6 +25,8 @@ class Method:
     """Step 2: fit the column factor zeta as well."""
     optq: bool = False
     """Step 3: compensate each column's rounding error in the columns not yet visited."""
+    optq_rows: bool = False
+    """Step 3: compensate in later rows of the same head as well, where the objective couples rows."""
     query_key: Objective = "layer"
     """Objective of the query and key projections."""
     value: Objective = "layer"
