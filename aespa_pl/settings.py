@@ -302,8 +302,7 @@ class QuantizationSettings:
     products: Literal["float32", "tf32", "bfloat16"] = "float32"
     """Precision of the matrix products of steps 1 and 4, statistics (bfloat16: in tf32) and learning, where
     the matrix units of an accelerator are faster for less; sums, grids, OPTQ, polish and the losses that
-    decide, on these statistics, are float32. trainer.precision bf16-mixed sets it to bfloat16
-    (docs/performance.md)."""
+    decide, on these statistics, are float32 (docs/performance.md)."""
     grid: GridSettings = field(default_factory=GridSettings)
     """Step 2, the grid."""
     optq: OptqSettings = field(default_factory=OptqSettings)

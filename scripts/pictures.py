@@ -1,7 +1,7 @@
 """Make the README's two pictures from a finished run: its losses over depth, and one of its loss curves.
 
 pip install 'aespa-pl[report]'
-python scripts/pictures.py lightning_logs/smollm2_w2/version_0 docs/pictures
+python scripts/pictures.py lightning_logs/smollm2_w2/version_0 pictures
 """
 
 import argparse
