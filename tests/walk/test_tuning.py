@@ -24,7 +24,11 @@ BLOCKS_ONLY: dict[str, Any] = {
     "tuning.blocks.bias_rate": 0.003,
     "tuning.held_back": 0.3,  # 2 of 6 segments
 }
-BOTH = BLOCKS_ONLY | {"tuning.model.enabled": True, "tuning.model.epochs": 2}
+BOTH = BLOCKS_ONLY | {
+    "tuning.model.enabled": True,
+    "tuning.model.epochs": 2,
+    "tuning.model.batch_size": 1,
+}
 
 
 def hidden_states(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
@@ -136,7 +140,7 @@ def test_hidden_states_on_disk_change_nothing(tmp_path: Path) -> None:
         {"tuning.blocks.bias_rate": 0.001},
         {"tuning.model.enabled": False},
         {"tuning.model.epochs": 1},
-        {"tuning.model.batch_size": 1},
+        {"tuning.model.batch_size": 2},
         {"tuning.model.scale_rate": 0.001},
         {"tuning.model.bias_rate": 0.003},
         {"tuning.held_back": 0.5},
