@@ -1,0 +1,102 @@
+"""The model, and the texts that it is calibrated and measured on."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+from aespa_pl.settings.types import (
+    FinitePositive,
+)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model that is quantized."""
+
+    pretrained: str
+    """Folder of a Hugging Face checkpoint, a name on the hub, or embedded:opt, embedded:bloom,
+    embedded:llama for the small models that come with the package."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Floating-point type that blocks run in. auto: float32 on the CPU, the checkpoint's own type on
+    an accelerator. Statistics and rounding are float32 in any case."""
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """The text that the statistics are taken from."""
+
+    source: str = "c4"
+    """c4, wikitext2 or ptb (from the hub), embedded (comes with the package), or a local file: .json or
+    .jsonl, of which each row is a document, or any other text, which is one document; also with .gz."""
+    segments: PositiveInt = 128
+    """Number of calibration segments (Section 4.1)."""
+    segment_length: PositiveInt | None = 2048
+    """Tokens in a segment (Section 4.1); null: as many as the model has positions."""
+    pack: bool = False
+    """Join documents that are shorter than a segment, in random order, until they are longer than one; off:
+    leave them out, as in the paper (OPTQ)."""
+    seed: NonNegativeInt = 0
+    """Seed of the random choice of segments."""
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """The texts that the perplexity is measured on."""
+
+    texts: list[str] | str = field(default_factory=lambda: ["wikitext2", "ptb", "c4"])
+    """Any of wikitext2, ptb, c4 (from the hub), embedded, or local files, as a list; one may stand alone.
+    An empty list: no evaluation."""
+    segment_length: PositiveInt | None = None
+    """Tokens in a segment; null: as many as the model has positions, 2048 at most (Section 4.1)."""
+    max_segments: PositiveInt | None = None
+    """Evaluate only the first so many segments of each text; null: all of them (c4: 256)."""
+    round_to_nearest: bool = True
+    """fit: measure round-to-nearest as well, for comparison; it costs one more pass."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return the texts as a list."""
+        return [self.texts] if isinstance(self.texts, str) else self.texts
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Zero-shot tasks, by the rules of lm-evaluation-harness (pip install 'aespa-pl[eval]')."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Names of the harness (arc_easy, hellaswag, mmlu ...), whose data come from the hub, or local task
+    files: path/to/task.yaml. The whole model must fit into the device's memory."""
+    task_limit: PositiveInt | None = None
+    """Items of each task at most, its first ones; null: all of them."""
+    task_batch_size: PositiveInt = 8
+    """Items that run through the model at once."""
+    task_examples: NonNegativeInt = 0
+    """Solved examples before each item (few-shot); 0: zero-shot, as in the paper."""
+    task_seed: NonNegativeInt = 0
+    """Seed of the choice of solved examples and of all that a task draws at random."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Texts, and how they reach the model."""
+
+    calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
+    """Calibration text."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    """Held-out text."""
+    batch_size: PositiveInt = 4
+    """Segments that run through a block at once; changes memory and speed, and the order of sums."""
+    hidden_states: Literal["memory", "disk"] = "memory"
+    """Where the hidden states of all segments wait for the next block: in host memory, or in a file in
+    output.folder that is gone with the process. One stream takes segments * segment_length * hidden
+    size numbers of model.dtype."""
+    memory_gb: FinitePositive | None = None
+    """Memory of the device, in units of 10^9 bytes, that a block may take; null: what is free at the start.
+    Where the statistics need more, H_V is collected for some heads at a time, with one more pass over the
+    segments for each group; where the learning needs more, it is done in parts. The result is the same."""
+    cache: str | None = None
+    """Folder for what later runs need again: tokenized texts, weights read out of pickles, perplexities
+    of the original model; null: aespa_pl under $XDG_CACHE_HOME or ~/.cache."""

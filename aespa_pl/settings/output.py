@@ -1,0 +1,27 @@
+"""Where the results go."""
+
+from dataclasses import dataclass, field
+
+from jsonargparse.typing import PositiveInt
+
+from aespa_pl.settings.types import (
+    FinitePositive,
+)
+
+
+@dataclass(frozen=True)
+class OutputSettings:
+    """Where the results go."""
+
+    folder: str = "lightning_logs"
+    """Folder of all runs; the one to give to tensorboard --logdir."""
+    name: str = "aespa"
+    """Name of the run. Every run gets a folder NAME/version_N of its own."""
+    checkpoint_seconds: FinitePositive | None = 60.0
+    """Seconds between two checkpoints of the block under way; null: none by time. One takes 12 bytes
+    for each weight of the block, and the time to write them."""
+    checkpoint_iterations: PositiveInt | None = None
+    """Iterations between two checkpoints of the block under way; null: none by iterations."""
+    histograms: list[str] = field(default_factory=list)
+    """Projections, such as [q_proj], whose h(B) TensorBoard and the report show over the iterations; one
+    histogram takes milliseconds to a second, so name few. The result is the same."""

@@ -1,0 +1,140 @@
+"""How weights become integers."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jsonargparse.typing import ClosedUnitInterval, OpenUnitInterval, PositiveInt
+
+from aespa_pl.methods.method import Learned, Objective
+from aespa_pl.settings.tuning import TuningSettings
+from aespa_pl.settings.types import (
+    Bits,
+    FiniteNonNegative,
+    FinitePositive,
+    MethodName,
+    PenaltyExponent,
+)
+
+
+@dataclass(frozen=True)
+class GridSettings:
+    """Step 2: scale, zero point and column factor of each projection."""
+
+    search: bool | None = None
+    """Search the clip of each grid for the least loss; off: from the smallest to the largest weight;
+    null: as the method does."""
+    zfold: bool | None = None
+    """Fit the column factor zeta where it can be folded into the operation before (Z-Fold); null: as the
+    method does."""
+    max_rounds: PositiveInt = 30
+    """Alternations between zeta and the clip search at most (docs/algorithm.md)."""
+
+
+@dataclass(frozen=True)
+class OptqSettings:
+    """Step 3: the update of the full-precision weights before rounding."""
+
+    enabled: bool | None = None
+    """Compensate each column's rounding error in the columns not yet visited; off: rounding starts
+    from the original weights; null: as the method does."""
+    rows: bool | None = None
+    """Compensate in the later rows of the same head as well, for Q and K with the attention objective
+    (BoA); one row after the other, so it takes longer. null: as the method does."""
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """What the integers are chosen for."""
+
+    query_key: Objective | None = None
+    """attention: the error of the attention scores (Eq. 21, 22); layer: of the projection's output; null:
+    as the method does."""
+    value: Objective | None = None
+    """attention: the error of the attention output (Eq. 17), for the grid and the OPTQ update as
+    well; layer: of the projection's output; null: as the method does."""
+
+
+@dataclass(frozen=True)
+class RoundingSettings:
+    """Step 4: AdaRound, for the projections that the method learns."""
+
+    learn: Learned | None = None
+    """Projections that learn their rounding: all, attention (Q, K and V) or none; the others keep the
+    integers of the OPTQ update (of nearest rounding, with OPTQ off). null: as the method does."""
+    iterations: PositiveInt = 2000
+    """Optimizer steps of each block (Section 4.1)."""
+    learning_rate: FinitePositive = 0.015
+    """Learning rate of Adam (Section 4.1)."""
+    penalty_attention: FiniteNonNegative = 1.5
+    """Weight lambda of the rounding loss for Q, K and V (Section 4.1)."""
+    penalty_other: FiniteNonNegative = 1.0
+    """Weight lambda of the rounding loss for the other projections (docs/algorithm.md)."""
+    warmup: ClosedUnitInterval = 0.2
+    """Share of the iterations, at the start, without rounding loss (AdaRound)."""
+    beta_start: PenaltyExponent = 20.0
+    """Exponent of the rounding loss after the warm-up (AdaRound)."""
+    beta_end: PenaltyExponent = 2.0
+    """Exponent of the rounding loss at the last iteration (AdaRound)."""
+    keep_best: bool | None = None
+    """For each row (each head for Q and K) keep the better of the learned and the OPTQ rounding; off:
+    as in the paper; null: as the method does."""
+
+
+@dataclass(frozen=True)
+class PolishSettings:
+    """Coordinate descent on the integers after step 4; not in the paper."""
+
+    enabled: bool | None = None
+    """Move each integer to its best value with all others fixed, again and again; it never raises the
+    objective. off: as in the paper (docs/polish.md); null: as the method does."""
+    passes: PositiveInt = 10
+    """Visits of all integers at most; a pass that changes nothing is the last."""
+
+
+@dataclass(frozen=True)
+class QuantizationSettings:
+    """How the weights become integers."""
+
+    method: MethodName = "aespa-tuned"
+    """What is done: it decides every setting that is left at null (docs/methods.md). aespa learns the
+    rounding of all projections, aespa-hybrid of Q, K and V, aespa-fast of none; aespa-tuned begins as
+    aespa-fast and trains blocks and model; the others are what the paper compares with."""
+    bits: Bits = 2
+    """Bits of a weight, 2 to 8."""
+    symmetric: bool = False
+    """Fix the zero point in the middle of the range."""
+    group_size: PositiveInt | None = None
+    """Columns that share a scale and a zero point; null: one pair for each output channel."""
+    damping: OpenUnitInterval = 0.01
+    """Share of the mean diagonal that is added to each Hessian's diagonal (OPTQ)."""
+    input_correction: ClosedUnitInterval | None = None
+    """Share alpha of the error of earlier blocks, in a projection's input and in the residual stream that
+    its output is added to, that the projection makes up for; it takes a second stream of hidden states
+    through the original model. 0: none, as in the paper (docs/correction.md); null: as the method does."""
+    products: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Precision of the matrix products of steps 1 and 4, statistics (bfloat16: in tf32) and learning, where
+    the matrix units of an accelerator are faster for less; sums, grids, OPTQ, polish and the losses that
+    decide, on these statistics, are float32 (docs/performance.md)."""
+    grid: GridSettings = field(default_factory=GridSettings)
+    """Step 2, the grid."""
+    optq: OptqSettings = field(default_factory=OptqSettings)
+    """Step 3, the full-precision update."""
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    """What is minimized."""
+    rounding: RoundingSettings = field(default_factory=RoundingSettings)
+    """Step 4, the rounding."""
+    polish: PolishSettings = field(default_factory=PolishSettings)
+    """Coordinate descent after step 4 (after step 3 where nothing is learned)."""
+    tuning: TuningSettings = field(default_factory=TuningSettings)
+    """Training of blocks and of the model after these steps."""
+
+    @property
+    def two_streams(self) -> bool:
+        """Whether the original model's hidden states are needed beside the quantized model's."""
+        return bool(self.input_correction) or self.tuning.enabled
+
+    def learns(self, *, attention: bool) -> bool:
+        """Return whether the rounding of Q, K and V (attention), or of the others, is learned."""
+        if self.rounding.learn is None:
+            raise ValueError("these settings are not resolved: see aespa_pl.resolve")
+        return self.rounding.learn == "all" or (self.rounding.learn == "attention" and attention)

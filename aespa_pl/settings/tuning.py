@@ -1,0 +1,63 @@
+"""Training of blocks and of the model after the steps of the paper."""
+
+from dataclasses import dataclass, field
+
+from jsonargparse.typing import OpenUnitInterval, PositiveInt
+
+from aespa_pl.settings.types import (
+    FinitePositive,
+)
+
+
+@dataclass(frozen=True)
+class BlockTuningSettings:
+    """Training of each block as a whole: integers, scales, norms and biases together; not in the paper."""
+
+    enabled: bool | None = None
+    """Train each block on the original block's output, after step 4 and the polish (docs/tuning.md); null:
+    as the method does."""
+    epochs: PositiveInt = 2
+    """Visits of all calibration segments."""
+    batch_size: PositiveInt = 1
+    """Segments in a mini-batch; there is one optimizer step for each."""
+    integer_rate: FinitePositive = 0.01
+    """Largest learning rate of the latent values of integers, in distances of two integers."""
+    scale_rate: FinitePositive = 0.003
+    """Largest learning rate of the logarithms of scales, and of the weights of norms."""
+    bias_rate: FinitePositive = 0.0003
+    """Largest learning rate of biases."""
+
+
+@dataclass(frozen=True)
+class ModelTuningSettings:
+    """Training of the quantized model end to end: scales, norms and biases; not in the paper."""
+
+    enabled: bool | None = None
+    """After the last block, train the model on the original's next-token distribution, with all integers
+    fixed. The whole model must fit into the device's memory (docs/tuning.md); null: as the method does."""
+    epochs: PositiveInt = 1
+    """Visits of all calibration segments."""
+    batch_size: PositiveInt = 2
+    """Segments in a mini-batch; there is one optimizer step for each."""
+    scale_rate: FinitePositive = 0.003
+    """Largest learning rate of the logarithms of scales, and of the weights of norms."""
+    bias_rate: FinitePositive = 0.0003
+    """Largest learning rate of biases."""
+
+
+@dataclass(frozen=True)
+class TuningSettings:
+    """Training on calibration text after the steps of the paper."""
+
+    blocks: BlockTuningSettings = field(default_factory=BlockTuningSettings)
+    """Blocks as a whole."""
+    model: ModelTuningSettings = field(default_factory=ModelTuningSettings)
+    """The model end to end."""
+    held_back: OpenUnitInterval = 0.0625
+    """Share of the calibration segments, the last ones, that nothing is trained on: the epoch that is best
+    on them is kept, and the start where none is better."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is tuned, which takes the original model's stream of hidden states."""
+        return bool(self.blocks.enabled or self.model.enabled)
