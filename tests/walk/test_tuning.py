@@ -148,7 +148,7 @@ def test_hidden_states_on_disk_change_nothing(tmp_path: Path) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_every_setting_acts(change: dict[str, Any], base: Quantized, tmp_path: Path) -> None:
-    found = walk("opt", tmp_path, BOTH | change)
+    found = walk("bloom", tmp_path, BOTH | change)
     files = [
         q.journal["blocks"][str(i)]["files"] for q in (found, base) for i in range(walks.BLOCKS)
     ]
@@ -162,7 +162,7 @@ def test_every_setting_acts(change: dict[str, Any], base: Quantized, tmp_path: P
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
-    return walk("opt", tmp_path_factory.mktemp("base"), BOTH)
+    return walk("bloom", tmp_path_factory.mktemp("base"), BOTH)
 
 
 class Poison(Callback):
