@@ -2,17 +2,15 @@
 
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import Portion
 from aespa_pl.run.fingerprint import checksum, differences
+from aespa_pl.run.folder import RunFolder
 from aespa_pl.run.schema import (
     FORMAT,
     BlockRecord,
@@ -31,14 +29,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Run:
+class Run(RunFolder):
     """One run: its folder, the fingerprint of its inputs and what is complete.
 
     The journal is written after the files that it names, and each write replaces it whole: what it
     names is on the disk, and what it does not name is not used.
     """
 
-    folder: Path
     fingerprint: Mapping[str, Any]
     blocks: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By block index: checksums of its files and what was measured (``schema.BlockRecord``)."""
@@ -54,38 +51,6 @@ class Run:
     """Checksums of what lies in the model folder beside the blocks, by path, once all is written."""
     writes: bool = True
     """Off in processes of the run that only look on: what they note stays in their memory."""
-
-    @property
-    def journal(self) -> Path:
-        """The file that names what is complete."""
-        return self.folder / "journal.json"
-
-    @property
-    def model_folder(self) -> Path:
-        """The quantized model."""
-        return self.folder / "model"
-
-    @property
-    def metrics_file(self) -> Path:
-        """What was measured; written last, so a run that has it is finished."""
-        return self.folder / "metrics.json"
-
-    def block_file(self, index: int) -> Path:
-        """Integers, scales, zero points and zeta of a block."""
-        return self.folder / "blocks" / f"block_{index:03}.safetensors"
-
-    @property
-    def tuned_file(self) -> Path:
-        """Scales, norms and biases that the end-to-end tuning has learned."""
-        return self.folder / "tuned.safetensors"
-
-    def staged(self, file: Path) -> Path:
-        """Return where the new content of a block's file waits until the journal knows it."""
-        return self._staging / file.relative_to(self.folder)
-
-    def checkpoint_folder(self, index: int) -> Path:
-        """Lightning's checkpoints of a block, while it is under way."""
-        return self._checkpoints / f"block_{index:03}"
 
     @classmethod
     def create(cls, parent: Path, fingerprint: Mapping[str, Any]) -> "Run":
@@ -108,7 +73,7 @@ class Run:
             return cls(
                 folder,
                 content.fingerprint,
-                {int(index): record.model_dump() for index, record in content.blocks.items()},
+                {int(index): record.model_dump(exclude_unset=True) for index, record in content.blocks.items()},
                 content.checkpoint,
                 content.portions,
                 {int(index): float(share) for index, share in content.damping.items()},
@@ -137,7 +102,7 @@ class Run:
             tuned=self.tuned,
             model=self.model,
         )
-        write_json(self.journal, content.model_dump())
+        write_json(self.journal, content.model_dump(exclude_unset=True))
 
     def metrics(self) -> dict[str, Any] | None:
         """Return what was measured at the end; None where it is not there yet, or damaged."""
@@ -145,26 +110,6 @@ class Run:
             return parse(Metrics, self.metrics_file).model_dump()
         except (OSError, DamagedFileError):
             return None
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes off this run; the operating system frees a dead process's lock.
-
-        Raises:
-            UserError: Another process has it.
-        """
-        lock = FileLock(self.folder / "lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise UserError(
-                f"{self.folder} is in use by another process: wait for it, or start a new run "
-                "without --ckpt_path"
-            ) from error
-        try:
-            yield
-        finally:
-            lock.release()
 
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
         """Refuse to continue with other inputs.
@@ -204,11 +149,11 @@ class Run:
     def finish_replacing(self) -> None:
         """Put the staged files that the journal knows in their places, and remove the others."""
         known = {name: value for b in self.blocks.values() for name, value in b["files"].items()}
-        for file in sorted(path for path in self._staging.rglob("*") if path.is_file()):
-            name = file.relative_to(self._staging).as_posix()
+        for file in sorted(path for path in self.staging_folder.rglob("*") if path.is_file()):
+            name = file.relative_to(self.staging_folder).as_posix()
             if known.get(name) == checksum(file):
                 move_whole(file, self.folder / name)
-        shutil.rmtree(self._staging, ignore_errors=True)
+        shutil.rmtree(self.staging_folder, ignore_errors=True)
 
     def tuning_is_intact(self) -> bool:
         """Return whether what the end-to-end tuning learned is on the disk, or was not learned yet."""
@@ -275,11 +220,7 @@ class Run:
         self.checkpoint = None
         self.save()
         if self.writes:
-            shutil.rmtree(self._checkpoints, ignore_errors=True)
-
-    def portion_file(self, portion: Portion) -> Path:
-        """Integers of a portion that is learned, until its block is complete."""
-        return self._portions / f"block_{portion.block:03}_{portion.number:03}.safetensors"
+            shutil.rmtree(self.checkpoints_folder, ignore_errors=True)
 
     def note_portion(self, portion: Portion, file: Path) -> None:
         """Note that a portion of the block under way is learned."""
@@ -307,7 +248,7 @@ class Run:
         self.forget_portions()
         self.forget_checkpoint()
         if self.writes:
-            shutil.rmtree(self._portions, ignore_errors=True)
+            shutil.rmtree(self.portions_folder, ignore_errors=True)
 
     def _checksums(self, files: Iterable[Path]) -> dict[str, str]:
         if not self.writes:
@@ -325,18 +266,6 @@ class Run:
         if not file.is_file() or checksum(file) != record.checksum:
             raise DamagedFileError(str(file))
         return file
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def _staging(self) -> Path:
-        return self.folder / "rewriting"
-
-    @property
-    def _portions(self) -> Path:
-        return self.folder / "portions"
 
 
 def _is_about(record: LearnedFile, portion: Portion) -> bool:

@@ -1,0 +1,89 @@
+"""The folder of a run: where everything lies, and that one process has it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from aespa_pl.errors import UserError
+from aespa_pl.planning.partition import Portion
+
+
+@dataclass
+class RunFolder:
+    """The files of one run."""
+
+    folder: Path
+
+    @property
+    def journal(self) -> Path:
+        """The file that names what is complete."""
+        return self.folder / "journal.json"
+
+    @property
+    def model_folder(self) -> Path:
+        """The quantized model."""
+        return self.folder / "model"
+
+    @property
+    def metrics_file(self) -> Path:
+        """What was measured; written last, so a run that has it is finished."""
+        return self.folder / "metrics.json"
+
+    def block_file(self, index: int) -> Path:
+        """Integers, scales, zero points and zeta of a block."""
+        return self.folder / "blocks" / f"block_{index:03}.safetensors"
+
+    @property
+    def tuned_file(self) -> Path:
+        """Scales, norms and biases that the end-to-end tuning has learned."""
+        return self.folder / "tuned.safetensors"
+
+    def staged(self, file: Path) -> Path:
+        """Return where the new content of a block's file waits until the journal knows it."""
+        return self.staging_folder / file.relative_to(self.folder)
+
+    def checkpoint_folder(self, index: int) -> Path:
+        """Lightning's checkpoints of a block, while it is under way."""
+        return self.checkpoints_folder / f"block_{index:03}"
+
+    def portion_file(self, portion: Portion) -> Path:
+        """Integers of a portion that is learned, until its block is complete."""
+        return self.portions_folder / f"block_{portion.block:03}_{portion.number:03}.safetensors"
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        """Lightning's checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def staging_folder(self) -> Path:
+        """Files that will replace others."""
+        return self.folder / "rewriting"
+
+    @property
+    def portions_folder(self) -> Path:
+        """Integers of portions that are learned."""
+        return self.folder / "portions"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes off this run; the operating system frees a dead process's lock.
+
+        Raises:
+            UserError: Another process has it.
+        """
+        lock = FileLock(self.folder / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"{self.folder} is in use by another process: wait for it, or start a new run "
+                "without --ckpt_path"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
