@@ -52,6 +52,7 @@ class Bench:
             "data.batch_size": 4,
             "data.cache": self.folder / "cache",
             "quantization.grid.max_rounds": 2,
+            "quantization.method": "aespa",
             "quantization.rounding.iterations": ITERATIONS,
             "quantization.rounding.learning_rate": 0.05,
             "output.folder": self.folder / "runs",

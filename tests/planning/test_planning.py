@@ -33,7 +33,7 @@ from aespa_pl.settings import (
 )
 from tests.models.examples import EXAMPLES, make_model
 
-PAPER = replace(resolved(QuantizationSettings()), input_correction=0.0)
+PAPER = replace(resolved(QuantizationSettings(method="aespa")), input_correction=0.0)
 WORK = Work(segments=10, length=32, batch_size=2, dtype_bytes=2)
 
 
@@ -71,7 +71,7 @@ def test_statistics_are_counted_one_by_one() -> None:
     assert hessian_bytes(s, layer) == 4 * plain
     assert shift_bytes(s, PAPER) == 0
     residual = d * (layout.heads * layout.head_dim + wide)
-    assert shift_bytes(s, resolved(QuantizationSettings())) == 4 * (plain + H_V + residual)
+    assert shift_bytes(s, resolved(QuantizationSettings(method="aespa"))) == 4 * (plain + H_V + residual)
 
 
 def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
@@ -87,7 +87,7 @@ def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
     assert square == 4 * 2 * (twice.length**2 // 8 - 2 * (long.length**2 // 8))
     d = s.hidden
     # queries, keys, X and A X, once more for the original model, and its inputs as they are
-    both = batch_bytes(s, long, resolved(QuantizationSettings())) - batch_bytes(s, long, PAPER)
+    both = batch_bytes(s, long, resolved(QuantizationSettings(method="aespa"))) - batch_bytes(s, long, PAPER)
     inputs = sum(s.inputs.values()) + 3 * d
     assert both == 4 * long.length * (2 * d + 2 * d) + 2 * long.length * inputs
 
@@ -102,7 +102,7 @@ def test_arithmetic_of_the_statistics_is_that_of_the_products() -> None:
     assert gram_flops(s, work, PAPER) == 2 * count
     residual = d * sum(m.columns for m in s.matrices if m.adds_to_residual)
     count += 3 * (1024 * (inputs + residual) + heads * (A * (d_h + d) + 1024 * d**2))
-    assert gram_flops(s, work, resolved(QuantizationSettings())) == 2 * count
+    assert gram_flops(s, work, resolved(QuantizationSettings(method="aespa"))) == 2 * count
     layer = replace(PAPER, objective=ObjectiveSettings("layer", "layer"))
     assert gram_flops(s, work, layer) == 2 * 3 * 1024 * inputs
 
@@ -138,7 +138,7 @@ def test_products_in_bfloat16_need_the_statistics_in_it() -> None:
 
 
 def test_hidden_states_are_in_memory_or_on_disk() -> None:
-    s, settings = shape(), resolved(QuantizationSettings())
+    s, settings = shape(), resolved(QuantizationSettings(method="aespa"))
     stream = 10 * 32 * s.hidden * 2
     host = [host_bytes(s, WORK, settings, on_cpu=False, on_disk=d) for d in (False, True)]
     assert host[0] - host[1] == 2 * stream  # the original's and the quantized model's
@@ -151,12 +151,12 @@ def test_hidden_states_are_in_memory_or_on_disk() -> None:
 def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
     few = shape()
     many = replace(few, blocks=10 * few.blocks)
-    settings = resolved(QuantizationSettings())
+    settings = resolved(QuantizationSettings(method="aespa"))
     assert device_bytes(few, WORK, settings) == device_bytes(many, WORK, settings)
 
 
 def test_parts_need_no_more_than_there_is() -> None:
-    s, settings = shape(), resolved(QuantizationSettings())
+    s, settings = shape(), resolved(QuantizationSettings(method="aespa"))
     needs = device_bytes(s, WORK, settings)
     assert partition_for(s, WORK, settings, max(needs.values())) == WHOLE
     one = device_bytes(s, WORK, settings, Partition(heads=1))
@@ -171,7 +171,7 @@ def test_parts_need_no_more_than_there_is() -> None:
 
 
 def test_smallest_parts_are_planned_where_nothing_fits() -> None:
-    s, settings = shape(), resolved(QuantizationSettings())
+    s, settings = shape(), resolved(QuantizationSettings(method="aespa"))
     partition = partition_for(s, WORK, settings, 0)
     assert partition.heads == 1
     learning = sum(m.size for m in s.matrices)
@@ -186,7 +186,7 @@ def test_smallest_parts_are_planned_where_nothing_fits() -> None:
 
 
 def test_memory_that_is_free_decides_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    s, settings, cpu = shape(), resolved(QuantizationSettings()), torch.device("cpu")
+    s, settings, cpu = shape(), resolved(QuantizationSettings(method="aespa")), torch.device("cpu")
     monkeypatch.setattr("aespa_pl.planning.budget.free_bytes", lambda _: 1)
     assert divide(s, WORK, DataSettings(), settings, cpu).heads == 1
     assert divide(s, WORK, DataSettings(memory_gb=1), settings, cpu) == WHOLE

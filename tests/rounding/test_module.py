@@ -259,6 +259,7 @@ def test_a_checkpoint_of_the_last_iteration_gives_the_same_integers(tmp_path: Pa
     assert first.integers().keys() == again.integers().keys() == given.keys()
 
 
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")  # as on the command line
 def test_epochs_end_where_they_would_have_without_an_interruption(tmp_path: Path) -> None:
     class Ends(Callback):
         def __init__(self) -> None:
