@@ -81,7 +81,8 @@ def small(model: Path) -> list[object]:
         "--model.pretrained", model, "--data.calibration.source", "embedded",
         "--data.calibration.segments", 4, "--data.calibration.segment_length", LENGTH,
         "--data.evaluation.texts", "[embedded]", "--data.evaluation.max_segments", 3,
-        "--data.cache", "cache", "--quantization.rounding.iterations", 10,
+        "--data.cache", "cache", "--quantization.method", "aespa",
+        "--quantization.rounding.iterations", 10,
         "--output.checkpoint_seconds", "null",
         "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", 5,
     ]  # fmt: skip
@@ -133,7 +134,8 @@ def test_paper_overlay_changes_the_algorithm_alone(aespa: CommandLine, path: Pat
         for more in ((), ("--config", "paper.yaml"))
     )
     quantization = plain["quantization"]
-    assert quantization["method"] == "aespa"
+    assert quantization["method"] == "aespa-tuned"
+    quantization["method"] = "aespa"
     quantization["polish"]["enabled"] = False
     quantization["input_correction"] = 0.0
     quantization["rounding"] |= {"keep_best": False, "penalty_other": 1.5}
@@ -181,10 +183,10 @@ def test_curves_of_every_projection_of_every_block(aespa: CommandLine, model: Pa
         events.Reload()
         tags = events.Tags()["scalars"]
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
-            points = events.Scalars(f"reconstruction_loss/{name}")
+            points = events.Scalars(f"loss_reconstruction/{name}")
             assert [point.step for point in points] == [5, 10]
             assert all(math.isfinite(point.value) for point in points)
-            assert f"undecided/{name}" in tags
+            assert f"share_undecided/{name}" in tags
 
 
 def test_plan_needs_the_configuration_alone(
@@ -236,7 +238,7 @@ def test_little_memory_gives_the_same_in_parts(aespa: CommandLine, model: Path) 
         found = load_file(file)
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], whole[name]) for name in whole)
-    assert not (divided / "parts").exists()
+    assert not (divided / "portions").exists()
 
 
 def test_hidden_states_on_disk(aespa: CommandLine, model: Path) -> None:
@@ -339,7 +341,7 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
         ),
         (
             ["--quantization.method", "aesop"],
-            r"method is aesop: aespa, aespa-hybrid, aespa-fast, rtn, .*$",
+            r"method is aesop: aespa, aespa-hybrid, aespa-fast, aespa-tuned, rtn, .*$",
         ),
         (["--quantization.symmetric", "maybe"], r"symmetric is maybe: true or false$"),
         (["--seed_everything", 2**32], r"seed_everything is 4294967296: true or false, or 0 to"),
@@ -479,7 +481,7 @@ def test_write_that_fails_in_a_checkpoint_is_one_line(
         patch.setattr(torch, "save", fail_to_write)
         status, _, err = aespa("fit", *arguments)
     assert (status, err.count("\n")) == (2, 1)
-    assert re.search(r"cannot write to .*checkpoints.*--output\.folder", err)
+    assert re.search(r"cannot write to .*checkpoints.*continue with: aespa-pl fit --ckpt_path", err)
     assert aespa("fit", *arguments, "--ckpt_path", "last")[0] == 0
 
 
@@ -588,7 +590,7 @@ finally:
         (["--version"], r"^aespa-pl \d"),
         (["plan", "--help"], r"--model\.pretrained"),
         (["fti"], r"fti is no command: did you mean fit\?"),
-        (["quantize"], r"quantize is no command: expected one of fit, test, plan"),
+        (["quantize"], r"quantize is no command: expected one of fit, test, compare, plan"),
         (["fit", "--quantization.bit", "3"], r"did you mean quantization\.bits"),
         (["plan"], r"model\.pretrained is missing"),
     ],
