@@ -289,10 +289,16 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     except ArgumentError as error:
         raise UserError(value_refused(error, words[0])) from error
     except PeerLostError as error:
+        _let_the_first_speak()
         raise EndedError(
             f"another process of this run has ended or cannot be reached: {error}", PEER_LOST
         ) from error
     except ENDINGS:
-        if getattr(rank_zero_only, "rank", 0):
-            time.sleep(FIRST_TO_SPEAK_SECONDS)
+        _let_the_first_speak()
         raise
+
+
+def _let_the_first_speak() -> None:
+    """Wait in every process but the first, which reports what all of them have met."""
+    if getattr(rank_zero_only, "rank", 0):
+        time.sleep(FIRST_TO_SPEAK_SECONDS)

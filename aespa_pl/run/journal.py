@@ -73,7 +73,10 @@ class Run(RunFolder):
             return cls(
                 folder,
                 content.fingerprint,
-                {int(index): record.model_dump(exclude_unset=True) for index, record in content.blocks.items()},
+                {
+                    int(index): record.model_dump(exclude_unset=True)
+                    for index, record in content.blocks.items()
+                },
                 content.checkpoint,
                 content.portions,
                 {int(index): float(share) for index, share in content.damping.items()},

@@ -71,7 +71,9 @@ def test_statistics_are_counted_one_by_one() -> None:
     assert hessian_bytes(s, layer) == 4 * plain
     assert shift_bytes(s, PAPER) == 0
     residual = d * (layout.heads * layout.head_dim + wide)
-    assert shift_bytes(s, resolved(QuantizationSettings(method="aespa"))) == 4 * (plain + H_V + residual)
+    assert shift_bytes(s, resolved(QuantizationSettings(method="aespa"))) == 4 * (
+        plain + H_V + residual
+    )
 
 
 def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
@@ -87,7 +89,9 @@ def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
     assert square == 4 * 2 * (twice.length**2 // 8 - 2 * (long.length**2 // 8))
     d = s.hidden
     # queries, keys, X and A X, once more for the original model, and its inputs as they are
-    both = batch_bytes(s, long, resolved(QuantizationSettings(method="aespa"))) - batch_bytes(s, long, PAPER)
+    both = batch_bytes(s, long, resolved(QuantizationSettings(method="aespa"))) - batch_bytes(
+        s, long, PAPER
+    )
     inputs = sum(s.inputs.values()) + 3 * d
     assert both == 4 * long.length * (2 * d + 2 * d) + 2 * long.length * inputs
 

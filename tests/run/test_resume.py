@@ -215,7 +215,9 @@ def test_python_m_aespa_pl_stops_and_goes_on(bench: Bench, whole: dict[str, byte
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert errors.startswith("aespa-pl: stopped by SIGTERM; continue with: aespa-pl fit --ckpt_path")
+    assert errors.startswith(
+        "aespa-pl: stopped by SIGTERM; continue with: aespa-pl fit --ckpt_path"
+    )
     assert errors.count("\n") == 1
     check(bench, "process", bench.fit("process", *LAST), whole)
 
