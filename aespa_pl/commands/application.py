@@ -3,7 +3,6 @@
 import inspect
 import logging
 import shlex
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,7 +14,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
 from aespa_pl.commands import evaluate, fit
@@ -47,6 +45,7 @@ from aespa_pl.distributed.launch import (
     RowsStrategy,
     end_with_launcher,
     launch,
+    let_the_first_speak,
 )
 from aespa_pl.distributed.processes import PeerLostError, Ranks
 from aespa_pl.errors import UserError
@@ -56,9 +55,6 @@ from aespa_pl.run.interruption import Interruption
 from aespa_pl.settings import SECTIONS, TaskSettings
 from aespa_pl.storage.files import write_text
 
-FIRST_TO_SPEAK_SECONDS = 10.0
-"""Seconds that a process other than the first waits before it reports an error, so that the first one
-reports an error of all of them once."""
 PEER_LOST = 1
 """Status of a process whose peers have ended: the mistake, if it is one, was another's."""
 
@@ -289,16 +285,10 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     except ArgumentError as error:
         raise UserError(value_refused(error, words[0])) from error
     except PeerLostError as error:
-        _let_the_first_speak()
+        let_the_first_speak()
         raise EndedError(
             f"another process of this run has ended or cannot be reached: {error}", PEER_LOST
         ) from error
     except ENDINGS:
-        _let_the_first_speak()
+        let_the_first_speak()
         raise
-
-
-def _let_the_first_speak() -> None:
-    """Wait in every process but the first, which reports what all of them have met."""
-    if getattr(rank_zero_only, "rank", 0):
-        time.sleep(FIRST_TO_SPEAK_SECONDS)

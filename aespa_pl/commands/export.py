@@ -32,6 +32,7 @@ SEGMENT = 64
 """Tokens of the text that engines are asked about."""
 TEXT = "embedded"
 """It comes with the package."""
+WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,3 @@ def _show(
         console.print(f"{agreement.engine}: {agreement.text}", highlight=False, soft_wrap=True)
     for engine, reason in unchecked.items():
         console.print(f"{engine}: not checked, {reason}", highlight=False, soft_wrap=True)
-
-
-WEIGHT_FILES = (".safetensors", ".gguf")
-"""Suffixes of the files that hold tensors."""

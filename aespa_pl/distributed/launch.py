@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from torch import distributed
 
 from aespa_pl.distributed.processes import Ranks
@@ -28,6 +29,9 @@ LAUNCHER = "AESPA_PL_LAUNCHER"
 """Environment variable: the process that has started this one."""
 LOOK_SECONDS = 0.2
 """Between two looks at whether it is still there."""
+FIRST_TO_SPEAK_SECONDS = 10.0
+"""Seconds that a process other than the first waits before it reports an error, so that the first one
+reports an error of all of them once."""
 SPEAK_SECONDS = 10.0
 """Seconds without the other processes after which this one says that it waits."""
 LONGEST_ARRIVAL = 600.0
@@ -154,3 +158,9 @@ def end_with_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="end-with-launcher").start()
+
+
+def let_the_first_speak() -> None:
+    """Wait in every process but the first, which reports what all of them have met."""
+    if getattr(rank_zero_only, "rank", 0):
+        time.sleep(FIRST_TO_SPEAK_SECONDS)
