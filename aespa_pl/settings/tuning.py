@@ -20,7 +20,7 @@ class BlockTuningSettings:
     """Visits of all calibration segments."""
     batch_size: PositiveInt = 1
     """Segments in a mini-batch; there is one optimizer step for each."""
-    integer_rate: FinitePositive = 0.01
+    integer_rate: FinitePositive = 0.005
     """Largest learning rate of the latent values of integers, in distances of two integers."""
     scale_rate: FinitePositive = 0.003
     """Largest learning rate of the logarithms of scales, and of the weights of norms."""
