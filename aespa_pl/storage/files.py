@@ -52,11 +52,22 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
             write(temporary)
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
+            temporary.chmod(
+                0o666 & ~_umask()
+            )  # safetensors makes files that only their owner reads
             temporary.replace(path)
             _flush_folder(path.parent)
     finally:
         with suppress(OSError):  # the error that brought us here is the one to report
             temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the unfinished files of a killed process: our own, and those of safetensors (.tmpXXXXXX)."""
+    for pattern in (".tmp*", ".*.partial"):
+        for file in folder.glob(pattern):
+            with suppress(OSError):
+                file.unlink()
 
 
 def move_whole(source: Path, target: Path) -> None:
@@ -109,3 +120,10 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _umask() -> int:
+    """Return the permissions that new files of this process lack; there is no way but to set them."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

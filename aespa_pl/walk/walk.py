@@ -22,7 +22,7 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.batches import Batches
-from aespa_pl.storage.files import write_tensors
+from aespa_pl.storage.files import remove_leftovers, write_tensors
 from aespa_pl.tuning import TunedModel
 from aespa_pl.walk import record
 from aespa_pl.walk.collect import StatisticsPasses, Streams
@@ -95,6 +95,8 @@ class Walk:
         """Write what lies outside the blocks; return what is known of those that are complete."""
         checkpoint, family = self.source.checkpoint, self.source.family
         self.run.finish_replacing()
+        for folder in (self.run.block_file(0).parent, self.run.model_folder):
+            remove_leftovers(folder)
         self._drop_damaged_blocks()
         stem = {name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)}
         if self.run.tuned is None:  # otherwise it is rewritten with the blocks

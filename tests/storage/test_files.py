@@ -11,7 +11,14 @@ import torch
 from safetensors import safe_open
 
 from aespa_pl.errors import UserError
-from aespa_pl.storage.files import disk_errors, read_json, write_json, write_tensors, write_whole
+from aespa_pl.storage.files import (
+    disk_errors,
+    read_json,
+    remove_leftovers,
+    write_json,
+    write_tensors,
+    write_whole,
+)
 from tests.disks import files, full, refused
 
 
@@ -210,3 +217,21 @@ def test_tensors_are_read_back_with_their_metadata(tmp_path: Path) -> None:
             assert file.get_tensor(name).dtype == tensor.dtype
             assert torch.equal(file.get_tensor(name), tensor)
         assert file.get_tensor("learned").tolist() == [1, 1]
+
+
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    path = tmp_path / "tensors.safetensors"
+    before = os.umask(0o027)
+    try:
+        write_tensors(path, {"x": torch.ones(2)}, {})
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    for name in (".tmpAb3xyz", ".model.safetensors.partial", "model.safetensors", ".gitignore"):
+        (tmp_path / name).write_text("x")
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", ".gitignore"}
+    remove_leftovers(tmp_path / "nothing")
