@@ -762,7 +762,7 @@ def test_journal_has_what_the_report_shows_of_a_block(aespa: CommandLine, model:
     # after block 0: the last block has the final norm behind it
     expected = float((after - before).square().sum() / before.square().sum())
     assert blocks["0"]["output_error"]["rounded"] == pytest.approx(expected, rel=1e-4)
-    assert blocks["1"]["output_error"] == {}  # nothing is run through the last block
+    assert "output_error" not in blocks["1"]  # nothing is run through the last block
 
 
 def calibration_tokens_of(model: Path) -> torch.Tensor:
