@@ -50,7 +50,7 @@ class RoundingLoss:
     penalty: Float[Tensor, ""]
     """The rounding loss, lambda included; 0 during the warm-up."""
     gradient: Float[Tensor, "heads rows d_in"]
-    """With respect to the rounding variables, of the sum of both."""
+    """Gradient of the sum of both losses with respect to the rounding variables."""
 
 
 def start(

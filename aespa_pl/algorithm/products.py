@@ -1,4 +1,4 @@
-"""In what precision matrices are multiplied; products are always summed up in float32.
+"""Matrix products in a chosen precision; they are always summed up in float32.
 
 bfloat16 has 8 significant bits, TF32 11, float32 24. An accelerator's matrix units multiply the first two
 several times as fast as float32. A CPU has no such units: there the operands are rounded and multiplied
@@ -18,7 +18,7 @@ from torch import Tensor
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 TF32_DROPPED_BITS = 13
-"""Of float32's 23 stored bits of a significand, TF32 has 10."""
+"""TF32 stores 10 of float32's 23 bits of a significand, so 13 are dropped."""
 
 _current: ContextVar[Precision] = ContextVar("precision", default="float32")
 

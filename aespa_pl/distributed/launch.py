@@ -28,7 +28,7 @@ from aespa_pl.errors import UserError
 LAUNCHER = "AESPA_PL_LAUNCHER"
 """Environment variable: the process that has started this one."""
 LOOK_SECONDS = 0.2
-"""Between two looks at whether it is still there."""
+"""Seconds between two looks at whether the process that started this one is still there."""
 FIRST_TO_SPEAK_SECONDS = 10.0
 """Seconds that a process other than the first waits before it reports an error, so that the first one
 reports an error of all of them once."""
@@ -38,7 +38,7 @@ LONGEST_ARRIVAL = 600.0
 """Seconds after which a process gives up on others; a cluster may start its nodes minutes apart."""
 STOPPING = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 LONGEST_WAIT = timedelta(hours=2)
-"""Of one process for another: the first may have to tokenize a long text."""
+"""Longest wait of one process for another: the first may have to tokenize a long text."""
 
 
 class RowsStrategy(DDPStrategy):

@@ -29,7 +29,7 @@ class Ranks:
     rank: int = 0
     count: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Of this process; tensors have to be on it."""
+    """Device of this process; tensors have to be on it."""
 
     @classmethod
     def current(cls, device: torch.device) -> "Ranks":
