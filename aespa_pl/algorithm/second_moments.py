@@ -5,7 +5,7 @@ from itertools import pairwise
 from torch import Tensor
 
 BLOCKS = 4
-"""Stripes of columns: 10 of 16 products are left, and took 0.63 to 0.81 of the time on one thread of a CPU for
+"""Column stripes: 10 of 16 products are left, and took 0.63 to 0.81 of the time on one thread of a CPU for
 256 to 4096 columns; with 8 blocks it was 0.60 to 0.86."""
 NARROW = 256
 """Columns below which the products are too small: with 64 columns blocks take longer than all at once."""

@@ -21,7 +21,8 @@ from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.streamed import StreamedModel
 
 LARGEST_DIVERGENCE = 0.02
-"""Largest KL divergence, in nats, of engines that round activations; RTN models at 3 and 4 bits had 0.003 in llama.cpp, and a
+"""Largest KL divergence, in nats, of engines that round activations;
+RTN models at 3 and 4 bits had 0.003 in llama.cpp, and a
 wrong order of rows 1.1."""
 PERPLEXITY_SHARE = 0.02
 """Largest relative difference of perplexities."""
