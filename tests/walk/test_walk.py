@@ -488,9 +488,13 @@ def test_what_was_measured_is_in_journal_and_block_file(walked: Walked) -> None:
     for index in range(BLOCKS):
         record = quantized.journal["blocks"][str(index)]
         with safe_open(quantized.run.block_file(index), "pt") as file:
-            assert json.loads(file.metadata()["block"]) == {"losses": record["losses"]}
+            block = json.loads(file.metadata()["block"])
+        assert block["losses"] == record["losses"]
+        assert block["tuning"] is None  # these settings tune nothing
         for loss in record["losses"].values():
-            assert loss.keys() == {"nearest", "optq", "final", "extra_damping"}
+            assert loss.keys() == {
+                "nearest", "optq", "final", "share_not_nearest", "extra_damping",
+            }  # fmt: skip
         for phase in ("statistics", "grid", "optq", "rounding"):
             assert record["seconds"][phase] > 0
         shares = [x["final"] / x["nearest"] for x in record["losses"].values()]
@@ -520,7 +524,7 @@ def test_what_polish_did_is_in_journal_and_printed(walked: Walked) -> None:
         losses = record["losses"].values()
         for loss in losses:
             assert loss.keys() == {
-                "nearest", "optq", "final", "extra_damping",
+                "nearest", "optq", "final", "share_not_nearest", "extra_damping",
                 "before_polish", "polish_passes", "polish_changed",
             }  # fmt: skip
         assert record["seconds"]["polish"] > 0
@@ -648,9 +652,9 @@ def test_hessian_that_cannot_be_factored_is_refused(
         walk("opt", tmp_path)
 
 
-def test_settings_of_these_tests_are_the_packages(walked: Walked) -> None:
+def test_these_tests_differ_from_the_package_in_five_settings() -> None:
     package = {"rounding.iterations": 2000, "rounding.learning_rate": 0.015}
-    package |= {"polish.enabled": True, "input_correction": 0.5}
+    package |= {"polish.enabled": None, "input_correction": None, "method": "aespa-tuned"}
     assert changed(package) == type(BASE)()
 
 
