@@ -499,7 +499,7 @@ def test_what_was_measured_is_in_journal_and_block_file(walked: Walked) -> None:
             assert record["seconds"][phase] > 0
         shares = [x["final"] / x["nearest"] for x in record["losses"].values()]
         mean = sum(shares) / len(shares)
-        assert f"block {index + 1}/{BLOCKS}: loss {mean:.3f} of nearest" in quantized.said
+        assert f"block {index} of {BLOCKS}: loss {mean:.3f} of nearest" in quantized.said
 
 
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
@@ -530,7 +530,7 @@ def test_what_polish_did_is_in_journal_and_printed(walked: Walked) -> None:
         assert record["seconds"]["polish"] > 0
         changed = sum(x["polish_changed"] for x in losses)
         passes = max(x["polish_passes"] for x in losses)
-        line = f"block {index + 1}/{BLOCKS}: polish changed {changed} integers in {passes} passes; "
+        line = f"block {index} of {BLOCKS}: polish changed {changed} integers in {passes} passes; "
         assert line in quantized.said
     assert "polish" not in walked("opt").journal["blocks"]["0"]["seconds"]
 
