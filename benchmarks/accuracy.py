@@ -30,7 +30,7 @@ from aespa_pl.commands.evaluate import evaluate
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.output import quiet_libraries
 from aespa_pl.measure import Stopwatch
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.planning.partition import Portion
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
@@ -104,8 +104,8 @@ def main(
     ids = _evaluation(job, evaluation)
     bars = {}
     if nearest:
-        bars["original"] = evaluate(job, job.checkpoint, {"": ids})[""]
-        bars["nearest"] = evaluate(job, job.checkpoint, {"": ids}, nearest=True)[""]
+        bars["original"] = evaluate(job, job.pretrained, {"": ids})[""]
+        bars["nearest"] = evaluate(job, job.pretrained, {"": ids}, nearest=True)[""]
         print(label, bars)
     results = [_measure(job, tokens, ids, says=says) for tokens in sets]
     values = [result.perplexity for result in results]
@@ -157,7 +157,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
             )
 
         progress = WalkProgress(Console(quiet=not says))
-        source, settings = job.stream(job.checkpoint), job.quantization
+        source, settings = job.stream(job.pretrained), job.quantization
         blocks = BlockTuner(source, run, settings.tuning, trainer)
         model = ModelTuner(source, run, settings.tuning, settings.bits, trainer, recompute=False)
         Walk(
@@ -174,7 +174,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
         ).quantize(tokens)
         spent = {"total": time.perf_counter() - start, "processor": time.process_time() - processor}
         seconds = spent | stopwatch.seconds
-        value = evaluate(job, Checkpoint.open(run.model_folder), {"": ids})[""]
+        value = evaluate(job, PretrainedFolder.open(run.model_folder), {"": ids})[""]
         losses = {str(i): record["losses"] for i, record in run.blocks.items()}
     return Measured(value, seconds, losses)
 

@@ -17,7 +17,7 @@ from aespa_pl.block.grids import fit_grids
 from aespa_pl.block.polish import polish
 from aespa_pl.block.update import update
 from aespa_pl.distributed.launch import LAUNCHER, end_with_launcher
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import NumericalError
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch
@@ -35,86 +35,86 @@ def main(arguments: Sequence[str]) -> None:
     )
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same numbers in all processes
-    globals()[arguments[0]](Ranks.current(torch.device("cpu")))
+    globals()[arguments[0]](World.current(torch.device("cpu")))
     sys.stdout.write(f"{arguments[0]}: right\n")
 
 
-def sums_and_parts(ranks: Ranks) -> None:
-    everyone = range(ranks.count)
+def sums_and_parts(world: World) -> None:
+    everyone = range(world.size)
     with torch.inference_mode():
-        made = torch.full((2,), float(ranks.rank))
-    ranks.sum_(made)
+        made = torch.full((2,), float(world.rank))
+    world.sum_(made)
     assert made.tolist() == [sum(everyone)] * 2
-    assert ranks.sum(ranks.rank + 0.5) == sum(everyone) + ranks.count / 2
-    assert ranks.largest(-ranks.rank) == 0
-    assert ranks.from_first(lambda: {"rank": ranks.rank}) == {"rank": 0}
-    for size in (0, 1, ranks.count - 1, ranks.count, ranks.count + 1, 3 * ranks.count - 1):
+    assert world.sum(world.rank + 0.5) == sum(everyone) + world.size / 2
+    assert world.largest(-world.rank) == 0
+    assert world.from_first(lambda: {"rank": world.rank}) == {"rank": 0}
+    for size in (0, 1, world.size - 1, world.size, world.size + 1, 3 * world.size - 1):
         whole = torch.randint(0, 9, (size, 3), dtype=torch.uint8)
-        assert torch.equal(ranks.gather(whole[ranks.share(size)], size), whole)
+        assert torch.equal(world.gather(whole[world.share(size)], size), whole)
 
 
-def shares_make_the_whole(ranks: Ranks) -> None:
+def shares_make_the_whole(world: World) -> None:
     for heads, rows, by_heads in ((4, 3, True), (4, 3, False), (1, 2, False), (1, 2, True)):
-        share = RowShare(heads, rows, by_heads, ranks)
+        share = RowShare(heads, rows, by_heads, world)
         whole = torch.randn(heads, rows, 5)
         part = share.part(whole)
         assert part.numel() > 0
         assert torch.equal(share.whole(part), whole)
-        assert ranks.sum(share.fraction) == pytest.approx(1)
-        assert share.sum(1.0) == min(ranks.count, heads if by_heads else heads * rows)
+        assert world.sum(share.fraction) == pytest.approx(1)
+        assert share.sum(1.0) == min(world.size, heads if by_heads else heads * rows)
         many = torch.randn(heads, 5, 5)
         assert many[share.taken_heads].shape[0] == (part.shape[0] if by_heads else heads)
 
 
-def errors_are_everybodys(ranks: Ranks) -> None:
+def errors_are_everybodys(world: World) -> None:
     def work() -> None:
-        if ranks.rank == ranks.count - 1:
+        if world.rank == world.size - 1:
             raise NumericalError("of the last")
 
-    with pytest.raises(NumericalError, match=r"^of the last$"), ranks.failing_together():
+    with pytest.raises(NumericalError, match=r"^of the last$"), world.failing_together():
         work()
-    with ranks.failing_together():
+    with world.failing_together():
         pass
 
 
-def steps_are_those_of_one(ranks: Ranks) -> None:
+def steps_are_those_of_one(world: World) -> None:
     """Of a block without Trainers; the integers after each step."""
-    one, several = gridded("llama-grouped"), gridded("llama-grouped", ranks=ranks)
+    one, several = gridded("llama-grouped"), gridded("llama-grouped", world=world)
     for name, p in one.projections.items():
         for kind in ("scale", "zero_point", "zeta"):
             found = getattr(several.projections[name].grid, kind)
             torch.testing.assert_close(found, getattr(p.grid, kind))
     update(one, ALONE)
-    update(several, ranks)
+    update(several, world)
     for name, p in one.projections.items():
         torch.testing.assert_close(several.projections[name].updated, p.updated)
         assert several.projections[name].integers.dtype == p.integers.dtype
         assert torch.equal(several.projections[name].integers, p.integers)
     polish(one, 2, ALONE)
-    polish(several, 2, ranks)
+    polish(several, 2, world)
     for name, p in one.projections.items():
         assert torch.equal(several.projections[name].integers, p.integers)
         assert several.projections[name].measured == pytest.approx(p.measured, rel=1e-5)
 
 
-def factorization_that_fails_in_one_fails_in_all(ranks: Ranks) -> None:
+def factorization_that_fails_in_one_fails_in_all(world: World) -> None:
     block, layout = example("llama-grouped")
 
     def spoil(matrices: dict[str, Tensor]) -> None:
         matrices["attended"][-1][[3, 4], [4, 3]] = torch.nan  # a head of one process
 
     prepared = begin(block, layout, make_statistics(block, layout, change=spoil))
-    fit_grids(prepared, FEW, ranks)
+    fit_grids(prepared, FEW, world)
     with pytest.raises(NumericalError, match="v_proj: the Hessian cannot be factored"):
-        update(prepared, ranks)
+        update(prepared, world)
 
 
-def curves_are_of_all_rows(ranks: Ranks) -> None:
+def curves_are_of_all_rows(world: World) -> None:
     given = problems()
     parts, batch = {}, {}
     for name, p in given.items():
         heads, rows, _ = p.weight.shape
-        share = RowShare(heads, rows, p.G is not None, ranks)
+        share = RowShare(heads, rows, p.G is not None, world)
         weight = share.part(p.weight)
         parts[name] = ProjectionRounding(
             weight, weight, share.grid(p.grid), penalty=p.penalty, share=share

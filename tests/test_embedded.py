@@ -37,17 +37,17 @@ def prepare(family: str, tmp_path: Path) -> Job:
 def test_embedded_model_is_trained_and_two_bits_hurt(family: str, tmp_path: Path) -> None:
     job = prepare(family, tmp_path)
     texts = job.evaluation()
-    original = evaluate(job, job.checkpoint, texts)["embedded"]
-    nearest = evaluate(job, job.checkpoint, texts, nearest=True)["embedded"]
+    original = evaluate(job, job.pretrained, texts)["embedded"]
+    nearest = evaluate(job, job.pretrained, texts, nearest=True)["embedded"]
     assert original < 50  # of a vocabulary of 1,024
     assert nearest > 1.7 * original
 
 
 def test_embedded_models_differ_in_kind(tmp_path: Path) -> None:
     layouts = {family: prepare(family, tmp_path) for family in FAMILIES}
-    kinds = {name: job.checkpoint.config.model_type for name, job in layouts.items()}
+    kinds = {name: job.pretrained.config.model_type for name, job in layouts.items()}
     assert kinds == {name: name for name in FAMILIES}
-    llama = layouts["llama"].family.layout(layouts["llama"].checkpoint.config)
+    llama = layouts["llama"].family.layout(layouts["llama"].pretrained.config)
     assert llama.heads > llama.key_value_heads > 1  # grouped queries
 
 

@@ -23,7 +23,7 @@ from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.partition import WHOLE, Partition, Portion
 from aespa_pl.progress import WalkProgress
@@ -170,10 +170,10 @@ def walk(
     model = shortened(make_model(name, torch.float32)) if model is None else model
     ids = make_ids(SEGMENTS) if ids is None else ids
     settings = resolved(changed(changes or {}))
-    checkpoint = Checkpoint.open(save(model, folder / "original"))
+    pretrained = PretrainedFolder.open(save(model, folder / "original"))
     source = StreamedModel.open(
-        checkpoint,
-        family_of(checkpoint.config),
+        pretrained,
+        family_of(pretrained.config),
         torch.device("cpu"),
         torch.float32,
         hidden_folder=hidden_folder,
@@ -217,7 +217,7 @@ def shortened(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def save_with_words(model: PreTrainedModel, folder: Path) -> Path:
-    """Write a checkpoint whose tokenizer takes w3 for 3; ``words.txt`` beside it is text for it."""
+    """Write a model whose tokenizer takes w3 for 3; ``words.txt`` beside it is text for it."""
     save(model, folder)
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     tokenizer.pre_tokenizer = Whitespace()

@@ -11,11 +11,11 @@ from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
 from aespa_pl.algorithm.zfold import search_with_loss
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, grid_format
-from aespa_pl.distributed.processes import Ranks
+from aespa_pl.distributed.processes import World
 from aespa_pl.settings import QuantizationSettings
 
 
-def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, ranks: Ranks) -> None:
+def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: World) -> None:
     """Search the grids of a block, one input group after the other; the integers are the nearest then.
 
     Without a search the grids stay min-max; where the weights were corrected, those of the new weights.
@@ -23,10 +23,10 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, ranks: Rank
     Args:
         block: The block, with damped Hessians.
         settings: Bits, groups, symmetry; whether grids are searched, zeta is fitted, in how many rounds.
-        ranks: The processes that divide the rows; all of them get all grids.
+        world: The processes that divide the rows; all of them get all grids.
     """
     if settings.grid.search:
-        _search_grids(block, settings, ranks)
+        _search_grids(block, settings, world)
     elif settings.input_correction:
         form = grid_format(settings)
         block.take_grids(
@@ -37,13 +37,13 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, ranks: Rank
         )
 
 
-def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, ranks: Ranks) -> None:
+def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: World) -> None:
     grids: dict[str, Grid] = {}
 
     def search(
         p: QuantizedProjection, zeta: Tensor, form: GridFormat, *, thorough: bool
     ) -> tuple[Grid, float]:
-        share = p.share(ranks)
+        share = p.share(world)
         found = [
             search_with_loss(r.weight, r.hessian, zeta, form, thorough=thorough)
             for r in p.rows(share)

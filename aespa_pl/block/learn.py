@@ -17,7 +17,7 @@ from aespa_pl.algorithm.objectives import keep_better
 from aespa_pl.algorithm.products import multiplying_in, operand
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.hessian import Hessian
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import UserError
 from aespa_pl.measure import release_memory
@@ -57,7 +57,7 @@ class Learner:
     """Knows the checkpoint of the block under way, and which portions are learned already."""
     device: torch.device
     partition: Partition = WHOLE
-    ranks: Ranks = ALONE
+    world: World = ALONE
     """All processes call the same methods; each gets all integers."""
 
     def learn(self, block: QuantizedBlock) -> None:
@@ -88,7 +88,7 @@ class Learner:
 
     def _integers_of(self, portion: Portion, block: QuantizedBlock) -> dict[str, Tensor]:
         """Return the integers of a portion by head range; what an interrupted run has learned is read."""
-        integers = self.ranks.from_first(lambda: self._learned_before(portion))
+        integers = self.world.from_first(lambda: self._learned_before(portion))
         if integers is not None:
             return integers
         release_memory()
@@ -97,7 +97,7 @@ class Learner:
         release_memory()
         # there may be a next portion, or the tuning of the block, to be interrupted in
         more = self.partition != WHOLE or self.settings.tuning.blocks.enabled
-        if more and self.ranks.is_first:
+        if more and self.world.is_first:
             file = self.journal.portion_file(portion)
             write_tensors(file, integers, {})
             self.journal.note_portion(portion, file)
@@ -113,10 +113,10 @@ class Learner:
         trainer.fit(
             module,
             datamodule=StatisticsDataModule(self._statistics(portion, block)),
-            ckpt_path=self.ranks.from_first(lambda: self.journal.checkpoint_to_continue(portion)),
+            ckpt_path=self.world.from_first(lambda: self.journal.checkpoint_to_continue(portion)),
         )
         self._refuse_early_end(trainer, label)
-        with self.ranks.failing_together():
+        with self.world.failing_together():
             found = module.integers()
         return {key: shares[key].whole(q.to(self.device)) for key, q in found.items()}
 
@@ -154,7 +154,7 @@ class Learner:
         return batch
 
     def _share(self, heads: HeadRange, p: QuantizedProjection) -> RowShare:
-        return replace(p.share(self.ranks), heads=heads.end - heads.first)
+        return replace(p.share(self.world), heads=heads.end - heads.first)
 
     def _refuse_early_end(self, trainer: Trainer, label: str) -> None:
         """Accept that EarlyStopping ended the training, and refuse any other reason.

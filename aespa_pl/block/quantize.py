@@ -64,7 +64,7 @@ class BlockQuantizer:
         self._choose_integers(block)
         if self.settings.polish.enabled:
             with self._measure("polish"):
-                polish(block, self.settings.polish.passes, self.learner.ranks)
+                polish(block, self.settings.polish.passes, self.learner.world)
 
     def _correct(self, block: QuantizedBlock, shifts: Shifts) -> None:
         try:
@@ -89,12 +89,12 @@ class BlockQuantizer:
             self._choose_integers(block)
 
     def _attempt(self, block: QuantizedBlock) -> None:
-        settings, ranks = self.settings, self.learner.ranks
+        settings, world = self.settings, self.learner.world
         with self._measure("grid"):
-            fit_grids(block, settings, ranks)
+            fit_grids(block, settings, world)
         if settings.optq.enabled:
             with self._measure("optq"):
-                update(block, ranks, rows=bool(settings.optq.rows))
+                update(block, world, rows=bool(settings.optq.rows))
         for p in block.projections.values():
             p.measured["optq"] = float(p.loss(p.integers).sum())
         with self._measure("rounding"):

@@ -16,7 +16,7 @@ from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize, round_to_half
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.statistics import BlockStatistics
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection, Role
 from aespa_pl.models.weights import projection_weight
@@ -67,10 +67,10 @@ class QuantizedProjection:
         scale = round_to_half(self.grid.scale * self.row_factor[..., None])
         return replace(self.grid, scale=scale, zeta=torch.ones_like(self.grid.zeta))
 
-    def share(self, ranks: Ranks) -> RowShare:
+    def share(self, world: World) -> RowShare:
         """Return which rows this process works on."""
         by_heads = self.other_side is not None or len(self.hessian) > 1
-        return RowShare(self.heads, self.weight.shape[1], by_heads, ranks)
+        return RowShare(self.heads, self.weight.shape[1], by_heads, world)
 
     def rows(self, share: RowShare) -> Iterator[Rows]:
         """Yield the rows of a share: all at once, or head by head where the Hessians are on disk."""

@@ -47,7 +47,7 @@ from aespa_pl.distributed.launch import (
     launch,
     let_the_first_speak,
 )
-from aespa_pl.distributed.processes import PeerLostError, Ranks
+from aespa_pl.distributed.processes import PeerLostError, World
 from aespa_pl.errors import UserError
 from aespa_pl.progress import WalkProgress
 from aespa_pl.resolve import resolved
@@ -165,10 +165,10 @@ class AespaCLI(LightningCLI):
         """Quantize, and print what came out."""
         job = self._job()  # before other processes: most mistakes are noticed here
         check_tuning(self.trainer, self.settings.trainer, job.quantization.tuning)
-        ranks, console = self._launch()
+        world, console = self._launch()
         board = Board(self.settings.trainer.logger, self.saved)
         with WalkProgress(console) as progress:
-            trainers = self._block_trainers(progress, ranks)
+            trainers = self._block_trainers(progress, world)
             run, metrics = fit.fit(
                 job,
                 self.settings.ckpt_path,
@@ -177,7 +177,7 @@ class AespaCLI(LightningCLI):
                 make_loggers=board.open,
                 save_config=self._save_config,
                 progress=progress,
-                ranks=ranks,
+                world=world,
             )
         board.show_result(asdict(self.settings.quantization), metrics)
         print_results(console, metrics, evaluate.method_of(run))
@@ -196,10 +196,10 @@ class AespaCLI(LightningCLI):
             print_results(PipeConsole(), metrics, exported.name)
             return
         job = self._job()
-        ranks, console = self._launch()
+        world, console = self._launch()
         which = self.settings.ckpt_path or LAST
         with WalkProgress(console) as progress:
-            run, metrics = evaluate.test(job, which, tasks, progress, ranks)
+            run, metrics = evaluate.test(job, which, tasks, progress, world)
         print_results(console, metrics, evaluate.method_of(run))
         console.print(str(run.folder), highlight=False, soft_wrap=True)
 
@@ -222,14 +222,14 @@ class AespaCLI(LightningCLI):
             s.model, s.data, s.quantization, s.output, self.trainer.strategy.root_device
         )
 
-    def _launch(self) -> tuple[Ranks, Console]:
+    def _launch(self) -> tuple[World, Console]:
         """Start the other processes; return all of them, and where this one writes."""
-        ranks = launch(self.trainer)
-        if not ranks.is_first:
+        world = launch(self.trainer)
+        if not world.is_first:
             logging.getLogger("aespa_pl").setLevel(logging.ERROR)  # the first has the same warnings
-        return ranks, PipeConsole(quiet=not ranks.is_first)
+        return world, PipeConsole(quiet=not world.is_first)
 
-    def _block_trainers(self, progress: WalkProgress, ranks: Ranks) -> BlockTrainers:
+    def _block_trainers(self, progress: WalkProgress, world: World) -> BlockTrainers:
         return BlockTrainers(
             # made anew for each block: loggers and callbacks keep a state
             section=lambda: self.parser.instantiate(self.config)[self.subcommand].trainer,
@@ -239,7 +239,7 @@ class AespaCLI(LightningCLI):
             iterations=self.settings.quantization.rounding.iterations,
             interruption=self.interruption,
             progress=progress,
-            ranks=ranks,
+            world=world,
         )
 
     def _save_config(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.resuming import LAST
 from aespa_pl.commands.tasks import compare_tasks
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
@@ -20,7 +20,7 @@ from aespa_pl.evaluation.size import bits_per_weight, packed_bytes, projection_w
 from aespa_pl.evaluation.table import result_table
 from aespa_pl.evaluation.tasks import find_tasks
 from aespa_pl.models.headers import read_header
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
@@ -29,7 +29,7 @@ from aespa_pl.storage.files import write_json, write_text
 
 
 def test(
-    job: Job, which: str, tasks: TaskSettings, progress: WalkProgress, ranks: Ranks
+    job: Job, which: str, tasks: TaskSettings, progress: WalkProgress, world: World
 ) -> tuple[Run, dict[str, Any]]:
     """Measure perplexities and accuracies of original and quantized model; return run and metrics.
 
@@ -40,7 +40,7 @@ def test(
         which: Folder of a finished run; ``last``: the newest of ``output.folder/output.name``.
         tasks: Tasks, if any; with them round-to-nearest is measured as well.
         progress: Where to show how far it is.
-        ranks: The processes that divide the texts; all of them call this.
+        world: The processes that divide the texts; all of them call this.
 
     Raises:
         UserError: There is no finished run, or a text or a task can't be had.
@@ -63,25 +63,25 @@ def test(
             f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path "
             f"{shlex.quote(str(folder))}"
         )
-    ranks.from_first(lambda: refuse_damaged(run))
-    texts = ranks.from_first(job.evaluation)
+    world.from_first(lambda: refuse_damaged(run))
+    texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
         raise UserError(
             "data.evaluation.texts is empty: name at least one text, or tasks with --tasks"
         )
     # before the perplexities: a task that can't be had is noticed at once
-    found = find_tasks(tasks) if tasks.tasks and ranks.is_first else None
+    found = find_tasks(tasks) if tasks.tasks and world.is_first else None
     kinds = ("original", "nearest", "quantized") if tasks.tasks else ("original", "quantized")
     metrics: dict[str, Any] = {"size": sizes(job, run, kinds)}
     if texts:
         metrics["perplexity"] = compare_perplexities(
-            job, model, texts, kinds, progress=progress, ranks=ranks
+            job, model, texts, kinds, progress=progress, world=world
         )
     if found is not None:
         progress.phase("tasks")
         metrics |= compare_tasks(job, model, found, tasks, kinds)
-    ranks.wait_for_all()
-    if ranks.is_first:
+    world.wait_for_all()
+    if world.is_first:
         write_json(folder / "test.json", metrics)
         write_text(folder / "test.md", result_table(metrics, method_of(run)).markdown())
     return run, metrics
@@ -105,8 +105,8 @@ def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float
         for index in run.blocks
         for name, tensor in read_header(run.block_file(index)).items()
     }
-    stored = {tensor.file: tensor.file.stat().st_size for tensor in job.checkpoint.tensors.values()}
-    original, bits = sum(stored.values()), 8.0 * job.checkpoint.dtype.itemsize
+    stored = {tensor.file: tensor.file.stat().st_size for tensor in job.pretrained.tensors.values()}
+    original, bits = sum(stored.values()), 8.0 * job.pretrained.dtype.itemsize
     packed = bits_per_weight(shapes, job.quantization.bits)
     small = packed_bytes(original, projection_weights(shapes), int(bits), packed)
     return {
@@ -130,7 +130,7 @@ def refuse_damaged(run: Run) -> None:
             f"the run {run.folder} is damaged: {names} missing or changed since it was written: mend the "
             f"run with aespa-pl fit --ckpt_path {shlex.quote(str(run.folder))}"
         )
-    Checkpoint.open(run.model_folder)  # such as an index that names other files
+    PretrainedFolder.open(run.model_folder)  # such as an index that names other files
 
 
 def compare_perplexities(
@@ -140,7 +140,7 @@ def compare_perplexities(
     kinds: Sequence[str],
     *,
     progress: WalkProgress,
-    ranks: Ranks,
+    world: World,
 ) -> dict[str, dict[str, float]]:
     """Return the perplexity of each kind of model on each text, by kind and text.
 
@@ -150,7 +150,7 @@ def compare_perplexities(
         texts: Token ids ``[segments, L]`` by name.
         kinds: Any of original, nearest and quantized.
         progress: Shows how many blocks are evaluated.
-        ranks: The processes that divide the segments.
+        world: The processes that divide the segments.
 
     Raises:
         UserError: A perplexity is not finite.
@@ -158,21 +158,21 @@ def compare_perplexities(
     results = {}
     for kind in kinds:
         keys = {name: _remembered_as(job, kind, tokens) for name, tokens in texts.items()}
-        known = ranks.from_first(partial(_recalled, job, keys))
+        known = world.from_first(partial(_recalled, job, keys))
         unknown = {name: tokens for name, tokens in texts.items() if name not in known}
         measured = {}
         if unknown:
-            blocks = job.checkpoint.config.num_hidden_layers * len(unknown)
+            blocks = job.pretrained.config.num_hidden_layers * len(unknown)
             progress.begin(f"Perplexity of {kind}, blocks", blocks)
             measured = evaluate(
                 job,
-                Checkpoint.open(model) if kind == "quantized" else job.checkpoint,
+                PretrainedFolder.open(model) if kind == "quantized" else job.pretrained,
                 unknown,
                 nearest=kind == "nearest",
                 after_block=progress.advance,
-                ranks=ranks,
+                world=world,
             )
-        if ranks.is_first:
+        if world.is_first:
             for name, value in measured.items():
                 if (key := keys[name]) is not None:
                     remember(job.cache, key, value)
@@ -214,28 +214,28 @@ def _recalled(job: Job, keys: Mapping[str, dict[str, object] | None]) -> dict[st
 
 def evaluate(
     job: Job,
-    checkpoint: Checkpoint,
+    pretrained: PretrainedFolder,
     texts: Mapping[str, Tensor],
     *,
     nearest: bool = False,
     after_block: Callable[[], None] = lambda: None,
-    ranks: Ranks = ALONE,
+    world: World = ALONE,
 ) -> dict[str, float]:
-    """Return the perplexity of the job's model, or of another checkpoint of its shape, on each text.
+    """Return the perplexity of the job's model, or of another one of its shape, on each text.
 
     Args:
         job: Device, types and quantization settings.
-        checkpoint: The weights.
+        pretrained: Folder of the weights.
         texts: Token ids ``[segments, L]`` by name.
         nearest: Round the weights to the nearest integers of the min-max grid first.
         after_block: Called after each block.
-        ranks: They divide the segments.
+        world: They divide the segments.
     """
     return perplexity(
-        job.stream(checkpoint),
+        job.stream(pretrained),
         texts,
         batch_size=job.data.batch_size,
         change=job.round_to_nearest if nearest else None,
         after_block=after_block,
-        ranks=ranks,
+        world=world,
     )

@@ -160,7 +160,7 @@ def ask(
         return []
     tokens = _tokens(model)
     reference = reference_logits(model, chosen, tokens)
-    vocabulary = int(model.checkpoint.config.vocab_size)
+    vocabulary = int(model.pretrained.config.vocab_size)
     return [
         compare(engine, reference, engine.logits(folder, tokens, vocabulary), tokens)
         for engine in engines
@@ -186,8 +186,8 @@ def push(folder: Path, name: str) -> None:
 
 def _tokens(model: QuantizedModel) -> Tensor:
     """Return one segment ``[L]`` of held-out text."""
-    limit = model.family.positions(model.checkpoint.config) or SEGMENT
-    tokenizer = model.checkpoint.tokenizer()
+    limit = model.family.positions(model.pretrained.config) or SEGMENT
+    tokenizer = model.pretrained.tokenizer()
     segments = evaluation_tokens(TEXT, tokenizer, min(SEGMENT, limit), 1, default_cache())
     return segments[0]
 
@@ -212,7 +212,7 @@ def _refuse_target(target: Path) -> None:
 
 def _refuse_full_disk(model: QuantizedModel, target: Path) -> None:
     """Raise UserError if the disk lacks the size of the original, which no format exceeds by much."""
-    files = {tensor.file for tensor in model.checkpoint.tensors.values()}
+    files = {tensor.file for tensor in model.pretrained.tensors.values()}
     needed = sum(file.stat().st_size for file in files)
     existing = next(path for path in (target, *target.resolve().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
@@ -257,7 +257,7 @@ def _that_fit(
     model: QuantizedModel, engines: Sequence[Engine], unchecked: Mapping[str, str]
 ) -> tuple[list[Engine], dict[str, str]]:
     """Leave out all engines where the whole model in float32 does not fit the free memory."""
-    tensors = set(model.checkpoint.tensors.values())
+    tensors = set(model.pretrained.tensors.values())
     needed = sum(torch.Size(tensor.shape).numel() * 4 for tensor in tensors)
     if needed < psutil.virtual_memory().available / 2:
         return list(engines), dict(unchecked)

@@ -23,7 +23,7 @@ from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_tuning
 from aespa_pl.commands.resuming import LAST
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import described, divide, free_to_plan
 from aespa_pl.planning.needs import disk_bytes
@@ -63,7 +63,7 @@ def fit(
     make_loggers: Callable[[Run], Sequence[Logger]],
     save_config: Callable[[Path], None],
     progress: WalkProgress,
-    ranks: Ranks = ALONE,
+    world: World = ALONE,
 ) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics.
 
@@ -75,19 +75,19 @@ def fit(
         make_loggers: Makes what takes the curves over the blocks.
         save_config: Writes the configuration into the folder of the run.
         progress: Where to show how far it is.
-        ranks: The processes that do it; all of them call this, and the first one writes.
+        world: The processes that do it; all of them call this, and the first one writes.
 
     Raises:
         UserError: See the message; finished blocks stay on disk.
     """
     began = time.perf_counter()
     with ExitStack() as locks:
-        start = ranks.from_first(lambda: _start(job, resume, locks, progress))
-        run = replace(start.run, writes=ranks.is_first)
+        start = world.from_first(lambda: _start(job, resume, locks, progress))
+        run = replace(start.run, writes=world.is_first)
         if start.metrics is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
             return run, start.metrics
-        if ranks.is_first:
+        if world.is_first:
             save_config(run.folder)
         progress.say(f"run folder: {run.folder}")
         before = sum(sum(record["seconds"].values()) for record in run.blocks.values())
@@ -97,18 +97,18 @@ def fit(
             start.tokens,
             make_trainer=make_trainer,
             make_tuning_trainer=make_tuning_trainer,
-            loggers=make_loggers(run) if ranks.is_first else [],
+            loggers=make_loggers(run) if world.is_first else [],
             progress=progress,
-            ranks=ranks,
+            world=world,
         )
-        ranks.wait_for_all()  # for the files of the first
+        world.wait_for_all()  # for the files of the first
         quantized = before + time.perf_counter() - began
         nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
         kinds = ("original", *nearest, "quantized")
         texts = start.texts
         results = (
             compare_perplexities(
-                job, run.model_folder, texts, kinds, progress=progress, ranks=ranks
+                job, run.model_folder, texts, kinds, progress=progress, world=world
             )
             if texts
             else {}
@@ -123,7 +123,7 @@ def fit(
             },
             "peak_bytes": peak_bytes(job.device),
         }
-        if ranks.is_first:
+        if world.is_first:
             write_json(run.metrics_file, metrics)
     return run, metrics
 
@@ -182,12 +182,12 @@ def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Ru
 
 def _check_weights(job: Job, progress: WalkProgress) -> None:
     """Read all weights once: a NaN in the last block is noticed before hours of work."""
-    if words := job.checkpoint.unused(job.family):
+    if words := job.pretrained.unused(job.family):
         progress.say(words)
-    names = list(job.checkpoint.tensors)
+    names = list(job.pretrained.tensors)
     progress.begin("Checking weights, tensors", len(names))
     for name in names:
-        job.checkpoint.tensor(name, job.dtype)
+        job.pretrained.tensor(name, job.dtype)
         progress.advance()
 
 
@@ -200,25 +200,25 @@ def _quantize(
     make_tuning_trainer: Callable[[Run, Portion, int], Trainer],
     loggers: Sequence[Logger],
     progress: WalkProgress,
-    ranks: Ranks,
+    world: World,
 ) -> None:
-    source = job.stream(job.checkpoint)
+    source = job.stream(job.pretrained)
     trainer = partial(make_trainer, run)
-    partition = divide(job.shape, job.work, job.data, job.quantization, job.device, ranks=ranks)
+    partition = divide(job.shape, job.work, job.data, job.quantization, job.device, world=world)
     for words in described(partition, job.shape):
         progress.say(words)
     free = free_to_plan(job.shape, job.work, job.data, job.quantization, job.device)
     recompute = not tuning_fits(job.shape, job.work, job.quantization, free, recompute=False)
     stopwatch = Stopwatch(progress.phase)
     tuning, tuning_trainer = job.quantization.tuning, partial(make_tuning_trainer, run)
-    learner = Learner(job.quantization, trainer, run, job.device, partition, ranks)
+    learner = Learner(job.quantization, trainer, run, job.device, partition, world)
     walk = Walk(
         source=source,
         run=run,
         settings=job.quantization,
         batch_size=job.data.batch_size,
         quantizer=BlockQuantizer(job.quantization, learner, stopwatch),
-        passes=StatisticsPasses(source, job.quantization, run.folder, partition, ranks),
+        passes=StatisticsPasses(source, job.quantization, run.folder, partition, world),
         progress=progress,
         stopwatch=stopwatch,
         block_tuner=BlockTuner(source, run, tuning, tuning_trainer)
@@ -230,12 +230,12 @@ def _quantize(
         if tuning.model.enabled
         else None,
         loggers=loggers,
-        ranks=ranks,
+        world=world,
     )
     walk.quantize(tokens)
     for logger in loggers:
         logger.finalize("success")
-    if ranks.is_first:
+    if world.is_first:
         _write_description(job, run)
         run.finish_model()
 
@@ -271,7 +271,7 @@ def _bytes_to_write(job: Job, run: Run | None) -> float:
         job.shape,
         job.work,
         job.quantization,
-        stored_bytes=job.checkpoint.dtype.itemsize,
+        stored_bytes=job.pretrained.dtype.itemsize,
         on_disk=job.data.hidden_states == "disk",
         partition=divide(job.shape, job.work, job.data, job.quantization, job.device),
     )

@@ -21,7 +21,7 @@ from aespa_pl.data import calibration_tokens, check_vocabulary, evaluation_token
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Family
 from aespa_pl.models.hub import resolve
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.planning.shape import Shape, Work
@@ -41,7 +41,7 @@ class Job:
     """Resolved: nothing is left to the method."""
     output: OutputSettings
     device: torch.device
-    checkpoint: Checkpoint
+    pretrained: PretrainedFolder
     family: Family
 
     @classmethod
@@ -53,7 +53,7 @@ class Job:
         output: OutputSettings,
         device: torch.device,
     ) -> "Job":
-        """Open the checkpoint and refuse what cannot work with it.
+        """Open the model's folder and refuse what cannot work with it.
 
         Raises:
             UserError: The model can't be found, read or quantized with these settings.
@@ -61,9 +61,9 @@ class Job:
         quantization = resolved(quantization)
         cache = Path(data.cache).expanduser() if data.cache else None
         check_output(output)
-        checkpoint = Checkpoint.open(resolve(model.pretrained, model.revision), cache)
+        pretrained = PretrainedFolder.open(resolve(model.pretrained, model.revision), cache)
         job = cls(
-            model, data, quantization, output, device, checkpoint, family_of(checkpoint.config)
+            model, data, quantization, output, device, pretrained, family_of(pretrained.config)
         )
         check_lengths(data, job._positions, model.pretrained)
         check_groups(job.shape, quantization)
@@ -72,7 +72,7 @@ class Job:
     @property
     def shape(self) -> Shape:
         """What the needs of the model follow from."""
-        return Shape.of(self.checkpoint.config, self.family)
+        return Shape.of(self.pretrained.config, self.family)
 
     @property
     def work(self) -> Work:
@@ -97,13 +97,13 @@ class Job:
     @property
     def dtype(self) -> torch.dtype:
         """Type that blocks run in."""
-        return block_dtype(self.model, self.device, self.checkpoint.dtype)
+        return block_dtype(self.model, self.device, self.pretrained.dtype)
 
-    def stream(self, checkpoint: Checkpoint) -> StreamedModel:
-        """Return the model, or another checkpoint of its shape, streamed."""
+    def stream(self, pretrained: PretrainedFolder) -> StreamedModel:
+        """Return the model, or another one of its shape, streamed."""
         on_disk = self.data.hidden_states == "disk"
         return StreamedModel.open(
-            checkpoint,
+            pretrained,
             self.family,
             self.device,
             self.dtype,
@@ -112,7 +112,7 @@ class Job:
 
     def round_to_nearest(self, block: nn.Module) -> None:
         """Round a block's weights to the nearest integers of min-max grids: the usual comparison."""
-        layout = self.family.layout(self.checkpoint.config)
+        layout = self.family.layout(self.pretrained.config)
         for projection in layout.projections:
             weight = nearest_weight(block, layout, projection, self.quantization)
             set_projection_weight(block, layout, projection, weight)
@@ -120,14 +120,14 @@ class Job:
     def calibration(self) -> Tensor:
         """Return the calibration segments ``[segments, L]``."""
         tokens = calibration_tokens(
-            self.data.calibration, self.checkpoint.tokenizer(), self.segment_length, self.cache
+            self.data.calibration, self.pretrained.tokenizer(), self.segment_length, self.cache
         )
-        check_vocabulary(tokens, self.checkpoint.config.vocab_size)
+        check_vocabulary(tokens, self.pretrained.config.vocab_size)
         return tokens
 
     def evaluation(self) -> dict[str, Tensor]:
         """Return the segments of each held-out text, by its name."""
-        settings, tokenizer = self.data.evaluation, self.checkpoint.tokenizer()
+        settings, tokenizer = self.data.evaluation, self.pretrained.tokenizer()
         texts = {
             text: evaluation_tokens(
                 text, tokenizer, self.evaluation_length, settings.max_segments, self.cache
@@ -135,7 +135,7 @@ class Job:
             for text in settings.names
         }
         for tokens in texts.values():
-            check_vocabulary(tokens, self.checkpoint.config.vocab_size)
+            check_vocabulary(tokens, self.pretrained.config.vocab_size)
         return texts
 
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
@@ -162,8 +162,8 @@ class Job:
 
     @property
     def model_fingerprint(self) -> str:
-        """What tells one checkpoint from another."""
-        return model_fingerprint({self.checkpoint.folder / "config.json", *self._weight_files})
+        """What tells one model from another."""
+        return model_fingerprint({self.pretrained.folder / "config.json", *self._weight_files})
 
     @property
     def runs_folder(self) -> Path:
@@ -172,7 +172,7 @@ class Job:
 
     @property
     def _weight_files(self) -> set[Path]:
-        return {tensor.file for tensor in self.checkpoint.tensors.values()}
+        return {tensor.file for tensor in self.pretrained.tensors.values()}
 
     @property
     def cache(self) -> Path:
@@ -181,7 +181,7 @@ class Job:
 
     @property
     def _positions(self) -> int | None:
-        return self.family.positions(self.checkpoint.config)
+        return self.family.positions(self.pretrained.config)
 
 
 def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:
@@ -190,7 +190,7 @@ def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype)
     Args:
         model: Of the user, who may leave it to the device.
         device: Where blocks run; CPUs are slow in types of two bytes.
-        stored: The checkpoint's own.
+        stored: Type of the weights in the model's files.
     """
     if model.dtype != "auto":
         chosen: torch.dtype = getattr(torch, model.dtype)

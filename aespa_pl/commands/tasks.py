@@ -26,12 +26,12 @@ def compare_tasks(
     Raises:
         UserError: The model does not fit into the memory that is free.
     """
-    refuse_too_large(job.checkpoint.folder, job.device, job.dtype)
+    refuse_too_large(job.pretrained.folder, job.device, job.dtype)
     scores, seconds = {}, {}
     for kind in kinds:
         start = time.perf_counter()
         found = measure_tasks(
-            model if kind == "quantized" else job.checkpoint.folder,
+            model if kind == "quantized" else job.pretrained.folder,
             tasks,
             settings,
             device=job.device,

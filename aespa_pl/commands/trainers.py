@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
-from aespa_pl.distributed.processes import Ranks
+from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import Portion
 from aespa_pl.progress import IterationProgress, WalkProgress
@@ -45,7 +45,7 @@ class BlockTrainers:
     iterations: int
     interruption: Interruption
     progress: WalkProgress
-    ranks: Ranks
+    world: World
 
     def of_portion(self, run: Run, portion: Portion) -> Trainer:
         """Return the Trainer of what a run learns together of one block."""
@@ -56,7 +56,7 @@ class BlockTrainers:
             run,
             portion,
             own,
-            part=f"block_{portion.block:03}",
+            curves=f"block_{portion.block:03}",
             folder=run.checkpoint_folder(portion.block),
             max_steps=self.iterations,
             max_epochs=-1,
@@ -69,7 +69,7 @@ class BlockTrainers:
             run,
             portion,
             [IterationProgress(self.progress, "tuning")],
-            part="end_to_end" if whole else f"block_{portion.block:03}",
+            curves="end_to_end" if whole else f"block_{portion.block:03}",
             folder=run.checkpoint_folder(portion.block) / "tuning",
             max_steps=-1,
             max_epochs=epochs,
@@ -86,7 +86,7 @@ class BlockTrainers:
         portion: Portion,
         own: Sequence[Callback],
         *,
-        part: str,
+        curves: str,
         folder: Path,
         **more: Any,
     ) -> Trainer:
@@ -96,7 +96,7 @@ class BlockTrainers:
             run: The run.
             portion: What is trained.
             own: Callbacks beside those that save and stop.
-            part: Place of its curves in TensorBoard.
+            curves: Folder of its curves, below the run's.
             folder: For its checkpoints.
             more: Arguments of the Trainer.
         """
@@ -107,11 +107,11 @@ class BlockTrainers:
         if isinstance(self.first.strategy, DDPStrategy):
             more["strategy"] = RowsStrategy(timeout=LONGEST_WAIT)
         return self.instantiate(
-            logger=_loggers(chosen.logger, run, part),
+            logger=_loggers(chosen.logger, run, curves),
             callbacks=[
                 *callbacks,
                 *own,
-                StopAtIteration(self.interruption, folder, self.ranks),
+                StopAtIteration(self.interruption, folder, self.world),
             ],
             plugins=[
                 *_listed(chosen.plugins),
@@ -126,10 +126,10 @@ class BlockTrainers:
         )
 
 
-def tensorboard(run: Run, part: str) -> TensorBoardLogger:
+def tensorboard(run: Run, curves: str) -> TensorBoardLogger:
     """Return a logger into a folder of a run: ``walk``, or ``block_NNN``."""
     parent = run.folder.parent
-    return TensorBoardLogger(parent.parent, parent.name, run.folder.name, sub_dir=part)
+    return TensorBoardLogger(parent.parent, parent.name, run.folder.name, sub_dir=curves)
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
@@ -194,10 +194,10 @@ def check_strategy(trainer: Trainer, chosen: Any) -> None:
         )
 
 
-def _loggers(chosen: Any, run: Run, part: str) -> Any:
+def _loggers(chosen: Any, run: Run, curves: str) -> Any:
     """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
     if chosen is None or chosen is True:
-        return tensorboard(run, part)
+        return tensorboard(run, curves)
     return chosen
 
 

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import distributed
 
-from aespa_pl.distributed.processes import Ranks
+from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 
 LAUNCHER = "AESPA_PL_LAUNCHER"
@@ -48,7 +48,7 @@ class RowsStrategy(DDPStrategy):
         """Leave the module as it is; DDP would make the rows of all processes those of the first."""
 
 
-def launch(trainer: Trainer) -> Ranks:
+def launch(trainer: Trainer) -> World:
     """Start the processes that a Trainer wants, unless they are running, and let them find each other.
 
     Raises:
@@ -63,7 +63,7 @@ def launch(trainer: Trainer) -> Ranks:
             f"trainer.num_nodes is {trainer.world_size}: make them equal"
         )
     if trainer.world_size == 1 or strategy.launcher is None:
-        return Ranks(device=strategy.root_device)
+        return World(device=strategy.root_device)
     os.environ[LAUNCHER] = str(os.getpid())
     try:
         with waiting_for(trainer.world_size, getattr(strategy, "cluster_environment", None)):
@@ -72,7 +72,7 @@ def launch(trainer: Trainer) -> Ranks:
         raise UserError(f"trainer: {error}") from error
     finally:
         del os.environ[LAUNCHER]  # it is for these processes only, not for what they start
-    return Ranks.current(strategy.root_device)
+    return World.current(strategy.root_device)
 
 
 @contextmanager

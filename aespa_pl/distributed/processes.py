@@ -23,16 +23,17 @@ class PeerLostError(Exception):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class World:
     """A process among those of the run; they all have to make the same calls in the same order."""
 
     rank: int = 0
-    count: int = 1
+    size: int = 1
+    """Number of processes."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Device of this process; tensors have to be on it."""
 
     @classmethod
-    def current(cls, device: torch.device) -> "Ranks":
+    def current(cls, device: torch.device) -> "World":
         """Return this process's place in the process group; without one it is alone."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls(device=device)
@@ -41,28 +42,32 @@ class Ranks:
     @property
     def alone(self) -> bool:
         """Whether this is the only process."""
-        return self.count == 1
+        return self.size == 1
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that writes and speaks."""
         return self.rank == 0
 
-    def share(self, size: int, rank: int | None = None) -> slice:
-        """Return which of ``size`` things are a process's, this one's unless told; maybe none.
+    def share(self, count: int, rank: int | None = None) -> slice:
+        """Return the indices among ``count`` things that a process works on; there may be none.
+
+        Args:
+            count: Number of things.
+            rank: The process; None: this one.
 
         Neighbours stay together, and the first processes have one more where they cannot all have the
         same number.
         """
         rank = self.rank if rank is None else rank
-        each, more = divmod(size, self.count)
+        each, more = divmod(count, self.size)
         start = rank * each + min(rank, more)
         return slice(start, start + each + (rank < more))
 
     def segments(self, tokens: Tensor, batch_size: int) -> Tensor:
-        """Return this process's of the segments ``[segments, L]``: whole batches, maybe none.
+        """Return the segments ``[segments, L]`` that this process works on; there may be none.
 
-        So every batch is the one that a process alone would run.
+        They are whole batches, so that every batch is the one that a process alone would run.
         """
         mine = self.share(math.ceil(len(tokens) / batch_size))
         return tokens[mine.start * batch_size : mine.stop * batch_size]
@@ -91,22 +96,22 @@ class Ranks:
             distributed.all_reduce(largest, distributed.ReduceOp.MAX)
         return float(largest)
 
-    def gather(self, part: Tensor, size: int) -> Tensor:
-        """Return the tensor ``[size, ...]`` that the parts of all processes make.
+    def gather(self, part: Tensor, count: int) -> Tensor:
+        """Return the tensor ``[count, ...]`` that the parts of all processes make.
 
         Args:
-            part: Those with the indices ``share(size)``.
-            size: Of the whole.
+            part: This process's rows, which have the indices ``share(count)`` in the whole.
+            count: Number of rows of the whole.
         """
         if self.alone:
             return part
-        most = math.ceil(size / self.count)
+        most = math.ceil(count / self.size)
         padded = part.new_zeros(most, *part.shape[1:])  # all have to send the same number
         padded[: len(part)] = part
-        parts = [torch.empty_like(padded) for _ in range(self.count)]
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
         with _peers():
             distributed.all_gather(parts, padded)
-        shares = (self.share(size, rank) for rank in range(self.count))
+        shares = (self.share(count, rank) for rank in range(self.size))
         return torch.cat([p[: s.stop - s.start] for p, s in zip(parts, shares, strict=True)])
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -138,7 +143,7 @@ class Ranks:
             yield
         except NumericalError as error:
             message = str(error)
-        messages: list[str | None] = [None] * self.count
+        messages: list[str | None] = [None] * self.size
         with _peers():
             distributed.all_gather_object(messages, message)
         for found in messages:
@@ -146,7 +151,7 @@ class Ranks:
                 raise NumericalError(found)
 
 
-ALONE = Ranks()
+ALONE = World()
 """One process."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import Grid
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RowShare:
     rows: int
     by_heads: bool
     """Whether whole heads are divided; otherwise single rows are."""
-    ranks: Ranks = ALONE
+    world: World = ALONE
 
     @property
     def fraction(self) -> float:
@@ -34,21 +34,21 @@ class RowShare:
     @property
     def taken_heads(self) -> slice:
         """Heads that this process works on; all of them where single rows are divided."""
-        divided = self.by_heads and not self.ranks.alone
+        divided = self.by_heads and not self.world.alone
         return slice(*self._taken.indices(self.heads)) if divided else slice(0, self.heads)
 
     def part(self, tensor: Tensor) -> Tensor:
         """Return this process's part of ``[heads, rows, ...]``; single rows count as one head."""
-        if self.ranks.alone:
+        if self.world.alone:
             return tensor
         return tensor[self._taken] if self.by_heads else tensor.flatten(0, 1)[self._taken][None]
 
     def whole(self, part: Tensor) -> Tensor:
         """Return ``[heads, rows, ...]`` from the parts of all processes."""
-        if self.ranks.alone:
+        if self.world.alone:
             return part
         own = (part if self.by_heads else part[0])[: self._count]
-        return self.ranks.gather(own, self._size).view(self.heads, self.rows, *part.shape[2:])
+        return self.world.gather(own, self._size).view(self.heads, self.rows, *part.shape[2:])
 
     def grid(self, grid: Grid) -> Grid:
         """Return this process's part of a grid."""
@@ -60,7 +60,7 @@ class RowShare:
 
     def sum(self, number: float) -> float:
         """Return the sum over the processes of a number that each has for its own rows."""
-        return number if self.ranks.alone else self.ranks.sum(number if self.fraction else 0.0)
+        return number if self.world.alone else self.world.sum(number if self.fraction else 0.0)
 
     @property
     def _size(self) -> int:
@@ -68,7 +68,7 @@ class RowShare:
 
     @property
     def _own(self) -> slice:
-        return self.ranks.share(self._size)
+        return self.world.share(self._size)
 
     @property
     def _count(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.storage.batches import Batches
@@ -35,7 +35,7 @@ def perplexity(
     batch_size: int,
     change: BlockChange | None = None,
     after_block: Callable[[], None] = lambda: None,
-    ranks: Ranks = ALONE,
+    world: World = ALONE,
 ) -> dict[str, float]:
     """Return the perplexity on each text.
 
@@ -45,7 +45,7 @@ def perplexity(
         batch_size: Segments that run through a block at once.
         change: Applied to each block before it is used (round-to-nearest, for example).
         after_block: Called after each block of each text, for a progress bar.
-        ranks: The processes that divide the segments; all get the perplexities.
+        world: The processes that divide the segments; all get the perplexities.
 
     Raises:
         UserError: A perplexity is not a finite number.
@@ -53,7 +53,7 @@ def perplexity(
     found = {}
     with source.stem():
         for name, all_tokens in texts.items():
-            tokens = ranks.segments(all_tokens, batch_size)
+            tokens = world.segments(all_tokens, batch_size)
             batches = source.embed_with_stem(tokens, batch_size)
             for block in source.blocks():
                 if change is not None:
@@ -81,7 +81,7 @@ def _head_perplexity(
     if not average < LARGEST_EXPONENT:
         advice = "" if source.dtype == torch.float32 else ": try --model.dtype float32"
         raise UserError(
-            f"the perplexity of {source.checkpoint.folder} is not a finite number in {source.dtype}"
+            f"the perplexity of {source.pretrained.folder} is not a finite number in {source.dtype}"
             f"{advice}"
         )
     return math.exp(average)

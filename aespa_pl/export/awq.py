@@ -44,7 +44,7 @@ class Awq(FolderFormat):
                 f"{model.bits} bits",
             )
         for name in model.matrix_names(0):
-            rows = model.checkpoint.tensors[name].shape[0]
+            rows = model.pretrained.tensors[name].shape[0]
             if rows % len(ORDER):
                 raise impossible(
                     model,

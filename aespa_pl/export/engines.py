@@ -184,7 +184,7 @@ class Agreement:
 
 def reference_logits(model: QuantizedModel, chosen: Format, tokens: Tensor) -> Tensor:
     """Return the logits ``[L, V]`` of the weights that a format holds, one block in memory at a time."""
-    source = StreamedModel.open(model.checkpoint, model.family, torch.device("cpu"), torch.float32)
+    source = StreamedModel.open(model.pretrained, model.family, torch.device("cpu"), torch.float32)
     hidden = source.embed(tokens[None], 1)
     for index in range(model.block_count):
         matrices = model.block(index).matrices

@@ -49,7 +49,7 @@ class Gguf(Format):
 
     def refuse(self, model: QuantizedModel) -> None:
         """Refuse models that llama.cpp does not have, and matrices that no block type holds."""
-        if part := unsupported_part(model.checkpoint.config):
+        if part := unsupported_part(model.pretrained.config):
             raise impossible(
                 model,
                 self.name,
@@ -59,7 +59,7 @@ class Gguf(Format):
         refuse_tokenizer(model.original)
         for name in model.matrix_names(0):
             if _candidate(model, name) is None:
-                columns = model.checkpoint.tensors[name].shape[1]
+                columns = model.pretrained.tensors[name].shape[1]
                 raise impossible(
                     model,
                     self.name,
@@ -92,16 +92,16 @@ class Gguf(Format):
         return value.float()
 
     def _write(self, model: QuantizedModel, after_block: Callable[[], None], path: Path) -> None:
-        writer = GGUFWriter(path, architecture_of(model.checkpoint.config).name)
+        writer = GGUFWriter(path, architecture_of(model.pretrained.config).name)
         add_metadata(writer, model, _mostly(model))
-        add_vocabulary(writer, model.original, int(model.checkpoint.config.vocab_size))
-        factors = rope_factors(model.checkpoint.config)
+        add_vocabulary(writer, model.original, int(model.pretrained.config.vocab_size))
+        factors = rope_factors(model.pretrained.config)
         if factors is not None:
             writer.add_tensor_info(
                 ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes, GGMLQuantizationType.F32
             )
         for name in _all_names(model):
-            kind, shape = self._type(model, name), model.checkpoint.tensors[name].shape
+            kind, shape = self._type(model, name), model.pretrained.tensors[name].shape
             columns, size = GGML_QUANT_SIZES[kind]
             nbytes = math.prod(shape) // columns * size
             writer.add_tensor_info(
@@ -140,7 +140,7 @@ class Gguf(Format):
         return value.contiguous().view(torch.uint8).numpy()
 
     def _type(self, model: QuantizedModel, name: str) -> GGMLQuantizationType:
-        stored = model.checkpoint.tensors[name]
+        stored = model.pretrained.tensors[name]
         if _is_quantized(model, name):
             return _exact_type(model, name).type
         if self._rounds(model, name):
@@ -165,7 +165,7 @@ def _is_quantized(model: QuantizedModel, name: str) -> bool:
 
 def _candidate(model: QuantizedModel, name: str) -> BlockType | None:
     """Return the smallest block type that holds a quantized matrix exactly, None if there is none."""
-    columns = model.checkpoint.tensors[name].shape[1]
+    columns = model.pretrained.tensors[name].shape[1]
     return smallest_type(model.bits, columns, model.group_size, symmetric=model.symmetric)
 
 
@@ -182,7 +182,7 @@ def _mostly(model: QuantizedModel) -> gguf.LlamaFileType:
     weights: Counter[gguf.LlamaFileType] = Counter()
     for name in model.matrix_names(0):
         weights[_exact_type(model, name).file_type] += math.prod(
-            model.checkpoint.tensors[name].shape
+            model.pretrained.tensors[name].shape
         )
     return weights.most_common(1)[0][0]
 
@@ -201,18 +201,18 @@ def _row_order(model: QuantizedModel, name: str) -> Tensor | None:
     projections = _projections(model, name)
     if not projections:
         return None
-    layout, rows = model.layout, torch.arange(model.checkpoint.tensors[name].shape[0])
+    layout, rows = model.layout, torch.arange(model.pretrained.tensors[name].shape[0])
     first = projections[0]
     if len(projections) > 1:  # [heads, parts, d_head] to [parts, heads, d_head]
         return rows.view(-1, len(projections), layout.head_dim).transpose(0, 1).flatten()
-    architecture = architecture_of(model.checkpoint.config)
+    architecture = architecture_of(model.pretrained.config)
     if architecture.rotates_neighbours and first.role in (Role.QUERY, Role.KEY):
         return rows.view(-1, 2, layout.head_dim // 2).transpose(1, 2).flatten()
     return None
 
 
 def _gguf_name(model: QuantizedModel, name: str) -> str:
-    names = _name_map(architecture_of(model.checkpoint.config).name, model.block_count)
+    names = _name_map(architecture_of(model.pretrained.config).name, model.block_count)
     prefix = model.family.blocks_path.partition(".")[0]
     for candidate in (name, name.removeprefix(f"{prefix}.")):
         if found := names.get_name(candidate, (".weight", ".bias")):

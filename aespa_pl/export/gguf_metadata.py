@@ -20,7 +20,7 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: LlamaFile
         model: The model.
         file_type: What most matrices are; openvino-genai trusts it.
     """
-    config, layout = model.checkpoint.config, model.layout
+    config, layout = model.pretrained.config, model.layout
     writer.add_name(model.original.name)
     writer.add_context_length(context_length(config))
     writer.add_embedding_length(config.hidden_size)

@@ -40,7 +40,7 @@ class Gptq(FolderFormat):
                 "Use --format compressed-tensors, which has 2 to 8",
             )
         for name in model.matrix_names(0):
-            shape = model.checkpoint.tensors[name].shape
+            shape = model.pretrained.tensors[name].shape
             unit = WORD if bits == 3 else WORD // bits
             if any(side % unit for side in shape):
                 raise impossible(

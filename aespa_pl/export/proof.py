@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aespa_pl.errors import UserError
 from aespa_pl.export.format import Format
-from aespa_pl.export.quantized import QuantizedBlock, QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel, StoredBlock
 
 QUANTIZED, EMBEDDINGS, OTHERS = "quantized matrices", "embedding and head", "norms, biases, others"
 
@@ -51,7 +51,7 @@ def prove(
     """
     sizes = {kind: ClassSize() for kind in (QUANTIZED, EMBEDDINGS, OTHERS)}
     seen: set[str] = set()
-    block: tuple[int | None, QuantizedBlock | None] = (None, None)
+    block: tuple[int | None, StoredBlock | None] = (None, None)
     for found in chosen.read(model, folder):
         index = _block_index(model, found.name)
         if index is not None and index != block[0]:
@@ -77,9 +77,9 @@ def _block_index(model: QuantizedModel, name: str) -> int | None:
     return int(name.removeprefix(path).split(".")[0]) if name.startswith(path) else None
 
 
-def _value(model: QuantizedModel, name: str, block: QuantizedBlock | None) -> Tensor:
+def _value(model: QuantizedModel, name: str, block: StoredBlock | None) -> Tensor:
     if block is None:
-        return model.checkpoint.tensor(name)
+        return model.pretrained.tensor(name)
     return block.matrices[name].dequantized() if name in block.matrices else block.others[name]
 
 

@@ -18,7 +18,7 @@ from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family, Projection
 from aespa_pl.models.headers import DTYPES, opened
 from aespa_pl.models.hub import resolve
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.journal import Run
 
@@ -53,8 +53,8 @@ class QuantizedMatrix:
 
 
 @dataclass(frozen=True)
-class QuantizedBlock:
-    """One Transformer block; names are those of the model's ``state_dict``."""
+class StoredBlock:
+    """One Transformer block of a run; names are those of the model's ``state_dict``."""
 
     matrices: Mapping[str, QuantizedMatrix]
     """By the name of the weight."""
@@ -70,8 +70,8 @@ class QuantizedModel:
     settings: Mapping[str, Any]
     """The run's config.yaml."""
     original: Path
-    """Folder of the checkpoint that was quantized."""
-    checkpoint: Checkpoint
+    """Folder of the model that was quantized."""
+    pretrained: PretrainedFolder
     """The dequantized model that the run left."""
     embeddings: frozenset[str]
     """Names of the input and output embeddings."""
@@ -82,7 +82,7 @@ class QuantizedModel:
 
         Args:
             folder: Of the run.
-            original: The checkpoint that was quantized; None: where config.yaml says it is.
+            original: Folder of the model that was quantized; None: where config.yaml says it is.
 
         Raises:
             UserError: The run is not finished, one of its files is damaged or missing, or the original
@@ -95,16 +95,16 @@ class QuantizedModel:
                 f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path {folder}"
             )
         _refuse_damaged(run)
-        checkpoint = Checkpoint.open(run.model_folder)
+        pretrained = PretrainedFolder.open(run.model_folder)
         model = settings["model"]
         source = resolve(original or model["pretrained"], model.get("revision"))
-        weights = {tensor.file for tensor in Checkpoint.open(source).tensors.values()}
+        weights = {tensor.file for tensor in PretrainedFolder.open(source).tensors.values()}
         if model_fingerprint({source / "config.json", *weights}) != run.fingerprint["model"]:
             raise UserError(
                 f"--original: the run {folder} was made from another model than {source}: give the "
                 "folder of the model that was quantized"
             )
-        return cls(run, settings, source, checkpoint, _embeddings(checkpoint))
+        return cls(run, settings, source, pretrained, _embeddings(pretrained))
 
     @property
     def bits(self) -> int:
@@ -132,17 +132,17 @@ class QuantizedModel:
     @property
     def family(self) -> Family:
         """The model's family."""
-        return family_of(self.checkpoint.config)
+        return family_of(self.pretrained.config)
 
     @property
     def layout(self) -> BlockLayout:
         """The projections of each block."""
-        return self.family.layout(self.checkpoint.config)
+        return self.family.layout(self.pretrained.config)
 
     @property
     def block_count(self) -> int:
         """Number of Transformer blocks."""
-        return int(self.checkpoint.config.num_hidden_layers)
+        return int(self.pretrained.config.num_hidden_layers)
 
     def matrix_names(self, index: int) -> dict[str, tuple[Projection, ...]]:
         """Return, by the name of each quantized weight of a block, the projections in its rows."""
@@ -154,27 +154,27 @@ class QuantizedModel:
 
     def stem_names(self) -> tuple[str, ...]:
         """Return the names of what lies outside the blocks; of tied names, the first only."""
-        return self.checkpoint.stem_names(self.family)
+        return self.pretrained.stem_names(self.family)
 
     def block_names(self, index: int) -> tuple[str, ...]:
         """Return the names of a block's tensors."""
-        return self.checkpoint.block_names(self.family, index)
+        return self.pretrained.block_names(self.family, index)
 
     def unquantized_linears(self) -> list[str]:
         """Return the names of the linear layers that keep their weights, such as the head."""
         quantized = {name for i in range(self.block_count) for name in self.matrix_names(i)}
         return [
             name
-            for name, module in self.checkpoint.skeleton().named_modules()
+            for name, module in self.pretrained.skeleton().named_modules()
             if isinstance(module, nn.Linear) and f"{name}.weight" not in quantized
         ]
 
     def stem(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what lies outside the blocks, as stored."""
         for name in self.stem_names():
-            yield name, self.checkpoint.tensor(name)
+            yield name, self.pretrained.tensor(name)
 
-    def block(self, index: int) -> QuantizedBlock:
+    def block(self, index: int) -> StoredBlock:
         """Read one block."""
         names = self.matrix_names(index)
         with opened(self.run.block_file(index)) as file:
@@ -182,15 +182,15 @@ class QuantizedModel:
                 name: _matrix(file, projections, self.layout) for name, projections in names.items()
             }
         others = {
-            name: self.checkpoint.tensor(name)
+            name: self.pretrained.tensor(name)
             for name in self.block_names(index)
             if name not in names
         }
-        return QuantizedBlock(matrices, others)
+        return StoredBlock(matrices, others)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that the original stores a tensor in."""
-        return DTYPES[self.checkpoint.tensors[name].dtype]
+        return DTYPES[self.pretrained.tensors[name].dtype]
 
 
 def _matrix(file: Any, projections: tuple[Projection, ...], layout: BlockLayout) -> QuantizedMatrix:
@@ -209,8 +209,8 @@ def _joined(parts: list[Tensor], head_dim: int) -> Tensor:
     return torch.stack([part.unflatten(0, (-1, head_dim)) for part in parts], dim=1).flatten(0, 2)
 
 
-def _embeddings(checkpoint: Checkpoint) -> frozenset[str]:
-    model = checkpoint.skeleton()
+def _embeddings(pretrained: PretrainedFolder) -> frozenset[str]:
+    model = pretrained.skeleton()
     ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     state = model.state_dict(keep_vars=True)
     return frozenset(name for name, value in state.items() if any(value is e for e in ends))

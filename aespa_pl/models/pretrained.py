@@ -1,6 +1,6 @@
 """Read a model's weights from its files, block by block, without ever holding the model.
 
-Everything that can be wrong with a folder is found by ``Checkpoint.open``, before any tensor is
+Everything that can be wrong with a folder is found by ``PretrainedFolder.open``, before any tensor is
 read; what is left for later is a value that is not finite.
 """
 
@@ -38,7 +38,7 @@ from aespa_pl.storage.cache import default_cache
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class PretrainedFolder:
     """A folder with config.json, safetensors and tokenizer, known to be complete."""
 
     folder: Path
@@ -49,7 +49,7 @@ class Checkpoint:
     """Names in the files that the model has no place for."""
 
     @classmethod
-    def open(cls, folder: Path, cache: Path | None = None) -> "Checkpoint":
+    def open(cls, folder: Path, cache: Path | None = None) -> "PretrainedFolder":
         """Check a folder and read its configuration.
 
         Args:

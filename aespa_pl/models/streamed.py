@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aespa_pl.models.family import Family
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.storage.batches import Batches, BatchesOnDisk
 
 
 @dataclass(frozen=True)
 class StreamedModel:
-    """A model whose blocks are read from its checkpoint when they are needed."""
+    """A model whose blocks are read from its folder when they are needed."""
 
-    checkpoint: Checkpoint
+    pretrained: PretrainedFolder
     family: Family
     model: PreTrainedModel
     """On the meta device but for the part in use, which is on ``device``, and for buffers."""
@@ -34,45 +34,45 @@ class StreamedModel:
     @classmethod
     def open(
         cls,
-        checkpoint: Checkpoint,
+        pretrained: PretrainedFolder,
         family: Family,
         device: torch.device,
         dtype: torch.dtype,
         hidden_folder: Path | None = None,
     ) -> "StreamedModel":
         """Make the skeleton; no weight is read."""
-        model = checkpoint.skeleton()
+        model = pretrained.skeleton()
         family.restore_buffers(model, device)
-        return cls(checkpoint, family, model, device, dtype, hidden_folder)
+        return cls(pretrained, family, model, device, dtype, hidden_folder)
 
     @property
     def block_count(self) -> int:
         """Number of Transformer blocks."""
-        return int(self.checkpoint.config.num_hidden_layers)
+        return int(self.pretrained.config.num_hidden_layers)
 
     @contextmanager
-    def block(self, index: int, checkpoint: Checkpoint | None = None) -> Iterator[nn.Module]:
+    def block(self, index: int, pretrained: PretrainedFolder | None = None) -> Iterator[nn.Module]:
         """Have a block in memory for the time of this context.
 
         Args:
             index: Which.
-            checkpoint: Where to read it from instead of the model's own checkpoint.
+            pretrained: Folder to read it from; None: the model's own.
         """
-        checkpoint = checkpoint or self.checkpoint
-        block = checkpoint.load_block(self.model, self.family, index, self.device, self.dtype)
+        pretrained = pretrained or self.pretrained
+        block = pretrained.load_block(self.model, self.family, index, self.device, self.dtype)
         try:
             yield block
         finally:
-            checkpoint.release_block(self.model, self.family, index)
+            pretrained.release_block(self.model, self.family, index)
 
     @contextmanager
     def stem(self) -> Iterator[None]:
         """Have what lies outside the blocks in memory for the time of this context."""
-        self.checkpoint.load_stem(self.model, self.family, self.device, self.dtype)
+        self.pretrained.load_stem(self.model, self.family, self.device, self.dtype)
         try:
             yield
         finally:
-            self.checkpoint.release_stem(self.model, self.family)
+            self.pretrained.release_stem(self.model, self.family)
 
     def blocks(self) -> Iterator[nn.Module]:
         """Yield the blocks, first to last, each in memory only until the next is asked for."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import free_bytes
 from aespa_pl.planning.needs import hidden_bytes, partition_for
 from aespa_pl.planning.partition import Partition
@@ -20,10 +20,10 @@ def divide(
     quantization: QuantizationSettings,
     device: torch.device,
     *,
-    ranks: Ranks = ALONE,
+    world: World = ALONE,
 ) -> Partition:
     """Return a partition that fits ``data.memory_gb``, or what is free on every process's device now."""
-    free = free_to_plan(shape, work, data, quantization, device, ranks=ranks)
+    free = free_to_plan(shape, work, data, quantization, device, world=world)
     return partition_for(shape, work, quantization, free)
 
 
@@ -34,13 +34,13 @@ def free_to_plan(
     quantization: QuantizationSettings,
     device: torch.device,
     *,
-    ranks: Ranks = ALONE,
+    world: World = ALONE,
 ) -> float:
     """Return the bytes of the device that a phase may take, beside the hidden states."""
     free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
     if device.type == "cpu" and not data.memory_gb:
-        free /= ranks.count  # on one host, unless more are known of: they share its memory
-    free = -ranks.largest(-free)
+        free /= world.size  # on one host, unless more are known of: they share its memory
+    free = -world.largest(-free)
     if device.type == "cpu" and data.hidden_states == "memory":
         free -= hidden_bytes(shape, work, quantization)
     return free

@@ -162,8 +162,8 @@ class BlockRounding(LightningModule):
     def _of_all_rows(self, curves: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the curves of all rows of the projections from those of each process's."""
         shares = {name: projection.share for name, projection in self.named_projections()}
-        ranks = next(iter(shares.values())).ranks
-        if ranks.alone:
+        world = next(iter(shares.values())).world
+        if world.alone:
             return curves
         weighted = []
         for curve, value in curves.items():
@@ -171,7 +171,7 @@ class BlockRounding(LightningModule):
             fraction = shares[name].fraction  # 0 for rows of another process, learned in vain
             weighted.append(value * (float(fraction > 0) if kind in SUMS else fraction))
         total = torch.stack(weighted)
-        ranks.sum_(total)
+        world.sum_(total)
         return dict(zip(curves, total, strict=True))
 
     def _change_rows(
@@ -179,7 +179,7 @@ class BlockRounding(LightningModule):
     ) -> None:
         """Replace the variables and Adam's moments of each projection in a checkpoint."""
         named = dict(self.named_projections())
-        if all(projection.share.ranks.alone for projection in named.values()):
+        if all(projection.share.world.alone for projection in named.values()):
             return
         state = checkpoint["state_dict"]
         for name, projection in named.items():
@@ -198,4 +198,4 @@ class BlockRounding(LightningModule):
 
 def _gather(share: RowShare, part: Tensor) -> Tensor:
     whole = share.whole(part)
-    return whole.cpu() if share.ranks.is_first else part
+    return whole.cpu() if share.world.is_first else part

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.planning.partition import Portion
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
@@ -85,11 +85,11 @@ class _Hashed:
 class StopAtIteration(Callback):
     """Saves and stops at the end of the iteration in which a signal came, to whatever process."""
 
-    def __init__(self, interruption: Interruption, folder: Path, ranks: Ranks = ALONE) -> None:
-        """Look at ``interruption`` of all ``ranks``; save under ``folder``."""
+    def __init__(self, interruption: Interruption, folder: Path, world: World = ALONE) -> None:
+        """Look at ``interruption`` of all processes; save under ``folder``."""
         self.interruption = interruption
         self.folder = folder
-        self.ranks = ranks
+        self.world = world
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let signals wait."""
@@ -127,7 +127,7 @@ class StopAtIteration(Callback):
 
     def _save_and_stop(self, trainer: Trainer) -> None:
         # what they agree on: a signal that comes now to one of them waits for the next iteration
-        number = int(self.ranks.largest(self.interruption.received or 0))
+        number = int(self.world.largest(self.interruption.received or 0))
         if number:
             self.interruption.received = number
             trainer.save_checkpoint(self.folder / f"step_{trainer.global_step}-interrupted.ckpt")

@@ -14,7 +14,7 @@ from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import observing
 from aespa_pl.calibration.statistics import BlockStatistics
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import Attention, BlockLayout
 from aespa_pl.models.streamed import StreamedModel, in_turn
@@ -37,7 +37,7 @@ class Streams:
 
     @classmethod
     def begin(
-        cls, source: StreamedModel, tokens: Tensor, batch_size: int, ranks: Ranks, *, two: bool
+        cls, source: StreamedModel, tokens: Tensor, batch_size: int, world: World, *, two: bool
     ) -> "Streams":
         """Embed this process's share of the segments.
 
@@ -45,10 +45,10 @@ class Streams:
             source: The model.
             tokens: Calibration segments, ``[segments, L]``.
             batch_size: Segments in a batch.
-            ranks: The processes that divide the segments.
+            world: The processes that divide the segments.
             two: Whether the original model's stream is wanted as well.
         """
-        mine = ranks.segments(tokens, batch_size)
+        mine = world.segments(tokens, batch_size)
         own = len(mine) > 0
         quantized = source.embed(mine if own else tokens[:1], batch_size)
         again = (quantized[i] for i in range(len(quantized)))
@@ -64,7 +64,7 @@ class StatisticsPasses:
     folder: Path
     """Folder for matrices that wait on disk."""
     partition: Partition = WHOLE
-    ranks: Ranks = ALONE
+    world: World = ALONE
 
     def collect(self, index: int, module: nn.Module, streams: Streams) -> BlockStatistics:
         """Return the statistics of a block; the original model's hidden states go on to the next one.
@@ -96,7 +96,7 @@ class StatisticsPasses:
 
     @property
     def _layout(self) -> BlockLayout:
-        return self.source.family.layout(self.source.checkpoint.config)
+        return self.source.family.layout(self.source.pretrained.config)
 
     def _run_through(
         self, index: int, module: nn.Module, streams: Streams, heads: range, *, last: bool
@@ -132,8 +132,8 @@ class StatisticsPasses:
             if streams.original is not None and last:
                 streams.original[i] = (after if differ else output).cpu()
             collector.add(seen, original)
-        if not self.ranks.alone:
-            collector.add_up(self.ranks.sum_, counts=streams.own)
+        if not self.world.alone:
+            collector.add_up(self.world.sum_, counts=streams.own)
         statistics = collector.finish(self.source.family.norm_weights(module))
         self._refuse_not_finite(index, statistics)
         return statistics

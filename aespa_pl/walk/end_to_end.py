@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
@@ -84,42 +84,42 @@ class ModelTuner:
     def rewrite(self, writer: ModelWriter) -> None:
         """Write the blocks that do not hold yet what was learned, and what lies outside of them."""
         learned = load_file(self.run.tuned_file)
-        checkpoint, family = self.source.checkpoint, self.source.family
+        pretrained, family = self.source.pretrained, self.source.family
         for index in range(self.source.block_count):
             if not self.run.blocks[index].get("end_to_end"):
                 self._rewrite_block(index, learned, writer)
-        stem = {name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)}
+        stem = {name: pretrained.tensor(name) for name in pretrained.stem_names(family)}
         writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
 
-    def _quantized(self, writer: ModelWriter) -> Checkpoint:
-        """Return the checkpoint with the tensors of all blocks where their quantized values lie."""
-        checkpoint, family = self.source.checkpoint, self.source.family
+    def _quantized(self, writer: ModelWriter) -> PretrainedFolder:
+        """Return the model's folder with the tensors of all blocks where their quantized values lie."""
+        pretrained, family = self.source.pretrained, self.source.family
         moved = {
-            name: replace(checkpoint.tensors[name], file=writer.block_file(index), name=name)
+            name: replace(pretrained.tensors[name], file=writer.block_file(index), name=name)
             for index in range(self.source.block_count)
-            for name in checkpoint.block_names(family, index)
+            for name in pretrained.block_names(family, index)
         }
-        return replace(checkpoint, tensors={**checkpoint.tensors, **moved})
+        return replace(pretrained, tensors={**pretrained.tensors, **moved})
 
-    def _load(self, checkpoint: Checkpoint) -> TunableModel:
+    def _load(self, pretrained: PretrainedFolder) -> TunableModel:
         """Return the quantized model in float32, on the device."""
         family, device = self.source.family, self.source.device
-        model: PreTrainedModel = checkpoint.skeleton()
-        checkpoint.load_stem(model, family, device, torch.float32)
+        model: PreTrainedModel = pretrained.skeleton()
+        pretrained.load_stem(model, family, device, torch.float32)
         blocks = [
-            checkpoint.load_block(model, family, index, device, torch.float32)
+            pretrained.load_block(model, family, index, device, torch.float32)
             for index in range(self.source.block_count)
         ]
         weights = [
             self._weights(load_file(self.run.block_file(index), str(device)))
             for index in range(self.source.block_count)
         ]
-        types = {name: DTYPES[stored.dtype] for name, stored in checkpoint.tensors.items()}
-        return TunableModel(model, blocks, family.layout(checkpoint.config), weights, types)
+        types = {name: DTYPES[stored.dtype] for name, stored in pretrained.tensors.items()}
+        return TunableModel(model, blocks, family.layout(pretrained.config), weights, types)
 
     def _weights(self, tensors: Mapping[str, Tensor]) -> dict[str, QuantizedWeight]:
         """Return what the file of a block holds, by projection."""
-        layout = self.source.family.layout(self.source.checkpoint.config)
+        layout = self.source.family.layout(self.source.pretrained.config)
         return {
             p.name: QuantizedWeight(
                 tensors[f"{p.name}.integers"],
@@ -147,7 +147,7 @@ class ModelTuner:
     ) -> None:
         """Replace the two files of a block by new ones, both at once."""
         family, run = self.source.family, self.run
-        layout = family.layout(self.source.checkpoint.config)
+        layout = family.layout(self.source.pretrained.config)
         tensors, shard = load_file(run.block_file(index)), load_file(writer.block_file(index))
         for p in layout.projections:
             tensors[f"{p.name}.scale"] = learned[_scale_key(index, p.name)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.block.quantized import QuantizedBlock
-from aespa_pl.distributed.processes import Ranks
+from aespa_pl.distributed.processes import World
 from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunedModel
 from aespa_pl.walk.collect import Streams
 
@@ -41,12 +41,12 @@ def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
     return found
 
 
-def output_error(streams: Streams, ranks: Ranks) -> float:
+def output_error(streams: Streams, world: World) -> float:
     """Return ``||output - original||^2 / ||original||^2`` of a block, over all calibration segments.
 
     Args:
         streams: Hidden states after the block, those of the original model among them.
-        ranks: The processes that divide the segments; all of them call this.
+        world: The processes that divide the segments; all of them call this.
     """
     error = size = 0.0
     if streams.own and streams.original is not None:
@@ -54,7 +54,7 @@ def output_error(streams: Streams, ranks: Ranks) -> float:
             original = streams.original[i].float()
             error += float((streams.quantized[i].float() - original).square().sum())
             size += float(original.square().sum())
-    error, size = ranks.sum(error), ranks.sum(size)
+    error, size = world.sum(error), world.sum(size)
     return error / size if size > 0 else 0.0
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.calibration.statistics import BlockStatistics
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes, release_memory
 from aespa_pl.models.family import BlockLayout
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
@@ -51,13 +51,13 @@ class Walk:
     """None: the model is not tuned end to end."""
     loggers: Sequence[Logger] = ()
     """Take curves over the blocks; those over the iterations go to the Trainers' own loggers."""
-    ranks: Ranks = ALONE
+    world: World = ALONE
     """All of them walk; each holds the hidden states of its segments, and the first writes."""
 
     @property
     def layout(self) -> BlockLayout:
         """Projections of each block."""
-        return self.source.family.layout(self.source.checkpoint.config)
+        return self.source.family.layout(self.source.pretrained.config)
 
     def quantize(self, tokens: Tensor) -> None:
         """Quantize all blocks that are not complete yet, and finish the model folder.
@@ -69,7 +69,7 @@ class Walk:
             tokens: Calibration segments, ``[segments, L]``.
         """
         writer = ModelWriter(self.run.model_folder, self.source.block_count)
-        self.run.blocks = self.ranks.from_first(lambda: self._begin(writer))
+        self.run.blocks = self.world.from_first(lambda: self._begin(writer))
         if self._missing or self._tunes_model:
             streams = self._walk(tokens, self._missing, writer)
             if self.model_tuner is not None and self._tunes_model:
@@ -80,7 +80,7 @@ class Walk:
                 self._tell_of_tuning(tuned)
         if self.model_tuner is not None:
             self.model_tuner.rewrite(writer)
-        if self.ranks.is_first:
+        if self.world.is_first:
             self._finish(writer)
 
     @property
@@ -93,12 +93,12 @@ class Walk:
 
     def _begin(self, writer: ModelWriter) -> dict[int, dict[str, Any]]:
         """Write what lies outside the blocks; return what is known of those that are complete."""
-        checkpoint, family = self.source.checkpoint, self.source.family
+        pretrained, family = self.source.pretrained, self.source.family
         self.run.finish_replacing()
         for folder in (self.run.block_file(0).parent, self.run.model_folder):
             remove_leftovers(folder)
         self._drop_damaged_blocks()
-        stem = {name: checkpoint.tensor(name) for name in checkpoint.stem_names(family)}
+        stem = {name: pretrained.tensor(name) for name in pretrained.stem_names(family)}
         if self.run.tuned is None:  # otherwise it is rewritten with the blocks
             writer.write_stem(stem)
         return self.run.blocks
@@ -110,14 +110,14 @@ class Walk:
         end where the model is tuned.
         """
         two = self.settings.two_streams
-        streams = Streams.begin(self.source, tokens, self.batch_size, self.ranks, two=two)
+        streams = Streams.begin(self.source, tokens, self.batch_size, self.world, two=two)
         self.progress.begin("Quantizing, blocks", self.source.block_count)
         last = missing[-1] if missing else -1
         end = self.source.block_count - 1 if self._tunes_model else last
         for index in range(end + 1):
             complete = index in self.run.blocks
             if not complete or index < last:
-                origin = self._quantized(index, writer) if complete else self.source.checkpoint
+                origin = self._quantized(index, writer) if complete else self.source.pretrained
                 with self.source.block(index, origin) as module:
                     if not complete:
                         self._quantize_block(index, module, streams, writer)
@@ -128,7 +128,7 @@ class Walk:
                 with self._measure("forward"), self.source.block(index) as module:
                     self.source.advance(module, streams.original)
             if streams.original is not None and not complete and index < last:
-                error = record.output_error(streams, self.ranks)
+                error = record.output_error(streams, self.world)
                 stage = "tuned" if self.run.blocks[index].get("tuning") else "rounded"
                 if math.isfinite(error):  # JSON has no other numbers
                     self.run.add_to_block(index, {"output_error": {stage: error}})
@@ -157,14 +157,14 @@ class Walk:
         if run.blocks:
             self.progress.say(f"{len(run.blocks)} of {count} blocks are complete already")
 
-    def _quantized(self, index: int, writer: ModelWriter) -> Checkpoint:
-        """Return the model's checkpoint, with a block's tensors where their quantized values lie."""
-        checkpoint = self.source.checkpoint
+    def _quantized(self, index: int, writer: ModelWriter) -> PretrainedFolder:
+        """Return the model's folder, with a block's tensors where their quantized values lie."""
+        pretrained = self.source.pretrained
         moved = {
-            name: replace(checkpoint.tensors[name], file=writer.block_file(index), name=name)
-            for name in checkpoint.block_names(self.source.family, index)
+            name: replace(pretrained.tensors[name], file=writer.block_file(index), name=name)
+            for name in pretrained.block_names(self.source.family, index)
         }
-        return replace(checkpoint, tensors={**checkpoint.tensors, **moved})
+        return replace(pretrained, tensors={**pretrained.tensors, **moved})
 
     def _quantize_block(
         self, index: int, module: nn.Module, streams: Streams, writer: ModelWriter
@@ -177,8 +177,8 @@ class Walk:
         block = self.quantizer.start(index, module, self.layout, statistics)
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)
-        measured = record.losses(block) if self.ranks.is_first else {}
-        tensors = record.artifact(block) if self.ranks.is_first else {}
+        measured = record.losses(block) if self.world.is_first else {}
+        tensors = record.artifact(block) if self.world.is_first else {}
         tuned = None
         if self.block_tuner is None:
             replace_weights(block, module)
@@ -200,7 +200,7 @@ class Walk:
         files = (self.run.block_file(index), writer.block_file(index))
         known |= {"seconds": seconds, "peak_bytes": peak_bytes(self.source.device)}
         self.run.finish_block(index, known, files)
-        if not self.ranks.is_first:
+        if not self.world.is_first:
             return
         for logger in self.loggers:
             logger.log_metrics(
@@ -245,16 +245,16 @@ class Walk:
             tensor = module.get_parameter(name)
             stored[prefix + name] = tensor.to(dtype)
             tensor.copy_(stored[prefix + name])
-        if self.ranks.is_first:
+        if self.world.is_first:
             write_tensors(self.run.block_file(index), tensors, record.metadata(known))
             writer.write_block(index, stored)
 
     def _finish(self, writer: ModelWriter) -> None:
-        checkpoint, family = self.source.checkpoint, self.source.family
-        names = {0: checkpoint.stem_names(family)}
+        pretrained, family = self.source.pretrained, self.source.family
+        names = {0: pretrained.stem_names(family)}
         for index in range(self.source.block_count):
-            names[index + 1] = checkpoint.block_names(family, index)
-        writer.finish(names, checkpoint.folder)
+            names[index + 1] = pretrained.block_names(family, index)
+        writer.finish(names, pretrained.folder)
         self.run.forget_checkpoint()
 
     def _tell_of_tuning(self, tuned: TunedModel) -> None:

@@ -15,7 +15,7 @@ from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, neares
 from aespa_pl.block.update import update
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.statistics import BlockStatistics, Shifts
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import NumericalError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, Role
@@ -104,12 +104,12 @@ def make_block(name: str, settings: QuantizationSettings = FEW) -> QuantizedBloc
 
 
 def gridded(
-    name: str, settings: QuantizationSettings = FEW, ranks: Ranks = ALONE
+    name: str, settings: QuantizationSettings = FEW, world: World = ALONE
 ) -> QuantizedBlock:
     """Return a block after step 2; the same name gives the same weights and statistics."""
     torch.manual_seed(1)
     block = make_block(name, settings)
-    fit_grids(block, settings, ranks)
+    fit_grids(block, settings, world)
     return block
 
 

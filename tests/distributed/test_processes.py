@@ -7,7 +7,7 @@ from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.block.quantized import QuantizedProjection
 from aespa_pl.calibration.hessian import Hessian
-from aespa_pl.distributed.processes import ALONE, Ranks
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import NumericalError
 from aespa_pl.models.family import Projection
@@ -16,7 +16,7 @@ from aespa_pl.models.family import Projection
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("size", [0, 1, 2, 6, 7, 20])
 def test_shares_are_neighbours_of_almost_one_size(count: int, size: int) -> None:
-    shares = [range(size)[Ranks(rank, count).share(size)] for rank in range(count)]
+    shares = [range(size)[World(rank, count).share(size)] for rank in range(count)]
     assert [i for share in shares for i in share] == list(range(size))
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1
@@ -26,7 +26,7 @@ def test_shares_are_neighbours_of_almost_one_size(count: int, size: int) -> None
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_segments_are_divided_in_whole_batches(count: int) -> None:
     tokens = torch.arange(11)[:, None]
-    parts = [Ranks(rank, count).segments(tokens, 3) for rank in range(count)]
+    parts = [World(rank, count).segments(tokens, 3) for rank in range(count)]
     assert torch.equal(torch.cat(parts), tokens)
     batches = [batch for part in parts for batch in part.split(3) if len(batch)]
     expected = tokens.split(3)
@@ -68,7 +68,7 @@ def test_rows_stay_with_their_head_where_it_matters(
         torch.ones(4, 3),
         torch.zeros(4, 3, 5, dtype=torch.uint8),
     )
-    share = p.share(Ranks(1, 3))
+    share = p.share(World(1, 3))
     assert share.by_heads is by_heads
     # of 4 heads the second of 3 processes has the third, of 12 rows the second four
     expected = W[2:3] if by_heads else W.flatten(0, 1)[4:8][None]
@@ -78,7 +78,7 @@ def test_rows_stay_with_their_head_where_it_matters(
 
 def test_process_without_a_part_works_on_the_first_in_vain() -> None:
     W = torch.randn(2, 3, 5)
-    share = RowShare(2, 3, by_heads=True, ranks=Ranks(2, 3))
+    share = RowShare(2, 3, by_heads=True, world=World(2, 3))
     assert torch.equal(share.part(W), W[:1])
     assert range(2)[share.taken_heads] == range(1)
     assert share.fraction == 0

@@ -15,7 +15,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Family
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from tests.models.examples import EXAMPLES, VOCABULARY, make_ids, make_model, save
 
@@ -26,9 +26,9 @@ CLOSE = 1e-4
 
 
 def open_stream(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
-    checkpoint = Checkpoint.open(folder)
-    family = family_of(checkpoint.config)
-    return StreamedModel.open(checkpoint, family, torch.device("cpu"), dtype)
+    pretrained = PretrainedFolder.open(folder)
+    family = family_of(pretrained.config)
+    return StreamedModel.open(pretrained, family, torch.device("cpu"), dtype)
 
 
 def make(name: str, folder: Path) -> tuple[PreTrainedModel, StreamedModel]:
@@ -94,20 +94,20 @@ def test_blocks_are_read_once_for_each_text_and_the_stem_once(
 ) -> None:
     source = make("opt", tmp_path)[1]
     read: list[int | str] = []
-    load, load_stem = Checkpoint.load_block, Checkpoint.load_stem
+    load, load_stem = PretrainedFolder.load_block, PretrainedFolder.load_stem
 
     def counted(
-        self: Checkpoint, model: PreTrainedModel, family: Family, index: int, *rest: Any
+        self: PretrainedFolder, model: PreTrainedModel, family: Family, index: int, *rest: Any
     ) -> nn.Module:
         read.append(index)
         return load(self, model, family, index, *rest)
 
-    def counted_stem(self: Checkpoint, *rest: Any) -> None:
+    def counted_stem(self: PretrainedFolder, *rest: Any) -> None:
         read.append("stem")
         load_stem(self, *rest)
 
-    monkeypatch.setattr(Checkpoint, "load_block", counted)
-    monkeypatch.setattr(Checkpoint, "load_stem", counted_stem)
+    monkeypatch.setattr(PretrainedFolder, "load_block", counted)
+    monkeypatch.setattr(PretrainedFolder, "load_stem", counted_stem)
     seen: list[int] = []
     texts = {"a": make_ids(3), "b": make_ids(4)}
     perplexity(source, texts, batch_size=1, after_block=lambda: seen.append(len(read)))

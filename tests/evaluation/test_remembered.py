@@ -126,11 +126,11 @@ def test_only_the_quantized_model_is_measured_again(
     def compare(texts: dict[str, Tensor]) -> dict[str, dict[str, float]]:
         return evaluate.compare_perplexities(
             job,
-            job.checkpoint.folder,  # stands for a quantized model
+            job.pretrained.folder,  # stands for a quantized model
             texts,
             ("original", "nearest", "quantized"),
             progress=WalkProgress(Console(quiet=True)),
-            ranks=ALONE,
+            world=ALONE,
         )
 
     first = compare({"a": segments})
@@ -146,11 +146,11 @@ def test_only_the_quantized_model_is_measured_again(
     replaced = replace(job, quantization=QuantizationSettings(bits=3))
     third = evaluate.compare_perplexities(
         replaced,
-        job.checkpoint.folder,
+        job.pretrained.folder,
         {"a": segments},
         ("original", "nearest"),
         progress=WalkProgress(Console(quiet=True)),
-        ranks=ALONE,
+        world=ALONE,
     )
     assert run == [("a",)]  # nearest, with other bits
     assert third["original"]["a"] == first["original"]["a"]

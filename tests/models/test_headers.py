@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from aespa_pl.errors import UserError
 from aespa_pl.models import headers
 from aespa_pl.models.headers import read_config
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from tests.models.examples import make_model, save
 
 INDEX = "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 
 def refused(folder: Path, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Checkpoint.open(folder)
+        PretrainedFolder.open(folder)
 
 
 def test_no_config(folder: Path) -> None:
@@ -134,10 +134,10 @@ def test_sentencepiece_is_named_where_it_is_needed(
     monkeypatch.setattr(headers, "find_spec", lambda _: None)
     refused(folder, "a tokenizer.model alone, which needs the package sentencepiece: pip install")
     (folder / "vocab.json").touch()
-    Checkpoint.open(folder)
+    PretrainedFolder.open(folder)
     (folder / "vocab.json").unlink()
     monkeypatch.setattr(headers, "find_spec", lambda name: name)
-    Checkpoint.open(folder)
+    PretrainedFolder.open(folder)
 
 
 @pytest.mark.filterwarnings("default")
@@ -241,4 +241,4 @@ def test_tensor_of_integers(folder: Path) -> None:
 
 
 def test_good_folders_are_opened(folder: Path) -> None:
-    assert len({stored.file for stored in Checkpoint.open(folder).tensors.values()}) == 1
+    assert len({stored.file for stored in PretrainedFolder.open(folder).tensors.values()}) == 1

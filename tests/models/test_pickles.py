@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import pickles
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from tests.models.examples import make_ids, make_model, save
 from tests.models.test_pretrained import stream
 
@@ -72,9 +72,9 @@ def test_logits_are_those_of_the_librarys_model(
 
 def test_stored_bits_are_kept(tmp_path: Path, cache: Path) -> None:
     model = make_model("llama", torch.bfloat16)
-    checkpoint = Checkpoint.open(unsafe(save(model, tmp_path / "model")), cache)
+    pretrained = PretrainedFolder.open(unsafe(save(model, tmp_path / "model")), cache)
     for name, tensor in model.state_dict().items():
-        assert torch.equal(checkpoint.tensor(name), tensor)
+        assert torch.equal(pretrained.tensor(name), tensor)
 
 
 def test_tied_and_transposed_tensors_are_written(tmp_path: Path, cache: Path) -> None:
@@ -89,7 +89,7 @@ def test_tied_and_transposed_tensors_are_written(tmp_path: Path, cache: Path) ->
 def test_safetensors_come_first(tmp_path: Path, cache: Path) -> None:
     folder = save(make_model("opt", torch.float32), tmp_path / "model")
     (folder / "pytorch_model.bin").write_bytes(b"never looked at")
-    Checkpoint.open(folder, cache)
+    PretrainedFolder.open(folder, cache)
     assert not cache.exists()
 
 
@@ -104,35 +104,35 @@ def test_a_pickle_is_read_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        first = Checkpoint.open(folder, cache)
+        first = PretrainedFolder.open(folder, cache)
     (line,) = caplog.messages
     assert str(folder / "pytorch_model.bin") in line
     monkeypatch.setattr(torch, "load", refuse_to_load)
     other_place = folder.rename(folder.with_name("moved"))
-    assert Checkpoint.open(other_place, cache).tensors == first.tensors
+    assert PretrainedFolder.open(other_place, cache).tensors == first.tensors
     assert len(caplog.messages) == 1
 
 
 def test_another_pickle_of_the_same_name_and_size_is_another_file(
     folder: Path, cache: Path
 ) -> None:
-    Checkpoint.open(folder, cache)
+    PretrainedFolder.open(folder, cache)
     path = folder / "pytorch_model.bin"
     tensors: dict[str, Tensor] = torch.load(path, weights_only=True)
     tensors["model.decoder.layers.0.fc1.bias"].zero_()
     torch.save(tensors, path)
-    fresh = Checkpoint.open(folder, cache)
+    fresh = PretrainedFolder.open(folder, cache)
     assert not fresh.tensor("model.decoder.layers.0.fc1.bias").any()
     assert len(kept(cache)) == 2
 
 
 @pytest.mark.parametrize("length", [0, 20, -8])
 def test_a_damaged_file_in_the_cache_is_made_again(folder: Path, cache: Path, length: int) -> None:
-    Checkpoint.open(folder, cache)
+    PretrainedFolder.open(folder, cache)
     (path,) = kept(cache)
     good = path.read_bytes()
     path.write_bytes(good[:length])
-    Checkpoint.open(folder, cache)
+    PretrainedFolder.open(folder, cache)
     assert path.read_bytes() == good
 
 
@@ -158,7 +158,7 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run_it(
         _use_new_zipfile_serialization=not legacy,
     )
     with pytest.raises(UserError, match=rf"{path} is damaged, or a pickle of more than weights"):
-        Checkpoint.open(folder, cache)
+        PretrainedFolder.open(folder, cache)
     assert not victim.exists()
     assert kept(cache) == []
     pickle.loads(pickle.dumps(Touch(victim)))  # it would have
@@ -178,7 +178,7 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run_it(
 def test_other_than_tensors_by_name_is_refused(folder: Path, cache: Path, content: Any) -> None:
     torch.save(content, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="holds something else than dense tensors by name"):
-        Checkpoint.open(folder, cache)
+        PretrainedFolder.open(folder, cache)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_damaged_pickle_is_one_line(folder: Path, cache: Path, damage: Any) ->
     path = folder / "pytorch_model.bin"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match=f"model.pretrained: {path} is damaged") as caught:
-        Checkpoint.open(folder, cache)
+        PretrainedFolder.open(folder, cache)
     assert "\n" not in str(caught.value)
     assert kept(cache) == []
 
@@ -204,7 +204,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, cache: Path) -> None:
     folder = unsafe(save(make_model("opt", torch.float32), tmp_path / "model"), shards=3)
     (folder / "pytorch_model-1-of-3.bin").unlink()
     with pytest.raises(UserError, match=f"pytorch_model-1-of-3.bin missing in {folder}"):
-        Checkpoint.open(folder, cache)
+        PretrainedFolder.open(folder, cache)
 
 
 def test_a_full_disk_is_noticed_before(
@@ -215,10 +215,10 @@ def test_a_full_disk_is_noticed_before(
 
     monkeypatch.setattr("aespa_pl.models.pickles.shutil.disk_usage", lambda _: Full)
     with pytest.raises(UserError, match=r"data.cache: .* has 0.0 GB free, but the weights of"):
-        Checkpoint.open(folder, cache)
+        PretrainedFolder.open(folder, cache)
 
 
 def test_a_cache_that_can_not_be_made_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data.cache: cannot write to .*file/weights"):
-        Checkpoint.open(folder, tmp_path / "file")
+        PretrainedFolder.open(folder, tmp_path / "file")

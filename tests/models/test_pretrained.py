@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from tests.models.examples import EXAMPLES, VOCABULARY, make_ids, make_model, save
 
 CPU = torch.device("cpu")
@@ -23,15 +23,15 @@ SHARD = "8KB"
 
 def stream(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the logits, only one block at a time being real."""
-    checkpoint = Checkpoint.open(folder)
-    family = family_of(checkpoint.config)
-    model = checkpoint.skeleton()
-    checkpoint.load_stem(model, family, CPU, dtype)
+    pretrained = PretrainedFolder.open(folder)
+    family = family_of(pretrained.config)
+    model = pretrained.skeleton()
+    pretrained.load_stem(model, family, CPU, dtype)
     hidden, _ = family.embed(model, ids)
-    for index in range(checkpoint.config.num_hidden_layers):
-        block = checkpoint.load_block(model, family, index, CPU, dtype)
+    for index in range(pretrained.config.num_hidden_layers):
+        block = pretrained.load_block(model, family, index, CPU, dtype)
         hidden = family.run_block(block, hidden, family.arguments(model, hidden))
-        checkpoint.release_block(model, family, index)
+        pretrained.release_block(model, family, index)
     return family.head(model, hidden)
 
 
@@ -54,7 +54,7 @@ def test_base_model_without_prefix_and_head_is_read(name: str, tmp_path: Path) -
     prefix = f"{model.base_model_prefix}."
     save_file({name.removeprefix(prefix): t for name, t in load_file(path).items()}, path)
     torch.testing.assert_close(stream(tmp_path, ids), model(ids, use_cache=False).logits)
-    names = Checkpoint.open(tmp_path).stem_names(family_of(model.config))
+    names = PretrainedFolder.open(tmp_path).stem_names(family_of(model.config))
     assert all(name.startswith(prefix) for name in names)
 
 
@@ -86,9 +86,9 @@ def test_stored_head_counts_in_spite_of_a_configuration_that_ties(
     save_file({**tensors, "lm_head.weight": head}, path)
     logits = model(ids, use_cache=False).logits * (2 if differs else 1)
     torch.testing.assert_close(stream(tmp_path, ids), logits, rtol=1e-5, atol=1e-5)
-    checkpoint = Checkpoint.open(tmp_path)
-    loaded = checkpoint.skeleton()
-    checkpoint.load_stem(loaded, family_of(loaded.config), CPU, torch.float32)
+    pretrained = PretrainedFolder.open(tmp_path)
+    loaded = pretrained.skeleton()
+    pretrained.load_stem(loaded, family_of(loaded.config), CPU, torch.float32)
     tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     assert tied != differs
 
@@ -96,10 +96,10 @@ def test_stored_head_counts_in_spite_of_a_configuration_that_ties(
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama", "llama-grouped", "qwen3"])
 def test_names_are_those_of_the_state_dict(name: str, tmp_path: Path) -> None:
     model = make_model(name, torch.float32)
-    checkpoint = Checkpoint.open(save(model, tmp_path, SHARD))
+    pretrained = PretrainedFolder.open(save(model, tmp_path, SHARD))
     family = family_of(model.config)
-    stem = checkpoint.stem_names(family)
-    blocks = [name for i in range(3) for name in checkpoint.block_names(family, i)]
+    stem = pretrained.stem_names(family)
+    blocks = [name for i in range(3) for name in pretrained.block_names(family, i)]
     expected = set(model.state_dict())
     if model.config.tie_word_embeddings:
         expected -= {"lm_head.weight"}
@@ -107,44 +107,44 @@ def test_names_are_those_of_the_state_dict(name: str, tmp_path: Path) -> None:
     assert len(stem) + len(blocks) == len(expected)
     assert all(name.startswith(f"{family.blocks_path}.") for name in blocks)
     for name in expected:
-        assert torch.equal(checkpoint.tensor(name), model.state_dict()[name])
-    assert torch.equal(checkpoint.tensor("lm_head.weight"), model.lm_head.weight)
+        assert torch.equal(pretrained.tensor(name), model.state_dict()[name])
+    assert torch.equal(pretrained.tensor("lm_head.weight"), model.lm_head.weight)
 
 
 def test_block_ten_is_not_block_one(tmp_path: Path) -> None:
     settings = EXAMPLES["opt"]()
     settings.num_hidden_layers = 11
-    checkpoint = Checkpoint.open(save(AutoModelForCausalLM.from_config(settings), tmp_path))
-    first = checkpoint.block_names(family_of(settings), 1)
+    pretrained = PretrainedFolder.open(save(AutoModelForCausalLM.from_config(settings), tmp_path))
+    first = pretrained.block_names(family_of(settings), 1)
     assert len(first) == 16
-    assert not set(first) & set(checkpoint.block_names(family_of(settings), 10))
+    assert not set(first) & set(pretrained.block_names(family_of(settings), 10))
 
 
 def test_skeleton_has_no_weights(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(save(make_model("llama", torch.float32), tmp_path))
-    model = checkpoint.skeleton()
+    pretrained = PretrainedFolder.open(save(make_model("llama", torch.float32), tmp_path))
+    model = pretrained.skeleton()
     assert not model.training
     assert not model.config.use_cache
-    assert checkpoint.config.use_cache  # what is exported stays as it was
+    assert pretrained.config.use_cache  # what is exported stays as it was
     for parameter in model.parameters():
         assert parameter.is_meta
         assert not parameter.requires_grad
 
 
 def test_only_the_block_in_use_is_real(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(save(make_model("llama", torch.float32), tmp_path))
-    model = checkpoint.skeleton()
+    pretrained = PretrainedFolder.open(save(make_model("llama", torch.float32), tmp_path))
+    model = pretrained.skeleton()
     family = family_of(model.config)
     blocks: list[torch.nn.Module] = list(model.get_submodule(family.blocks_path))
-    checkpoint.load_stem(model, family, CPU, torch.float32)
+    pretrained.load_stem(model, family, CPU, torch.float32)
     stem = {name for name, p in model.named_parameters() if not p.is_meta}
-    assert stem == set(checkpoint.stem_names(family))
+    assert stem == set(pretrained.stem_names(family))
     assert not any(buffer.is_meta for buffer in model.buffers())
-    assert checkpoint.load_block(model, family, 1, CPU, torch.float32) is blocks[1]
+    assert pretrained.load_block(model, family, 1, CPU, torch.float32) is blocks[1]
     assert not any(parameter.is_meta for parameter in blocks[1].parameters())
     assert not any(parameter.requires_grad for parameter in model.parameters())
     weight = weakref.ref(next(blocks[1].parameters()))
-    checkpoint.release_block(model, family, 1)
+    pretrained.release_block(model, family, 1)
     gc.collect()
     assert weight() is None
     assert {name for name, p in model.named_parameters() if not p.is_meta} == stem
@@ -152,23 +152,23 @@ def test_only_the_block_in_use_is_real(tmp_path: Path) -> None:
 
 def test_block_loaded_in_inference_mode_can_be_released_outside(tmp_path: Path) -> None:
     """As a generator that is abandoned in the middle of an evaluation does it."""
-    checkpoint = Checkpoint.open(save(make_model("opt", torch.float32), tmp_path))
-    model = checkpoint.skeleton()
+    pretrained = PretrainedFolder.open(save(make_model("opt", torch.float32), tmp_path))
+    model = pretrained.skeleton()
     family = family_of(model.config)
     with torch.inference_mode():
-        block = checkpoint.load_block(model, family, 0, CPU, torch.float32)
-    checkpoint.release_block(model, family, 0)
+        block = pretrained.load_block(model, family, 0, CPU, torch.float32)
+    pretrained.release_block(model, family, 0)
     assert all(parameter.is_meta for parameter in block.parameters())
 
 
 def test_loaded_weights_are_free_of_the_file(tmp_path: Path) -> None:
     """They are changed in place, and the file may go."""
-    checkpoint = Checkpoint.open(save(make_model("opt", torch.float32), tmp_path))
-    model = checkpoint.skeleton()
+    pretrained = PretrainedFolder.open(save(make_model("opt", torch.float32), tmp_path))
+    model = pretrained.skeleton()
     family = family_of(model.config)
-    block = checkpoint.load_block(model, family, 0, CPU, torch.float32)
+    block = pretrained.load_block(model, family, 0, CPU, torch.float32)
     next(block.parameters()).zero_()
-    again = checkpoint.load_block(checkpoint.skeleton(), family, 0, CPU, torch.float32)
+    again = pretrained.load_block(pretrained.skeleton(), family, 0, CPU, torch.float32)
     assert bool(next(again.parameters()).any())
     mapped = Path("/proc/self/maps")
     if mapped.exists():
@@ -179,32 +179,32 @@ def test_loaded_weights_are_free_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 def test_type_is_the_one_that_is_stored(stored: torch.dtype, tmp_path: Path) -> None:
     model = make_model("llama", stored)
-    checkpoint = Checkpoint.open(save(model, tmp_path))
-    assert checkpoint.dtype == stored
+    pretrained = PretrainedFolder.open(save(model, tmp_path))
+    assert pretrained.dtype == stored
     name = "model.layers.0.mlp.up_proj.weight"
-    assert checkpoint.tensor(name).dtype == stored
+    assert pretrained.tensor(name).dtype == stored
     family = family_of(model.config)
-    block = checkpoint.load_block(checkpoint.skeleton(), family, 0, CPU, torch.float32)
+    block = pretrained.load_block(pretrained.skeleton(), family, 0, CPU, torch.float32)
     weight = block.get_parameter("mlp.up_proj.weight")
     assert torch.equal(weight, model.state_dict()[name].float())
     assert weight.dtype == torch.float32
 
 
 def test_frequencies_stay_in_single_precision(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(save(make_model("llama", torch.bfloat16), tmp_path))
-    model = checkpoint.skeleton()
-    checkpoint.load_stem(model, family_of(model.config), CPU, torch.bfloat16)
+    pretrained = PretrainedFolder.open(save(make_model("llama", torch.bfloat16), tmp_path))
+    model = pretrained.skeleton()
+    pretrained.load_stem(model, family_of(model.config), CPU, torch.bfloat16)
     expected = 10000.0 ** -(torch.arange(3) / 3)
     torch.testing.assert_close(model.get_submodule("model.rotary_emb").inv_freq, expected)
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
 def test_tokenizer_is_read(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(save(make_model("opt", torch.float32), tmp_path))
-    assert len(checkpoint.tokenizer()) == VOCABULARY
+    pretrained = PretrainedFolder.open(save(make_model("opt", torch.float32), tmp_path))
+    assert len(pretrained.tokenizer()) == VOCABULARY
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"the tokenizer in .* cannot be read"):
-        checkpoint.tokenizer()
+        pretrained.tokenizer()
 
 
 def spoil(model: PreTrainedModel, name: str, value: float) -> None:
@@ -215,21 +215,21 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     model = make_model("opt", torch.float32)
     spoil(model, "model.decoder.layers.1.fc1.weight", torch.nan)
     spoil(model, "model.decoder.embed_positions.weight", torch.inf)
-    checkpoint = Checkpoint.open(save(model, tmp_path))
-    family, skeleton = family_of(model.config), checkpoint.skeleton()
-    checkpoint.load_block(skeleton, family, 0, CPU, torch.float32)
+    pretrained = PretrainedFolder.open(save(model, tmp_path))
+    family, skeleton = family_of(model.config), pretrained.skeleton()
+    pretrained.load_block(skeleton, family, 0, CPU, torch.float32)
     with pytest.raises(UserError, match=r"layers.1.fc1.weight in .*model.safetensors has NaN"):
-        checkpoint.load_block(skeleton, family, 1, CPU, torch.float32)
+        pretrained.load_block(skeleton, family, 1, CPU, torch.float32)
     with pytest.raises(UserError, match=r"embed_positions.weight in .*model.safetensors has NaN"):
-        checkpoint.load_stem(skeleton, family, CPU, torch.float32)
+        pretrained.load_stem(skeleton, family, CPU, torch.float32)
 
 
 def test_values_beyond_float16_are_refused_with_the_remedy(tmp_path: Path) -> None:
     model = make_model("opt", torch.bfloat16)
     spoil(model, "model.decoder.layers.0.fc1.weight", 1e5)
-    checkpoint = Checkpoint.open(save(model, tmp_path))
+    pretrained = PretrainedFolder.open(save(model, tmp_path))
     with pytest.raises(UserError, match=r"model.dtype: tensor .*fc1.weight .* torch.float16: set"):
-        checkpoint.load_block(checkpoint.skeleton(), family_of(model.config), 0, CPU, torch.float16)
+        pretrained.load_block(pretrained.skeleton(), family_of(model.config), 0, CPU, torch.float16)
 
 
 @pytest.mark.parametrize("value", [1e5, -7e4])
@@ -239,18 +239,18 @@ def test_a_tensor_beyond_float16_is_found_by_reading_it_in_that_type(
     model = make_model("opt", torch.float32)
     name = "model.decoder.layers.2.fc1.weight"
     spoil(model, name, value)
-    checkpoint = Checkpoint.open(save(model, tmp_path))
-    assert float(checkpoint.tensor(name).view(-1)[3]) == value
-    assert checkpoint.tensor(name, torch.bfloat16).dtype == torch.bfloat16
+    pretrained = PretrainedFolder.open(save(model, tmp_path))
+    assert float(pretrained.tensor(name).view(-1)[3]) == value
+    assert pretrained.tensor(name, torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(UserError, match=rf"model.dtype: tensor {name} .* torch.float16: set"):
-        checkpoint.tensor(name, torch.float16)
+        pretrained.tensor(name, torch.float16)
 
 
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
 def test_a_good_folder_has_nothing_left_over(name: str, tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(save(make_model(name, torch.float32), tmp_path))
-    assert checkpoint.extra == ()
-    assert checkpoint.unused(family_of(checkpoint.config)) is None
+    pretrained = PretrainedFolder.open(save(make_model(name, torch.float32), tmp_path))
+    assert pretrained.extra == ()
+    assert pretrained.unused(family_of(pretrained.config)) is None
 
 
 @pytest.mark.parametrize("prefix", [True, False], ids=["causal-LM", "base model"])
@@ -264,8 +264,8 @@ def test_fewer_blocks_in_the_configuration_are_said(
         change_names(tmp_path, lambda key: key.removeprefix(f"{model.base_model_prefix}."))
     model.config.num_hidden_layers = 1
     model.config.save_pretrained(tmp_path)
-    checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.unused(family_of(checkpoint.config)) == (
+    pretrained = PretrainedFolder.open(tmp_path)
+    assert pretrained.unused(family_of(pretrained.config)) == (
         f"config.json has 1 blocks, the files in {tmp_path} have 3: the others are left out"
     )
 
@@ -274,8 +274,8 @@ def test_tensors_without_a_place_are_said(tmp_path: Path) -> None:
     path = save(make_model("opt", torch.float32), tmp_path) / "model.safetensors"
     extra = {f"layers.0.adapter.{i}": torch.ones(2) for i in "abcd"}
     save_file({**load_file(path), **extra}, path)
-    checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.extra == tuple(extra)
-    assert str(checkpoint.unused(family_of(checkpoint.config))).endswith(
+    pretrained = PretrainedFolder.open(tmp_path)
+    assert pretrained.extra == tuple(extra)
+    assert str(pretrained.unused(family_of(pretrained.config))).endswith(
         "are left out: 4 (layers.0.adapter.a, layers.0.adapter.b, layers.0.adapter.c ...)"
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aespa_pl.models import family_of
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel, in_turn
 from aespa_pl.storage.batches import BatchesOnDisk
 from tests.models.examples import EXAMPLES, LENGTH, make_ids, make_model, save
@@ -24,9 +24,9 @@ CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def open_stream(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
-    checkpoint = Checkpoint.open(folder)
-    family = family_of(checkpoint.config)
-    return StreamedModel.open(checkpoint, family, torch.device("cpu"), dtype)
+    pretrained = PretrainedFolder.open(folder)
+    family = family_of(pretrained.config)
+    return StreamedModel.open(pretrained, family, torch.device("cpu"), dtype)
 
 
 def make(
@@ -44,7 +44,7 @@ def embed(source: StreamedModel, ids: Tensor, batch_size: int) -> list[Tensor]:
 
 
 def loaded(source: StreamedModel) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(source.checkpoint.folder)
+    return AutoModelForCausalLM.from_pretrained(source.pretrained.folder)
 
 
 def library_states(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
@@ -122,7 +122,7 @@ def test_only_the_part_in_use_is_in_memory(name: str, tmp_path: Path) -> None:
                     source.model.get_output_embeddings(),
                 )
             )
-            assert (head is embedding) == source.checkpoint.config.tie_word_embeddings
+            assert (head is embedding) == source.pretrained.config.tie_word_embeddings
         assert in_memory() == set()
     embed(source, make_ids(2), 1)
     assert in_memory() == set()
@@ -180,8 +180,8 @@ def test_a_block_can_be_read_from_another_checkpoint(tmp_path: Path) -> None:
     ids = make_ids(2)
     hidden = embed(source, ids, 2)[0]
     weights = {}
-    for index, checkpoint in enumerate((None, other_source.checkpoint, None)):
-        with source.block(index, checkpoint) as block:
+    for index, pretrained in enumerate((None, other_source.pretrained, None)):
+        with source.block(index, pretrained) as block:
             weights[index] = block.get_parameter("fc1.weight").detach().clone()
         assert real(source) == [False] * BLOCKS
     own = loaded(source)
@@ -193,7 +193,7 @@ def test_a_block_can_be_read_from_another_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_changed_block_changes_the_states_after_it(tmp_path: Path) -> None:
-    """As a quantized block does; the checkpoint and the next pass are as before."""
+    """As a quantized block does; the folder and the next pass are as before."""
     model, source = make("llama-grouped", tmp_path)
     ids = make_ids(3)
     original = library_states(model, ids)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from aespa_pl.models import family_of
-from aespa_pl.models.pretrained import Checkpoint
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.model_writer import ModelWriter
 from tests.disks import full, refused
 from tests.models.examples import EXAMPLES, make_ids, make_model, save
@@ -22,22 +22,22 @@ every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 def export(
     source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lambda t: t
-) -> Checkpoint:
+) -> PretrainedFolder:
     """Write the model of a folder anew, block by block."""
-    checkpoint = Checkpoint.open(source)
-    family = family_of(checkpoint.config)
-    count = int(checkpoint.config.num_hidden_layers)
+    pretrained = PretrainedFolder.open(source)
+    family = family_of(pretrained.config)
+    count = int(pretrained.config.num_hidden_layers)
     writer = ModelWriter(folder, count)
-    names = {0: checkpoint.stem_names(family)}
-    writer.write_stem({name: checkpoint.tensor(name) for name in names[0]})
+    names = {0: pretrained.stem_names(family)}
+    writer.write_stem({name: pretrained.tensor(name) for name in names[0]})
     for index in range(count):
-        names[index + 1] = checkpoint.block_names(family, index)
-        tensors = {name: change(checkpoint.tensor(name)) for name in names[index + 1]}
+        names[index + 1] = pretrained.block_names(family, index)
+        tensors = {name: change(pretrained.tensor(name)) for name in names[index + 1]}
         writer.write_block(index, tensors)
         assert writer.block_file(index).is_file()
     assert not (folder / "model.safetensors.index.json").exists()  # not yet a model
     writer.finish(names, source)
-    return checkpoint
+    return pretrained
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -62,7 +62,7 @@ def test_library_loads_what_was_written(name: str, tmp_path: Path) -> None:
         expected = model(ids, use_cache=False).logits
         assert torch.equal(loaded(ids, use_cache=False).logits, expected)
     # and so do we: a block a file, and one for the rest
-    again = Checkpoint.open(tmp_path / "export")
+    again = PretrainedFolder.open(tmp_path / "export")
     assert {stored.file.name for stored in again.tensors.values()} == {
         f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)
     }
@@ -82,12 +82,12 @@ def test_changed_weights_are_the_ones_loaded_in_their_own_type(
 
 
 def test_block_file_holds_its_block_only(tmp_path: Path) -> None:
-    checkpoint = export(save(make_model("opt"), tmp_path / "source"), tmp_path / "export")
+    pretrained = export(save(make_model("opt"), tmp_path / "source"), tmp_path / "export")
     writer = ModelWriter(tmp_path / "export", 3)
     for index in range(3):
         with safe_open(writer.block_file(index), framework="pt") as file:
             assert set(file.keys()) == set(
-                checkpoint.block_names(family_of(checkpoint.config), index)
+                pretrained.block_names(family_of(pretrained.config), index)
             )
             assert file.metadata() == {"format": "pt"}
 

@@ -653,7 +653,7 @@ def test_hessian_that_cannot_be_factored_is_refused(
 
 
 def test_these_tests_differ_from_the_package_in_five_settings() -> None:
-    package = {"rounding.iterations": 2000, "rounding.learning_rate": 0.015}
+    package: dict[str, object] = {"rounding.iterations": 2000, "rounding.learning_rate": 0.015}
     package |= {"polish.enabled": None, "input_correction": None, "method": "aespa-tuned"}
     assert changed(package) == type(BASE)()
 
