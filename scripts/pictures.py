@@ -7,7 +7,8 @@ python scripts/pictures.py lightning_logs/smollm2_w2/version_0 pictures
 import argparse
 from pathlib import Path
 
-from aespa_pl.report.losses import final_loss_map, final_ratios, limits_of, loss_curves
+from aespa_pl.report.losses import loss_curves
+from aespa_pl.report.maps import final_loss_map, final_ratios, limits_of
 from aespa_pl.report.picture import WIDE, style
 from aespa_pl.report.stored import find_run, read_run
 

@@ -473,6 +473,31 @@ def test_loggers_and_callbacks_of_the_user_are_made_for_each_block(
         assert len(lines) > 2
 
 
+def test_callback_that_ends_the_learning_is_named(aespa: CommandLine, model: Path) -> None:
+    timer = ["--trainer.callbacks", "Timer", "--trainer.callbacks.duration", '{"microseconds": 1}']
+    status, _, err = aespa("fit", *small(model), *timer, "--trainer.callbacks.interval", "step")
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(
+        r"block 0: learning ended after 1 of 10 iterations.*\(Timer\): remove .*--ckpt_path", err
+    )
+    assert aespa("fit", *small(model), "--ckpt_path", "last")[0] == 0
+
+
+def test_early_stopping_may_end_the_learning(aespa: CommandLine, model: Path) -> None:
+    """No decrease is large enough: the second epoch of 100 iterations is the last."""
+    stopping = (
+        "--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "loss",
+        "--trainer.callbacks.patience", 1, "--trainer.callbacks.min_delta", 1e9,
+        "--trainer.callbacks.check_on_train_epoch_end", "true",
+    )  # fmt: skip
+    iterations = ("--quantization.rounding.iterations", 250)
+    status, out, err = aespa("fit", *small(model), *iterations, *stopping)
+    assert (status, err) == (0, "")
+    events = EventAccumulator(str(Path(out.splitlines()[-1], "block_001")))
+    events.Reload()
+    assert events.Scalars("loss_reconstruction/q_proj")[-1].step == 200
+
+
 def test_write_that_fails_in_a_checkpoint_is_one_line(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,7 +539,7 @@ def test_changed_weights_are_not_measured(aespa: CommandLine, model: Path) -> No
     save_file({name: -tensor for name, tensor in tensors.items()}, shard, {"format": "pt"})
     status, out, err = aespa("test", *small(model))
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert re.search(rf"damaged: .*{shard.name} missing or changed.*fit --ckpt_path", err)
+    assert re.search(rf"damaged .*{shard.name} is missing or changed.*fit --ckpt_path", err)
 
 
 def test_upgraded_package_does_not_continue_a_run(

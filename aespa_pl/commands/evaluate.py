@@ -22,6 +22,7 @@ from aespa_pl.evaluation.tasks import find_tasks
 from aespa_pl.models.headers import read_header
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
+from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
 from aespa_pl.settings import TaskSettings
@@ -63,7 +64,7 @@ def test(
             f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path "
             f"{shlex.quote(str(folder))}"
         )
-    world.from_first(lambda: refuse_damaged(run))
+    world.from_first(lambda: _check_files(run))
     texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
         raise UserError(
@@ -85,6 +86,11 @@ def test(
         write_json(folder / "test.json", metrics)
         write_text(folder / "test.md", result_table(metrics, method_of(run)).markdown())
     return run, metrics
+
+
+def _check_files(run: Run) -> None:
+    refuse_damaged(run)
+    PretrainedFolder.open(run.model_folder)  # such as an index that names other files
 
 
 def method_of(run: Run) -> str:
@@ -115,22 +121,6 @@ def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float
         else {"bits_per_weight": packed, "bytes": small}
         for kind in kinds
     }
-
-
-def refuse_damaged(run: Run) -> None:
-    """Raise UserError if a file of a finished run is not what its journal says.
-
-    Raises:
-        UserError: A file is missing, or its checksum is another one.
-    """
-    damaged = run.all_damaged_files()
-    if damaged:
-        names = ", ".join(str(file) for file in damaged)
-        raise UserError(
-            f"the run {run.folder} is damaged: {names} missing or changed since it was written: mend the "
-            f"run with aespa-pl fit --ckpt_path {shlex.quote(str(run.folder))}"
-        )
-    PretrainedFolder.open(run.model_folder)  # such as an index that names other files
 
 
 def compare_perplexities(

@@ -30,6 +30,7 @@ from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import Portion
 from aespa_pl.planning.tuning import tuning_fits
 from aespa_pl.progress import WalkProgress
+from aespa_pl.run.damage import named
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
 from aespa_pl.storage.files import write_json
@@ -162,8 +163,8 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     if metrics is None:
         progress.say(f"{run.metrics_file} is damaged: the perplexities are measured again")
     damaged = run.all_damaged_files()
-    for file in damaged:
-        progress.say(f"{file} is damaged or missing: what it held is made again")
+    if damaged:
+        progress.say(f"{run.folder}: {named(damaged, run.folder)}: what was lost is made again")
     return None if damaged else metrics
 
 

@@ -19,6 +19,7 @@ from aespa_pl.models.family import BlockLayout, Family, Projection
 from aespa_pl.models.headers import DTYPES, opened
 from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import PretrainedFolder
+from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.journal import Run
 
@@ -94,7 +95,7 @@ class QuantizedModel:
             raise UserError(
                 f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path {folder}"
             )
-        _refuse_damaged(run)
+        refuse_damaged(run)
         pretrained = PretrainedFolder.open(run.model_folder)
         model = settings["model"]
         source = resolve(original or model["pretrained"], model.get("revision"))
@@ -148,7 +149,7 @@ class QuantizedModel:
         """Return, by the name of each quantized weight of a block, the projections in its rows."""
         names: dict[str, tuple[Projection, ...]] = {}
         for projection in self.layout.projections:
-            name = f"{self.family.blocks_path}.{index}.{projection.module}.weight"
+            name = f"{self.family.block_prefix(index)}{projection.module}.weight"
             names[name] = (*names.get(name, ()), projection)
         return names
 
@@ -225,13 +226,3 @@ def _settings(path: Path) -> dict[str, Any]:
             f"{path} cannot be read ({error!r}): give the folder of a run (NAME/version_N)"
         ) from error
     return content
-
-
-def _refuse_damaged(run: Run) -> None:
-    """Raise UserError if a file of a run is not what the journal knows."""
-    damaged = run.all_damaged_files()
-    if damaged:
-        raise UserError(
-            f"{', '.join(map(str, damaged))} is damaged or missing: aespa-pl fit --ckpt_path "
-            f"{run.folder} makes it again"
-        )

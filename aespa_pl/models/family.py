@@ -143,6 +143,10 @@ class Family(ABC):
     forms_probabilities: ClassVar[bool] = False
     """Whether its attention is not one of the library's fused kernels, and takes memory for A."""
 
+    def block_prefix(self, index: int) -> str:
+        """Return what the names of a block's tensors begin with, such as ``model.layers.3.``."""
+        return f"{self.blocks_path}.{index}."
+
     @abstractmethod
     def check(self, config: PreTrainedConfig) -> None:
         """Raise UserError where the configuration of a model has parts that can't be quantized."""

@@ -139,7 +139,7 @@ class PretrainedFolder:
 
     def block_names(self, family: Family, index: int) -> tuple[str, ...]:
         """Return the names of a block's tensors, as in the model's ``state_dict``."""
-        prefix = _block_prefix(family, index)
+        prefix = family.block_prefix(index)
         return tuple(name for name in self.tensors if name.startswith(prefix))
 
     def skeleton(self) -> PreTrainedModel:
@@ -192,7 +192,7 @@ class PretrainedFolder:
         Raises:
             UserError: A tensor has NaN or infinite values.
         """
-        prefix = _block_prefix(family, index)
+        prefix = family.block_prefix(index)
         block = cast(nn.Module, model.get_submodule(prefix.removesuffix(".")))
         tensors = self._read(self.block_names(family, index), device, dtype)
         block.load_state_dict(
@@ -202,7 +202,7 @@ class PretrainedFolder:
 
     def release_block(self, model: PreTrainedModel, family: Family, index: int) -> None:
         """Put a block back on the meta device; its memory is free unless others refer to it."""
-        block = model.get_submodule(_block_prefix(family, index).removesuffix("."))
+        block = model.get_submodule(family.block_prefix(index).removesuffix("."))
         empty = {
             name: torch.empty_like(tensor, device="meta")
             for name, tensor in block.state_dict().items()
@@ -224,10 +224,6 @@ class PretrainedFolder:
                     tensors[name] = raw.to(device, dtype, copy=True)
                     _refuse_not_finite(name, path, raw, tensors[name])
         return {name: tensors[name] for name in names}
-
-
-def _block_prefix(family: Family, index: int) -> str:
-    return f"{family.blocks_path}.{index}."
 
 
 def _refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from aespa_pl.report.losses import NO_BLOCK
+from aespa_pl.report.maps import NO_BLOCK
 from aespa_pl.report.picture import HALF, PALETTE, SERIES, Picture, block_ticks, depth_axis
 from aespa_pl.report.stored import StoredRun
 

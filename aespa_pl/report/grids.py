@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from aespa_pl.report.curves import Floats
-from aespa_pl.report.losses import NO_BLOCK, heat_map, limits_of
+from aespa_pl.report.maps import NO_BLOCK, heat_map, limits_of
 from aespa_pl.report.picture import HEAT, SERIES, Picture, block_ticks, panels, value_axis
 from aespa_pl.report.stored import GridTensors, StoredRun
 

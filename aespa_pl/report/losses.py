@@ -1,4 +1,4 @@
-"""Figures of losses: over iterations, and what is left of nearest rounding's loss at the end."""
+"""Figures of losses: over the iterations of a block, and over the blocks of several runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,184 +6,27 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from aespa_pl.report.curves import NOT_NEAREST, RECONSTRUCTION, Floats
+from aespa_pl.report.curves import RECONSTRUCTION, Floats
+from aespa_pl.report.maps import NO_BLOCK, final_ratios
 from aespa_pl.report.picture import (
     DEPTHS,
-    HALF,
-    HEAT,
     MARKERS,
     SERIES,
     STYLES,
     WIDE,
     Picture,
     block_names,
-    block_ticks,
     depth_axis,
     depth_colour,
     depth_step,
-    on_heat,
     panels,
     value_axis,
 )
 from aespa_pl.report.stored import StoredRun
 
-Ratios = dict[tuple[int, str], float]
-
 NOT_LEARNED = (
     "No loss curve was stored by this run: its method learns nothing, or trainer.logger is false."
 )
-NO_BLOCK = "Not stored by this run: no block is finished."
-
-
-def final_ratios(run: StoredRun) -> Ratios:
-    """Return the final loss of each projection relative to nearest rounding's."""
-    return {
-        key: values["final"] / values["nearest"]
-        for key, values in run.losses.items()
-        if values.get("nearest", 0) > 0 and "final" in values
-    }
-
-
-def moved_shares(run: StoredRun) -> tuple[Ratios, bool]:
-    """Return the share of integers that differ from nearest rounding's, and whether it is the final one.
-
-    The journal knows the final share; the curves know the share that learning ended with, before polish.
-    """
-    stored = {
-        key: values[NOT_NEAREST] for key, values in run.losses.items() if NOT_NEAREST in values
-    }
-    if stored:
-        return stored, True
-    curves = run.curves.of(NOT_NEAREST)
-    return {key: float(curve.values[-1]) for key, curve in curves.items()}, False
-
-
-def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Picture:
-    """Return the heat map of depth and projection that shows where the model suffers.
-
-    Args:
-        run: What to draw.
-        width: Inches that it may take.
-        limits: Ratios at the ends of the colours; the same for all runs of a page.
-    """
-    ratios = final_ratios(run)
-    name, title = "final-loss", "Final loss, relative to nearest rounding"
-    if not ratios:
-        return Picture(name, title, NO_BLOCK)
-    median = float(np.median(list(ratios.values())))
-    worst, best = max(ratios, key=ratios.__getitem__), min(ratios, key=ratios.__getitem__)
-    above = sum(ratio > 1 for ratio in ratios.values())
-    caption = (
-        f"Half of the {len(ratios)} projections end below {median:.2f} of nearest rounding's loss. Least is "
-        f"gained in {worst[1]} of block {worst[0]} ({ratios[worst]:.2f}), most in "
-        f"{best[1]} of block {best[0]} ({ratios[best]:.2f}). "
-        + (
-            f"{above} are worse than nearest rounding."
-            if above
-            else "None is worse than nearest rounding."
-        )
-    )
-    label = "final loss / loss of\nnearest rounding"
-    return Picture(name, title, caption, heat_map(ratios, run.projections, width, limits, label))
-
-
-def moved_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Picture:
-    """Return the heat map of the share of integers that are not rounded to the nearest.
-
-    Args:
-        run: What to draw.
-        width: Inches that it may take.
-        limits: Shares at the ends of the colours.
-    """
-    shares, final = moved_shares(run)
-    name, title = "moved", "Integers moved away from nearest rounding"
-    if not shares:
-        return Picture(
-            name,
-            title,
-            "Not stored by this run: neither its journal nor its curves have the share.",
-        )
-    most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
-    caption = (
-        f"{100 * np.mean(list(shares.values())):.0f} % of a projection's integers on average are not the "
-        f"nearest: most in {most[1]} of block {most[0]} ({100 * shares[most]:.0f} %), fewest in "
-        f"{least[1]} of block {least[0]} ({100 * shares[least]:.0f} %). "
-        + (
-            ""
-            if final
-            else "This is the share after learning; what polish moved later is not in it."
-        )
-    )
-    names = [name for name in run.projections if any(key[1] == name for key in shares)]
-    return Picture(
-        name, title, caption, heat_map(shares, names, width, limits, "share of integers")
-    )
-
-
-def limits_of(maps: Sequence[Ratios], step: float = 0.05) -> tuple[float, float]:
-    """Return limits that hold all values of all maps, rounded outwards to ``step``."""
-    values = [value for ratios in maps for value in ratios.values()]
-    if not values:
-        return 0.0, 1.0
-    low, high = np.floor(min(values) / step) * step, np.ceil(max(values) / step) * step
-    return float(low), float(max(high, low + step))
-
-
-def heat_map(
-    values: Mapping[tuple[int, str], float],
-    projections: Sequence[str],
-    width: float,
-    limits: tuple[float, float],
-    label: str,
-) -> Figure:
-    """Return blocks from left to right, projections from top to bottom; cells without a value stay empty.
-
-    Args:
-        values: By block and projection.
-        projections: Rows.
-        width: Inches that the figure may take.
-        limits: Values at the ends of the colours.
-        label: Of the colours.
-    """
-    blocks = sorted({block for block, _ in values})
-    cells = np.full((len(projections), len(blocks)), np.nan)
-    for (block, projection), value in values.items():
-        cells[list(projections).index(projection), blocks.index(block)] = value
-    # few blocks make no wide figure: cells keep their shape
-    size = (min(width, max(HALF, 3.4 + 0.75 * len(blocks))), 0.34 * len(projections) + 0.9)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    mesh = axes.pcolormesh(
-        np.arange(len(blocks) + 1) - 0.5,
-        np.arange(len(projections) + 1) - 0.5,
-        np.ma.masked_invalid(cells),
-        cmap=HEAT,
-        vmin=limits[0],
-        vmax=limits[1],
-    )
-    axes.grid(visible=False)
-    axes.set(yticks=range(len(projections)), yticklabels=projections)
-    axes.invert_yaxis()
-    block_ticks(axes, blocks)
-    if (size[0] - 3) / len(blocks) > 0.38:  # inches that a number takes
-        _write_numbers(figure, cells, limits)
-    figure.colorbar(mesh, ax=axes, label=label, pad=0.02)
-    return figure
-
-
-def _write_numbers(figure: Figure, cells: Floats, limits: tuple[float, float]) -> None:
-    for (row, column), value in np.ndenumerate(cells):
-        if np.isfinite(value):
-            share = (value - limits[0]) / (limits[1] - limits[0])
-            figure.axes[0].text(
-                column,
-                row,
-                f"{value:.2f}",
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=on_heat(share),
-            )
 
 
 def loss_curves(run: StoredRun, width: float) -> Picture:

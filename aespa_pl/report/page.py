@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from aespa_pl import __version__
-from aespa_pl.report import costs, grids, losses, results
+from aespa_pl.report import costs, grids, losses, maps, results
 from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, style
 from aespa_pl.report.stored import StoredRun
 
@@ -47,8 +47,8 @@ class Section:
 def sections(runs: Sequence[StoredRun]) -> list[Section]:
     """Draw all figures of some runs, in the order of the page."""
     width = WIDE if len(runs) == 1 else HALF
-    final = losses.limits_of([losses.final_ratios(run) for run in runs])
-    moved = losses.limits_of([losses.moved_shares(run)[0] for run in runs])
+    final = maps.limits_of([maps.final_ratios(run) for run in runs])
+    moved = maps.limits_of([maps.moved_shares(run)[0] for run in runs])
 
     def each(about: str, draw: Callable[[StoredRun], Picture], **kwargs: Any) -> Section:
         return Section(about, [draw(run) for run in runs], runs, **kwargs)
@@ -66,7 +66,7 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
             each(
                 "Where the model suffers: the loss that the method minimizes, with the final integers, "
                 "divided by its value with nearest rounding on the same grid. Brighter is worse.",
-                lambda run: losses.final_loss_map(run, width, final),
+                lambda run: maps.final_loss_map(run, width, final),
                 numbers={run.name: loss_table(run) for run in runs},
             ),
             each(
@@ -82,7 +82,7 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
             each(
                 "The share of weights whose integer is not the nearest one: how much the method has decided "
                 "otherwise.",
-                lambda run: losses.moved_map(run, width, moved),
+                lambda run: maps.moved_map(run, width, moved),
             ),
             each(
                 "The size of a step between two integers, by projection and depth.",
@@ -173,7 +173,7 @@ def write_figures(drawn: Sequence[Section], folder: Path, kind: str) -> list[Pat
 
 def where_lost(run: StoredRun) -> str:
     """Return which projections keep most of nearest rounding's loss, in one sentence."""
-    ratios = losses.final_ratios(run)
+    ratios = maps.final_ratios(run)
     if not ratios:
         return "Where it was lost is not known: no block is finished."
     worst = sorted(ratios, key=ratios.__getitem__, reverse=True)[:3]
@@ -230,7 +230,7 @@ def _percent(found: Mapping[str, Any]) -> str:
 
 def loss_table(run: StoredRun) -> Table:
     """Return the final loss relative to nearest rounding by block and projection."""
-    ratios = losses.final_ratios(run)
+    ratios = maps.final_ratios(run)
     names = [name for name in run.projections if any(key[1] == name for key in ratios)]
     rows = [
         [

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from aespa_pl.report.losses import NO_BLOCK
+from aespa_pl.report.maps import NO_BLOCK
 from aespa_pl.report.picture import (
     DEPTHS,
     MARKERS,

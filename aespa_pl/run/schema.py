@@ -107,14 +107,14 @@ def parse(kind: type[Content], path: Path) -> Content:
 
     Raises:
         OSError: It cannot be read.
-        DamagedFileError: It does not hold what it should.
+        DamagedFileError: It does not hold what it should; the message says which key, not which file.
     """
     try:
         return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(key) for key in first["loc"])
-        raise DamagedFileError(f"{path}: {where}: {first['msg']}") from error
+        raise DamagedFileError(f"{where}: {first['msg']}" if where else first["msg"]) from error
 
 
 class DamagedFileError(Exception):

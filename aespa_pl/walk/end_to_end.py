@@ -152,7 +152,7 @@ class ModelTuner:
         for p in layout.projections:
             tensors[f"{p.name}.scale"] = learned[_scale_key(index, p.name)]
         weights = {name: q.weight() for name, q in self._weights(tensors).items()}
-        prefix = f"{family.blocks_path}.{index}."
+        prefix = family.block_prefix(index)
         types = stored_types(self.source, index)
         shard |= {name: learned[name] for name in shard if name in learned}
         for path in {p.module: None for p in layout.projections}:

@@ -116,7 +116,7 @@ def replace_weights(block: QuantizedBlock, module: nn.Module) -> None:
 def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
     """Return the types that the parameters of a block are stored in, by their names in the block."""
     pretrained, family = source.pretrained, source.family
-    prefix = f"{family.blocks_path}.{index}."
+    prefix = family.block_prefix(index)
     return {
         name.removeprefix(prefix): DTYPES[pretrained.tensors[name].dtype]
         for name in pretrained.block_names(family, index)

@@ -239,7 +239,7 @@ class Walk:
         The hidden states of the blocks to come are those of the model on disk.
         """
         module.to(self.source.dtype)  # after a tuning it is float32
-        prefix = f"{self.source.family.blocks_path}.{index}."
+        prefix = self.source.family.block_prefix(index)
         stored = {}
         for name, dtype in stored_types(self.source, index).items():
             tensor = module.get_parameter(name)

@@ -21,7 +21,7 @@ if find_spec("matplotlib") is None or find_spec("jinja2") is None:
         "matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True
     )
 
-from aespa_pl.report import losses, page, results
+from aespa_pl.report import maps, page, results
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -210,7 +210,7 @@ def test_the_worst_projection_is_named(tmp_path: Path) -> None:
     journal["blocks"]["1"]["losses"]["v_proj"] |= {"nearest": 2.0, "final": 3.0}
     path.write_text(json.dumps(journal))
     run = read_run(folder)
-    picture = losses.final_loss_map(run, 10, (0, 2))
+    picture = maps.final_loss_map(run, 10, (0, 2))
     assert "Least is gained in v_proj of block 1 (1.50)" in picture.caption
     assert "1 are worse than nearest rounding" in picture.caption
     assert "v_proj of block 1 (1.50)" in page.where_lost(run)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import HeadRange, Portion
+from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.fingerprint import MEBIBYTE, differences, model_fingerprint
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import FORMAT, DamagedFileError, LearnedFile
@@ -157,6 +159,7 @@ def refuse_as_damaged(run: Run) -> str:
     message = str(caught.value)
     assert message.startswith(f"{run.journal} is damaged (")
     assert message.endswith("): start a new run")
+    assert message.count(str(run.journal)) == 1
     assert len(message.splitlines()) == 1
     return message
 
@@ -212,7 +215,7 @@ def test_missing_value_is_refused_by_its_name(path: str, run: Run) -> None:
     where, key = inside(content, path)
     del where[key]
     run.journal.write_text(json.dumps(content))
-    assert f"({run.journal}: {path}: " in refuse_as_damaged(run)
+    assert f"({path}: " in refuse_as_damaged(run)
 
 
 def test_journal_that_is_no_text_is_refused(run: Run) -> None:
@@ -269,6 +272,27 @@ def test_damage_of_a_finished_model_is_found(damage: str, run: Run) -> None:
     assert again.damaged_files() == [config]
     assert again.damaged_files(1) == [shards[1]]
     assert again.all_damaged_files() == [run.block_file(0), shards[1], config]
+
+
+def test_run_without_its_files_names_some_and_how_to_mend_it(run: Run) -> None:
+    for name in "abcde":
+        make_file(run.model_folder / name)
+    run.finish_model()
+    refuse_damaged(run)
+    (run.model_folder / "b").unlink()
+    mend = f"mend it with aespa-pl fit --ckpt_path {run.folder}"
+    with pytest.raises(UserError) as caught:
+        refuse_damaged(run)
+    assert str(caught.value) == (
+        f"the run {run.folder} is damaged (model/b is missing or changed): {mend}"
+    )
+    shutil.rmtree(run.model_folder)
+    with pytest.raises(UserError) as caught:
+        refuse_damaged(run)
+    assert str(caught.value) == (
+        f"the run {run.folder} is damaged (model/a, model/b, model/c and 2 more files are missing or "
+        f"changed): {mend}"
+    )
 
 
 def test_portion_of_other_heads_is_forgotten_with_all_after_it(run: Run) -> None:
