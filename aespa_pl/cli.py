@@ -1,4 +1,4 @@
-"""The command line: the commands, and how each of them is called.
+"""Read the first word of a command line, and call the command that it names.
 
 Nothing large is imported here: ``--help``, a wrong command and a wrong key answer at once.
 """
@@ -23,7 +23,7 @@ from aespa_pl.run.interruption import Interruption
 
 @dataclass(frozen=True)
 class Command:
-    """What the first word of a command line calls."""
+    """Describes what the first word of a command line calls."""
 
     target: str
     """``module:function``, imported when it is called."""

@@ -1,8 +1,8 @@
-"""The one exception that is a user's to mend, not ours."""
+"""Define the errors that a user can mend, and those that stronger damping may mend."""
 
 
 class UserError(Exception):
-    """Something that the user gave cannot work.
+    """Says that something that the user gave cannot work.
 
     The message says what is wrong, where (the YAML key or the file), what was expected and what to
     do. The command line prints it as one line, without a traceback, and exits with status 2.
@@ -10,7 +10,7 @@ class UserError(Exception):
 
 
 class NumericalError(Exception):
-    """A matrix cannot be factored, or a loss is not a finite number.
+    """Says that a matrix cannot be factored, or that a loss is not a finite number.
 
     Stronger damping may help, so the block under way is tried once more with it.
     """

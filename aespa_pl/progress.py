@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: a bar over blocks, one over iterations, a line a block."""
+"""Show how far a run is: a bar over blocks, one over iterations, and a line for each block."""
 
 from types import TracebackType
 from typing import Any
@@ -15,11 +15,11 @@ from rich.progress import (
 )
 
 ROUNDING_STEPS = "iterations"
-"""What the inner bar shows while a block is learned."""
+"""Name of the step while a block is learned, for the inner bar."""
 
 
 class WalkProgress:
-    """Progress of a walk over blocks; the bars show in a terminal only, the lines everywhere."""
+    """Shows the progress of a walk over blocks: bars in a terminal only, lines everywhere."""
 
     def __init__(self, console: Console) -> None:
         """Draw on ``console``."""
@@ -63,7 +63,7 @@ class WalkProgress:
         self._bars.update(self._inner, visible=False)
 
     def advance(self) -> None:
-        """One block is done."""
+        """Move the outer bar by one block."""
         self._bars.update(self._inner, visible=False)
         self._bars.advance(self._outer)
 
@@ -86,7 +86,7 @@ class IterationProgress(Callback):
     """Moves the inner bar with the iterations of a block."""
 
     def __init__(self, progress: WalkProgress, name: str = "rounding") -> None:
-        """Report to ``progress`` what is under way."""
+        """Report to ``progress``, under the name of what is learned."""
         self.progress = progress
         self.name = name
 

@@ -1,4 +1,4 @@
-"""What a run is done with: the user's settings, and the method's where the user leaves them at null."""
+"""Fill in, from the method, the settings that the user leaves at null."""
 
 from dataclasses import replace
 from typing import TypeVar

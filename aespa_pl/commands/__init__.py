@@ -1,1 +1,1 @@
-"""What each command does once its arguments are parsed."""
+"""Run each command once its arguments are parsed."""

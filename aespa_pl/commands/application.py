@@ -1,4 +1,4 @@
-"""``aespa-pl fit`` and ``aespa-pl test``: the commands that work through Lightning's Trainer."""
+"""Run ``aespa-pl fit`` and ``aespa-pl test``, the commands that work through Lightning's Trainer."""
 
 import inspect
 import logging
@@ -56,11 +56,11 @@ from aespa_pl.settings import SECTIONS, TaskSettings
 from aespa_pl.storage.files import write_text
 
 PEER_LOST = 1
-"""Status of a process whose peers have ended: the mistake, if it is one, was another's."""
+"""Status of a process whose peers have ended; if a mistake was made, another process reports it."""
 
 
 class BlockTrainer(Trainer):
-    """The Trainer of one block; what it does with a module and its data is Lightning's."""
+    """Trains one block as Lightning does; only the help texts of its methods are ours."""
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Quantize a model block by block."""
@@ -72,7 +72,7 @@ class BlockTrainer(Trainer):
 
 
 class AespaCLI(LightningCLI):
-    """Sections ``model``, ``data``, ``quantization``, ``output`` and ``trainer`` of a YAML file."""
+    """Parses the sections model, data, quantization, output and trainer, and runs the command."""
 
     def __init__(self, command: str, interruption: Interruption, **kwargs: Any) -> None:
         """Parse the arguments and run the command.
@@ -80,7 +80,7 @@ class AespaCLI(LightningCLI):
         Args:
             command: fit or test; only test takes tasks.
             interruption: Tells when the user or the system wants us to stop.
-            kwargs: Those of LightningCLI.
+            kwargs: Arguments of LightningCLI.
         """
         self.command = command
         self.interruption = interruption
@@ -88,7 +88,7 @@ class AespaCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the commands, each with all arguments of the Trainer's method: none of them is used."""
+        """Return the commands, each with the arguments of the Trainer's method, none of which is offered."""
         return {
             name: set(inspect.signature(getattr(Trainer, name)).parameters) - {"self"}
             for name in ("fit", "test")
@@ -99,7 +99,7 @@ class AespaCLI(LightningCLI):
         self.config = parser.parse_args(args)  # type: ignore[arg-type]  # a list: see run
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the seed of whatever is random in callbacks of the user; nothing of ours is."""
+        """Add the seed for random numbers in callbacks of the user; our own code draws none from it."""
         parser.add_argument(
             "--seed_everything",
             type=KEYS["seed_everything"],
@@ -122,7 +122,7 @@ class AespaCLI(LightningCLI):
         parser.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
 
     def instantiate_classes(self) -> None:
-        """Make the settings, and one Trainer that tells the device; each block gets its own later."""
+        """Make the settings, and one Trainer that knows the device; each block gets its own later."""
         try:
             self.config_init = self.parser.instantiate(self.config)
         # what the constructors of loggers and callbacks raise, and jsonargparse around it
@@ -141,7 +141,7 @@ class AespaCLI(LightningCLI):
         check_device(self.trainer, self.settings.trainer.accelerator)
 
     def _first_trainer(self, **changes: Any) -> Trainer:
-        """Return a Trainer of the section as it is, to learn what Lightning makes of it.
+        """Return a Trainer made from the user's section, which tells processes and device.
 
         Raises:
             UserError: Lightning refuses it.
@@ -162,7 +162,7 @@ class AespaCLI(LightningCLI):
             raise UserError(f"trainer: {error}{advice}") from error
 
     def fit(self, **_: Any) -> None:
-        """Quantize, and print what came out."""
+        """Quantize, and print the results."""
         job = self._job()  # before other processes: most mistakes are noticed here
         check_tuning(self.trainer, self.settings.trainer, job.quantization.tuning)
         world, console = self._launch()
@@ -188,7 +188,7 @@ class AespaCLI(LightningCLI):
         console.print(str(run.folder), highlight=False, soft_wrap=True)
 
     def test(self, **_: Any) -> None:
-        """Measure, and print what came out."""
+        """Measure, and print the results."""
         tasks = TaskSettings(**{key.name: self.settings[key.name] for key in fields(TaskSettings)})
         if (exported := quantized_folder(self.settings.model)) is not None:
             device = self.trainer.strategy.root_device

@@ -1,7 +1,7 @@
-"""The words of a command line, read and refused before any large library is imported.
+"""Read the words of a command line, and refuse mistakes before any large library is imported.
 
 ``fit``, ``test`` and ``plan`` share one set of keys. Here their YAML files are found and read, and each
-key and value of our own sections is checked; what Lightning's Trainer takes is checked by Lightning.
+key and value of our own sections is checked; Lightning checks the section of its Trainer.
 """
 
 import re
@@ -22,9 +22,9 @@ from aespa_pl.settings import EXPECTED, SECTIONS, Seed, TaskSettings, keys_of
 KEYS: dict[str, Any] = {
     key: kind for name, section in SECTIONS.items() for key, kind in keys_of(section, name).items()
 } | {"seed_everything": bool | Seed}
-"""The type of each key that is checked here."""
+"""Type of each key that is checked here."""
 TASK_KEYS: dict[str, Any] = get_type_hints(TaskSettings)
-"""Those that test takes besides."""
+"""Types of the keys that only test takes."""
 OTHERS = ("config", "ckpt_path")
 FREE = "trainer"
 """The section that Lightning checks."""
@@ -34,7 +34,7 @@ REQUIRED = "model.pretrained"
 
 @dataclass(frozen=True)
 class Option:
-    """One ``--key value``; the value is None where none follows."""
+    """Holds one ``--key value``; the value is None where none follows."""
 
     key: str
     value: str | None
@@ -47,7 +47,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The options of a command, in their order; the last one of a key wins."""
+    """Holds the options of a command in their order; the last one of a key wins."""
 
     options: tuple[Option, ...]
     wants_help: bool = False

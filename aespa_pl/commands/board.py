@@ -1,4 +1,4 @@
-"""The curves of a run over its blocks, with its configuration and its result, in TensorBoard."""
+"""Show a run's curves over its blocks, its configuration and its result in TensorBoard."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from aespa_pl.run.journal import Run
 
 
 class Board:
-    """What the ``walk`` folder of a run shows; nothing, where the user chose other loggers or none."""
+    """Fills the ``walk`` folder of a run, unless the user chose other loggers or none."""
 
     def __init__(self, chosen: Any, configuration: str) -> None:
-        """Keep both for the run that is still to be made.
+        """Keep both arguments for the run, which is made later.
 
         Args:
             chosen: ``trainer.logger``.

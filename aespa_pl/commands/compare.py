@@ -1,4 +1,4 @@
-"""``aespa-pl compare``: methods, bit widths and seeds side by side, each an ordinary run of ``fit``."""
+"""Run ``aespa-pl compare``: methods, bit widths and seeds side by side, each an ordinary ``fit``."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """The cells of the table."""
+    """Chooses the cells of the table."""
 
     methods: list[MethodName] = field(
         default_factory=lambda: ["rtn", "optq", "zfold", "adaround", "aespa-fast", "aespa"]
@@ -87,7 +87,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
 def compare(
     settings: CompareSettings, given: Arguments, run_cell: RunCell, console: Console
 ) -> Path:
-    """Run the cells and write what came of them; return the folder of the comparison.
+    """Run the cells and write their results; return the folder of the comparison.
 
     Args:
         settings: Which cells.
@@ -121,7 +121,7 @@ def compare(
 
 
 def in_processes(interruption: Interruption) -> RunCell:
-    """Return what runs a cell in a process of its own: one that is killed does not end the others."""
+    """Return a function that runs a cell in a process of its own, so that its end spares the others."""
 
     def run_cell(words: Sequence[str]) -> str:
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -186,7 +186,7 @@ def _parser() -> ArgumentParser:
 
 
 def _divide(parser: ArgumentParser, given: Arguments) -> tuple[CompareSettings, Arguments]:
-    """Return our own settings, and the options that are those of fit.
+    """Return the settings of compare, and the options of fit.
 
     Raises:
         UserError: A value is refused, or a key is given that differs from cell to cell.

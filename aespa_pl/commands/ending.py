@@ -1,4 +1,4 @@
-"""How a command ends that could not do its work: one line for a person, and a status for a script."""
+"""End a command that could not do its work, with one line for a person and a status for a script."""
 
 import os
 import signal
@@ -13,10 +13,10 @@ from aespa_pl.run.interruption import RunInterrupted
 
 
 class EndedError(Exception):
-    """The command ends with a message and a status of its own."""
+    """Ends the command with a message and a status of its own."""
 
     def __init__(self, message: str, status: int) -> None:
-        """Keep both."""
+        """Keep the message and the status of the process."""
         super().__init__(message)
         self.status = status
 
@@ -27,18 +27,18 @@ LESS_MEMORY = (
     "set data.memory_gb below what is free, data.hidden_states to disk, or lower data.batch_size"
 )
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
-"""What torch says in a RuntimeError where the host has no memory; no class of its own tells it."""
+"""Words of torch in a RuntimeError where the host has no memory; it has no class for that error."""
 ENDINGS = (
     ArgumentError, UserError, EndedError, OSError, MemoryError, RuntimeError, RunInterrupted,
 )  # fmt: skip
-"""What :func:`described` may know. A RuntimeError that it doesn't know is a fault of ours."""
+"""Errors that :func:`described` may know; a RuntimeError that it doesn't know is a fault of ours."""
 
 
 def described(error: BaseException, advice: str | None) -> tuple[str, int] | None:
     """Return the message and the status for an error; None for one that is a fault of ours.
 
     Args:
-        error: What ended the command.
+        error: Error that ended the command.
         advice: The command that continues the run; None where no run has begun.
     """
     torch = sys.modules.get("torch")  # whoever has not imported it has none of its errors
@@ -70,7 +70,7 @@ def stop(message: str, status: int) -> None:
 
 
 def interrupted_by_closed_pipe() -> RunInterrupted:
-    """Return what stops a command whose output nobody reads any more, and silence that output."""
+    """Return the error that stops a command whose output nobody reads any more; silence that output."""
     with suppress(OSError, ValueError):  # so that Python's own flush at the end says nothing
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return RunInterrupted(signal.SIGPIPE)

@@ -1,4 +1,4 @@
-"""``aespa-pl test``: the perplexity of the original and of the quantized model."""
+"""Run ``aespa-pl test``: measure the perplexity of the original and of the quantized model."""
 
 import math
 import shlex
@@ -34,13 +34,13 @@ def test(
 ) -> tuple[Run, dict[str, Any]]:
     """Measure perplexities and accuracies of original and quantized model; return run and metrics.
 
-    What was measured is written to the run's folder, as ``test.json`` and as a table, ``test.md``.
+    The measurements are written to the run's folder, as ``test.json`` and as a table, ``test.md``.
 
     Args:
         job: Which model and texts.
         which: Folder of a finished run; ``last``: the newest of ``output.folder/output.name``.
         tasks: Tasks, if any; with them round-to-nearest is measured as well.
-        progress: Where to show how far it is.
+        progress: Shows how many blocks are done.
         world: The processes that divide the texts; all of them call this.
 
     Raises:
@@ -218,8 +218,8 @@ def evaluate(
         pretrained: Folder of the weights.
         texts: Token ids ``[segments, L]`` by name.
         nearest: Round the weights to the nearest integers of the min-max grid first.
-        after_block: Called after each block.
-        world: They divide the segments.
+        after_block: Function that is called after each block.
+        world: The processes that divide the segments.
     """
     return perplexity(
         job.stream(pretrained),

@@ -1,4 +1,4 @@
-"""``aespa-pl test --tasks`` on a model that is packed already, such as what ``export`` writes.
+"""Run ``aespa-pl test --tasks`` on a model that is packed already, such as an export.
 
 The blocks of such a model can't be streamed: transformers loads it whole, as an application would.
 """
@@ -37,10 +37,10 @@ def measure_exported(
     """Return metrics as in ``test.json``, and write them with their table into the folder.
 
     Args:
-        folder: From :func:`quantized_folder`.
-        model: Says in which type it runs.
-        tasks: What to measure.
-        device: Where it runs.
+        folder: Folder of the packed model, from :func:`quantized_folder`.
+        model: Settings that say in which type it runs.
+        tasks: Tasks and their limits.
+        device: Device that the model runs on.
 
     Raises:
         UserError: No task is given, a task can't be had, or transformers can't load the model.

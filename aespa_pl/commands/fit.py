@@ -1,4 +1,4 @@
-"""``aespa-pl fit``: quantize a model, or continue a run."""
+"""Run ``aespa-pl fit``: quantize a model, or continue a run."""
 
 import platform
 import time
@@ -44,7 +44,7 @@ PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish", "tun
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins with; the first process finds it out for all."""
+    """Holds what a run begins with; the first process finds it out for all."""
 
     run: Run
     tokens: Tensor
@@ -52,7 +52,7 @@ class Start:
     texts: Mapping[str, Tensor]
     """Held-out segments."""
     metrics: dict[str, Any] | None
-    """What was measured, if the run is finished: then there is nothing to do."""
+    """Measurements of a run that is finished; None: there is work to do."""
 
 
 def fit(
@@ -69,17 +69,17 @@ def fit(
     """Quantize a model; return the run and its metrics.
 
     Args:
-        job: What to do.
+        job: Model, texts and settings.
         resume: ``last`` or the folder of a run to continue; None: a new run.
-        make_trainer: Makes the Trainer of what is learned together of a block.
-        make_tuning_trainer: Makes the Trainer of a tuning, which makes so many epochs.
-        make_loggers: Makes what takes the curves over the blocks.
+        make_trainer: Makes the Trainer of a portion of a block.
+        make_tuning_trainer: Makes the Trainer of a tuning with a number of epochs.
+        make_loggers: Makes the loggers of the curves over the blocks.
         save_config: Writes the configuration into the folder of the run.
-        progress: Where to show how far it is.
-        world: The processes that do it; all of them call this, and the first one writes.
+        progress: Shows the steps and says what is found.
+        world: The processes of the run; all of them call this, and the first one writes.
 
     Raises:
-        UserError: See the message; finished blocks stay on disk.
+        UserError: The run, a text or the model can't be had; finished blocks stay on disk.
     """
     began = time.perf_counter()
     with ExitStack() as locks:
@@ -156,7 +156,7 @@ def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgres
 
 
 def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
-    """Return the metrics of a run that is finished and whole; what is damaged will be done again."""
+    """Return the metrics of a run that is finished and whole, else None; damage is said and mended."""
     if not run.metrics_file.is_file():
         return None
     metrics = run.metrics()

@@ -1,4 +1,4 @@
-"""Everything that a command works on, checked before the work begins."""
+"""Check model, texts and settings before a command's work begins."""
 
 import hashlib
 from dataclasses import asdict, dataclass
@@ -33,12 +33,12 @@ from aespa_pl.storage.cache import default_cache
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a command works on, checked before the work begins."""
+    """Holds the model, the settings and the device that a command works with, all checked."""
 
     model: ModelSettings
     data: DataSettings
     quantization: QuantizationSettings
-    """Resolved: nothing is left to the method."""
+    """Settings in which the method has replaced every null."""
     output: OutputSettings
     device: torch.device
     pretrained: PretrainedFolder
@@ -71,12 +71,12 @@ class Job:
 
     @property
     def shape(self) -> Shape:
-        """What the needs of the model follow from."""
+        """Sizes of the model that its needs follow from."""
         return Shape.of(self.pretrained.config, self.family)
 
     @property
     def work(self) -> Work:
-        """How much calibration text there is."""
+        """Amount of calibration text."""
         return Work(
             self.data.calibration.segments,
             self.segment_length,
@@ -139,7 +139,7 @@ class Job:
         return texts
 
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
-        """Return what the result depends on; a resume with anything else is refused.
+        """Return everything that the result depends on; a resume with anything else is refused.
 
         The number of iterations may change (it then holds for the block under way and those to come), and
         so may the batch size (sums are then rounded in another order) and model.dtype (so that a run whose
@@ -162,7 +162,7 @@ class Job:
 
     @property
     def model_fingerprint(self) -> str:
-        """What tells one model from another."""
+        """Checksum that tells one model from another."""
         return model_fingerprint({self.pretrained.folder / "config.json", *self._weight_files})
 
     @property
@@ -176,7 +176,7 @@ class Job:
 
     @property
     def cache(self) -> Path:
-        """Folder of what later runs need again."""
+        """Folder of tokens, weights and perplexities that later runs need again."""
         return Path(self.data.cache).expanduser() if self.data.cache else default_cache()
 
     @property
@@ -188,7 +188,7 @@ def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype)
     """Return the type that blocks run in.
 
     Args:
-        model: Of the user, who may leave it to the device.
+        model: Settings of the user, who may leave the type to the device.
         device: Where blocks run; CPUs are slow in types of two bytes.
         stored: Type of the weights in the model's files.
     """

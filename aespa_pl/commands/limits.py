@@ -1,4 +1,4 @@
-"""What a model, its texts and this machine allow; ``fit`` and ``plan`` refuse the same."""
+"""Refuse what a model, its texts or this machine don't allow, in ``fit`` and ``plan`` alike."""
 
 import shutil
 import tempfile
@@ -25,11 +25,11 @@ def calibration_length(data: DataSettings, positions: int | None) -> int:
     """Return the tokens in a calibration segment.
 
     Args:
-        data: Of the user.
-        positions: That the model has; None: without a limit.
+        data: Settings of the user.
+        positions: Number of positions of the model; None: it has no limit.
 
     Raises:
-        UserError: Neither says how many.
+        UserError: Neither the settings nor the model limit the length.
     """
     length = data.calibration.segment_length or positions
     if length is None:
@@ -80,14 +80,14 @@ def refuse_tuning(
     """Refuse a tuning that has too few segments, or doesn't fit into the device's memory.
 
     Args:
-        shape: Of the model.
-        work: Calibration text.
+        shape: Sizes of the model.
+        work: Amount of calibration text.
         data: Where hidden states wait, and how much memory may be taken.
-        settings: Of the quantization.
-        device: Where the model runs.
+        settings: Settings of the quantization.
+        device: Device that the model runs on.
 
     Raises:
-        UserError: See above; it says what to switch off.
+        UserError: The tuning can't work; the message says which key to change.
     """
     tuning = settings.tuning
     if not tuning.enabled:
@@ -134,11 +134,11 @@ def check_space(folder: Path, needed: float) -> None:
     """Refuse a folder that can't be written to or is too small; nothing is left in it.
 
     Args:
-        folder: Of the runs; it need not exist yet.
+        folder: Folder of the runs; it need not exist yet.
         needed: Bytes still to be written.
 
     Raises:
-        UserError: See above.
+        UserError: The folder is not writable, or has too little space.
     """
     existing = nearest_existing(folder)
     with disk_errors(folder, ANOTHER_FOLDER), tempfile.TemporaryFile(dir=existing):
@@ -154,14 +154,14 @@ def check_space(folder: Path, needed: float) -> None:
 def shortages(
     device: torch.device, folder: Path, *, device_bytes: float, host_bytes: float, disk_bytes: float
 ) -> list[str]:
-    """Return in words what this machine has too little of for a run.
+    """Return in words which resources this machine has too little of.
 
     Args:
-        device: Where blocks run.
-        folder: Of the runs.
-        device_bytes: That the device needs; on a CPU they are part of ``host_bytes``.
-        host_bytes: That the host needs.
-        disk_bytes: That the run leaves or holds on disk.
+        device: Device that blocks run on.
+        folder: Folder of the runs.
+        device_bytes: Bytes needed on the device; on a CPU they are part of ``host_bytes``.
+        host_bytes: Bytes needed in the host's memory.
+        disk_bytes: Bytes that the run leaves or holds on disk.
     """
     have = {
         "host memory": (host_bytes, free_bytes(torch.device("cpu"))),

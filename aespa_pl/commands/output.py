@@ -1,4 +1,4 @@
-"""What ``fit`` and ``test`` print, and what they keep off the screen."""
+"""Print the results of ``fit`` and ``test``, and keep other libraries' messages off the screen."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ from aespa_pl.commands.ending import interrupted_by_closed_pipe
 from aespa_pl.evaluation.table import result_table
 
 WIDEST = 10_000
-"""Columns of a terminal that a table takes at most."""
+"""Largest width of a table, in columns of a terminal."""
 
 
 class PipeConsole(Console):
@@ -29,10 +29,10 @@ class PipeConsole(Console):
 
 
 def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> None:
-    """Print what was measured, each model on one line however narrow the terminal is.
+    """Print measurements, each model on one line however narrow the terminal is.
 
     Args:
-        console: Where to.
+        console: Console of stdout.
         metrics: As in ``metrics.json`` or ``test.json``; nothing is printed if nothing was measured.
         method: Name of the quantized model's row.
     """
@@ -62,7 +62,7 @@ def print_whole(console: Console, table: Table) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep what Lightning says about every Trainer off the screen: a walk makes one a block."""
+    """Keep Lightning's messages about each Trainer off the screen: a walk makes one for each block."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.utilities").setLevel(logging.WARNING)  # of their processes
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # eight lines of retries

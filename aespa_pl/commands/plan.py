@@ -1,4 +1,4 @@
-"""``aespa-pl plan``: what ``fit`` would need, from a model's config.json alone."""
+"""Run ``aespa-pl plan``: estimate the needs of ``fit`` from a model's config.json alone."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
         data: Keys as in fit --help.
         quantization: Keys as in fit --help.
         output: Keys as in fit --help.
-        trainer: Of it, accelerator alone counts.
+        trainer: Only trainer.accelerator counts.
         seed_everything: Ignored.
         ckpt_path: Ignored.
 

@@ -1,4 +1,4 @@
-"""``aespa-pl report``: a page with figures about one run, or about several side by side."""
+"""Run ``aespa-pl report``: write a page about one run, or about several side by side."""
 
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ def report(
 ) -> None:
     """Write a page about runs: how good the result is, and where it was lost.
 
-    Also about a run that is still going. The page needs no network to be read.
+    A run may still be going on. The page needs no network to be read.
 
     Args:
         runs: Folders of runs (NAME/version_N), or folders of runs of one name, of which the newest is

@@ -1,4 +1,4 @@
-"""Which run ``--ckpt_path`` names, and the configuration that the run brings with it."""
+"""Find the run that ``--ckpt_path`` names, and the configuration that it brings with it."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
     The run's configuration is taken where the command line names neither a configuration nor a model.
 
     Args:
-        arguments: Of the command line.
+        arguments: Arguments of the command line.
         command: ``fit``, ``test`` or ``plan``; only test takes the last run without being asked.
 
     Raises:

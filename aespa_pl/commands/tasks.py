@@ -1,4 +1,4 @@
-"""``aespa-pl test --tasks``: accuracies of the original, the nearest and the quantized model."""
+"""Run ``aespa-pl test --tasks``: measure accuracies of the original, nearest and quantized model."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The ``trainer`` section of the user, which Lightning checks: its mistakes in words."""
+"""Put mistakes in the user's ``trainer`` section, which Lightning checks, into words."""
 
 import inspect
 import json
@@ -23,11 +23,11 @@ TRAINER_DEFAULTS = {
     "enable_checkpointing": True,
     "log_every_n_steps": 20,
 }
-"""Our defaults where they are not Lightning's."""
+"""Defaults that differ from Lightning's."""
 TRAINER_KEYS = {key: p.default for key, p in inspect.signature(Trainer).parameters.items()}
 """Lightning's own defaults, by key of the ``trainer`` section."""
 SHOWN = 200
-"""Characters of a library's message that are shown at most."""
+"""Largest number of characters that are shown of a library's message."""
 
 
 def refuse_trainer_keys(arguments: Arguments) -> None:
@@ -73,11 +73,11 @@ def configuration_text(
     """Return the configuration as it is run, in YAML: a continued run takes it from its folder.
 
     Args:
-        parser: Of all commands.
-        config: What it has parsed.
-        command: Whose section is wanted.
-        quantization: What the method made of the section of that name, which is stored in its place:
-            a later version may decide otherwise.
+        parser: Parser of all commands.
+        config: The parsed command line.
+        command: Command whose section is wanted.
+        quantization: The section after the method has replaced every null; it is stored in place of
+            the user's, because a later version of the method may decide otherwise.
 
     Raises:
         UserError: A callback or logger has an argument that YAML can't hold.

@@ -1,4 +1,4 @@
-"""The Trainers of blocks and tunings: the user's ``trainer`` section, and what the walk adds to it."""
+"""Make the Trainers of blocks and tunings from the user's section and what the walk adds to it."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ OWN_KEYS = (
     "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "fast_dev_run",
     "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
 )  # fmt: skip
-"""Keys of the Trainer that would change how many iterations are made: the walk decides that."""
+"""Keys of the Trainer that would change the number of iterations, which the walk decides."""
 PRECISIONS = (None, 32, "32", "32-true")
 """Values of trainer.precision that mean what Lightning means by them here."""
 
@@ -38,9 +38,9 @@ class BlockTrainers:
     section: Callable[[], Any]
     """Makes the values of the ``trainer`` section anew."""
     instantiate: Callable[..., Trainer]
-    """LightningCLI.instantiate_trainer."""
+    """Makes a Trainer of the section and of more arguments (LightningCLI.instantiate_trainer)."""
     first: Trainer
-    """A Trainer of the same section, from which the processes and the device are known."""
+    """A Trainer of the same section, which knows the processes and the device."""
     output: OutputSettings
     iterations: int
     interruption: Interruption
@@ -48,7 +48,7 @@ class BlockTrainers:
     world: World
 
     def of_portion(self, run: Run, portion: Portion) -> Trainer:
-        """Return the Trainer of what a run learns together of one block."""
+        """Return the Trainer of a portion of a block."""
         own: list[Callback] = [IterationProgress(self.progress)]
         if self.output.histograms:
             own.append(RoundingHistograms(self.output.histograms))
@@ -94,11 +94,11 @@ class BlockTrainers:
 
         Args:
             run: The run.
-            portion: What is trained.
+            portion: Head ranges that are trained together.
             own: Callbacks beside those that save and stop.
             curves: Folder of its curves, below the run's.
-            folder: For its checkpoints.
-            more: Arguments of the Trainer.
+            folder: Folder of its checkpoints.
+            more: Further arguments of the Trainer.
         """
         chosen = self.section()
         callbacks = _listed(chosen.callbacks)
@@ -155,9 +155,9 @@ def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings) -> Non
     """Raise UserError where the trainer section asks for something that a tuning can't do.
 
     Args:
-        trainer: A Trainer of the section.
-        chosen: The section.
-        settings: Of the tuning.
+        trainer: Trainer that was made of the section.
+        chosen: The user's section.
+        settings: Settings of the tuning.
     """
     if not settings.enabled:
         return
@@ -195,7 +195,7 @@ def check_strategy(trainer: Trainer, chosen: Any) -> None:
 
 
 def _loggers(chosen: Any, run: Run, curves: str) -> Any:
-    """Return the user's loggers, or TensorBoard's: a folder a block, so that curves overlay."""
+    """Return the user's loggers, or TensorBoard's with a folder for each block: its curves overlay."""
     if chosen is None or chosen is True:
         return tensorboard(run, curves)
     return chosen

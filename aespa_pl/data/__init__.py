@@ -1,4 +1,4 @@
-"""Text in, token ids out: calibration segments and evaluation texts."""
+"""Turn texts into token ids: calibration segments and evaluation texts."""
 
 from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
 

@@ -1,6 +1,6 @@
-"""Rows of a local text file.
+"""Read the rows of a local text file.
 
-The json reader of ``datasets`` is not used: it turns a missing field into None and a number into a
+The json reader of ``datasets`` is not used, because it turns a missing field into None and a number into a
 string, and ends with StopIteration on an empty file.
 """
 
@@ -30,15 +30,15 @@ FIELDS = ("text", "sentence")
 SENTENCE_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
 """Plain texts of which every line is a row. Any other plain text is one row."""
 LARGEST_TEXT = 4 * 10**9
-"""Bytes that are read of a text: five times the shard of C4 that the paper samples. A text that never
-ends is given up here."""
+"""Bytes of a text at most, five times those of the shard of C4 that the paper samples; a text that never
+ends is refused here."""
 REPORT_SECONDS = 10
 """Seconds between two lines in the log about a text that is being read."""
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A local file with text."""
+    """Reads a local file with text."""
 
     path: Path
     key: str
@@ -185,7 +185,7 @@ class TextFile:
 
 
 class _Watched(RawIOBase):
-    """Bytes of a text, counted while they are read: a long text is reported, an endless one refused."""
+    """Counts the bytes of a text while they are read; reports a long text and refuses an endless one."""
 
     def __init__(self, raw: BufferedIOBase, file: TextFile) -> None:
         self._raw, self._file = raw, file

@@ -1,4 +1,4 @@
-"""Rows of a data set on the Hugging Face hub."""
+"""Read the rows of a data set on the Hugging Face hub."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,21 +8,21 @@ from aespa_pl.errors import UserError
 
 @dataclass(frozen=True)
 class HubRows:
-    """One split of a data set, or one file of it."""
+    """Names one split of a data set, or one file of it."""
 
     repository: str
     split: str
     local_copy: str
-    """What to give instead where the hub can't be reached."""
+    """Local copy that the error suggests where the hub can't be reached."""
     config: str | None = None
     file: str | None = None
-    """Only this file of the repository; a shard of C4 stands for all of it."""
+    """File of the repository to read, such as one shard of C4; None: the whole split."""
     revision: str | None = None
     field: str = "text"
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """What decides which rows these are; known without network, so cached tokens need none."""
+        """Names that decide which rows these are; they need no network, so cached tokens need none."""
         identity = asdict(self)
         del identity["local_copy"]
         return identity

@@ -1,4 +1,4 @@
-"""The random choice of calibration segments.
+"""Draw calibration segments at random.
 
 Source: Section 4.1 of the paper, which follows OPTQ: random windows of random documents that are
 longer than a segment. Only documents that are drawn are tokenized, because a shard of C4 has 356,317.

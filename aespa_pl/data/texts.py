@@ -1,4 +1,4 @@
-"""The texts that models are calibrated and evaluated on, and how their rows become documents.
+"""Find the texts for calibration and evaluation, and make documents of their rows.
 
 Source: Section 4.1 of the paper, which follows OPTQ: perplexity is measured on one string.
 """
@@ -18,12 +18,12 @@ EMBEDDED = resources.files("aespa_pl") / "embedded"
 
 @dataclass(frozen=True)
 class Protocol:
-    """How rows become documents."""
+    """Says how the rows of a text become documents."""
 
     separator: str | None
-    """Put between the rows, which make one document; None: every row is a document."""
+    """Text between rows that make one document; None: every row is a document."""
     first_rows: int | None = None
-    """Use only so many rows."""
+    """Number of rows that are used; None: all."""
     max_segments: int | None = None
     """Segments that are evaluated unless the user asks for another number."""
 
@@ -40,10 +40,10 @@ C4_EVALUATION = Protocol(" ", first_rows=1100, max_segments=256)
 
 @dataclass(frozen=True)
 class Text:
-    """A text, of which nothing is read before it is needed."""
+    """Stands for a text, which is read when it is needed."""
 
     source: str
-    """As the user wrote it."""
+    """Name or path, as the user wrote it."""
     identity: Mapping[str, object]
     """Two texts with equal identities are equal."""
     protocol: Protocol

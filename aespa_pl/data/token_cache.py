@@ -1,4 +1,4 @@
-"""Token ids on the disk, found by everything that they were made from."""
+"""Keep token ids on the disk, where they are found by everything that they were made from."""
 
 import hashlib
 import logging
@@ -16,7 +16,7 @@ from aespa_pl.storage.files import write_tensors
 log = logging.getLogger(__name__)
 
 VERSION = 1
-"""Raised when the same settings would give other tokens than before."""
+"""Number of the way in which tokens are made; a change of it makes older entries invisible."""
 
 
 def cached_tokens(

@@ -1,4 +1,4 @@
-"""Texts as segments of token ids, as in the paper (Section 4.1, following OPTQ).
+"""Cut texts into segments of token ids, as in the paper (Section 4.1, following OPTQ).
 
 Special tokens are added as the tokenizer does by default: once, around a whole document.
 """
@@ -32,9 +32,9 @@ def calibration_tokens(
 
     Args:
         settings: Text, number of segments and seed; its ``segment_length`` is not read.
-        tokenizer: The model's.
+        tokenizer: Tokenizer of the model.
         segment_length: Tokens in a segment.
-        cache: Folder for tokens.
+        cache: Folder that keeps the tokens for later runs.
 
     Raises:
         UserError: The text can't be had, or is too short.
@@ -73,10 +73,10 @@ def evaluation_tokens(
 
     Args:
         source: One of ``EvaluationSettings.texts``.
-        tokenizer: The model's.
+        tokenizer: Tokenizer of the model.
         segment_length: Tokens in a segment.
-        max_segments: Only the first so many; None: all of them, of C4 the paper's 256.
-        cache: Folder for tokens.
+        max_segments: Number of segments that are kept, the first ones; None: all, of C4 the paper's 256.
+        cache: Folder that keeps the tokens for later runs.
 
     Raises:
         UserError: The text can't be had, or has fewer tokens than a segment.

@@ -1,4 +1,4 @@
-"""Starts the processes of a run through Lightning, and ends them with the first.
+"""Start the processes of a run through Lightning, and end them with the first.
 
 Lightning starts them when the first Trainer fits; ours divide the work from the statistics on, which
 come before.
@@ -26,7 +26,7 @@ from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 
 LAUNCHER = "AESPA_PL_LAUNCHER"
-"""Environment variable: the process that has started this one."""
+"""Environment variable with the id of the process that has started this one."""
 LOOK_SECONDS = 0.2
 """Seconds between two looks at whether the process that started this one is still there."""
 FIRST_TO_SPEAK_SECONDS = 10.0
@@ -42,7 +42,7 @@ LONGEST_WAIT = timedelta(hours=2)
 
 
 class RowsStrategy(DDPStrategy):
-    """Lightning's processes, without its averages: each learns rows of its own."""
+    """Takes Lightning's processes without its averages, because each learns rows of its own."""
 
     def configure_ddp(self) -> None:
         """Leave the module as it is; DDP would make the rows of all processes those of the first."""
@@ -83,8 +83,8 @@ def waiting_for(count: int, environment: ClusterEnvironment | None = None) -> It
     that have one.
 
     Args:
-        count: Of all processes.
-        environment: Where they meet, for the message.
+        count: Number of all processes.
+        environment: Knows where they meet, for the message.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -130,7 +130,7 @@ def _speak(words: str) -> None:
 
 
 def environment_plugins(trainer: Trainer) -> list[SLURMEnvironment]:
-    """Return what a block's Trainer has to know of where its processes come from.
+    """Return the plugins that tell a block's Trainer where its processes come from.
 
     On SLURM's signal to requeue Lightning saves in the signal's handler, while the other processes may
     wait for this one elsewhere.

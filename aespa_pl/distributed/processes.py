@@ -1,7 +1,7 @@
-"""The processes of a run, one a device: who does what, and how they put it together.
+"""Divide work among the processes of a run, one for each device, and put the results together.
 
 Whatever is not divided is the same in all of them. One process alone communicates with nobody: each
-method then returns what it is given.
+method then returns its argument.
 """
 
 import math
@@ -24,7 +24,7 @@ class PeerLostError(Exception):
 
 @dataclass(frozen=True)
 class World:
-    """A process among those of the run; they all have to make the same calls in the same order."""
+    """Knows this process among those of the run; all have to make the same calls in the same order."""
 
     rank: int = 0
     size: int = 1
@@ -130,7 +130,7 @@ class World:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Raise a NumericalError of any process in all of them: what follows needs everybody.
+        """Raise a NumericalError of any process in all of them, because the next step needs everybody.
 
         Raises:
             NumericalError: Raised in this context by one of the processes.
@@ -152,7 +152,7 @@ class World:
 
 
 ALONE = World()
-"""One process."""
+"""A single process."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The rows of a projection, divided over the processes of a run.
+"""Divide the rows of a projection over the processes of a run.
 
 Rows that share one Hessian don't depend on each other. Those of a head stay together where G couples
 them, or where the head has a Hessian of its own.
@@ -14,10 +14,10 @@ from aespa_pl.distributed.processes import ALONE, World
 
 @dataclass(frozen=True)
 class RowShare:
-    """One process's rows of tensors ``[heads, rows, ...]``, and the way back to all of them.
+    """Takes one process's rows of tensors ``[heads, rows, ...]``, and puts those of all together.
 
     A process for which no rows are left (there may be more processes than heads) works on the first, and
-    its result is dropped: so all processes make the same calls, and no shape is empty.
+    its result is dropped. So all processes make the same calls, and no shape is empty.
     """
 
     heads: int

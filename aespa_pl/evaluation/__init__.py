@@ -1,1 +1,1 @@
-"""How good a quantized model is."""
+"""Measure how good a quantized model is."""

@@ -1,4 +1,4 @@
-"""Perplexity of a model, one text and one block at a time.
+"""Measure the perplexity of a model, one text and one block at a time.
 
 Host memory holds the hidden states of one text. In exchange every block is read, and changed, once for
 each text: reading a block costs far less than running a text's segments through it. The stem is
@@ -40,11 +40,11 @@ def perplexity(
     """Return the perplexity on each text.
 
     Args:
-        source: The model.
+        source: Model, of which one block at a time is in memory.
         texts: Token ids ``[segments, L]`` by name.
         batch_size: Segments that run through a block at once.
-        change: Applied to each block before it is used (round-to-nearest, for example).
-        after_block: Called after each block of each text, for a progress bar.
+        change: Function that changes each block before it is used (round-to-nearest, for example).
+        after_block: Function that is called after each block of each text, for a progress bar.
         world: The processes that divide the segments; all get the perplexities.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Perplexities that don't change from run to run, remembered beside the token cache.
+"""Remember perplexities that don't change from run to run, beside the token cache.
 
-Those of the original model and of round-to-nearest depend on nothing that a run decides, and take as
-long as that of the quantized model.
+Those of the original model and of round-to-nearest depend on nothing that a run decides, and measuring
+them takes as long as measuring the quantized model.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How many bits a weight takes, and how large a packed model is."""
+"""Compute how many bits a weight takes, and how large a packed model is."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ def projection_weights(shapes: Mapping[str, Sequence[int]]) -> int:
     """Return the number of quantized weights.
 
     Args:
-        shapes: Of the tensors of block files; names that end in ``integers`` count.
+        shapes: Shapes of the tensors in block files; names that end in ``integers`` count.
     """
     return sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(".integers"))
 
@@ -20,8 +20,8 @@ def bits_per_weight(shapes: Mapping[str, Sequence[int]], bits: int) -> float:
     """Return the bits that a quantized weight takes, with its share of scales and zero points.
 
     Args:
-        shapes: Of the tensors of block files; at least one name ends in ``integers``.
-        bits: Of an integer.
+        shapes: Shapes of the tensors in block files; at least one name ends in ``integers``.
+        bits: Bits of an integer.
     """
     pairs = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(".scale"))
     return bits + pairs * (SCALE_BITS + bits) / projection_weights(shapes)
@@ -33,7 +33,7 @@ def packed_bytes(original: int, weights: int, original_bits: int, packed_bits: f
     Args:
         original: Bytes of the original model.
         weights: Number of quantized weights.
-        original_bits: That each of them takes in the original.
-        packed_bits: From ``bits_per_weight``.
+        original_bits: Bits of such a weight in the original.
+        packed_bits: Bits of such a weight once packed, from ``bits_per_weight``.
     """
     return round(original - weights * (original_bits - packed_bits) / 8)

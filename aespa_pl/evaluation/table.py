@@ -1,4 +1,4 @@
-"""One table of what was measured, for the terminal, for Markdown and for the report."""
+"""Make one table of all measurements, for the terminal, for Markdown and for the report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Rows of text; all columns but the first hold numbers."""
+    """Holds rows of text; all columns but the first are numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]

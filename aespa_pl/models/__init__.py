@@ -1,4 +1,4 @@
-"""Model families: one adapter a file; the only place that knows a family's name.
+"""Give each model family one adapter, which is the only place that knows the family's name.
 
 Read ``family.py`` first: it is the interface. ``pretrained.py`` reads weights block by block,
 ``weights.py`` takes projections out of a block and folds zeta into it.

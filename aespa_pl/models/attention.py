@@ -1,7 +1,7 @@
 """See queries and keys of an attention module of the library.
 
 ``aespa_observed`` is registered under transformers' public interfaces (attention and mask): it is the
-library's fused attention, whose output is the same bit by bit, and reports what it is called with. It
+library's fused attention, with the same output bit for bit, and reports the arguments of each call. It
 is chosen for the model only while ``observed`` is open.
 """
 
@@ -19,7 +19,7 @@ from aespa_pl.models.family import Attention
 IMPLEMENTATION = "aespa_observed"
 
 AttentionReport = Callable[[Attention], None]
-"""Takes query, key and scaling as the module hands them to its attention function, and the mask."""
+"""A function that is called with the queries, keys, scaling and mask of each batch."""
 
 
 @contextmanager

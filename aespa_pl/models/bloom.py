@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi instead of positions, one fused query-key-value matrix, GELU."""
+"""BLOOM has ALiBi instead of positions, one fused query-key-value matrix, and GELU."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,14 +26,14 @@ FUSED = "self_attention.query_key_value"
 
 
 class BloomFamily(Family):
-    """BLOOM."""
+    """Adapts BLOOM."""
 
     model_types = ("bloom",)
     blocks_path = "transformer.h"
     forms_probabilities = True
 
     def check(self, config: PreTrainedConfig) -> None:
-        """Refuse what is quantized already, and the emulation of tensor-parallel sums.
+        """Refuse a quantized model, and the emulation of tensor-parallel sums.
 
         Raises:
             UserError: ``pretraining_tp`` > 1 with ``slow_but_exact``: the library then runs
@@ -125,8 +125,8 @@ class BloomFamily(Family):
     ) -> Iterator[None]:
         """Call ``observer`` for each batch.
 
-        BLOOM's attention does not go through the library's interface, and computes everything in one
-        method: hooks see what it starts from. Its mask is the causal one, see ``arguments``.
+        BLOOM's attention does not go through the library's interface and computes everything in one
+        method, so hooks read the inputs of that method. Its mask is the causal one, see ``arguments``.
         """
         layout = self.layout(model.config)
         attention: Any = block.get_submodule("self_attention")

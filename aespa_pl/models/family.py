@@ -1,4 +1,4 @@
-"""The interface of a model family: all that the rest of the package knows about one.
+"""Define what the rest of the package knows about a model family.
 
 Notation: B batch of segments, L tokens of a segment, d hidden size, n_h query heads, n_kv key/value
 heads (n_kv divides n_h), d_h head size.
@@ -19,7 +19,7 @@ from aespa_pl.errors import UserError
 
 
 class Role(StrEnum):
-    """The job of a projection in its block, which decides its objective (Table 4 of the paper)."""
+    """Names the job of a projection in its block, which decides its objective (Table 4 of the paper)."""
 
     QUERY = "query"
     KEY = "key"
@@ -29,7 +29,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Projection:
-    """One weight matrix that is quantized."""
+    """Describes one weight matrix that is quantized."""
 
     name: str
     """Name in logs and artifacts, unique in its block: ``q_proj``, ``query``, ``fc1`` ..."""
@@ -45,21 +45,21 @@ class Projection:
 
 @dataclass(frozen=True)
 class FoldIntoNorm:
-    """zeta multiplies weight and bias of the normalization before."""
+    """Says that zeta multiplies weight and bias of the normalization before."""
 
     module: str
 
 
 @dataclass(frozen=True)
 class FoldIntoRows:
-    """zeta multiplies the rows, and the bias, of the projection before."""
+    """Says that zeta multiplies the rows, and the bias, of the projection before."""
 
     projection: str
 
 
 @dataclass(frozen=True)
 class InputGroup:
-    """The projections that see the same input: they share its Hessian and, where allowed, zeta."""
+    """Lists projections with the same input; they share its Hessian and, where allowed, zeta."""
 
     name: str
     projections: tuple[Projection, ...]
@@ -69,7 +69,7 @@ class InputGroup:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The projections of one block, in the order of the forward pass."""
+    """Lists the projections of one block, in the order of the forward pass."""
 
     groups: tuple[InputGroup, ...]
     heads: int
@@ -84,14 +84,14 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class Attention:
-    """Queries, keys and masks of one attention layer for one batch."""
+    """Holds queries, keys and masks of one attention layer for one batch."""
 
     query: Tensor
     """``[B, n_h, L, d_h]``: after RoPE where there is one, without the factor ``1 / sqrt(d_h)``."""
     key: Tensor
     """``[B, n_kv, L, d_h]``: after RoPE."""
     scaling: float
-    """The factor ``1 / sqrt(d_h)``, or what the model has in its place."""
+    """``1 / sqrt(d_h)``, or the factor that the model has in its place."""
     mask: Tensor | None = None
     """``[B, 1, L, L]``: where a query may look (sliding windows); None: wherever causality allows."""
     alibi: Tensor | None = None
@@ -134,14 +134,14 @@ class Attention:
 
 
 class Family(ABC):
-    """A model family. Stateless: each method is handed the model, its block or its settings."""
+    """Adapts one family. It has no state: each method takes the model, a block or the configuration."""
 
     model_types: ClassVar[tuple[str, ...]]
     """The ``config.model_type`` values that this family stands for."""
     blocks_path: ClassVar[str]
     """Path of the list of blocks in the causal-LM model."""
     forms_probabilities: ClassVar[bool] = False
-    """Whether its attention is not one of the library's fused kernels, and takes memory for A."""
+    """Whether the probabilities A take memory, because the library has no fused kernel for the family."""
 
     def block_prefix(self, index: int) -> str:
         """Return what the names of a block's tensors begin with, such as ``model.layers.3.``."""
@@ -165,7 +165,7 @@ class Family(ABC):
 
     @abstractmethod
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
-        """Run what comes before the first block.
+        """Run the layers before the first block.
 
         Args:
             model: The causal-LM model; its blocks may be on the meta device.
@@ -190,7 +190,7 @@ class Family(ABC):
 
     @abstractmethod
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        """Run what comes after the last block: ``[B, L, d]`` to logits ``[B, L, vocabulary]``."""
+        """Run the layers after the last block: ``[B, L, d]`` to logits ``[B, L, vocabulary]``."""
 
     @abstractmethod
     def observe_attention(
@@ -204,11 +204,11 @@ class Family(ABC):
 
 
 def refuse_quantized(config: PreTrainedConfig) -> None:
-    """Raise UserError if the checkpoint holds integers of another quantizer."""
+    """Raise UserError if another quantizer has been at work on the model."""
     other = getattr(config, "quantization_config", None)
     if other is not None:
         method = other.get("quant_method") if isinstance(other, dict) else None
         raise UserError(
             f"model.pretrained: already quantized ({method or 'quantization_config'} in "
-            "config.json): give the checkpoint that it was made from"
+            "config.json): give the model that it was made from"
         )

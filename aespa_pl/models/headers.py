@@ -1,4 +1,4 @@
-"""What the folder of a checkpoint holds, from config.json and the headers of its safetensors."""
+"""Read from config.json and the headers of its files which tensors a model's folder holds."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,18 +25,18 @@ DTYPES = {
 """The types that weights may be stored in, by their names in a header."""
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Names of a model's weights in one file, the preferred first; ``.index.json`` behind it names shards."""
+"""Names of the file with a model's weights, the preferred first; with ``.index.json`` it names shards."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, and what the file's header says of it."""
+    """Says where a tensor lies, with its shape and type as the header of the file has them."""
 
     file: Path
     name: str
-    """Its name in the file; checkpoints of base models lack the prefix of the causal-LM model."""
+    """Name in the file; files of base models lack the prefix of the causal-LM model."""
     shape: tuple[int, ...]
     dtype: str
 
@@ -51,8 +51,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
-            f"model.pretrained: no config.json in {folder}: give the folder of a Hugging Face "
-            "checkpoint"
+            f"model.pretrained: no config.json in {folder}: give the folder of a Hugging Face model"
         )
     try:
         model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
@@ -175,8 +174,8 @@ def locate(
     """Return where each tensor of the model's ``state_dict`` lies.
 
     Raises:
-        UserError: One is missing, has another shape than the model's, or a type that is none of a
-            model in full precision.
+        UserError: One is missing, has another shape than the model's, or is stored in a type that is
+            not among ``DTYPES``.
     """
     state = model.state_dict(keep_vars=True)
     prefix = f"{model.base_model_prefix}."
@@ -203,7 +202,7 @@ def locate(
         if tensor.dtype not in DTYPES:
             raise UserError(
                 f"model.pretrained: tensor {name} in {tensor.file} is stored as {tensor.dtype}: "
-                f"expected {', '.join(DTYPES)}; is the checkpoint already quantized?"
+                f"expected {', '.join(DTYPES)}; is the model quantized already?"
             )
         located[name] = tensor
     return located

@@ -1,4 +1,4 @@
-"""LLaMA and its relatives: RoPE, RMSNorm, a gated feed-forward network, perhaps fewer key heads.
+"""LLaMA and its relatives have RoPE, RMSNorm, a gated feed-forward network, perhaps fewer key heads.
 
 The relatives differ in details that are read from their configuration: biases, the head size, norms
 on query and key heads (Qwen3), sliding windows in all or in some blocks (Mistral, Qwen2, Qwen3).
@@ -32,17 +32,17 @@ MASKS = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
 }
-"""What makes the mask of each kind of block, by the name that ``config.layer_types`` has for it."""
+"""Function that makes the mask of each kind of block, by the kind's name in ``config.layer_types``."""
 
 
 class LlamaFamily(Family):
-    """LLaMA, Mistral, Qwen2 and Qwen3, with and without grouped query heads."""
+    """Adapts LLaMA, Mistral, Qwen2 and Qwen3, with and without grouped query heads."""
 
     model_types = ("llama", "mistral", "qwen2", "qwen3")
     blocks_path = "model.layers"
 
     def check(self, config: PreTrainedConfig) -> None:
-        """Refuse what is quantized already, and attention masks that the library would not make.
+        """Refuse a quantized model, and attention masks that the library would not make.
 
         Raises:
             UserError: ``layer_types`` in config.json has an unknown kind, or one that this model

@@ -1,4 +1,4 @@
-"""How llama.cpp names and arranges the families: what its GGUF files need to know of a model.
+"""Translate names and layouts of the families into llama.cpp's, for its GGUF files.
 
 Source: llama.cpp's ``src/llama-arch.cpp`` and ``src/models``; each entry was run (docs/export.md).
 """
@@ -10,13 +10,13 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of llama.cpp."""
+    """Describes one architecture of llama.cpp."""
 
     name: str
     rotates_neighbours: bool = False
     """RoPE turns columns 2i and 2i + 1 of a head; in transformers' weights the pair is i and i + d_h/2."""
     activation: str = "silu"
-    """The only activation that llama.cpp has for it, in the words of config.json."""
+    """Name in config.json of the only activation that llama.cpp has for this architecture."""
 
 
 ARCHITECTURES = {
@@ -26,14 +26,14 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3"),
     "bloom": Architecture("bloom", activation="gelu"),
 }
-"""By ``model_type``; a type that is missing has no architecture there."""
+"""llama.cpp's architectures by ``model_type``; a type that is missing has none."""
 
 ROPE_TYPES = ("default", "linear", "llama3")
 """The scalings of RoPE's frequencies that are written exactly."""
 
 
 ANY_LENGTH = 2048
-"""What a model without a limit of positions (ALiBi) is said to be made for."""
+"""Context length that is written for a model without a limit of positions (ALiBi)."""
 
 
 def architecture_of(config: PreTrainedConfig) -> Architecture:
@@ -42,7 +42,7 @@ def architecture_of(config: PreTrainedConfig) -> Architecture:
 
 
 def unsupported_part(config: PreTrainedConfig) -> str | None:
-    """Return what of config.json llama.cpp would run in another way, None if nothing."""
+    """Return the part of config.json that llama.cpp would run differently; None if there is none."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         return f"llama.cpp has no architecture for model_type {config.model_type}"

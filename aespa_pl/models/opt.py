@@ -1,4 +1,4 @@
-"""OPT: learned positions, ReLU, LayerNorm before each sublayer or, in the 350M model, after it."""
+"""OPT has learned positions, ReLU, and LayerNorm before (in the 350M model after) each sublayer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,13 +25,13 @@ from aespa_pl.models.family import (
 
 
 class OptFamily(Family):
-    """OPT, pre-LN and post-LN."""
+    """Adapts OPT, with LayerNorm before (pre-LN) or after (post-LN) each sublayer."""
 
     model_types = ("opt",)
     blocks_path = "model.decoder.layers"
 
     def check(self, config: PreTrainedConfig) -> None:
-        """Refuse what is quantized already."""
+        """Refuse a quantized model."""
         refuse_quantized(config)
 
     def positions(self, config: PreTrainedConfig) -> int | None:

@@ -1,7 +1,7 @@
-"""Weights that are stored as pickles (``pytorch_model.bin``), turned into safetensors once.
+"""Convert weights that are stored as pickles (``pytorch_model.bin``) into safetensors, once.
 
 A pickle can run code when it is read. Only ``weights_only`` is used, which makes tensors and refuses
-everything else, so what can't be read that way isn't read.
+everything else, so a file that can't be read that way is refused.
 """
 
 import hashlib

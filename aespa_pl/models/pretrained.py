@@ -1,7 +1,7 @@
 """Read a model's weights from its files, block by block, without ever holding the model.
 
-Everything that can be wrong with a folder is found by ``PretrainedFolder.open``, before any tensor is
-read; what is left for later is a value that is not finite.
+``PretrainedFolder.open`` finds every mistake in a folder before any tensor is read, except for values
+that are not finite.
 """
 
 import re
@@ -39,12 +39,12 @@ from aespa_pl.storage.cache import default_cache
 
 @dataclass(frozen=True)
 class PretrainedFolder:
-    """A folder with config.json, safetensors and tokenizer, known to be complete."""
+    """Knows the configuration and the tensors of a folder whose files are all there."""
 
     folder: Path
     config: PreTrainedConfig
     tensors: Mapping[str, StoredTensor]
-    """By name in the model's ``state_dict``, in its order. Tied names lead to the same tensor."""
+    """Tensors by their names in the model's ``state_dict``, in its order; tied names share a tensor."""
     extra: tuple[str, ...] = ()
     """Names in the files that the model has no place for."""
 
@@ -53,8 +53,8 @@ class PretrainedFolder:
         """Check a folder and read its configuration.
 
         Args:
-            folder: With config.json, weights (safetensors, or else pickles) and tokenizer.
-            cache: Where the weights of pickles are kept as safetensors; None: the default cache.
+            folder: Folder with config.json, weights (safetensors, or else pickles) and tokenizer.
+            cache: Folder for safetensors that are made from pickles; None: the default cache.
 
         Raises:
             UserError: A file is missing or damaged, the model is of no family that we know or has
@@ -73,7 +73,7 @@ class PretrainedFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type that the blocks' weights are stored in: the first matrix's, should they differ."""
+        """Type in which the first matrix of the blocks is stored; a few models mix types."""
         family = family_of(self.config)
         first = next(
             tensor
@@ -149,7 +149,7 @@ class PretrainedFolder:
     def load_stem(
         self, model: PreTrainedModel, family: Family, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make everything outside the blocks of a skeleton real.
+        """Load all weights outside the blocks into a skeleton.
 
         Raises:
             UserError: A tensor has NaN or infinite values.
@@ -159,8 +159,8 @@ class PretrainedFolder:
         tied = head.weight is embedding.weight
         tensors = self._read(self.stem_names(family), device, dtype)
         model.load_state_dict(tensors, assign=True, strict=False)
-        # A checkpoint may hold another head in spite of what its configuration says; transformers
-        # then runs with that one.
+        # The files may hold another head although the configuration ties it to the embedding;
+        # transformers then runs with that head.
         if tied and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
             head.weight = embedding.weight
         family.restore_buffers(model, device)
@@ -187,7 +187,7 @@ class PretrainedFolder:
         device: torch.device,
         dtype: torch.dtype,
     ) -> nn.Module:
-        """Make one block real, and return it.
+        """Load the weights of one block into a skeleton, and return the block.
 
         Raises:
             UserError: A tensor has NaN or infinite values.

@@ -1,4 +1,4 @@
-"""The model that a configuration describes, without weights, and whether it can run at all."""
+"""Make the model that a configuration describes, without weights, and refuse one that can't run."""
 
 import copy
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.models.family import Family
 
 MOST_BLOCKS = 1000
-"""Blocks of a model at most. The deepest models have below 200, and the skeleton takes 5 ms a block."""
+"""Largest number of blocks. The deepest models have below 200, and the skeleton takes 5 ms a block."""
 
 COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 
@@ -33,8 +33,8 @@ def refuse_unsound(config: PreTrainedConfig, family: Family) -> None:
     run, on the meta device: that takes no memory and finds what the library itself stumbles over.
 
     Raises:
-        UserError: A size is not positive, a shape doesn't fit another, or the library raises
-            whatever it raises on an activation or kind of RoPE that it doesn't know.
+        UserError: A size is not positive, shapes don't fit each other, or the library doesn't know an
+            activation or a kind of RoPE.
     """
     for name in COUNTS:
         if getattr(config, name) < 1:

@@ -1,4 +1,4 @@
-"""Hidden states of many segments, carried through a model one block at a time.
+"""Carry the hidden states of many segments through a model, one block at a time.
 
 Only one block and one batch are on the device, and the stem (embedding, final norm, head) while it is
 needed; the hidden states of all segments wait in host memory or on disk, in the type of the blocks.
@@ -20,12 +20,12 @@ from aespa_pl.storage.batches import Batches, BatchesOnDisk
 
 @dataclass(frozen=True)
 class StreamedModel:
-    """A model whose blocks are read from its folder when they are needed."""
+    """Reads each block of a model from its folder when it is needed, and runs hidden states through it."""
 
     pretrained: PretrainedFolder
     family: Family
     model: PreTrainedModel
-    """On the meta device but for the part in use, which is on ``device``, and for buffers."""
+    """The model on the meta device; its buffers and the block or stem in use are on ``device``."""
     device: torch.device
     dtype: torch.dtype
     hidden_folder: Path | None = None
@@ -55,7 +55,7 @@ class StreamedModel:
         """Have a block in memory for the time of this context.
 
         Args:
-            index: Which.
+            index: Number of the block, from 0.
             pretrained: Folder to read it from; None: the model's own.
         """
         pretrained = pretrained or self.pretrained

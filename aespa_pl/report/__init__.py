@@ -1,1 +1,1 @@
-"""The report: one HTML page about one run or several, drawn from what the runs have stored."""
+"""Draw one HTML page about one run or several, from the files that the runs have stored."""

@@ -1,4 +1,4 @@
-"""The table and the figure of ``aespa-pl compare``: methods side by side, mean and spread over seeds."""
+"""Make the table and the figure of ``aespa-pl compare``, with mean and spread over seeds."""
 
 import csv
 import io
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 PANEL = 4.2
 """Inches of a panel's sides."""
 LEAST_SECONDS = 0.05
-"""Of a phase that has a column."""
+"""Smallest seconds of a phase that has a column."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One method at one bit width with one seed, and what came of it."""
+    """Holds one method at one bit width with one seed, and its result."""
 
     method: str
     bits: int
     seed: int
     metrics: Mapping[str, Any] | None = None
-    """Of the run's ``metrics.json``; None where the run did not come to its end."""
+    """Content of the run's ``metrics.json``; None where the run did not come to its end."""
     failure: str = ""
-    """Why it did not."""
+    """Reason why the run did not come to its end; empty where it did."""
 
     @property
     def name(self) -> str:

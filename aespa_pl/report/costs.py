@@ -1,4 +1,4 @@
-"""Figures of what a run has cost: seconds by phase and block, memory."""
+"""Draw the costs of a run: seconds by phase and block, and memory."""
 
 import numpy as np
 from matplotlib.figure import Figure

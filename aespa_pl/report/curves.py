@@ -1,4 +1,4 @@
-"""What a run has logged for TensorBoard: scalars and histograms, by block, name and projection."""
+"""Read what a run has logged for TensorBoard: scalars and histograms, by block and projection."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ Floats = NDArray[np.float64]
 RECONSTRUCTION = "loss_reconstruction"
 NOT_NEAREST = "share_not_nearest"
 OLDER_NAMES = {"reconstruction_loss": RECONSTRUCTION, "differs_from_nearest": NOT_NEAREST}
-"""Under which runs of journal format 1 have logged them."""
+"""Names that runs of journal format 1 gave the curves."""
 EVERYTHING = {SCALARS: 0, HISTOGRAMS: 0}
 """TensorBoard's own default keeps a random thousand scalars and one histogram of a tag."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A scalar over iterations."""
+    """Holds a scalar over iterations."""
 
     steps: Floats
     values: Floats
@@ -32,24 +32,24 @@ class Curve:
 
 @dataclass(frozen=True)
 class HistogramSeries:
-    """A distribution over iterations."""
+    """Holds a distribution over iterations."""
 
     steps: Floats
-    """``[times]``."""
+    """Iterations of the histograms, ``[times]``."""
     edges: Floats
-    """``[bins + 1]``, from 0 to 1."""
+    """Borders of the bins, ``[bins + 1]``, from 0 to 1."""
     shares: Floats
-    """``[times, bins]``; each row adds up to 1."""
+    """Share of the values in each bin, ``[times, bins]``; each row adds up to 1."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """All that the blocks of a run have logged."""
+    """Holds all that the blocks of a run have logged."""
 
     scalars: dict[str, dict[tuple[int, str], Curve]] = field(default_factory=dict)
-    """By name (``loss_reconstruction``), then by block and projection."""
+    """Curves by name (``loss_reconstruction``), then by block and projection."""
     histograms: dict[str, dict[tuple[int, str], HistogramSeries]] = field(default_factory=dict)
-    """By name, then by block and projection."""
+    """Histograms by name, then by block and projection."""
     unreadable: tuple[Path, ...] = ()
     """Folders whose files could not be read."""
 

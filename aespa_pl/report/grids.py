@@ -1,4 +1,4 @@
-"""Figures of what lies beside the integers: scales, zero points, zeta, and undecided roundings."""
+"""Draw scales, zero points, zeta, and the rounding variables over the iterations."""
 
 from collections.abc import Callable, Sequence
 

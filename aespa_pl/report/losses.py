@@ -1,4 +1,4 @@
-"""Figures of losses: over the iterations of a block, and over the blocks of several runs."""
+"""Draw losses over the iterations of a block, and over the blocks of several runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Heat maps over blocks and projections: where the model suffers, and where integers moved."""
+"""Draw heat maps over blocks and projections: where the model suffers, and where integers moved."""
 
 from collections.abc import Mapping, Sequence
 
@@ -41,8 +41,8 @@ def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) ->
     """Return the heat map of depth and projection that shows where the model suffers.
 
     Args:
-        run: What to draw.
-        width: Inches that it may take.
+        run: Run that is drawn.
+        width: Largest width of the figure in inches.
         limits: Ratios at the ends of the colours; the same for all runs of a page.
     """
     ratios = final_ratios(run)
@@ -70,8 +70,8 @@ def moved_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Pict
     """Return the heat map of the share of integers that are not rounded to the nearest.
 
     Args:
-        run: What to draw.
-        width: Inches that it may take.
+        run: Run that is drawn.
+        width: Largest width of the figure in inches.
         limits: Shares at the ends of the colours.
     """
     shares, final = moved_shares(run)
@@ -118,11 +118,11 @@ def heat_map(
     """Return blocks from left to right, projections from top to bottom; cells without a value stay empty.
 
     Args:
-        values: By block and projection.
-        projections: Rows.
-        width: Inches that the figure may take.
+        values: Value of each cell, by block and projection.
+        projections: Names of the rows.
+        width: Largest width of the figure in inches.
         limits: Values at the ends of the colours.
-        label: Of the colours.
+        label: Label of the colours.
     """
     blocks = sorted({block for block, _ in values})
     cells = np.full((len(projections), len(blocks)), np.nan)

@@ -1,4 +1,4 @@
-"""The page: sections of figures and tables about one run, or about several side by side."""
+"""Make the page: sections of figures and tables about one run, or about several side by side."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,34 +14,34 @@ from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, styl
 from aespa_pl.report.stored import StoredRun
 
 ABSENT = "-"
-"""What a table shows where there is no value."""
+"""Text of a table where there is no value."""
 PLACES = ("output.folder", "output.name")
-"""Settings that differ between any two runs, and tell nothing."""
+"""Settings in which any two runs differ, so that the page leaves them out."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page."""
+    """Holds a table of the page."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: bool = False
-    """All columns but the first hold numbers."""
+    """Whether all columns but the first hold numbers."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """Figures that answer one question; one figure for all runs, or one for each."""
+    """Holds figures that answer one question: one figure for all runs, or one for each."""
 
     about: str
-    """What the figures show, and how to read them."""
+    """Words on what the figures show, and how to read them."""
     pictures: Sequence[Picture]
     runs: Sequence[StoredRun] = ()
-    """Beside each picture, its run; empty if the picture is about all runs."""
+    """Run of each picture; empty if the picture is about all runs."""
     numbers: Mapping[str, Table] = field(default_factory=dict)
-    """By run, what the figure shows, for those who cannot see it."""
+    """Tables of what the figure shows, by run, for those who cannot see it."""
     long: bool = False
-    """Higher than a printed page may be."""
+    """Whether the section may be higher than a printed page."""
 
 
 def sections(runs: Sequence[StoredRun]) -> list[Section]:
@@ -156,8 +156,8 @@ def write_figures(drawn: Sequence[Section], folder: Path, kind: str) -> list[Pat
     """Write each figure as a file of its own.
 
     Args:
-        drawn: The sections.
-        folder: Made if it is not there.
+        drawn: Sections of the page.
+        folder: Folder of the files, which is made if it is not there.
         kind: ``svg`` or ``png``.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How figures look: colours for light and dark, for the colour-blind, on the page and as files."""
+"""Give figures their look: colours for light and dark, for the colour-blind, on the page and in files."""
 
 import io
 import re
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 WIDE, HALF = 11.6, 5.7
-"""Inches. A picture takes 100 pixels an inch on the page: a full row, and half of one."""
+"""Widths in inches of a full row of the page, and of half of one, at 100 pixels an inch."""
 
 PALETTE = {
     "ink": ("#1b1f24", "#e8eaed"),
@@ -33,9 +33,9 @@ PALETTE = {
     "series-5": ("#5b5f97", "#b3b6ef"),
     "series-6": ("#7d8793", "#c3cad3"),
 }
-"""By name: the colour on a light page (and in files), and on a dark one."""
+"""Colours by name: on a light page (and in files), and on a dark one."""
 DEPTHS = 8
-"""Steps of the ramp from the first to the last block."""
+"""Number of colours of the ramp from the first to the last block."""
 _viridis = mpl.colormaps["viridis"]
 PALETTE |= {
     f"depth-{step}": (
@@ -48,15 +48,15 @@ SERIES = tuple(light for name, (light, _) in PALETTE.items() if name.startswith(
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HEAT = "cividis"
-"""Made for the colour-blind; brighter is more."""
+"""Colour map of heat maps, made for the colour-blind; brighter is more."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its conclusion, or the reason why there is none."""
+    """Holds a figure with its conclusion, or the reason why there is none."""
 
     name: str
-    """Its id on the page and the name of its file."""
+    """Id on the page, and name of the file."""
     title: str
     caption: str
     """The conclusion, computed from the data; without a figure: what is missing, and what to do."""
@@ -121,8 +121,8 @@ def for_page(svg: str, name: str) -> str:
     """Return an SVG document as an element of the page: its colours follow the page's.
 
     Args:
-        svg: As ``Picture.svg`` gives it.
-        name: Put before all ids: an id may occur once on a page.
+        svg: Document from ``Picture.svg``.
+        name: Text before all ids, because an id may occur only once on a page.
     """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", svg)
@@ -195,8 +195,8 @@ def panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]
 
     Args:
         count: Number of panels.
-        width: Of the figure, in inches.
-        height: Of one row of panels, in inches.
+        width: Width of the figure in inches.
+        height: Height of one row of panels in inches.
     """
     columns = min(4 if width > HALF else 2, count)
     rows = -(-count // columns)

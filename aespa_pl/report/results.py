@@ -1,4 +1,4 @@
-"""Figures of what the model has become: perplexities, accuracies, and the error of its blocks."""
+"""Draw how good the model is: perplexities, accuracies, and the error of its blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from aespa_pl.report.picture import (
 from aespa_pl.report.stored import StoredRun
 
 KINDS = {"original": "original", "nearest": "nearest rounding", "quantized": "quantized"}
-"""What is measured, in the order of the rows, and how it is named."""
+"""Names of the measured models, in the order of the rows."""
 NO_PERPLEXITY = (
     "Not measured by this run. Measure it with aespa-pl test and the run's config.yaml, with at least one "
     "text in data.evaluation.texts."
@@ -39,7 +39,7 @@ VERDICTS = (
     (0.50, "The quantized model is clearly worse than the original: it loses 10 to 50 %"),
     (np.inf, "The quantized model is much worse than the original: it loses more than half"),
 )
-"""Of the rise in perplexity, up to which each sentence holds."""
+"""Sentences on the result, each with the largest rise in perplexity that it is said of."""
 
 
 def verdict(run: StoredRun) -> str:
@@ -156,10 +156,10 @@ def _dots(
     """Return a panel for each text or task: a row for each run and kind, a dot with its number.
 
     Args:
-        values: By text or task: run, kind, value and standard error.
+        values: Run, kind, value and standard error, by text or task.
         runs: All runs.
-        label: Of the values.
-        logarithmic: Whether ratios matter.
+        label: Label of the values.
+        logarithmic: Whether the axis is logarithmic, because ratios matter.
     """
     rows = list(
         dict.fromkeys((run.name, kind) for found in values.values() for run, kind, *_ in found)

@@ -1,4 +1,4 @@
-"""What a run has stored, as far as it can be read; what is missing is said, not hidden."""
+"""Read what a run has stored; whatever is missing or damaged becomes a note on the page."""
 
 import json
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from aespa_pl.run.schema import FORMAT
 from aespa_pl.run.versions import last_run, version_number
 
 LAST = "last"
-"""The newest run."""
+"""Word for the newest run."""
 
 Losses = dict[tuple[int, str], dict[str, float]]
 
 
 @dataclass(frozen=True)
 class GridTensors:
-    """The numbers beside the integers, of one projection or one group of one block."""
+    """Holds the numbers beside the integers, of one projection or one input group of one block."""
 
     scale: NDArray[np.float64] | None = None
     zero_point: NDArray[np.float64] | None = None
@@ -34,23 +34,23 @@ class GridTensors:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """One run, as its folder tells it."""
+    """Holds what the folder of a run says."""
 
     folder: Path
     settings: Mapping[str, Any]
-    """``config.yaml``, its keys joined by dots; empty where there is none."""
+    """Settings of ``config.yaml``, their keys joined by dots; empty where there is none."""
     blocks: Mapping[int, Mapping[str, Any]]
     """The journal's record of each finished block."""
     curves: Curves
     grids: Mapping[tuple[int, str], GridTensors]
-    """By block, and projection or group."""
+    """Scales, zero points and zeta, by block and by projection or input group."""
     metrics: Mapping[str, Any]
     """``metrics.json``, and over it ``test.json``, which ``aespa-pl test`` writes later."""
     versions: Mapping[str, str]
     shape: Mapping[str, float] = field(default_factory=dict)
     """``weights`` (number) and ``bits_per_weight``, of the projections of the finished blocks."""
     notes: tuple[str, ...] = ()
-    """What is missing or damaged, and what to do about it; whole sentences."""
+    """Sentences about what is missing or damaged, and what to do about it."""
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class StoredRun:
 
     @property
     def losses(self) -> Losses:
-        """By block and projection, what the journal knows of a loss (nearest, optq, final ...)."""
+        """Losses in the journal (nearest, optq, final ...), by block and projection."""
         return {
             (index, projection): values
             for index, record in self.blocks.items()
@@ -75,7 +75,7 @@ class StoredRun:
 
     @property
     def command(self) -> str:
-        """The command that runs it again."""
+        """Command that makes the run again."""
         return f"aespa-pl fit --config {self.folder / 'config.yaml'}"
 
 

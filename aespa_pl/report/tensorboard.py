@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run beside its curves: settings, and an entry among its hparams.
+"""Show a run in TensorBoard beside its curves: its settings, and an entry among the hparams.
 
 TensorBoard sorts tags by name and shows the first group opened, so a tag that shall come first says so in
 its name.
@@ -17,7 +17,7 @@ def show_configuration(writer: SummaryWriter, text: str) -> None:
     """Show a run's YAML in the text tab.
 
     Args:
-        writer: Of the run's ``walk`` folder.
+        writer: Writer into the run's ``walk`` folder.
         text: The content of ``config.yaml``.
     """
     lines = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown: code
@@ -32,9 +32,9 @@ def show_result(
     """Add one entry to the hparams tab: the settings of a run, with its final perplexities.
 
     Args:
-        writer: Of the run's ``walk`` folder.
-        settings: Of the quantization, keys joined by dots; None and lists become text.
-        perplexity: By kind of model and text, as in ``metrics.json``.
+        writer: Writer into the run's ``walk`` folder.
+        settings: Settings of the quantization, keys joined by dots; None and lists become text.
+        perplexity: Perplexities by kind of model and text, as in ``metrics.json``.
     """
     results = {
         f"{PERPLEXITY}/{kind}/{text}": value

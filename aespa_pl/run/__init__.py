@@ -1,1 +1,1 @@
-"""The folder of a run: its journal, checkpoints, versions and the quantized model."""
+"""Write and read the folder of a run: journal, checkpoints, versions and the quantized model."""

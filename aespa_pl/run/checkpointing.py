@@ -1,4 +1,4 @@
-"""Lightning's checkpoints inside a block: when they are written, and that they are written whole."""
+"""Decide when Lightning's checkpoints inside a block are written, and write them whole."""
 
 import errno
 import hashlib
@@ -20,7 +20,7 @@ from aespa_pl.settings import OutputSettings
 from aespa_pl.storage.files import write_whole
 
 REST = 20
-"""Times the duration of a save that is waited until the next: saving takes at most 5 % of a run."""
+"""Durations of a save to wait before the next one, so that saving takes at most 5 % of a run."""
 
 
 class JournaledCheckpointIO(TorchCheckpointIO):
@@ -68,7 +68,7 @@ class JournaledCheckpointIO(TorchCheckpointIO):
 
 
 class _Hashed:
-    """A file whose content is hashed while it is written; torch writes it from start to end."""
+    """Hashes the content of a file while it is written; torch writes it from start to end."""
 
     def __init__(self, file: BinaryIO, digest: Any) -> None:
         self._file = file
@@ -83,10 +83,10 @@ class _Hashed:
 
 
 class StopAtIteration(Callback):
-    """Saves and stops at the end of the iteration in which a signal came, to whatever process."""
+    """Saves and stops at the end of the iteration in which a signal came to any of the processes."""
 
     def __init__(self, interruption: Interruption, folder: Path, world: World = ALONE) -> None:
-        """Look at ``interruption`` of all processes; save under ``folder``."""
+        """Watch ``interruption`` in all processes, and save under ``folder``."""
         self.interruption = interruption
         self.folder = folder
         self.world = world
@@ -135,7 +135,7 @@ class StopAtIteration(Callback):
 
 
 class TimedCheckpoint(ModelCheckpoint):
-    """Lightning's checkpoint by time, except that saving never takes more than a small share of it."""
+    """Saves by time as Lightning does, but less often where a save takes long."""
 
     def __init__(self, seconds: float, folder: Path) -> None:
         """Save under ``folder``, keeping the newest.

@@ -1,4 +1,4 @@
-"""What a run was made from: checksums, and what differs between two descriptions."""
+"""Identify by checksums what a run was made from, and list what differs between two descriptions."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -15,9 +15,9 @@ def checksum(path: Path) -> str:
 
 
 def model_fingerprint(files: Iterable[Path]) -> str:
-    """Return a SHA-256 over names, sizes, and first and last MiB of the files of a checkpoint.
+    """Return a SHA-256 over names, sizes, and first and last MiB of the files of a model.
 
-    Hashing 60 GB would take minutes; a checkpoint that was trained on differs in every tensor.
+    Hashing 60 GB would take minutes; a model that was trained further differs in every tensor.
     """
     digest = hashlib.sha256()
     for path in sorted(files):

@@ -1,4 +1,4 @@
-"""The folder of a run: where everything lies, and that one process has it."""
+"""Know where everything lies in the folder of a run, and keep the folder for one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from aespa_pl.planning.partition import Portion
 
 @dataclass
 class RunFolder:
-    """The files of one run."""
+    """Knows the paths of all files of a run."""
 
     folder: Path
 
@@ -29,7 +29,7 @@ class RunFolder:
 
     @property
     def metrics_file(self) -> Path:
-        """What was measured; written last, so a run that has it is finished."""
+        """Measurements; they are written last, so a run that has them is finished."""
         return self.folder / "metrics.json"
 
     def block_file(self, index: int) -> Path:

@@ -13,7 +13,7 @@ SIGNALS = tuple(
 
 
 class RunInterrupted(BaseException):
-    """The user or the system asked us to stop; like KeyboardInterrupt no error to be handled."""
+    """The user or the system asked us to stop; like KeyboardInterrupt, it is no error to handle."""
 
     def __init__(self, number: int) -> None:
         """Keep the number of the signal."""

@@ -1,4 +1,4 @@
-"""The folder of a run and its journal: what is complete, and what it was made from."""
+"""Keep the journal of a run, which names what is complete and what it was made from."""
 
 import logging
 import shutil
@@ -30,27 +30,27 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Run(RunFolder):
-    """One run: its folder, the fingerprint of its inputs and what is complete.
+    """Knows the folder of a run, the fingerprint of its inputs and what is complete.
 
-    The journal is written after the files that it names, and each write replaces it whole: what it
-    names is on the disk, and what it does not name is not used.
+    The journal is written after the files that it names, and each write replaces it whole. So
+    what it names is on the disk, and what it does not name is not used.
     """
 
     fingerprint: Mapping[str, Any]
     blocks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By block index: checksums of its files and what was measured (``schema.BlockRecord``)."""
+    """Complete blocks by number, with checksums and measurements (``schema.BlockRecord``)."""
     checkpoint: LearnedFile | None = None
     """Lightning's checkpoint of the portion that is being learned."""
     portions: list[LearnedFile] = field(default_factory=list)
     """Portions of the block under way that are learned already."""
     damping: dict[int, float] = field(default_factory=dict)
-    """By block index: the damping of a second attempt, where the first one diverged."""
+    """Damping of a second attempt, where the first one diverged, by the number of the block."""
     tuned: TunedModelRecord | None = None
-    """The end-to-end tuning, once it is done; the blocks say whether they hold it already."""
+    """Result of the end-to-end tuning, once it is done; a block's record says whether its files have it."""
     model: dict[str, str] = field(default_factory=dict)
     """Checksums of what lies in the model folder beside the blocks, by path, once all is written."""
     writes: bool = True
-    """Off in processes of the run that only look on: what they note stays in their memory."""
+    """False in processes of the run that write no files: what they note stays in their memory."""
 
     @classmethod
     def create(cls, parent: Path, fingerprint: Mapping[str, Any]) -> "Run":

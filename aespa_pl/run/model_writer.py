@@ -1,4 +1,4 @@
-"""The quantized model as a Hugging Face folder, written shard by shard while the walk goes on."""
+"""Write the quantized model as a Hugging Face folder, shard by shard while the walk goes on."""
 
 import shutil
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ COMPANIONS = (
     "additional_chat_templates/*",
     *LICENCES,
 )
-"""The files beside a checkpoint's weights that belong to the model."""
+"""Files beside the weights that belong to a model."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ModelWriter:
         origin: Path,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write what makes the shards a model.
+        """Write the index of the shards, and the files beside the weights that belong to the model.
 
         The files beside the weights are copied byte for byte: what a library writes anew says the same
         in the words of its own version, which engines with another version misread.

@@ -1,4 +1,4 @@
-"""What the JSON files of a run hold; they are validated here and nowhere else."""
+"""Define the JSON files of a run; they are validated here and nowhere else."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,20 +12,20 @@ FORMAT = 2
 
 
 class Strict(BaseModel):
-    """Values of the right type or none at all."""
+    """Refuses values of another type, and numbers that are not finite."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class TuningRecord(Strict):
-    """What a tuning found on the segments that were held back."""
+    """Holds what a tuning found on the segments that were held back."""
 
     start_error: int | float | None
-    """None: not a finite number."""
+    """Error before the tuning; None: it was not a finite number."""
     error: int | float | None
-    """Of what was kept."""
+    """Error of the epoch that was kept; None: it was not a finite number."""
     epoch: int
-    """That was kept; 0 is the start."""
+    """Number of the epoch that was kept; 0: what the tuning started from."""
     changed: int | float
     """Share of the integers that changed."""
     finite: bool
@@ -33,15 +33,15 @@ class TuningRecord(Strict):
 
 
 class TunedModelRecord(TuningRecord):
-    """The end-to-end tuning, once it is done."""
+    """Describes the end-to-end tuning, once it is done."""
 
     file: str
-    """What it learned, by path in the folder of the run; blocks are rewritten from it one by one."""
+    """Path, in the folder of the run, of what was learned; blocks are rewritten from it one by one."""
     checksum: str
 
 
 class BlockRecord(Strict):
-    """A block that is complete."""
+    """Describes a block that is complete."""
 
     losses: dict[str, dict[str, int | float]]
     """Losses, damping and other numbers, by projection."""
@@ -50,7 +50,7 @@ class BlockRecord(Strict):
     files: dict[str, str]
     """SHA-256 by path in the folder of the run."""
     tuning: TuningRecord | None = None
-    """Of the block as a whole, where it was tuned."""
+    """Tuning of the block as a whole, where there was one."""
     end_to_end: bool = False
     """Whether the files hold what the end-to-end tuning learned."""
     output_error: dict[str, int | float] = {}
@@ -61,18 +61,18 @@ class BlockRecord(Strict):
 
 
 class LearnedFile(Strict):
-    """A file that the learning of the block under way has left."""
+    """Names a file that the learning of the block under way has left."""
 
     block: int
     keys: list[str]
-    """Head ranges that are learned together; the file is of use for nothing else."""
+    """Head ranges that are learned together; only the same ones can go on with the file."""
     file: str
     """Path in the folder of the run."""
     checksum: str
 
 
 class JournalContent(Strict):
-    """journal.json."""
+    """Defines journal.json."""
 
     format: int
     fingerprint: dict[str, Any]
@@ -86,7 +86,7 @@ class JournalContent(Strict):
 
 
 class Metrics(Strict):
-    """metrics.json."""
+    """Defines metrics.json."""
 
     perplexity: dict[str, dict[str, int | float]]
     seconds: dict[str, int | float]
@@ -94,7 +94,7 @@ class Metrics(Strict):
 
 
 class Version(Strict):
-    """What is read first of a journal."""
+    """Defines what is read of a journal first: its format, which says whether the rest can be read."""
 
     format: int
 

@@ -1,11 +1,11 @@
-"""Folders of runs: NAME/version_0, version_1 ..."""
+"""Number the folders of runs: NAME/version_0, version_1 ..."""
 
 from pathlib import Path
 
 from aespa_pl.storage.files import MEND, disk_errors
 
 ANOTHER_FOLDER = f"{MEND}, or choose another folder with --output.folder"
-"""What a user can do before a run has begun."""
+"""Advice to a user whose run has not begun."""
 
 
 def next_version(folder: Path) -> Path:

@@ -1,8 +1,8 @@
-"""Every knob of ``aespa-pl``: its meaning, unit, range, default and the default's source.
+"""Define every setting of ``aespa-pl``: meaning, unit, range, default and the default's source.
 
 The docstring under a field is its ``--help`` text. Ranges are types, so that a bad value is refused
-while the command line is parsed. What is done with a value is decided elsewhere; what null means in a
-setting of the method is filled in by :func:`aespa_pl.resolve.resolved`.
+while the command line is parsed. Settings that a method decides may be null; then
+:func:`aespa_pl.resolve.resolved` fills in the method's value.
 """
 
 from dataclasses import fields, is_dataclass
@@ -57,7 +57,7 @@ SECTIONS: dict[str, type] = {
     "quantization": QuantizationSettings,
     "output": OutputSettings,
 }
-"""The sections of a configuration that are ours; ``trainer`` is Lightning's."""
+"""Our sections of a configuration; the section ``trainer`` is Lightning's."""
 
 
 def keys_of(section: Any, prefix: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The model, and the texts that it is calibrated and measured on."""
+"""Define the settings of the model, and of the texts that it is calibrated and measured on."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,13 +15,13 @@ class ModelSettings:
     """The model that is quantized."""
 
     pretrained: str
-    """Folder of a Hugging Face checkpoint, a name on the hub, or embedded:opt, embedded:bloom,
-    embedded:llama for the small models that come with the package."""
+    """Folder of a Hugging Face model, a name on the hub, or one of the small models that come with the
+    package: embedded:opt, embedded:bloom, embedded:llama."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Floating-point type that blocks run in. auto: float32 on the CPU, the checkpoint's own type on
-    an accelerator. Statistics and rounding are float32 in any case."""
+    """Floating-point type that blocks run in. auto: float32 on the CPU, the type of the
+    stored weights on an accelerator. Statistics and rounding are float32 in any case."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Texts, and how they reach the model."""
+    """Texts, batches, and where hidden states wait."""
 
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     """Calibration text."""
@@ -96,7 +96,7 @@ class DataSettings:
     memory_gb: FinitePositive | None = None
     """Memory of the device, in units of 10^9 bytes, that a block may take; null: what is free at the start.
     Where the statistics need more, H_V is collected for some heads at a time, with one more pass over the
-    segments for each group; where the learning needs more, it is done in parts. The result is the same."""
+    segments for each group; where the learning needs more, it is done in portions. The result is the same."""
     cache: str | None = None
     """Folder for what later runs need again: tokenized texts, weights read out of pickles, perplexities
     of the original model; null: aespa_pl under $XDG_CACHE_HOME or ~/.cache."""

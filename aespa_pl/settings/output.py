@@ -1,4 +1,4 @@
-"""Where the results go."""
+"""Define the settings of the folder that the results go to."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""How weights become integers."""
+"""Define the settings that decide how weights become integers."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -44,14 +44,14 @@ class OptqSettings:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """What the integers are chosen for."""
+    """The loss that the integers are chosen for."""
 
     query_key: Objective | None = None
-    """attention: the error of the attention scores (Eq. 21, 22); layer: of the projection's output; null:
-    as the method does."""
+    """attention: Q and K minimize the error of the attention scores (Eq. 21, 22); layer: the error of their
+    own outputs; null: as the method does."""
     value: Objective | None = None
-    """attention: the error of the attention output (Eq. 17), for the grid and the OPTQ update as
-    well; layer: of the projection's output; null: as the method does."""
+    """attention: V minimizes the error of the attention output (Eq. 17), in the grid and the OPTQ update as
+    well; layer: the error of its own output; null: as the method does."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class QuantizationSettings:
     """How the weights become integers."""
 
     method: MethodName = "aespa-tuned"
-    """What is done: it decides every setting that is left at null (docs/methods.md). aespa learns the
+    """The method, which decides every setting that is left at null (docs/methods.md). aespa learns the
     rounding of all projections, aespa-hybrid of Q, K and V, aespa-fast of none; aespa-tuned begins as
     aespa-fast and trains blocks and model; the others are what the paper compares with."""
     bits: Bits = 2
@@ -120,7 +120,7 @@ class QuantizationSettings:
     optq: OptqSettings = field(default_factory=OptqSettings)
     """Step 3, the full-precision update."""
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    """What is minimized."""
+    """The loss that is minimized."""
     rounding: RoundingSettings = field(default_factory=RoundingSettings)
     """Step 4, the rounding."""
     polish: PolishSettings = field(default_factory=PolishSettings)

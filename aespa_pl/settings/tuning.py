@@ -1,4 +1,4 @@
-"""Training of blocks and of the model after the steps of the paper."""
+"""Define the settings of the training after the steps of the paper."""
 
 from dataclasses import dataclass, field
 

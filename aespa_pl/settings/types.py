@@ -1,4 +1,4 @@
-"""Ranges as types, and their words in error messages."""
+"""Define ranges as types, and their words in error messages."""
 
 import math
 from typing import TYPE_CHECKING, Any, Literal

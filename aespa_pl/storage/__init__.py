@@ -1,1 +1,1 @@
-"""Files that are written whole or not at all, and tensors that wait on disk."""
+"""Write files whole or not at all, and keep tensors that wait on disk."""

@@ -1,4 +1,4 @@
-"""What is kept between runs: tokens of texts, weights out of pickles, perplexities.
+"""Keep tokens of texts, weights out of pickles, and perplexities from run to run.
 
 Every entry is found by a checksum of all that it was made from, so an entry is never out of date,
 and the folder may be removed at any time.

@@ -1,4 +1,4 @@
-"""What a run leaves on disk: every file is written whole or not at all.
+"""Write every file of a run whole or not at all.
 
 A file is written under a temporary name in its folder, flushed to the disk and renamed; so a file
 that is there is complete.
@@ -17,7 +17,7 @@ from torch import Tensor
 from aespa_pl.errors import UserError
 
 MEND = "free space there, or correct its permissions"
-"""What a user can do about any folder that can't be written to."""
+"""Advice to a user whose folder can't be written to."""
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def disk_errors(folder: Path, advice: str = MEND) -> Iterator[None]:
     """Turn a full disk or a missing permission into a UserError that names the folder.
 
     Args:
-        folder: Where this context writes.
+        folder: Folder into which this context writes.
         advice: What the user can do; a caller that knows the option of another folder names it.
     """
     try:

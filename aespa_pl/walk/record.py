@@ -1,4 +1,4 @@
-"""What is stored of a quantized block: its tensors, what was measured, its curves and its line."""
+"""Collect what is stored of a quantized block: tensors, measurements, curves and a line of text."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ def output_error(streams: Streams, world: World) -> float:
     """Return ``||output - original||^2 / ||original||^2`` of a block, over all calibration segments.
 
     Args:
-        streams: Hidden states after the block, those of the original model among them.
+        streams: Hidden states after the block, of the quantized and of the original model.
         world: The processes that divide the segments; all of them call this.
     """
     error = size = 0.0

@@ -46,13 +46,13 @@ class Walk:
     progress: WalkProgress
     stopwatch: Stopwatch
     block_tuner: BlockTuner | None = None
-    """None: blocks are not tuned."""
+    """Tunes each block as a whole; None: blocks are not tuned."""
     model_tuner: ModelTuner | None = None
-    """None: the model is not tuned end to end."""
+    """Tunes the model end to end; None: it is not tuned."""
     loggers: Sequence[Logger] = ()
-    """Take curves over the blocks; those over the iterations go to the Trainers' own loggers."""
+    """Loggers of the curves over the blocks; the Trainers have loggers of their own for the iterations."""
     world: World = ALONE
-    """All of them walk; each holds the hidden states of its segments, and the first writes."""
+    """The processes, which all walk; each has the hidden states of its segments, and the first writes."""
 
     @property
     def layout(self) -> BlockLayout:
@@ -213,7 +213,7 @@ class Walk:
             self.progress.say(f"block {index}: {record.tuning_words(tuned)}")
 
     def _warn_of_few_tokens(self, statistics: BlockStatistics) -> None:
-        """Say that the correction has little to go by."""
+        """Say so where the correction has few tokens to learn from."""
         if statistics.shifts is None:
             return
         widest = max(len(shift) for shift in statistics.shifts.inputs.values())

@@ -50,7 +50,7 @@ def refused(folder: Path, message: str) -> None:
 
 def test_no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-    refused(folder, f"no config.json in {folder}: give the folder of a Hugging Face checkpoint")
+    refused(folder, f"no config.json in {folder}: give the folder of a Hugging Face model")
 
 
 def test_damaged_config(folder: Path) -> None:
