@@ -4,6 +4,7 @@ An import of PyTorch takes seconds, a fork none: so a run can be killed many tim
 requests as lines of JSON, and answers each with one; see :class:`Request`.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -109,6 +110,7 @@ def started(folder: Path) -> Iterator[Forks]:
 
 def _serve() -> None:
     importlib.import_module("aespa_pl.commands.application")  # what fit and test import
+    os.fsync = lambda fd: None  # see conftest.py
     warm: set[str] = set()
     for line in sys.stdin:
         request = Request(**json.loads(line))
@@ -150,6 +152,7 @@ def _serve() -> None:
             for name in imported.read_text().splitlines():
                 with suppress(Exception):
                     importlib.import_module(name)
+            gc.freeze()  # runs ask for garbage collections, each of which would look at all modules
         sys.stdout.write(json.dumps({"status": status, "seconds": seconds}) + "\n")
         sys.stdout.flush()
 
