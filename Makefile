@@ -11,7 +11,7 @@ quickstart: install
 install: $(VENV)/installed
 
 test: $(VENV)/installed-dev
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=25
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
