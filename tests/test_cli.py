@@ -352,10 +352,13 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
         (["--trainer.logger", "NoLogger"], r"trainer\.logger can't have this value.*NoLogger"),
         (["--trainer.accelerator", "gpu"], r"trainer\.accelerator is gpu: set it to cpu"),
         (["--trainer.logger", "WandbLogger"], r"trainer: .*wandb"),
-        (["--trainer.callbacks+", "RichProgressBar"], r"trainer: .*RichProgressBar"),
+        (
+            ["--trainer.callbacks+", "RichProgressBar"],
+            r"trainer\.callbacks has RichProgressBar: remove it",
+        ),
         (
             ["--trainer.callbacks+", "Timer"],
-            r"Interval\.step.*give that argument as a text",
+            r"\(the type Interval\): give it as a text, such as step",
         ),
     ],
 )
