@@ -1,4 +1,4 @@
-"""What the texts name exists: commands with their options, and files."""
+"""Commands, options and files that the texts name exist."""
 
 import ast
 import re
@@ -62,7 +62,7 @@ def lone_options(text: str) -> set[str]:
 COMMANDS = sorted(
     {program for name in DOCUMENTS for program, _ in commands(text_of(name))} - set(SCRIPTS)
 )
-"""The commands of aespa-pl that a document names."""
+"""Commands of aespa-pl that a document names."""
 
 
 @cache

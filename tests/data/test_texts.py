@@ -1,4 +1,4 @@
-"""Which rows are read, and what documents they make: the protocols of the paper."""
+"""Rows are read and make documents as the protocols of the paper say."""
 
 import gzip
 import json
@@ -91,7 +91,7 @@ def test_evaluation_on_ptb_joins_sentences_by_spaces(hub: Any) -> None:
 
 @pytest.fixture
 def hub_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders laid out as the repositories are; the real ``load_dataset`` prefers them."""
+    """The folders are laid out as the repositories are; the real ``load_dataset`` prefers them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
