@@ -171,7 +171,12 @@ def test_datasets_finds_the_files_we_ask_for() -> None:
     ],
 )
 def test_a_failing_hub_is_one_line_with_the_way_out(
-    hub: Any, error: Exception, purpose: str, source: str, message: str
+    hub: Any,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    purpose: str,
+    source: str,
+    message: str,
 ) -> None:
     hub.error = error
     text = READERS[purpose](source)
@@ -179,6 +184,7 @@ def test_a_failing_hub_is_one_line_with_the_way_out(
         text.documents()
     why = (str(error) or type(error).__name__).splitlines()[0]
     assert str(caught.value) == message.replace("WHY", why)
+    assert "asking the Hugging Face hub for" in caplog.text  # which may take half a minute
 
 
 def test_a_hub_data_set_without_its_field_is_a_user_error(hub: Any) -> None:

@@ -123,6 +123,7 @@ def test_conversion_of_the_hub_is_found(hub: Hub, caplog: pytest.LogCaptureFixtu
         resolve("facebook/opt-125m")
     assert hub.downloads[0]["revision"] == "refs/pr/42"
     assert "using refs/pr/42 of SFconvertbot" in caplog.text
+    assert "model.pretrained: asking the Hugging Face hub for" in caplog.text
 
 
 def fits(download: dict[str, Any], name: str) -> bool:
