@@ -29,7 +29,7 @@ from aespa_pl.planning.budget import described
 from aespa_pl.planning.needs import device_bytes, host_bytes, partition_for
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import QuantizationSettings
+from aespa_pl.settings import MethodName, QuantizationSettings
 
 PROGRAM = """
 import sys
@@ -54,6 +54,7 @@ def main(
     threads: int = 1,
     memory_gb: float | None = None,
     baseline: bool = True,
+    method: MethodName = "aespa",
     options: list[str] | None = None,
 ) -> None:
     """Make a model for each number of blocks, quantize it, and print the peak.
@@ -67,10 +68,11 @@ def main(
         segments: Calibration segments.
         length: Tokens in each.
         iterations: Of the rounding.
-        dtype: Of the checkpoint and of the blocks while they run.
+        dtype: Of the weights and of the blocks while they run.
         threads: Threads of torch.
-        memory_gb: As data.memory_gb: what does not fit is worked on in parts.
+        memory_gb: As data.memory_gb: what does not fit is worked on in portions.
         baseline: Measure a process that does nothing as well.
+        method: As quantization.method.
         options: More options of aespa-pl fit.
     """
     if baseline:
@@ -94,6 +96,7 @@ def main(
                 "data.hidden_states": "disk",
                 "data.batch_size": 1,
                 "data.cache": f"{folder}/cache",
+                "quantization.method": method,
                 "quantization.rounding.iterations": iterations,
                 "quantization.grid.zfold": "false",
                 "output.folder": f"{folder}/runs",
@@ -105,7 +108,7 @@ def main(
             words = ["fit", *(f"--{key}={value}" for key, value in arguments.items())]
             peak, seconds = _run(words + (options or []), threads)
             shape = Shape.of(AutoConfig.from_pretrained(f"{folder}/model"), family_of(config))
-        settings = resolved(QuantizationSettings())
+        settings = resolved(QuantizationSettings(method=method))
         work = Work(segments, length, 1, getattr(torch, dtype).itemsize)
         partition = partition_for(shape, work, settings, 1e9 * memory_gb if memory_gb else math.inf)
         predicted = host_bytes(
@@ -118,7 +121,7 @@ def main(
             "parameters": shape.blocks * shape.block_weights + shape.stem_weights,
             "peak_gb": round(peak / 1e9, 3),
             "predicted_gb": round(predicted / 1e9, 3),
-            "in_parts": described(partition, shape),
+            "in_portions": described(partition, shape),
             "largest_phase": max(phases, key=lambda phase: phases[phase]),
             "seconds": round(seconds),
         }

@@ -13,8 +13,7 @@ README = Path(__file__).parent.parent / "README.md"
 TOLERANCES = {"original": 0.01, "round-to-nearest": 0.5, "aespa-tuned": 0.5}
 """Perplexity by row. Processors add up in different orders. The original model's perplexity changes in
 the last digits only. A weight in the middle between two integers may be rounded to the other one. Learning
-takes another way on another processor; that was 0.3 with aespa on another embedded model
-(docs/results.md)."""
+takes another way on another processor or with another number of threads; README.md has one and two."""
 
 
 def main(log: Path) -> None:

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Set up what all tests share."""
 
 import gc
 import os

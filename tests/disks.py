@@ -1,4 +1,4 @@
-"""Disks that refuse, and what the user is told of them."""
+"""Make disks refuse, and check what the user reads about it."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""A process that has imported everything, and runs each command line in a fork of itself.
+"""Start a process that imports everything once, and runs each command line in a fork of itself.
 
 An import of PyTorch takes seconds, a fork none: so a run can be killed many times in a test. Reads
 requests as lines of JSON, and answers each with one; see :class:`Request`.
@@ -26,39 +26,39 @@ LONGEST = 120.0
 
 @dataclass(frozen=True)
 class Request:
-    """A command line, and when it gets a signal."""
+    """Describes a command line, and when it gets a signal."""
 
     arguments: Sequence[str]
     log: str
     """File for stdout and stderr."""
     number: int = 0
-    """Signal; 0: none."""
+    """Number of the signal; 0: none."""
     when: str = ""
     """Glob of a file that has to be there before the signal comes; empty: at once."""
     delay: float = 0.0
     """Seconds from then to the signal."""
     processes: int = 1
-    """Several are told of each other in the environment, as Lightning, torchrun and SLURM do it. When the
-    first has ended the others are killed, as by all of those."""
+    """Number of processes, which find each other in the environment as with Lightning, torchrun, SLURM. When
+    the first has ended the others are killed, as by all of those."""
     to: int = 0
-    """Which of them gets the signal."""
+    """Number of the process that gets the signal."""
     target: str = "aespa_pl.cli:main"
-    """What is called with the arguments."""
+    """Function that is called with the arguments."""
     environment: dict[str, str] = field(default_factory=dict)
-    """More variables; of ``{rank}`` in a value each process gets its own."""
+    """More variables of the environment; of ``{rank}`` in a value each process gets its own."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """Says how a command ended."""
 
     status: int
     """Exit status, or minus the signal's number."""
     seconds: float
     text: str
-    """Of the first process."""
+    """Output of the first process."""
     texts: Sequence[str] = ()
-    """Of all of them."""
+    """Output of each process."""
 
 
 class Forks:
@@ -94,7 +94,7 @@ def log(request: Request, rank: int) -> str:
 
 @contextmanager
 def started(folder: Path) -> Iterator[Forks]:
-    """Have the process for the time of this context."""
+    """Run the process in this context."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.forks"],
         cwd=Path(__file__).parents[1],

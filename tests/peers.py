@@ -1,4 +1,4 @@
-"""What several processes check together; ``tests/test_devices.py`` starts them."""
+"""Check what only several processes together can check; ``tests/test_devices.py`` starts them."""
 
 import os
 import signal
@@ -78,7 +78,7 @@ def errors_are_everybodys(world: World) -> None:
 
 
 def steps_are_those_of_one(world: World) -> None:
-    """Of a block without Trainers; the integers after each step."""
+    """The integers after each step of a block are the same, without Trainers."""
     one, several = gridded("llama-grouped"), gridded("llama-grouped", world=world)
     for name, p in one.projections.items():
         for kind in ("scale", "zero_point", "zeta"):

@@ -1,4 +1,4 @@
-"""The mathematics once more, written as loops in float64: slow, plain, and sharing no code with ours."""
+"""Write the mathematics once more as loops in float64: slow, plain, and sharing no code with ours."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def output_error(dW: Tensor, X: Tensor) -> float:
-    """Sum over samples of ``||dW x||^2``; dW ``[rows, d]``, X ``[d, N]``."""
+    """Return the sum over samples of ``||dW x||^2``; dW ``[rows, d]``, X ``[d, N]``."""
     total = 0.0
     for n in range(X.shape[1]):
         for i in range(dW.shape[0]):
@@ -18,7 +18,7 @@ def output_error(dW: Tensor, X: Tensor) -> float:
 
 
 def attention_output_error(dW: Tensor, X: Tensor, A: Tensor) -> float:
-    """Sum over the positions of ``||sum_l A[t, l] dW x_l||^2``, the exact error that V causes."""
+    """Return the sum over the positions of ``||sum_l A[t, l] dW x_l||^2``, the exact error that V causes."""
     total = 0.0
     for t in range(A.shape[0]):
         mixed = sum(float(A[t, n]) * X[:, n] for n in range(A.shape[1]))
@@ -27,7 +27,7 @@ def attention_output_error(dW: Tensor, X: Tensor, A: Tensor) -> float:
 
 
 def score_error(dW: Tensor, X: Tensor, others: Tensor) -> float:
-    """Sum over all pairs of ``(others_m . dW x_n)^2``: every query's error meets every key."""
+    """Return the sum over all pairs of ``(others_m . dW x_n)^2``: every query's error meets every key."""
     total = 0.0
     for n in range(X.shape[1]):
         error = dW @ X[:, n]
@@ -37,7 +37,7 @@ def score_error(dW: Tensor, X: Tensor, others: Tensor) -> float:
 
 
 def rotation_matrix(position: int, head_size: int, base: float) -> Tensor:
-    """RoPE's matrix of one position, pairs ``(i, i + head_size / 2)`` rotated by ``position * f_i``."""
+    """Return RoPE's matrix of one position; pairs ``(i, i + head_size / 2)`` turn by ``position * f_i``."""
     R = torch.zeros(head_size, head_size, dtype=torch.float64)
     half = head_size // 2
     for i in range(half):
@@ -48,7 +48,7 @@ def rotation_matrix(position: int, head_size: int, base: float) -> Tensor:
 
 
 def nearest(W: Tensor, scale: float, zero: float, levels: int) -> Tensor:
-    """Round-to-nearest of one row."""
+    """Round one row to the nearest."""
     return torch.tensor(
         [min(max(round(float(w) / scale) + zero, 0), levels) for w in W], dtype=torch.float64
     )
@@ -57,7 +57,7 @@ def nearest(W: Tensor, scale: float, zero: float, levels: int) -> Tensor:
 def best_rounding(
     low: Tensor, step: Tensor, zero: Tensor, W: Tensor, H: Tensor, levels: int
 ) -> float:
-    """Least ``dw H dw^T`` over all ``2 ** d`` choices between ``low`` and ``low + 1``."""
+    """Return the least ``dw H dw^T`` over all ``2 ** d`` choices between ``low`` and ``low + 1``."""
     best = math.inf
     for ups in itertools.product((0, 1), repeat=W.numel()):
         q = (low + torch.tensor(ups, dtype=W.dtype)).clamp(0, levels)
@@ -69,7 +69,7 @@ def best_rounding(
 def optq_row(
     w: Tensor, H: Tensor, step: Tensor, zero: Tensor, levels: int
 ) -> tuple[Tensor, Tensor]:
-    """OPTQ of one row by its definition: the optimal update of all columns left after each rounding.
+    """Return OPTQ of one row by its definition: the optimal update of all columns left after each rounding.
 
     Minimizes the quadratic form over the columns not yet rounded, by solving the linear system of
     the columns left, instead of going through a Cholesky factor.
@@ -90,7 +90,7 @@ def optq_row(
 
 
 def best_integers(step: Tensor, zero: Tensor, W: Tensor, H: Tensor, levels: int) -> float:
-    """Least ``dw H dw^T`` of one row over all ``(levels + 1) ** d`` integers."""
+    """Return the least ``dw H dw^T`` of one row over all ``(levels + 1) ** d`` integers."""
     candidates = torch.tensor(
         list(itertools.product(range(levels + 1), repeat=W.numel())), dtype=W.dtype
     )

@@ -1,8 +1,9 @@
-"""What the texts name exists: commands with their options, and files."""
+"""Commands, options and files that the texts name exist."""
 
 import ast
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -61,7 +62,7 @@ def lone_options(text: str) -> set[str]:
 COMMANDS = sorted(
     {program for name in DOCUMENTS for program, _ in commands(text_of(name))} - set(SCRIPTS)
 )
-"""The commands of aespa-pl that a document names."""
+"""Commands of aespa-pl that a document names."""
 
 
 @cache
@@ -112,3 +113,12 @@ def test_every_file_that_a_text_names_exists(name: str) -> None:
     assert {n for n in named if not list(ROOT.glob(n))} == set()
     links = {ROOT / Path(name).parent / link for link in LINK.findall(text)}
     assert {link for link in links if not link.exists()} == set()
+
+
+def test_the_table_of_results_is_what_its_command_prints() -> None:
+    document = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    shown = document.partition("<!-- rows -->")[2].partition("<!-- end -->")[0]
+    command = [sys.executable, "benchmarks/results.py", "benchmarks/results.jsonl"]
+    assert f"python {' '.join(command[1:])}" in document
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == shown.strip()

@@ -51,7 +51,7 @@ OUTSIDE: dict[str, set[str]] = {
     "tuning": {"torch", "lightning"},
     "models": {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
-"""By part, the libraries beyond Python's own that it may import; other parts may any."""
+"""Libraries beyond Python's own that a part may import; parts that are missing here may import any."""
 FAMILIES = {*models.MODEL_TYPES, *(type(family).__name__.lower() for family in models.FAMILIES)}
 STANDARD = set(sys.stdlib_module_names)
 

@@ -1,4 +1,4 @@
-"""Seconds add up by phase, and the peak is of bytes."""
+"""Seconds add up by phase, and the peak is in bytes."""
 
 import resource
 import time

@@ -1,4 +1,4 @@
-"""scripts/smollm2.py: what it does without a registry."""
+"""scripts/smollm2.py writes a model that transformers loads; no registry is asked."""
 
 import importlib.util
 import zipfile

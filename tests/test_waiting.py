@@ -23,7 +23,7 @@ def test_waiting_threads_sleep_unless_the_environment_says_otherwise(
 
 
 def test_torch_is_not_imported_before_the_setting() -> None:
-    """OpenMP reads it once, when torch is imported."""
+    """OpenMP reads the variable once, when torch is imported."""
     show = "import aespa_pl, sys; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""Walks over tiny models: what the tests of the walk, of runs and of resuming share."""
+"""Walk over tiny models, for the tests of the walk, of runs and of resuming."""
 
 import io
 import json
@@ -43,7 +43,7 @@ BASE = QuantizationSettings(
     polish=PolishSettings(enabled=False),
     input_correction=0,
 )
-"""The paper's parts alone; so few iterations want larger steps, or the rounding stays where OPTQ left it."""
+"""Settings with the paper's parts alone; so few iterations want larger steps, to leave OPTQ's rounding."""
 
 
 TrainerOptions = Callable[[Run, Portion], Mapping[str, Any]]
@@ -60,7 +60,7 @@ def changed(changes: Mapping[str, Any], settings: Any = BASE) -> Any:
 
 
 def trainers(settings: QuantizationSettings, run: Run, options: TrainerOptions) -> MakeTrainer:
-    """Return what makes a silent Trainer for each block."""
+    """Return a function that makes a silent Trainer for each block."""
 
     def make(portion: Portion) -> Trainer:
         silent = {
@@ -94,7 +94,7 @@ def tuning_trainer(_run: Run, _portion: Portion, epochs: int) -> Trainer:
 
 @dataclass(frozen=True)
 class Quantized:
-    """What a walk was given and what it left."""
+    """Holds the input of a walk, and the files that it left."""
 
     original: PreTrainedModel
     ids: Tensor

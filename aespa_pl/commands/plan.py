@@ -45,6 +45,7 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
 
     from aespa_pl.commands import limits  # noqa: PLC0415
     from aespa_pl.commands.job import block_dtype  # noqa: PLC0415
+    from aespa_pl.commands.output import quiet_libraries  # noqa: PLC0415
     from aespa_pl.models import family_of  # noqa: PLC0415
     from aespa_pl.models.headers import read_config  # noqa: PLC0415
     from aespa_pl.models.hub import resolve  # noqa: PLC0415
@@ -52,6 +53,7 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
     from aespa_pl.planning.table import needs_of, rows_of  # noqa: PLC0415
     from aespa_pl.resolve import resolved  # noqa: PLC0415
 
+    quiet_libraries()
     data, quantization = data or DataSettings(), resolved(quantization or QuantizationSettings())
     folder = limits.check_output(output or OutputSettings())
     name = str((trainer or {}).get("accelerator", "auto"))

@@ -85,10 +85,13 @@ def configuration_text(
     try:
         text = parser.dump(config, skip_unset=False)
     except ValueError as error:
-        unheld = re.search(r"cannot represent an object', <([^>]*)>", str(error))
+        unheld = re.search(r"cannot represent an object', <(\w+)\.\w+: '(\w+)'>", str(error))
+        named, example = (
+            (f"the type {unheld[1]}", unheld[2]) if unheld else (first_cause(error), "")
+        )
         raise UserError(
-            "trainer: a callback or logger has a default that can't be saved in config.yaml "
-            f"({unheld[1] if unheld else first_cause(error)}): give that argument as a text"
+            "trainer: a callback or logger has an argument that can't be saved in config.yaml "
+            f"({named}): give it as a text{f', such as {example}' if example else ''}"
         ) from error
     content = yaml.safe_load(text)[command]
     for key in ("config", "ckpt_path"):

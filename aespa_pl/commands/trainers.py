@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -140,6 +140,12 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
         if trainer[key] != default or (default is None and trainer[key] is not None):
             raise UserError(
                 f"trainer.{key} is decided by the walk: set quantization.rounding.iterations instead"
+            )
+    for callback in _listed(trainer["callbacks"]):
+        if isinstance(callback, ProgressBar):
+            raise UserError(
+                f"trainer.callbacks has {type(callback).__name__}: remove it, because fit shows bars of its "
+                "own"
             )
     if trainer["log_every_n_steps"] in (None, 0):
         raise UserError("trainer.log_every_n_steps: 1 or more iterations")

@@ -1,9 +1,12 @@
 """Read the rows of a data set on the Hugging Face hub."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from aespa_pl.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class HubRows:
         Raises:
             UserError: The data set can't be had, for whatever reason.
         """
+        # a hub that can't be reached is tried for half a minute
+        log.warning("%s: asking the Hugging Face hub for %s", key, self.repository)
         import datasets  # noqa: PLC0415 - 1 s, and not needed once the tokens are cached
 
         try:

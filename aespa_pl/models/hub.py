@@ -78,6 +78,8 @@ def _embedded(name: str) -> Path:
 
 
 def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
+    # a hub that can't be reached is tried for half a minute
+    logger.warning("model.pretrained: asking the Hugging Face hub for %s", name)
     try:
         if not weights:
             return Path(hf_hub_download(name, "config.json", revision=revision)).parent

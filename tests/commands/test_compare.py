@@ -47,7 +47,7 @@ def value(words: Sequence[str], key: str) -> str:
 
 
 class Runs:
-    """Stands for the processes: leaves runs that are finished, or fails."""
+    """Stands for the processes of cells: it leaves runs that are finished, or fails."""
 
     def __init__(self, perplexities: dict[str, float]) -> None:
         self.perplexities = perplexities

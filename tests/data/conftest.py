@@ -1,4 +1,4 @@
-"""A tokenizer whose ids can be read off the text, and a hub without network."""
+"""Make a tokenizer whose ids can be read off the text, and a hub without network."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def make_tokenizer(words: int = 1000, *, bos: bool = False) -> PreTrainedTokenizerFast:
-    """Word ``w7`` is token 7; ``<unk>`` is 0; with ``bos``, ``<s>`` is the last and comes first."""
+    """The word ``w7`` is token 7; ``<unk>`` is 0; with ``bos``, ``<s>`` is the last and comes first."""
     vocabulary = {"<unk>": 0} | {f"w{i}": i for i in range(1, words)} | {"<s>": words}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""Every kind of local file, and every way in which one can be wrong."""
+"""Every kind of local file is read, and every way in which one can be wrong is refused."""
 
 import gzip
 import json
@@ -165,7 +165,7 @@ def test_any_other_ending_is_plain_text(tmp_path: Path, name: str) -> None:
 
 
 def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
-    """Nobody writes to it: whoever opens it waits for ever."""
+    """Nobody writes to the pipe, so whoever opens it waits for ever."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=r"is a pipe or a device, .* write it to a file"):
         TextFile.find(str(tmp_path / "pipe"), KEY)

@@ -1,4 +1,4 @@
-"""Calibration segments: windows of long documents, each checked against the words of the text."""
+"""Calibration segments are windows of long documents, each checked against the words of the text."""
 
 from random import Random
 
@@ -15,7 +15,7 @@ LENGTH = 16
 
 
 class Words:
-    """A tokenizer that remembers what it was asked for; the word 7 is token 7."""
+    """Remembers the texts that it was asked for; the word 7 is token 7."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -97,7 +97,7 @@ def test_few_long_documents_are_all_used_and_the_longer_ones_more_often() -> Non
 
 
 def test_every_window_of_a_text_of_few_documents_is_equally_likely() -> None:
-    """Of three segments the third is one of the 2 windows of the first document and 16 of the other."""
+    """The third segment is one of the 2 windows of the first document and 16 of the other."""
     documents = make_documents([LENGTH + 1, 2 * LENGTH - 1])
     thirds = [origin(draw(documents, 3, seed)[2], documents) for seed in range(1500)]
     assert thirds.count(0) / 1500 == pytest.approx(2 / 18, abs=0.03)

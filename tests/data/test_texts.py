@@ -1,4 +1,4 @@
-"""Which rows are read, and what documents they make: the protocols of the paper."""
+"""Rows are read and make documents as the protocols of the paper say."""
 
 import gzip
 import json
@@ -91,7 +91,7 @@ def test_evaluation_on_ptb_joins_sentences_by_spaces(hub: Any) -> None:
 
 @pytest.fixture
 def hub_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders laid out as the repositories are; the real ``load_dataset`` prefers them."""
+    """The folders are laid out as the repositories are; the real ``load_dataset`` prefers them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
@@ -171,7 +171,12 @@ def test_datasets_finds_the_files_we_ask_for() -> None:
     ],
 )
 def test_a_failing_hub_is_one_line_with_the_way_out(
-    hub: Any, error: Exception, purpose: str, source: str, message: str
+    hub: Any,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    purpose: str,
+    source: str,
+    message: str,
 ) -> None:
     hub.error = error
     text = READERS[purpose](source)
@@ -179,6 +184,7 @@ def test_a_failing_hub_is_one_line_with_the_way_out(
         text.documents()
     why = (str(error) or type(error).__name__).splitlines()[0]
     assert str(caught.value) == message.replace("WHY", why)
+    assert "asking the Hugging Face hub for" in caplog.text  # which may take half a minute
 
 
 def test_a_hub_data_set_without_its_field_is_a_user_error(hub: Any) -> None:

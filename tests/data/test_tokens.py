@@ -1,4 +1,4 @@
-"""From a text to token ids, with every setting acting, and the cache behind it."""
+"""Texts become token ids; every setting acts, and the cache gives the same ids."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ def text_of(ids: range) -> str:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Word ``w7`` stands where token 7 will: the ids count up from 1."""
+    """The word ``w7`` stands where token 7 will be, because the ids count up from 1."""
     path = tmp_path / "text.txt"
     path.write_text(text_of(range(1, WORDS + 1)))
     return path

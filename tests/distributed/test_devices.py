@@ -1,4 +1,4 @@
-"""Several processes, with gloo on the CPU: what one process finds, in every way to start them."""
+"""Several processes find what one process finds, however they are started (gloo on the CPU)."""
 
 import json
 import os
@@ -21,20 +21,20 @@ from tests.models.examples import LENGTH, make_model
 from tests.walks import BLOCKS, SEGMENTS, save_with_words, shortened
 
 ITERATIONS, EVERY = 40, 8
-"""Of each block, and between two checkpoints."""
+"""Iterations of each block, and between two checkpoints."""
 ONCE = 21
 """A number of iterations of which a block has only one multiple."""
 LAST = ("--ckpt_path", "last")
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
 SECONDS = 480
-"""For a command line of its own: two processes import PyTorch."""
+"""Seconds for a command line of its own, in which two processes import PyTorch."""
 MANY = 5
-"""Processes: more than batches (2), key/value heads (2) and query heads (4)."""
+"""Number of processes, more than batches (2), key/value heads (2) and query heads (4)."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A small model and what runs it."""
+    """Has a small model, and runs it."""
 
     folder: Path
     forks: Forks
@@ -114,7 +114,7 @@ Whole = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def whole(bench: Bench) -> Whole:
-    """Runs of one process, by their options; each is done once."""
+    """Does the runs of one process, each set of options once."""
     done: dict[Sequence[str], str] = {}
 
     def get(*options: str) -> str:
@@ -161,7 +161,7 @@ def test_pieces(check: str, processes: int, bench: Bench) -> None:
 
 
 def test_lightning_starts_them(bench: Bench, whole: Whole) -> None:
-    """The command as a user types it; the second process is started by the first."""
+    """The first process starts the second, when a user types the command."""
     outcome = command(["-m", "aespa_pl", *bench.arguments("two", *TWO)])
     assert outcome.returncode == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
@@ -182,7 +182,7 @@ LAYER = ("--quantization.objective.query_key=layer", "--quantization.objective.v
 
 
 PARTS = ("--data.memory_gb=1e-6", "--quantization.rounding.iterations=4")
-"""So little that everything is done in parts."""
+"""Memory so small that everything is done in portions."""
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_they_find_what_one_finds(
 
 
 def test_checkpoint_is_that_of_one_process(bench: Bench) -> None:
-    """The same file, but for the order of sums: the whole block, whatever processes have learned it."""
+    """A checkpoint has the whole block, whichever processes have learned it, up to the order of sums."""
     files, checkpoint = [], f"checkpoints/block_000/step_{ONCE}.ckpt"
     for name, processes in (("stopped_one", 1), ("stopped_two", 2)):
         once = f"--output.checkpoint_iterations={ONCE}"
@@ -243,7 +243,7 @@ def assert_alike(one: Any, two: Any) -> None:
 def test_stopped_run_goes_on_with_another_number(
     before: int, to: int, after: int, bench: Bench, whole: Whole
 ) -> None:
-    """The signal comes to one process: to the second of two."""
+    """The signal comes to one process, which is the second of two."""
     name = f"from_{before}_to_{after}"
     stopped = bench.fit(
         name, processes=before, number=signal.SIGTERM, to=to, when="checkpoints/block_001/*.ckpt"
@@ -277,7 +277,7 @@ def test_killed_run_of_one_goes_on_with_torchrun(bench: Bench, whole: Whole) -> 
 
 
 def test_slurm_starts_them(bench: Bench, whole: Whole) -> None:
-    """As far as the environment goes: SLURM itself is not here."""
+    """Only the environment is SLURM's, which itself is not installed here."""
     outcome = bench.fit("slurm", FAST, processes=2, environment=SLURM)
     assert outcome.status == 0, "\n".join(outcome.texts)
     bench.check("slurm", like=whole(FAST))

@@ -1,4 +1,4 @@
-"""Processes that wait for others that never come."""
+"""Processes that wait for others in vain say so, stop at a signal, and give up."""
 
 import re
 import signal

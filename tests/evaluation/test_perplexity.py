@@ -22,7 +22,7 @@ from tests.models.examples import EXAMPLES, VOCABULARY, make_ids, make_model, sa
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 SEGMENTS = 5
 CLOSE = 1e-4
-"""Relative: logits are float32, and the largest perplexities here are exp(20)."""
+"""Relative tolerance: logits are float32, and the largest perplexities here are exp(20)."""
 
 
 def open_stream(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:

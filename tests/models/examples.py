@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one of each kind that a family has to deal with."""
+"""Make tiny models with random weights, one of each kind that a family has to deal with."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +98,7 @@ def make_ids(segments: int = 2) -> Tensor:
 
 
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
-    """Write a checkpoint with a tokenizer of one word a token."""
+    """Write a model with a tokenizer of one word a token."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     words = WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""BLOOM: the fused matrix, where zeta may go, and what is refused."""
+"""BLOOM's fused matrix is divided, zeta is folded where it may go, and other parts are refused."""
 
 from typing import Any
 

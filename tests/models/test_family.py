@@ -1,4 +1,4 @@
-"""What every family promises, held against the library's own forward pass."""
+"""Every family keeps its promises, compared with the library's own forward pass."""
 
 from typing import Any
 

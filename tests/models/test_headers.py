@@ -22,13 +22,13 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A good checkpoint of one file."""
+    """A good model in one file."""
     return save(make_model("opt", torch.float32), tmp_path)
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """A good checkpoint of several files."""
+    """A good model in several files."""
     return save(make_model("opt", torch.float32), tmp_path, "8KB")
 
 
@@ -205,7 +205,7 @@ def test_file_without_permission_is_not_called_damaged(folder: Path) -> None:
 def test_file_that_can_not_be_read_is_not_called_damaged(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system's refusal as root can have it: a disk that fails."""
+    """The system refuses even root, as with a disk that fails."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

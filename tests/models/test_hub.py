@@ -1,4 +1,4 @@
-"""Where ``model.pretrained`` leads, with the hub's functions replaced."""
+"""``model.pretrained`` leads to the right folder; the hub's functions are replaced."""
 
 import logging
 from collections.abc import Callable
@@ -25,7 +25,7 @@ PICKLED = ["config.json", "pytorch_model.bin", "tokenizer.json"]
 
 @dataclass
 class Hub:
-    """What the hub has: files by revision, pull requests, or an error for whoever asks."""
+    """Stands for the hub, with files by revision, pull requests, or an error for whoever asks."""
 
     files: dict[str | None, list[str]]
     offers: list[str | None] = field(default_factory=list)
@@ -123,6 +123,7 @@ def test_conversion_of_the_hub_is_found(hub: Hub, caplog: pytest.LogCaptureFixtu
         resolve("facebook/opt-125m")
     assert hub.downloads[0]["revision"] == "refs/pr/42"
     assert "using refs/pr/42 of SFconvertbot" in caplog.text
+    assert "model.pretrained: asking the Hugging Face hub for" in caplog.text
 
 
 def fits(download: dict[str, Any], name: str) -> bool:

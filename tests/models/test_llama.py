@@ -1,4 +1,4 @@
-"""LLaMA-type: rotation, norms on heads, windows, where zeta may go, and what is refused."""
+"""LLaMA-type models are observed with rotation, norms on heads and windows, folded, or refused."""
 
 from typing import Any
 
@@ -135,7 +135,7 @@ def test_models_without_head_norms_have_no_scale() -> None:
 
 
 def test_window_changes_the_logits() -> None:
-    """Or the tests of windows would show nothing."""
+    """Otherwise the tests of windows would show nothing."""
     model, ids = make_model("mistral-window"), make_ids()
     narrow = model(ids, use_cache=False).logits
     model.config.sliding_window = None

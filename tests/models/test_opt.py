@@ -1,4 +1,4 @@
-"""OPT: where zeta may go, and the query's hidden factor."""
+"""OPT's zeta goes where it may, and the hidden factor of its query is taken out."""
 
 from typing import Any
 

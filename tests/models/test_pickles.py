@@ -49,7 +49,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint in one pickle."""
+    """A model in one pickle."""
     return unsafe(save(make_model("opt", torch.float32), tmp_path / "model"))
 
 

@@ -18,7 +18,7 @@ from tests.models.examples import EXAMPLES, VOCABULARY, make_ids, make_model, sa
 
 CPU = torch.device("cpu")
 SHARD = "8KB"
-"""Of about 60 kB of weights: several shards, and blocks that lie in more than one."""
+"""Largest size of a shard; the models have 60 kB, so some blocks lie in several shards."""
 
 
 def stream(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -47,7 +47,7 @@ def test_streamed_logits_are_the_librarys(name: str, shard: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
 def test_base_model_without_prefix_and_head_is_read(name: str, tmp_path: Path) -> None:
-    """As bigscience/bloom and the first OPT checkpoints are stored; the head is the embedding."""
+    """Weights are stored as bigscience/bloom's and the first OPT models' are; the head is the embedding."""
     model, ids = make_model(name, torch.float32), make_ids()
     save(model, tmp_path)
     path = tmp_path / "model.safetensors"
@@ -77,7 +77,7 @@ def test_head_alone_of_a_tied_pair_is_enough(tmp_path: Path) -> None:
 def test_stored_head_counts_in_spite_of_a_configuration_that_ties(
     differs: bool, tmp_path: Path
 ) -> None:
-    """As transformers does it: another head than the embedding is used, the same one is tied."""
+    """Heads are used as by transformers: another head than the embedding is used, the same one is tied."""
     model, ids = make_model("opt", torch.float32), make_ids()
     save(model, tmp_path)
     path = tmp_path / "model.safetensors"
@@ -151,7 +151,7 @@ def test_only_the_block_in_use_is_real(tmp_path: Path) -> None:
 
 
 def test_block_loaded_in_inference_mode_can_be_released_outside(tmp_path: Path) -> None:
-    """As a generator that is abandoned in the middle of an evaluation does it."""
+    """A generator that is abandoned in the middle of an evaluation does so."""
     pretrained = PretrainedFolder.open(save(make_model("opt", torch.float32), tmp_path))
     model = pretrained.skeleton()
     family = family_of(model.config)
@@ -162,7 +162,7 @@ def test_block_loaded_in_inference_mode_can_be_released_outside(tmp_path: Path) 
 
 
 def test_loaded_weights_are_free_of_the_file(tmp_path: Path) -> None:
-    """They are changed in place, and the file may go."""
+    """The weights are changed in place, and the file may go."""
     pretrained = PretrainedFolder.open(save(make_model("opt", torch.float32), tmp_path))
     model = pretrained.skeleton()
     family = family_of(model.config)

@@ -174,7 +174,7 @@ def test_a_block_alone_is_in_memory_for_its_context(index: int, tmp_path: Path) 
 
 
 def test_a_block_can_be_read_from_another_checkpoint(tmp_path: Path) -> None:
-    """As the quantized blocks of a continued run are; the others are read from the model's own."""
+    """The quantized blocks of a continued run are read so; the others are read from the model's own."""
     source = make("opt", tmp_path / "own")[1]
     other, other_source = make("opt", tmp_path / "other")
     ids = make_ids(2)
@@ -193,7 +193,7 @@ def test_a_block_can_be_read_from_another_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_changed_block_changes_the_states_after_it(tmp_path: Path) -> None:
-    """As a quantized block does; the folder and the next pass are as before."""
+    """A quantized block does so; the folder and the next pass are as before."""
     model, source = make("llama-grouped", tmp_path)
     ids = make_ids(3)
     original = library_states(model, ids)
@@ -258,7 +258,7 @@ def test_states_hold_no_graph(tmp_path: Path) -> None:
 def test_batches_come_in_turn_while_those_before_are_replaced(
     count: int, device: str, on_disk: bool, tmp_path: Path
 ) -> None:
-    """On a GPU with work behind each that is longer than a copy, so that one too early would show."""
+    """Each copy has work behind it that takes longer than the copy, so that one too early would show."""
     where = torch.device(device)
     values = [torch.randn(2, 512, 64) for _ in range(count)]
     kept = [value.clone() for value in values]

@@ -1,4 +1,4 @@
-"""Folding and writing of weights leave what they should leave."""
+"""Folding and writing of weights change nothing else."""
 
 import pytest
 import torch

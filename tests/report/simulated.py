@@ -1,4 +1,4 @@
-"""Simulated runs: folders such as a run leaves, with invented numbers, so many blocks as are wanted."""
+"""Simulate runs: folders such as a run leaves, with invented numbers and any number of blocks."""
 
 import json
 import math

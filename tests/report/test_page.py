@@ -1,4 +1,4 @@
-"""The page in a real browser, and what its sentences say."""
+"""The page works in a real browser, and its sentences say what the numbers say."""
 
 import json
 import re

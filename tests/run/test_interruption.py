@@ -27,7 +27,7 @@ both = pytest.mark.parametrize("number", SIGNALS)
 
 
 HEADS = 4
-"""Heads of the tests' OPT."""
+"""Number of heads of the tests' OPT."""
 
 
 def whole_block(index: int) -> Portion:
@@ -83,7 +83,7 @@ def test_handlers_are_put_back() -> None:
 
 
 def test_ignored_signal_stays_ignored() -> None:
-    """As nohup wants it: the run goes on when the terminal is closed."""
+    """The run goes on, as nohup wants it, when the terminal is closed."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Interruption().watching():
@@ -260,7 +260,7 @@ def test_checkpoints_come_by_iterations_and_time(
 def test_saving_takes_a_small_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock on which an iteration takes 1 s and a save 2 s; 5 s between saves are asked for."""
+    """An iteration takes 1 s and a save 2 s on this clock; 5 s between saves are asked for."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     saved: list[float] = []
@@ -294,7 +294,7 @@ def test_checksum_made_while_writing_is_that_of_the_file(tmp_path: Path) -> None
 def test_checkpoint_is_named_after_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the disk fills on the way, the journal keeps the one before, which is still there."""
+    """If the disk fills on the way, the journal keeps the one before, which is still there."""
     run, portion = Run.create(tmp_path, {}), whole_block(0)
     writer, folder = JournaledCheckpointIO(run, portion), run.checkpoint_folder(0)
     writer.save_checkpoint({"a": 1}, folder / "step_1.ckpt")

@@ -257,7 +257,7 @@ def test_damage_is_found(damage: str, run: Run) -> None:
 
 @damages
 def test_damage_of_a_finished_model_is_found(damage: str, run: Run) -> None:
-    """Of its blocks and of what lies beside them; what comes later is nobody's concern."""
+    """Damage is found in the blocks and beside them; files that come later don't count."""
     shards = [make_file(run.model_folder / f"shard_{index}") for index in range(2)]
     for index in (1, 0):
         run.finish_block(index, RECORD, [make_file(run.block_file(index)), shards[index]])

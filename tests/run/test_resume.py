@@ -25,15 +25,15 @@ from tests.models.examples import LENGTH, make_model
 from tests.walks import BLOCKS, SEGMENTS, save_with_words, shortened
 
 KILLS = int(os.environ.get("AESPA_KILLS", "20"))
-"""benchmarks/kills.py asks for more."""
+"""Number of kills; benchmarks/kills.py asks for more."""
 ITERATIONS, EVERY = 40, 8
-"""Of each block, and between two checkpoints."""
+"""Iterations of each block, and between two checkpoints."""
 LAST = ("--ckpt_path", "last")
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A small model and what runs it."""
+    """Has a small model, and runs it."""
 
     folder: Path
     forks: Forks
@@ -159,7 +159,7 @@ MOMENTS = [
     "*/blocks/block_001.safetensors",
     "*/model/model.safetensors.index.json",
 ]
-"""What has just appeared when the run is killed."""
+"""Files that have just appeared when the run is killed."""
 
 
 def test_killed_at_each_of_its_writes_it_goes_on_to_the_same_bytes(
@@ -198,7 +198,7 @@ def test_signal_stops_with_one_line_that_continues(
 
 
 def test_python_m_aespa_pl_stops_and_goes_on(bench: Bench, whole: dict[str, bytes]) -> None:
-    """The same once more as a process of its own, from its first import to its exit status."""
+    """The same holds for a process of its own, from its first import to its exit status."""
     with subprocess.Popen(
         [sys.executable, "-m", "aespa_pl", *bench.arguments("process")],
         cwd=Path(__file__).parents[2],
@@ -240,7 +240,7 @@ def truncate(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Change the last bit: what is read is of the right shape."""
+    """Change the last bit, which leaves the shapes right."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -286,7 +286,7 @@ def test_damaged_checkpoint_is_named_and_not_used(
 
 
 def test_checkpoint_is_used(bench: Bench, stopped: Path, whole: dict[str, bytes]) -> None:
-    """With a checkpoint of other rounding variables in its place the end is another."""
+    """The end is another with a checkpoint of other rounding variables in its place."""
     name = "other_checkpoint"
     run = copied(stopped, bench, name)
     journal = bench.journal(name)
@@ -309,7 +309,7 @@ def test_checkpoint_is_used(bench: Bench, stopped: Path, whole: dict[str, bytes]
 def test_checkpoint_of_a_newer_lightning_is_used(
     bench: Bench, stopped: Path, whole: dict[str, bytes]
 ) -> None:
-    """As after a downgrade; what is in the file is what counts."""
+    """The file is like one after a downgrade; its content counts."""
     name = "newer_lightning"
     run = copied(stopped, bench, name)
     journal = bench.journal(name)

@@ -28,7 +28,7 @@ TUNED = (
     "--data.calibration.segments=24",
     "--output.checkpoint_iterations=1",
 )
-"""Of 24 segments 4 are held back: 4 steps an epoch, 12 for a block and 8 for the model."""
+"""Options of a tuning that holds back 4 of 24 segments: 12 steps for a block, 8 for the model."""
 BLOCK, MODEL = "checkpoints/block_000/tuning", f"checkpoints/block_{BLOCKS:03}/tuning"
 
 
@@ -76,7 +76,7 @@ MOMENTS = [
     "rewriting/model/model-00003-of-00003.safetensors",
     "model/model.safetensors.index.json",
 ]
-"""What has just appeared when the run is killed, in their order."""
+"""Files that have just appeared when the run is killed, in their order."""
 
 
 def test_killed_at_each_of_its_writes_it_goes_on_to_the_same_bytes(

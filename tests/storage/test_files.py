@@ -1,4 +1,4 @@
-"""What is on disk is complete, whatever goes wrong."""
+"""A file on the disk is complete, whatever goes wrong."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A walk over a whole model: the files say what was done, and each switch does what it says."""
+"""A walk over a whole model stores what it did, and each switch does what it says."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ Walked = Callable[..., Quantized]
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
-    """Walks of this module: the same one is done once."""
+    """Does the walks of this module, each once."""
     done: dict[str, Quantized] = {}
 
     def get(name: str, changes: dict[str, Any] | None = None) -> Quantized:
@@ -264,7 +264,7 @@ def test_method_says_which_projections_learn(method: str, learned: int, walked: 
 
 @every_family
 def test_correction_aims_at_the_output_of_the_original_model(name: str, walked: Walked) -> None:
-    """Of the first projections of block 1, by least squares on their inputs in both models.
+    """The first projections of block 1 are corrected by least squares on their inputs in both models.
 
     Block 0 has nothing to make up for. With nearest rounding on the grid that was found, the
     integers of the second tell what their target was.
@@ -504,7 +504,7 @@ def test_what_was_measured_is_in_journal_and_block_file(walked: Walked) -> None:
 
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
 def test_block_after_replay_is_the_same(name: str, tmp_path: Path) -> None:
-    """The first time its inputs come from the block in memory, the second time from its file."""
+    """The inputs of block 1 come from the block in memory first, then from its file."""
     torch.manual_seed(1)
     model = shortened(make_model(name, torch.float16))  # the file holds less than float32 does
     first = walk(name, tmp_path, model=model)
