@@ -15,7 +15,7 @@ Here a *unit* is what can be minimized alone: a row, or a head where G couples i
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Real
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
@@ -34,12 +34,10 @@ class Descent:
     """What a descent found."""
 
     integers: Real[Tensor, "heads rows d_in"]
-    passes: int
-    """Visits of the columns that the slowest unit took."""
-    changed: int
-    """Integers that differ from those that it began with."""
-    loss_before: float
-    """Objective of those that it began with."""
+    passes: Int[Tensor, " heads"]
+    """Visits of all columns, of the unit that took most."""
+    loss_before: Float[Tensor, " heads"]
+    """Objective of the integers that it began with."""
 
 
 def descend(
@@ -72,18 +70,21 @@ def descend(
     if G is None and H.shape[0] == 1:
         units = units.rows_alone()
     before = units.loss()  # [units, separable]
-    found, loss, done = units.integers.clone(), before.sum(-1), 0
-    left = torch.arange(len(loss), device=W.device)
-    while left.numel() and done < passes:
+    found, loss = units.integers.clone(), before.sum(-1)
+    taken, left = torch.zeros_like(loss, dtype=torch.long), torch.arange(len(loss), device=W.device)
+    for done in range(1, passes + 1):
         units.visit()
-        found[left], done = units.integers, done + 1
+        found[left], taken[left] = units.integers, done
         now = units.loss().sum(-1)
-        going = (now < loss) & (now <= (1 - LEAST_GAIN) * loss)
+        going = ((now < loss) & (now <= (1 - LEAST_GAIN) * loss)).nonzero()[:, 0]
+        if not going.numel():
+            break
         left, loss, units = left[going], now[going], units.some(going)
     current = found.view_as(integers)
     after = reconstruction_loss(dequantize(current, grid) - W, H, G)
     kept = keep_better(integers, before.view_as(after), current.to(integers.dtype), after)
-    return Descent(kept, done, int((kept != integers).sum()), float(before.sum()))
+    heads = len(W)
+    return Descent(kept, taken.view(heads, -1).amax(-1), before.view(heads, -1).sum(-1))
 
 
 @dataclass
@@ -106,14 +107,14 @@ class _Units:
         of_weights = (self.integers, self.errors, self.step, self.R)
         return _Units(*(x.flatten(0, 1)[:, None] for x in of_weights), self.H, None, self.levels)
 
-    def some(self, chosen: Bool[Tensor, " units"]) -> "_Units":
-        """Return some of the units."""
-        if bool(chosen.all()):
+    def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
+        """Return some of the units, in their order."""
+        if len(chosen) == len(self.errors):
             return self
         of_weights = (self.integers, self.errors, self.step, self.R)
         H = self.H if len(self.H) == 1 else self.H[chosen]
         G = None if self.G is None else self.G[chosen]
-        return _Units(*(x[chosen] for x in of_weights), H, G, self.levels)
+        return _Units(*(x.index_select(0, chosen) for x in of_weights), H, G, self.levels)
 
     def loss(self) -> Float[Tensor, "units separable"]:
         """Return the objective of each unit in its independent parts: rows, or with G the head."""
@@ -143,15 +144,15 @@ class _Units:
             q += moves
             delta = moves * step
             self.errors[here] += delta
-            if (
-                G is None and 2 * len(moved) <= len(moves) and len(self.H) == 1
-            ):  # most units are still
-                self.R.index_add_(0, moved, _times(delta[moved], self.H[:, columns]))
-                continue
-            change = _times(delta, self.H[:, columns])
-            self.R[:, rows] += change  # P too, where there is no G
             if G is not None:
+                change = _times(delta, self.H[:, columns])
+                self.R[:, rows] += change
                 P.baddbmm_(G, change)
+            elif len(self.H) > 1:
+                P.baddbmm_(delta, self.H[:, columns])
+            else:
+                few = delta.index_select(0, moved)
+                P.index_add_(0, moved, _times(few, self.H[:, columns]))
 
 
 def _moves(
@@ -185,28 +186,27 @@ def _moves(
     newton = -1 / (step * curvature)
 
     found = moves = _nearest(P * newton, down, up)
-    among = torch.arange(len(moves), device=P.device)
-    alone = G is None and len(H) == 1
-    unsettled = moves.flatten(1).any(-1)
+    among = unsettled = moves.flatten(1).any(-1).nonzero()[:, 0]
     for _ in range(P[0].numel()):  # NaN would go on for ever
-        if not unsettled.any():
+        if not unsettled.numel():
             break
-        if alone and 2 * int(unsettled.sum()) <= len(moves):
-            P, newton, down, up, step, moves, among = (
-                x[unsettled] for x in (P, newton, down, up, step, moves, among)
+        if G is None and len(H) == 1 and 2 * len(unsettled) <= len(moves):
+            among = unsettled if moves is found else among[unsettled]
+            P, newton, down, up, step, moves = (
+                x.index_select(0, unsettled) for x in (P, newton, down, up, step, moves)
             )
         delta, before = moves * step, moves
-        gradient = (
-            P + _times(delta, later) if G is None else torch.baddbmm(P, below, _times(delta, H))
-        )
-        if G is not None:
+        if G is None:
+            gradient = P + _times(delta, later)
+        else:
+            gradient = torch.baddbmm(P, below, _times(delta, H))
             gradient.addcmul_(own, _times(delta, later))
         moves = _nearest(gradient.mul_(newton), down, up)
         if len(moves) == len(found):
             found = moves
         else:
-            found[among] = moves
-        unsettled = (moves != before).flatten(1).any(-1)
+            found.index_copy_(0, among, moves)
+        unsettled = (moves != before).flatten(1).any(-1).nonzero()[:, 0]
     return found
 
 
@@ -221,6 +221,4 @@ def _times(
     delta: Float[Tensor, "units rows columns"], H: Float[Tensor, "#units columns some"]
 ) -> Float[Tensor, "units rows some"]:
     """Return ``delta H``, as one large product where all units share H."""
-    if len(H) == 1:
-        return (delta.flatten(0, 1) @ H[0]).unflatten(0, delta.shape[:2])
-    return delta @ H
+    return delta @ (H[0] if len(H) == 1 else H)

@@ -76,8 +76,8 @@ def test_objective_never_rises_and_integers_stay_in_range(
         assert float(after.sum()) < 0.98 * float(before.sum())
         assert bool(((found.integers >= 0) & (found.integers <= grid.levels)).all())
         assert torch.equal(found.integers, found.integers.round())
-        assert found.changed == int((found.integers != q).sum()) > 0
-        assert found.loss_before == pytest.approx(float(before.sum()), rel=1e-6)
+        assert not torch.equal(found.integers, q)
+        torch.testing.assert_close(found.loss_before, before.sum(-1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("block", [(16, 16), (2, 3), (3, 1)])
@@ -121,8 +121,8 @@ def test_moves_are_those_of_trying_every_value(
             )
             assert torch.equal(found.integers[head], expected)
             taken.append(done)
-        assert found.passes == max(taken)
-        assert (passes == 20) is (found.passes < passes)  # the limit, and the end without it
+        assert found.passes.tolist() == taken
+        assert (passes == 20) is (max(taken) < passes)  # the limit, and the end without it
 
 
 @every_kind
@@ -132,10 +132,10 @@ def test_at_the_end_a_second_descent_changes_nothing(
     monkeypatch.setattr(descent, "LEAST_GAIN", 0)
     W, H, G, grid = problem(kind, rows=6, columns=30, dtype=torch.float32)
     first = descend(starts(W, H, grid)["optq"], W, grid, H, G, passes=100)
-    assert 1 < first.passes < 100
+    assert bool(((first.passes > 1) & (first.passes < 100)).all())
     second = descend(first.integers, W, grid, H, G, passes=100)
     assert torch.equal(first.integers, second.integers)
-    assert (second.passes, second.changed) == (1, 0)
+    assert second.passes.tolist() == [1] * len(W)
 
 
 @pytest.mark.parametrize("kind", ["value", "value, one H", "other"])
@@ -156,9 +156,9 @@ def test_passes_end_when_a_row_gains_little(kind: str, monkeypatch: pytest.Monke
     exact = descend(q, W, grid, H, G, passes=100)
     monkeypatch.setattr(descent, "LEAST_GAIN", 0.5)
     early = descend(q, W, grid, H, G, passes=100)
-    assert early.passes < exact.passes
+    assert bool((early.passes < exact.passes).all())
     least, more = (float(loss(x.integers, W, H, G, grid).sum()) for x in (exact, early))
-    assert least < more < early.loss_before
+    assert least < more < float(early.loss_before.sum())
 
 
 def test_start_is_kept_where_the_objective_would_rise() -> None:
