@@ -148,11 +148,12 @@ class _Units:
                 change = _times(delta, self.H[:, columns])
                 self.R[:, rows] += change
                 P.baddbmm_(G, change)
-            elif len(self.H) > 1:
-                P.baddbmm_(delta, self.H[:, columns])
-            else:
-                few = delta.index_select(0, moved)
-                P.index_add_(0, moved, _times(few, self.H[:, columns]))
+            elif 2 * len(moved) > len(P) or len(self.H) > 1:
+                P.add_(_times(delta, self.H[:, columns]))
+            else:  # most units are still
+                few = P.index_select(0, moved)
+                few.add_(_times(delta.index_select(0, moved), self.H[:, columns]))
+                P.index_copy_(0, moved, few)
 
 
 def _moves(
