@@ -36,8 +36,8 @@ class Descent:
     integers: Real[Tensor, "heads rows d_in"]
     passes: Int[Tensor, " heads"]
     """Visits of all columns, of the unit that took most."""
-    loss_before: Float[Tensor, " heads"]
-    """Objective of the integers that it began with."""
+    loss_before: Float[Tensor, "heads separable"]
+    """Objective of the integers that it began with, in its independent parts."""
 
 
 def descend(
@@ -83,8 +83,7 @@ def descend(
     current = found.view_as(integers)
     after = reconstruction_loss(dequantize(current, grid) - W, H, G)
     kept = keep_better(integers, before.view_as(after), current.to(integers.dtype), after)
-    heads = len(W)
-    return Descent(kept, taken.view(heads, -1).amax(-1), before.view(heads, -1).sum(-1))
+    return Descent(kept, taken.view(len(W), -1).amax(-1), before.view_as(after))
 
 
 @dataclass
@@ -120,7 +119,7 @@ class _Units:
         """Return the objective of each unit in its independent parts: rows, or with G the head."""
         if self.G is None:
             return (self.errors * self.R).sum(-1)
-        return (self.errors * (self.G @ self.R)).sum((1, 2))[:, None]
+        return (self.errors * (self.G @ self.R)).sum(-1).sum(-1, keepdim=True)
 
     def visit(self) -> None:
         """Visit all integers once, in blocks of rows and columns."""

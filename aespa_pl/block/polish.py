@@ -5,6 +5,8 @@ from dataclasses import replace
 import torch
 
 from aespa_pl.algorithm.descent import Descent, descend
+from aespa_pl.algorithm.objectives import reconstruction_loss
+from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, Rows
 from aespa_pl.distributed.processes import World
 
@@ -37,8 +39,10 @@ def _polish_coupled(projections: list[QuantizedProjection], passes: int, world: 
     first = 0
     for p, rows in zip(projections, each, strict=True):
         heads = slice(first, first + len(rows.weight))
-        own = Descent(found.integers[heads], found.passes[heads], found.loss_before[heads])
-        _take(p, [own], world)
+        # by itself, as it was and will be measured: a product of other rows has other rounding errors
+        dW = dequantize(rows.integers, rows.grid) - rows.weight
+        before = reconstruction_loss(dW, rows.hessian, rows.other_side)
+        _take(p, [Descent(found.integers[heads], found.passes[heads], before)], world)
         first = heads.stop
 
 
