@@ -2,8 +2,14 @@
 
 import os
 
+from aespa_pl.processors import threads
+
 __version__ = "0.1.0"
 
 # OpenMP reads this when torch is imported. A thread that waits for the others sleeps: one that spins
 # takes the core of a thread that it waits for where other processes run (benchmarks/busy_machine.py).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A container's quota of processor time, of which OpenMP knows nothing.
+if (quota := threads()) is not None:
+    os.environ.setdefault("OMP_NUM_THREADS", str(quota))

@@ -62,13 +62,12 @@ def main(*, hidden: int = 768, passes: int = 10, bits: int = 2, measured: int = 
     print("|---|---|---|---|---|---|---|---|")
     totals = [0.0, 0.0]
     for name, shape in shapes.items():
-        rounding, polish, found, ratio = _measure(shape, bits, passes, measured)
+        rounding, polish, found, changed, ratio = _measure(shape, bits, passes, measured)
         totals = [totals[0] + rounding, totals[1] + polish]
         size = shape.heads * shape.rows
         print(
             f"| {name} | {size} x {shape.columns} | {rounding:.1f} | {polish:.2f} | "
-            f"{polish / rounding:.1%} | {found.passes} | "
-            f"{found.changed / found.integers.numel():.1%} | {ratio:.3f} |",
+            f"{polish / rounding:.1%} | {int(found.passes.max())} | {changed:.1%} | {ratio:.3f} |",
             flush=True,
         )
     print(f"| block | | {totals[0]:.1f} | {totals[1]:.2f} | {totals[1] / totals[0]:.1%} | | | |")
@@ -76,8 +75,8 @@ def main(*, hidden: int = 768, passes: int = 10, bits: int = 2, measured: int = 
 
 def _measure(
     shape: Shape, bits: int, passes: int, measured: int
-) -> tuple[float, float, Descent, float]:
-    """Return seconds of the rounding and of the descent, what it found and how the objective fell."""
+) -> tuple[float, float, Descent, float, float]:
+    """Return seconds of rounding and descent, what it found, shares of integers changed and of the loss."""
     W = torch.randn(shape.heads, shape.rows, shape.columns)
     H, G = _statistics(shape)
     grid = min_max_grid(
@@ -98,7 +97,8 @@ def _measure(
     found: list[Descent] = []
     polish = _seconds(lambda: found.append(descend(integers, W, grid, H, G, passes=passes)))
     after = float(reconstruction_loss(dequantize(found[0].integers, grid) - W, H, G).sum())
-    return learning, polish, found[0], after / found[0].loss_before
+    changed = float((found[0].integers != integers).float().mean())
+    return learning, polish, found[0], changed, after / float(found[0].loss_before.sum())
 
 
 def _statistics(shape: Shape) -> tuple[Tensor, Tensor | None]:

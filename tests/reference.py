@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -107,8 +108,9 @@ def coordinate_descent(
     G: Tensor,
     levels: int,
     passes: int,
+    order: Sequence[tuple[int, int]],
 ) -> tuple[Tensor, int]:
-    """Try every value of every integer of one head, row by row and column by column.
+    """Try every value of every integer of one head, in an order of rows and columns.
 
     Returns:
         The integers ``[rows, d]``, and how many passes it took; the last of them moved nothing, or
@@ -123,7 +125,7 @@ def coordinate_descent(
     before = None
     while done < passes and (before is None or not torch.equal(current, before)):
         before, done = current.clone(), done + 1
-        for i, j in itertools.product(*map(range, current.shape)):
+        for i, j in order:
             for value in range(levels + 1):
                 other = current.clone()
                 other[i, j] = value

@@ -13,6 +13,7 @@ from aespa_pl import models
 
 PACKAGE = Path(aespa_pl.__file__).parent
 ORDER = (
+    "processors",
     "",
     "errors",
     "methods",

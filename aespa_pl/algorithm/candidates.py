@@ -100,10 +100,18 @@ def best_grids(
     return scale[..., 0], chosen.zero[..., 0]
 
 
-def products_of_a_search(columns: int, candidates: int) -> int:
+def compared(candidates: int, *, thorough: bool = True) -> int:
+    """Return how many candidates of a row get an approximate loss in a search."""
+    if thorough or candidates < 2 * STRIDE:
+        return candidates
+    coarse = len(range(STRIDE // 2, candidates, STRIDE))
+    return coarse + min(BASINS, coarse) * STRIDE
+
+
+def products_of_a_search(columns: int, candidates: int, *, thorough: bool = True) -> float:
     """Return how many products ``e H`` of a row, or what takes as much arithmetic, a search makes."""
     exact = min(SHORTLIST, candidates) + 2  # two more for the lowest point of the parabola
-    return exact + candidates * leading_rank(columns) // columns
+    return exact + compared(candidates, thorough=thorough) * leading_rank(columns) / columns
 
 
 def leading_rank(columns: int) -> int:

@@ -8,23 +8,25 @@ the objective; a pass that moves nothing ends the descent, in a minimum of each 
 
 Source: coordinate descent on the integer least-squares problem that rounding is (closest vector
 problem; Eq. 17, 21 and 22 of the paper are its quadratic forms); the blocks of columns are OPTQ's.
+
+Here a *unit* is what can be minimized alone: a row, or a head where G couples its rows or its H is its own.
 """
 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Real
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
-from aespa_pl.algorithm.objectives import error_product, keep_better, reconstruction_loss
+from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize
 
-BLOCK = 128
-"""Columns whose moves reach the columns after them together, with one product; at least so many."""
-BLOCK_ELEMENTS = 2**14
-"""Weights of a block: with few rows it has more columns. The rows of a head are visited one by one,
-so with 12 heads a block of 128 columns is so small that calls, not numbers, take the time: 0.7 of it
-with all 768 columns."""
+COLUMNS = 32
+"""Columns of a block, whose moves are found together and reach the other columns with one product."""
+COUPLED_ROWS, COUPLED_COLUMNS = 16, 16
+"""Rows and columns of a block with G. A larger one takes fewer calls, and more rounds to settle."""
+LEAST_GAIN = 1e-3
+"""Share of its loss that a unit must gain in a pass, or the pass was its last."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,10 @@ class Descent:
     """What a descent found."""
 
     integers: Real[Tensor, "heads rows d_in"]
-    passes: int
-    """Visits of all columns; the last of them moved nothing, unless the limit came first."""
-    changed: int
-    """Integers that differ from those that it began with."""
-    loss_before: float
-    """Objective of those that it began with."""
+    passes: Int[Tensor, " heads"]
+    """Visits of all columns, of the unit that took most."""
+    loss_before: Float[Tensor, "heads separable"]
+    """Objective of the integers that it began with, in its independent parts."""
 
 
 def descend(
@@ -49,11 +49,10 @@ def descend(
     *,
     passes: int,
 ) -> Descent:
-    """Visit the columns in their order, again and again, and move each integer to its best value.
+    """Visit all integers, again and again, and move each to its best value.
 
-    Without G all rows are visited at once. G couples the rows of a head: they are visited one after
-    the other, those of all heads at once. Each pass begins with a new product, so rounding errors do
-    not add up, and where the objective ended higher all the same (in a row, with G in a head) the
+    The weights are visited block by block, first along the columns, and row by row within a block. Where
+    the objective ended higher all the same (in a row, with G in a head), because float32 is not exact, the
     integers stay as they were.
 
     Args:
@@ -62,105 +61,164 @@ def descend(
         grid: Grid of the projection.
         H: Damped Hessian.
         G: Second moment of the other side (query and key projections), or None.
-        passes: Visits of all columns at most.
+        passes: Visits of an integer at most.
     """
-    current, done, moving = integers.to(W.dtype), 0, True
-    while moving and done < passes:
-        R = error_product(dequantize(current, grid) - W, H)
-        if G is None:
-            moved = _visit(current, R, grid.step(), H, grid.levels)
-        else:
-            moved = _visit_row_by_row(current, R, grid, H, G)
-        moving = not torch.equal(moved, current)
-        current, done = moved, done + 1
-    before, after = (
-        reconstruction_loss(dequantize(q, grid) - W, H, G) for q in (integers, current)
+    dW = dequantize(integers, grid) - W
+    units = _Units(
+        integers.to(W.dtype, copy=True), dW, grid.step(), _times(dW, H), H, G, grid.levels
     )
-    kept = keep_better(integers, before, current.to(integers.dtype), after)
-    return Descent(kept, done, int((kept != integers).sum()), float(before.sum()))
+    if G is None and H.shape[0] == 1:
+        units = units.rows_alone()
+    before = units.loss()  # [units, separable]
+    found, loss = units.integers.clone(), before.sum(-1)
+    taken, left = torch.zeros_like(loss, dtype=torch.long), torch.arange(len(loss), device=W.device)
+    for done in range(1, passes + 1):
+        units.visit()
+        found[left], taken[left] = units.integers, done
+        now = units.loss().sum(-1)
+        going = ((now < loss) & (now <= (1 - LEAST_GAIN) * loss)).nonzero()[:, 0]
+        if not going.numel():
+            break
+        left, loss, units = left[going], now[going], units.some(going)
+    current = found.view_as(integers)
+    after = reconstruction_loss(dequantize(current, grid) - W, H, G)
+    kept = keep_better(integers, before.view_as(after), current.to(integers.dtype), after)
+    return Descent(kept, taken.view(len(W), -1).amax(-1), before.view_as(after))
 
 
-def _visit_row_by_row(
-    integers: Float[Tensor, "heads rows d_in"],
-    R: Float[Tensor, "heads rows d_in"],
-    grid: Grid,
-    H: Float[Tensor, "#heads d_in d_in"],
-    G: Float[Tensor, "heads rows rows"],
-) -> Float[Tensor, "heads rows d_in"]:
-    """Return the integers after a pass; R is ``dW H``.
+@dataclass
+class _Units:
+    """Units under way; a visit changes integers, errors and R in place."""
 
-    Over ``G_ii``, row i's part of ``G dW H`` changes with the row's own moves as if there were no G.
-    """
-    q, R, step = integers.clone(), R.clone(), grid.step()
-    tiny = torch.finfo(G.dtype).tiny  # where G_ii is 0, so is its row: nothing moves
-    for i in range(q.shape[1]):
-        P = (G[:, i, None] @ R)[:, 0] / G[:, i, i, None].clamp(min=tiny)  # [heads, d_in]
-        moved = _visit(q[:, i], P, step[:, i], H, grid.levels)
-        delta = step[:, i] * (moved - q[:, i])
-        R[:, i] += error_product(delta[:, None], H)[:, 0]
-        q[:, i] = moved
-    return q
+    integers: Float[Tensor, "units rows d_in"]
+    errors: Float[Tensor, "units rows d_in"]
+    """``dW``."""
+    step: Float[Tensor, "units rows d_in"]
+    R: Float[Tensor, "units rows d_in"]
+    """``dW H``."""
+    H: Float[Tensor, "#units d_in d_in"]
+    G: Float[Tensor, "units rows rows"] | None
+    levels: int
+    """The largest integer."""
+
+    def rows_alone(self) -> "_Units":
+        """Return the same weights with each row as a unit."""
+        of_weights = (self.integers, self.errors, self.step, self.R)
+        return _Units(*(x.flatten(0, 1)[:, None] for x in of_weights), self.H, None, self.levels)
+
+    def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
+        """Return some of the units, in their order."""
+        if len(chosen) == len(self.errors):
+            return self
+        of_weights = (self.integers, self.errors, self.step, self.R)
+        H = self.H if len(self.H) == 1 else self.H[chosen]
+        G = None if self.G is None else self.G[chosen]
+        return _Units(*(x.index_select(0, chosen) for x in of_weights), H, G, self.levels)
+
+    def loss(self) -> Float[Tensor, "units separable"]:
+        """Return the objective of each unit in its independent parts: rows, or with G the head."""
+        if self.G is None:
+            return (self.errors * self.R).sum(-1)
+        return (self.errors * (self.G @ self.R)).sum(-1).sum(-1, keepdim=True)
+
+    def visit(self) -> None:
+        """Visit all integers once, in blocks of rows and columns."""
+        rows = self.errors.shape[1] if self.G is None else COUPLED_ROWS
+        for start in range(0, self.errors.shape[1], rows):
+            self._visit_rows(slice(start, start + rows))
+
+    def _visit_rows(self, rows: slice) -> None:
+        G, P, size = None, self.R, COLUMNS
+        if self.G is not None:
+            G, P, size = self.G[:, rows, rows], self.G[:, rows] @ self.R, COUPLED_COLUMNS
+        for start in range(0, self.H.shape[-1], size):
+            columns = slice(start, start + size)
+            here = (slice(None), rows, columns)
+            q, step = self.integers[here], self.step[here]
+            H = self.H[:, columns, columns]
+            moves = _moves(P[..., columns], step, -q, self.levels - q, H=H, G=G)
+            moved = moves.flatten(1).any(-1).nonzero()[:, 0]
+            if not moved.numel():
+                continue
+            q += moves
+            delta = moves * step
+            self.errors[here] += delta
+            if G is not None:
+                change = _times(delta, self.H[:, columns])
+                self.R[:, rows] += change
+                P.baddbmm_(G, change)
+            elif 2 * len(moved) > len(P) or len(self.H) > 1:
+                P.add_(_times(delta, self.H[:, columns]))
+            else:  # most units are still
+                few = P.index_select(0, moved)
+                few.add_(_times(delta.index_select(0, moved), self.H[:, columns]))
+                P.index_copy_(0, moved, few)
 
 
-def _visit(
-    integers: Float[Tensor, "*rows d_in"],
-    P: Float[Tensor, "*rows d_in"],
-    step: Float[Tensor, "*rows d_in"],
-    H: Float[Tensor, "problems d_in d_in"],
-    levels: int,
-) -> Float[Tensor, "*rows d_in"]:
-    """Return the integers of rows that don't depend on each other after one visit of the columns.
+def _moves(
+    P: Float[Tensor, "units rows columns"],
+    step: Float[Tensor, "units rows columns"],
+    down: Float[Tensor, "units rows columns"],
+    up: Float[Tensor, "units rows columns"],
+    *,
+    H: Float[Tensor, "#units columns columns"],
+    G: Float[Tensor, "units rows rows"] | None,
+) -> Float[Tensor, "units rows columns"]:
+    """Return the moves of a visit of weight after weight, row by row.
+
+    Each depends on those before it. All are found at once, again and again, with the effects of the moves
+    that were found before: so the first is right at once, the second when the first is, and so on. As few
+    moves matter to others, all are settled after a few rounds.
 
     Args:
-        integers: Of the rows, those of the first H first.
-        P: Half the gradient with respect to ``dW``, over the row's factor ``G_ii`` if it has one.
+        P: Half the gradient with respect to ``dW``.
         step: Of each weight.
-        H: One for all rows, or one for each equal part of them.
-        levels: The largest integer.
+        down: The least moves that stay in the range.
+        up: The largest ones.
+        H: Of these columns.
+        G: Of these rows, or None.
     """
-    split = (H.shape[0], -1, H.shape[-1])  # [problems, rows, d_in]
-    q, P, s = integers.reshape(split).clone(), P.reshape(split).clone(), step.reshape(split)
-    size = max(BLOCK, BLOCK_ELEMENTS // (q.shape[0] * q.shape[1]))
-    for start in range(0, H.shape[-1], size):
-        here, after = slice(start, start + size), slice(start + size, None)
-        moved = _visit_block(q[..., here], P[..., here], s[..., here], H[:, here, here], levels)
-        delta = s[..., here] * (moved - q[..., here])
-        if delta.any():
-            P[..., after] += delta @ H[:, here, after]
-            q[..., here] = moved
-    return q.view_as(integers)
+    curvature, later = H.diagonal(dim1=1, dim2=2)[:, None], H.triu(1)
+    if G is not None:
+        own, below = G.diagonal(dim1=1, dim2=2)[..., None], G.tril(-1)
+        # where G_ii is 0, so is P: nothing moves
+        curvature = curvature * own.clamp(min=torch.finfo(G.dtype).tiny)
+    newton = -1 / (step * curvature)
 
-
-def _visit_block(
-    integers: Float[Tensor, "problems rows columns"],
-    P: Float[Tensor, "problems rows columns"],
-    step: Float[Tensor, "problems rows columns"],
-    H: Float[Tensor, "problems columns columns"],
-    levels: int,
-) -> Float[Tensor, "problems rows columns"]:
-    """Return the integers after a visit of a few columns.
-
-    Column after column would be mostly idle: few integers move. So every turn makes, in each row,
-    the row's next move, wherever it is: the same moves, in as many turns as a row has moves at most.
-    """
-    rows, columns = torch.arange(step[..., 0].numel()), torch.arange(P.shape[-1])
-    rows, columns = rows.to(P.device), columns.to(P.device)
-    problem = rows // step.shape[1]  # the H of each row
-    newton = (-1 / (step * H.diagonal(dim1=1, dim2=2)[:, None])).flatten(0, 1)
-    q, s, P = integers.flatten(0, 1).clone(), step.flatten(0, 1), P.flatten(0, 1).clone()
-    down, up = -q, levels - q
-    for _ in columns:  # a row visits each once; NaN would go on for ever
-        moves = (P * newton).round_().clamp_(down, up)
-        at = (moves != 0).view(torch.uint8).argmax(-1, keepdim=True)  # the first that is not 0
-        move = moves.gather(1, at)
-        active = move[:, 0].nonzero()[:, 0]
-        if not active.numel():
+    found = moves = _nearest(P * newton, down, up)
+    among = unsettled = moves.flatten(1).any(-1).nonzero()[:, 0]
+    for _ in range(P[0].numel()):  # NaN would go on for ever
+        if not unsettled.numel():
             break
-        q[rows, at[:, 0]] += move[:, 0]
-        P.addcmul_(move * s.gather(1, at), H[problem, at[:, 0]])
-        newton.masked_fill_(columns <= at, 0)  # visited
-        if 2 * active.numel() <= rows.numel():  # most rows are through
-            P, newton, down, up, s, rows, problem = (
-                x[active] for x in (P, newton, down, up, s, rows, problem)
+        if G is None and len(H) == 1 and 2 * len(unsettled) <= len(moves):
+            among = unsettled if moves is found else among[unsettled]
+            P, newton, down, up, step, moves = (
+                x.index_select(0, unsettled) for x in (P, newton, down, up, step, moves)
             )
-    return q.view_as(integers)
+        delta, before = moves * step, moves
+        if G is None:
+            gradient = P + _times(delta, later)
+        else:
+            gradient = torch.baddbmm(P, below, _times(delta, H))
+            gradient.addcmul_(own, _times(delta, later))
+        moves = _nearest(gradient.mul_(newton), down, up)
+        if len(moves) == len(found):
+            found = moves
+        else:
+            found.index_copy_(0, among, moves)
+        unsettled = (moves != before).flatten(1).any(-1).nonzero()[:, 0]
+    return found
+
+
+def _nearest(value: Tensor, least: Tensor, most: Tensor) -> Tensor:
+    """Round in place, and keep within limits; a clamp with tensors would take four times as long."""
+    value.round_()
+    torch.maximum(value, least, out=value)
+    return torch.minimum(value, most, out=value)
+
+
+def _times(
+    delta: Float[Tensor, "units rows columns"], H: Float[Tensor, "#units columns some"]
+) -> Float[Tensor, "units rows some"]:
+    """Return ``delta H``, as one large product where all units share H."""
+    return delta @ (H[0] if len(H) == 1 else H)

@@ -82,10 +82,10 @@ def _search(
     zero_points = torch.stack([zero_point.floor(), zero_point.ceil()], -1)  # [rows, groups, 2]
     if bool((zero_points[..., 0] == zero_points[..., 1]).all()):  # symmetric: half the work
         zero_points = zero_points[..., :1]
-    V = V.transpose(0, 1)  # [groups, rows, columns]
+    V = V.transpose(0, 1).contiguous()  # [groups, rows, columns]; products would copy what is not
     candidates = Candidates(
-        (scale.T[..., None] * ratios).repeat(1, 1, zero_points.shape[-1]),
-        zero_points.transpose(0, 1).repeat_interleave(CLIP_RATIOS, -1),
+        (scale.T.contiguous()[..., None] * ratios).repeat(1, 1, zero_points.shape[-1]),
+        zero_points.transpose(0, 1).contiguous().repeat_interleave(CLIP_RATIOS, -1),
         grid_format.levels,
     )
     scale, zero_point = best_grids(V, H, candidates, thorough=thorough)

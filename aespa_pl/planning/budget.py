@@ -24,7 +24,7 @@ def divide(
 ) -> Partition:
     """Return a partition that fits ``data.memory_gb``, or what is free on every process's device now."""
     free = free_to_plan(shape, work, data, quantization, device, world=world)
-    return partition_for(shape, work, quantization, free)
+    return partition_for(shape, work, quantization, free, accelerator=device.type != "cpu")
 
 
 def free_to_plan(

@@ -1,4 +1,4 @@
-"""Memory, disk and arithmetic from shapes.
+"""Memory and disk from shapes.
 
 The memory is that of the tensors that exist at once in the hungriest moment of each phase of a block;
 ``benchmarks/memory.py`` holds it against measured runs.
@@ -7,19 +7,20 @@ The memory is that of the tensors that exist at once in the hungriest moment of 
 import math
 from dataclasses import replace
 
-from aespa_pl.algorithm.candidates import products_of_a_search
-from aespa_pl.algorithm.grid import CLIP_RATIOS
-from aespa_pl.algorithm.second_moments import computed_share
+from aespa_pl.algorithm import candidates, optq
 from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
+from aespa_pl.planning.arithmetic import candidates_of, learned
 from aespa_pl.planning.partition import WHOLE, Partition
-from aespa_pl.planning.shape import FLOAT, Matrix, Shape, Work
+from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 LEARNED_BYTES = 7 * FLOAT + 4
 """For each weight that is learned: the weight, its base and gain, the rounding variable with gradient and
 two moments in float32; its lower integer in int16, nearest and OPTQ integers in uint8."""
+FACTORED = 6
+"""Matrices of the size of a Hessian while OPTQ factors it."""
 KEPT_BYTES = FLOAT + 1
 """For each weight that is not learned: the weight, and OPTQ's integer."""
 OPTQ_BYTES = 5 * FLOAT
@@ -32,13 +33,16 @@ PROCESS_BYTES = 600_000_000
 (benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
 MOST_PARTS = 64
 """Of the learning of a block; the largest projections then are parts of their own in any case."""
-TYPICAL_ZFOLD_ROUNDS = 10
-"""Searches of a grid with zeta, for the estimate of the time; the settings allow up to 30."""
-
-
-def learned(matrix: Matrix, settings: QuantizationSettings) -> bool:
-    """Return whether the method learns the rounding of a matrix."""
-    return settings.learns(attention=matrix.role is not Role.OTHER)
+GRID_BYTES = 3 * FLOAT
+"""For each candidate of a row and group: scale, zero point, loss."""
+CHUNK_BYTES = 3 * FLOAT
+"""For each error of the candidates that are compared at once: itself, its square, a product."""
+POLISH_BYTES = 9 * FLOAT
+"""For each weight that is polished at once: integer, error, step and product; copies of them where some rows
+have ended; the integers found."""
+WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
+"""For each weight of the largest projection that is learned: what an iteration computes meanwhile. An
+accelerator (True) does all of it at once, a CPU most of it in chunks."""
 
 
 def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
@@ -91,15 +95,29 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
 
 
 def device_bytes(
-    shape: Shape, work: Work, settings: QuantizationSettings, partition: Partition = WHOLE
+    shape: Shape,
+    work: Work,
+    settings: QuantizationSettings,
+    partition: Partition = WHOLE,
+    *,
+    accelerator: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes on the device, by phase; the largest is what a run needs."""
+    """Return the bytes on the device, by phase; the largest is what a run needs.
+
+    Args:
+        shape: Of the model.
+        work: Calibration text.
+        settings: Of the quantization.
+        partition: What of a block is in memory at once.
+        accelerator: The device isn't a CPU: chunks are larger.
+    """
     stem = shape.stem_weights * work.dtype_bytes
     block = shape.block_weights * work.dtype_bytes
     hessians = hessian_bytes(shape, settings, partition)
     shifts = shift_bytes(shape, settings, partition)
     largest = max(matrix.size for matrix in shape.matrices)
     widest = max(columns**2 for columns in shape.inputs.values())
+    coupled = sum(m.size for m in shape.matrices if m.role in (Role.QUERY, Role.KEY))  # together
     targets = FLOAT * shape.weights if settings.input_correction else 0
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
     at_once = min(learning, partition.weights or learning)
@@ -108,28 +126,65 @@ def device_bytes(
     steady = block + hessians
     operands = hessians // 2 if settings.products == "bfloat16" else 0
     return {
-        "embedding and head": stem + work.tokens * shape.hidden * work.dtype_bytes,
+        "embedding and head": stem
+        + work.tokens * shape.hidden * work.dtype_bytes
+        + work.length * shape.vocabulary * (work.dtype_bytes + 2 * FLOAT),  # logits of a segment
         "statistics": steady + shifts + batch_bytes(shape, work, settings),
         "correction": (steady + shifts + targets + 3 * FLOAT * widest + 2 * FLOAT * largest)
         if settings.input_correction
         else 0,
+        "grid": steady
+        + (FLOAT + 1) * shape.weights
+        + _search_bytes(shape, settings, accelerator=accelerator),
         "OPTQ": steady
         + (FLOAT + FLOAT + 1) * shape.weights
         + OPTQ_BYTES * largest
-        + 5 * FLOAT * widest,
+        + FACTORED
+        * FLOAT
+        * max(widest, _factored_at_once(shape, partition, accelerator=accelerator)),
         "rounding": steady
         + operands
         + LEARNED_BYTES * at_once
         + KEPT_BYTES * kept
         + FLOAT * waiting  # W', which the learning begins with
-        + (2 * FLOAT * largest if learning else 0),
+        + (WORKSPACE_BYTES[accelerator] * largest if learning else 0),
+        "polish": steady
+        + (FLOAT + FLOAT + 1) * shape.weights
+        + (POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0),
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
         "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=True),
     }
 
 
+def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: bool) -> int:
+    """Return the bytes that the search of the largest projection's grids takes."""
+    if not settings.grid.search:
+        return 0
+    rows = max(m.size // (settings.group_size or m.columns) for m in shape.matrices)
+    size = max(m.size for m in shape.matrices)
+    widest = max(columns**2 for columns in shape.inputs.values())
+    chunk = candidates.ACCELERATOR_CHUNK if accelerator else candidates.CPU_CHUNK
+    return (
+        GRID_BYTES * candidates_of(settings) * rows
+        + CHUNK_BYTES * chunk
+        + 2 * FLOAT * size  # over zeta, and in groups
+        + 3 * FLOAT * widest  # times zeta, from both sides, and its blocks
+    )
+
+
+def _factored_at_once(shape: Shape, partition: Partition, *, accelerator: bool) -> int:
+    """Return the numbers of V's Hessians that OPTQ factors at once."""
+    chunk = optq.ACCELERATOR_CHUNK if accelerator else optq.CPU_CHUNK
+    return min(_heads(shape, partition), max(1, chunk // shape.hidden**2)) * shape.hidden**2
+
+
 def partition_for(
-    shape: Shape, work: Work, settings: QuantizationSettings, free: float
+    shape: Shape,
+    work: Work,
+    settings: QuantizationSettings,
+    free: float,
+    *,
+    accelerator: bool = False,
 ) -> Partition:
     """Return what of a block is worked on at once, so that its needs are at most ``free`` bytes.
 
@@ -138,7 +193,7 @@ def partition_for(
     """
 
     def most(partition: Partition, *phases: str) -> int:
-        needs = device_bytes(shape, work, settings, partition)
+        needs = device_bytes(shape, work, settings, partition, accelerator=accelerator)
         return max(needs[phase] for phase in phases)
 
     heads, chosen = shape.layout.key_value_heads, WHOLE
@@ -221,65 +276,6 @@ def disk_bytes(
     if settings.tuning.model.enabled:  # a block that waits to replace another
         checkpoints = max(checkpoints, shape.block_weights * stored_bytes + shape.weights)
     return model + integers + checkpoints + hidden + values
-
-
-def block_flops(
-    shape: Shape, work: Work, settings: QuantizationSettings, partition: Partition = WHOLE
-) -> dict[str, float]:
-    """Return the floating-point operations of one block, by phase; two for a multiply-add."""
-    streams = 2 if settings.two_streams else 1
-    tokens, d = work.segments * work.length, shape.hidden
-    kv = shape.layout.key_value_heads
-    attention = 4 * tokens * work.length * shape.layout.heads * shape.layout.head_dim
-    forward = 2 * tokens * shape.weights + attention
-    statistics = streams * len(partition.head_groups(kv)) * forward + gram_flops(
-        shape, work, settings
-    )
-    product = sum(m.product_flops for m in shape.matrices)
-    with_zeta = settings.grid.zfold
-    searches = 1 + min(TYPICAL_ZFOLD_ROUNDS, settings.grid.max_rounds) if with_zeta else 1
-    searches = searches if settings.grid.search else 0
-    zero_points = 1 if settings.symmetric else 2
-    candidates = zero_points * CLIP_RATIOS
-    grid = searches * sum(
-        products_of_a_search(min(m.columns, settings.group_size or m.columns), candidates)
-        * m.product_flops
-        for m in shape.matrices
-    )
-    factors = sum(3 * columns**3 for columns in shape.inputs.values()) + 3 * kv * d**3
-    step = sum(m.product_flops for m in shape.matrices if learned(m, settings))
-    step += sum(
-        2 * m.size * shape.layout.head_dim
-        for m in shape.matrices
-        if learned(m, settings) and m.role in (Role.QUERY, Role.KEY)
-    )
-    polish = settings.polish.passes * product if settings.polish.enabled else 0
-    return {
-        "forward": forward,
-        "statistics": statistics,
-        "grid": float(grid),
-        "OPTQ": float(product + factors) if settings.optq.enabled else 0.0,
-        "rounding": float(step * settings.rounding.iterations),
-        "polish": float(polish),
-        **tuning.tuning_flops(shape, work, settings, forward),
-    }
-
-
-def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> float:
-    """Return the operations of the statistics of a block, without its forward passes."""
-    layout, d = shape.layout, shape.hidden
-    originals = 1 if settings.input_correction else 0
-    products = sum(computed_share(c) * c**2 for c in shape.inputs.values())
-    products += originals * sum(c**2 for c in shape.inputs.values())
-    products += originals * sum(d * m.columns for m in shape.matrices if m.adds_to_residual)
-    if settings.objective.value == "attention":
-        # of the columns of A, those that are not behind a chunk's last row
-        columns = min(work.length, (work.length + chunk_rows(work.length)) / 2)
-        attended = (1 + originals) * columns * (layout.head_dim + d)
-        products += layout.heads * (attended + (computed_share(d) + originals) * d**2)
-    if settings.objective.query_key == "attention":
-        products += (layout.heads + layout.key_value_heads) * layout.head_dim**2
-    return 2.0 * work.segments * work.length * products
 
 
 def _heads(shape: Shape, partition: Partition) -> int:

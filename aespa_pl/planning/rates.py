@@ -1,38 +1,58 @@
 """How fast a device is at what a run spends its time on."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from aespa_pl.algorithm.adaround import rounding_loss, start
-from aespa_pl.algorithm.candidates import products_of_a_search
+from aespa_pl.algorithm.candidates import compared, products_of_a_search
+from aespa_pl.algorithm.descent import COUPLED_ROWS, descend
 from aespa_pl.algorithm.grid import CLIP_RATIOS, min_max_grid, search_grid
+from aespa_pl.algorithm.optq import update_weights
 from aespa_pl.algorithm.products import Precision, multiplying_in, operand
-from aespa_pl.algorithm.quantizer import GridFormat
+from aespa_pl.algorithm.quantizer import GridFormat, quantize
 from aespa_pl.algorithm.workspace import Workspace
+from aespa_pl.planning.arithmetic import Visits
 from aespa_pl.planning.shape import Shape
 
 MEASURED_WEIGHTS = 2**22
 """Weights of the matrix that rates are measured on."""
+MEASURED_COLUMNS = 1024
+"""Columns of it that OPTQ and the descent are measured on, at most: their visits hardly depend on them."""
+LEAST_SHARE = 0.05
+"""Of a measured time, which is left for visits where the products should have taken all of it."""
 MOST_CALLS = 1000
+PARTS = 6
+"""Measurements that share the time."""
 TOKENS = 256
 """That a Hessian is made of: few, for on a CPU a wide model's would take longer than what is measured."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Floating-point operations a second of a device, in the program's own code."""
+    """What a device does in a second, in the program's own code."""
 
     product: float
-    grid: float
+    """Floating-point operations of products."""
     rounding: float
+    """Floating-point operations of the learning, with all that it does besides."""
+    visits: Visits
+    """Visits of weights, without products."""
 
-    def seconds(self, flops: dict[str, float]) -> dict[str, float]:
+    def seconds(self, flops: Mapping[str, float], visits: Visits) -> dict[str, float]:
         """Return the seconds of each phase."""
-        rate = {"grid": self.grid, "rounding": self.rounding}
-        return {phase: count / rate.get(phase, self.product) for phase, count in flops.items()}
+        found = {
+            phase: count / (self.rounding if phase == "rounding" else self.product)
+            for phase, count in flops.items()
+        }
+        rates = self.visits
+        found["grid"] += visits.compared / rates.compared
+        found["OPTQ"] += visits.updated / rates.updated
+        found["polish"] += visits.polished / rates.polished + visits.coupled / rates.coupled
+        return found
 
 
 def measure_rates(
@@ -56,14 +76,10 @@ def measure_rates(
     X *= variances.sqrt()
     H = (X.T @ X / (2 * TOKENS) + torch.diag(variances / 2))[None]
     flops = 2.0 * W.numel() * d
-    product = flops / _median_seconds(lambda: W[0] @ H[0], device, seconds / 3)
-    few, zeta = W[:, : max(1, rows // 8)], torch.ones(d, device=device)
-
-    def search() -> object:
-        return search_grid(few, H, zeta, GridFormat(2))
-
-    searched = products_of_a_search(d, 2 * CLIP_RATIOS) * 2.0 * few.numel() * d
-    grid = searched / _median_seconds(search, device, seconds / 3)
+    part = seconds / PARTS
+    product = flops / _median_seconds(lambda: W[0] @ H[0], device, part)
+    visits = _measure_visits(shape, W, H, product=product, seconds=part)
+    zeta = torch.ones(d, device=device)
     fixed, B = start(W, W, min_max_grid(W, zeta, GridFormat(2)))
     B = torch.nn.Parameter(B)
     adam, workspace = torch.optim.Adam([B], fused=True), Workspace()
@@ -80,7 +96,43 @@ def measure_rates(
             )  # fmt: skip
         adam.step()
 
-    return Rates(product, grid, flops / _median_seconds(step, device, seconds / 3))
+    return Rates(product, flops / _median_seconds(step, device, part), visits)
+
+
+def _measure_visits(
+    shape: Shape, W: Tensor, H: Tensor, *, product: float, seconds: float
+) -> Visits:
+    """Return the visits a second of the search, OPTQ and the descent, without their products."""
+    device = W.device
+
+    def rate(visits: float, flops: float, work: Callable[[], object]) -> float:
+        taken = _median_seconds(work, device, seconds)
+        return visits / max(taken - flops / product, LEAST_SHARE * taken)
+
+    form, d = GridFormat(2), W.shape[-1]
+    few, ones = W[:, : max(1, W.shape[1] // 8)], torch.ones(d, device=device)
+    searched = products_of_a_search(d, 2 * CLIP_RATIOS) * 2 * few.numel() * d
+    c = min(d, MEASURED_COLUMNS)
+    narrow, h, zeta = W[..., :c].contiguous(), H[:, :c, :c].contiguous(), ones[:c]
+    grid, once = min_max_grid(narrow, zeta, form), 2 * narrow.numel() * c
+    integers = quantize(narrow, grid)
+    heads, rows = shape.layout.heads + shape.layout.key_value_heads, COUPLED_ROWS
+    K = torch.randn(heads, 4 * rows, rows, device=device)
+    G, Q = K.mT @ K / len(K[0]), torch.randn(heads, rows, c, device=device)
+    of_heads = min_max_grid(Q, zeta, form)
+    nearest, of_G = quantize(Q, of_heads), 2 * Q.numel() * (c + 2 * rows)
+    return Visits(
+        compared=rate(
+            compared(2 * CLIP_RATIOS) * few.numel(),
+            searched,
+            lambda: search_grid(few, H, ones, form),
+        ),
+        updated=rate(narrow.numel(), once / 2 + 3 * c**3, lambda: update_weights(narrow, h, grid)),
+        polished=rate(
+            narrow.numel(), 3 * once, lambda: descend(integers, narrow, grid, h, passes=1)
+        ),
+        coupled=rate(Q.numel(), 3 * of_G, lambda: descend(nearest, Q, of_heads, h, G, passes=1)),
+    )
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device, seconds: float) -> float:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from aespa_pl.planning.arithmetic import block_flops, block_visits
 from aespa_pl.planning.budget import described, divide
-from aespa_pl.planning.needs import block_flops, device_bytes, disk_bytes, host_bytes
+from aespa_pl.planning.needs import device_bytes, disk_bytes, host_bytes
 from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.rates import measure_rates
 from aespa_pl.planning.shape import Shape, Work
@@ -62,7 +63,7 @@ def needs_of(
     flops = block_flops(shape, work, quantization, partition)
     rates = measure_rates(shape, device, seconds=seconds, precision=quantization.products)
     return Needs(
-        device_bytes(shape, work, quantization, partition),
+        device_bytes(shape, work, quantization, partition, accelerator=not on_cpu),
         host_bytes(shape, work, quantization, on_cpu=on_cpu, on_disk=on_disk, partition=partition),
         disk_bytes(
             shape,
@@ -73,7 +74,7 @@ def needs_of(
             partition=partition,
         ),
         flops,
-        rates.seconds(flops),
+        rates.seconds(flops, block_visits(shape, quantization)),
         partition,
     )
 

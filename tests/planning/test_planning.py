@@ -8,13 +8,12 @@ import torch
 from aespa_pl.algorithm.products import Precision
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
+from aespa_pl.planning.arithmetic import Visits, block_flops, block_visits, gram_flops
 from aespa_pl.planning.budget import described, divide
 from aespa_pl.planning.needs import (
     batch_bytes,
-    block_flops,
     device_bytes,
     disk_bytes,
-    gram_flops,
     hessian_bytes,
     host_bytes,
     partition_for,
@@ -218,9 +217,82 @@ def test_passes_over_the_segments_are_counted() -> None:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_rates_are_measured(precision: Precision) -> None:
     rates = measure_rates(shape(), torch.device("cpu"), seconds=0.3, precision=precision)
-    assert min(rates.product, rates.grid, rates.rounding) > 1e4
-    seconds = rates.seconds({"grid": rates.grid, "rounding": 2 * rates.rounding, "other": 0.0})
-    assert seconds == pytest.approx({"grid": 1, "rounding": 2, "other": 0})
+    visits = rates.visits
+    assert min(rates.product, rates.rounding) > 1e4
+    assert min(vars(visits).values()) > 100  # a machine with other work as well
+    flops = dict.fromkeys(("grid", "OPTQ", "polish", "other"), rates.product)
+    flops["rounding"] = 2 * rates.rounding
+    more = Visits(visits.compared, 2 * visits.updated, 3 * visits.polished, 4 * visits.coupled)
+    found = rates.seconds(flops, more)
+    assert found == pytest.approx({"grid": 2, "OPTQ": 3, "polish": 8, "other": 1, "rounding": 2})
+
+
+def test_visits_are_counted_one_by_one() -> None:
+    """A search compares 200 grids; a quick one 50, then 4 beside each of the best 4."""
+    s = shape()
+    settings = resolved(QuantizationSettings(method="aespa-fast"))
+    q, k, v, o, *others = (m.size for m in s.matrices)
+    folded = q + k + v + sum(others)  # the output projection's input has no norm before it
+    assert block_visits(s, settings) == Visits(
+        compared=200 * o + (2 * 200 + 5 * (50 + 16)) * folded,
+        updated=s.weights,
+        polished=0.5 * 10 * (s.weights - q - k),
+        coupled=0.5 * 10 * (q + k),
+    )
+    plain = replace(
+        settings,
+        symmetric=True,
+        grid=replace(settings.grid, zfold=False),
+        optq=replace(settings.optq, enabled=False),
+        polish=replace(settings.polish, enabled=False),
+    )
+    assert block_visits(s, plain) == Visits(100 * s.weights, 0, 0, 0)
+
+
+def test_products_of_the_search_are_counted_one_by_one() -> None:
+    """Exact losses of 4 candidates and 2 for the parabola; A has 16 columns, or as many as the weights."""
+    s, fast = shape(), resolved(QuantizationSettings(method="aespa-fast"))
+    settings = replace(fast, grid=replace(fast.grid, zfold=False))
+    expected = sum(2 * m.size * (6 * m.columns + 200 * min(16, m.columns)) for m in s.matrices)
+    assert block_flops(s, WORK, settings)["grid"] == pytest.approx(expected)
+    grouped = replace(settings, group_size=4)
+    expected = sum(2 * m.size * (6 * 4 + 200 * 4) for m in s.matrices)
+    assert block_flops(s, WORK, grouped)["grid"] == pytest.approx(expected)
+
+
+def test_accelerators_need_more_workspace() -> None:
+    s = replace(shape(), matrices=tuple(replace(m, rows=2**16) for m in shape().matrices))
+    one, other = (device_bytes(s, WORK, PAPER, accelerator=yes) for yes in (False, True))
+    largest = max(m.size for m in s.matrices)
+    assert other["rounding"] - one["rounding"] == (20 - 8) * largest
+    assert other["grid"] - one["grid"] == 12 * (2**26 - 2**18)
+    assert other["statistics"] == one["statistics"]
+
+
+def test_optq_factors_as_many_heads_as_fit_a_chunk() -> None:
+    """LLaMA-7B: 16 of 32 heads at once on an accelerator, none but one on a CPU."""
+    heads, d = 32, 4096
+    layout = replace(shape().layout, heads=heads, key_value_heads=heads)
+    matrices = tuple(replace(m, columns=d, rows=d) for m in shape().matrices)
+    s = replace(shape(), layout=layout, matrices=matrices)
+    one, other = (device_bytes(s, WORK, PAPER, accelerator=yes)["OPTQ"] for yes in (False, True))
+    assert other - one == 6 * 4 * (16 - 1) * d**2
+
+
+def test_grids_of_groups_need_memory_for_their_candidates() -> None:
+    s = shape()
+    found = [device_bytes(s, WORK, replace(PAPER, group_size=size))["grid"] for size in (None, 4)]
+    most = max(m.rows for m in s.matrices), max(m.size // 4 for m in s.matrices)
+    assert found[1] - found[0] == 12 * 200 * (most[1] - most[0])
+
+
+def test_polish_needs_memory_for_query_and_key_together() -> None:
+    s = shape()
+    off = replace(PAPER, polish=replace(PAPER.polish, enabled=False))
+    on = replace(PAPER, polish=replace(PAPER.polish, enabled=True))
+    needs = [device_bytes(s, WORK, settings)["polish"] for settings in (off, on)]
+    together = sum(m.size for m in s.matrices if m.role in (Role.QUERY, Role.KEY))
+    assert needs[1] - needs[0] == 36 * max(together, *(m.size for m in s.matrices))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from aespa_pl.commands.limits import refuse_tuning
 from aespa_pl.errors import UserError
-from aespa_pl.planning.needs import block_flops, device_bytes, hidden_bytes
+from aespa_pl.planning.arithmetic import block_flops
+from aespa_pl.planning.needs import device_bytes, hidden_bytes
 from aespa_pl.planning.shape import Work
 from aespa_pl.planning.tuning import model_bytes
 from aespa_pl.settings import (

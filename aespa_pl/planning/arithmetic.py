@@ -1,0 +1,138 @@
+"""Arithmetic of a block from shapes, and what it takes outside of products.
+
+Most phases are products, and take as long as their operations. The search of the grids, OPTQ and the descent
+touch each weight many times besides: these visits are counted too, and ``rates.py`` measures how many of
+them a device makes in a second.
+"""
+
+from dataclasses import dataclass
+
+from aespa_pl.algorithm.candidates import compared, products_of_a_search
+from aespa_pl.algorithm.grid import CLIP_RATIOS
+from aespa_pl.algorithm.second_moments import computed_share
+from aespa_pl.calibration.attention_weighted import chunk_rows
+from aespa_pl.models.family import Role
+from aespa_pl.planning import tuning
+from aespa_pl.planning.partition import WHOLE, Partition
+from aespa_pl.planning.shape import Matrix, Shape, Work
+from aespa_pl.settings import QuantizationSettings
+
+TYPICAL_ZFOLD_ROUNDS = 5
+"""Rounds of Z-Fold, for the estimate of the time; 3 to 9 were seen, the settings allow up to 30."""
+LATER_PASSES = 0.5
+"""What a pass of the descent takes in the mean, as a share of the first: less and less moves."""
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Visits of weights by phase; rates are visits a second."""
+
+    compared: float
+    """Weights times the candidate grids that a search compares them on."""
+    updated: float
+    """Weights that OPTQ rounds."""
+    polished: float
+    """Weights that the passes of the descent visit, in rows that stand alone."""
+    coupled: float
+    """The same of query and key, where G couples the rows of a head."""
+
+
+def learned(matrix: Matrix, settings: QuantizationSettings) -> bool:
+    """Return whether the method learns the rounding of a matrix."""
+    return settings.learns(attention=matrix.role is not Role.OTHER)
+
+
+def candidates_of(settings: QuantizationSettings) -> int:
+    """Return how many grids a row may choose from."""
+    return CLIP_RATIOS if settings.symmetric else 2 * CLIP_RATIOS
+
+
+def searches(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> dict[bool, int]:
+    """Return how many thorough (True) and quick searches the grid of a matrix takes."""
+    if not settings.grid.search:
+        return {}
+    folds = any(g.name == matrix.group and g.fold is not None for g in shape.layout.groups)
+    if not (settings.grid.zfold and folds):
+        return {True: 1}
+    return {True: 2, False: min(TYPICAL_ZFOLD_ROUNDS, settings.grid.max_rounds)}
+
+
+def block_visits(shape: Shape, settings: QuantizationSettings) -> Visits:
+    """Return the visits of a block's weights."""
+    passes = LATER_PASSES * settings.polish.passes if settings.polish.enabled else 0
+    with_G = settings.objective.query_key == "attention"
+    coupled = sum(m.size for m in shape.matrices if with_G and m.role in (Role.QUERY, Role.KEY))
+    candidates = candidates_of(settings)
+    return Visits(
+        compared=sum(
+            m.size * count * compared(candidates, thorough=thorough)
+            for m in shape.matrices
+            for thorough, count in searches(shape, m, settings).items()
+        ),
+        updated=shape.weights if settings.optq.enabled else 0,
+        polished=passes * (shape.weights - coupled),
+        coupled=passes * coupled,
+    )
+
+
+def block_flops(
+    shape: Shape, work: Work, settings: QuantizationSettings, partition: Partition = WHOLE
+) -> dict[str, float]:
+    """Return the floating-point operations of one block, by phase; two for a multiply-add."""
+    streams = 2 if settings.two_streams else 1
+    tokens, d = work.segments * work.length, shape.hidden
+    kv = shape.layout.key_value_heads
+    attention = 4 * tokens * work.length * shape.layout.heads * shape.layout.head_dim
+    forward = 2 * tokens * shape.weights + attention
+    statistics = streams * len(partition.head_groups(kv)) * forward + gram_flops(
+        shape, work, settings
+    )
+    product = sum(m.product_flops for m in shape.matrices)
+    grid = sum(
+        count
+        * 2 * m.size * _searched_columns(m, settings)
+        * products_of_a_search(
+            _searched_columns(m, settings), candidates_of(settings), thorough=thorough
+        )
+        for m in shape.matrices
+        for thorough, count in searches(shape, m, settings).items()
+    )  # fmt: skip
+    factors = sum(3 * columns**3 for columns in shape.inputs.values()) + 3 * kv * d**3
+    step = sum(m.product_flops for m in shape.matrices if learned(m, settings))
+    step += sum(
+        2 * m.size * shape.layout.head_dim
+        for m in shape.matrices
+        if learned(m, settings) and m.role in (Role.QUERY, Role.KEY)
+    )
+    # a product of all rows before and after, and in each pass one of the rows that move
+    polish = (2 + LATER_PASSES * settings.polish.passes) * product if settings.polish.enabled else 0
+    return {
+        "forward": forward,
+        "statistics": statistics,
+        "grid": float(grid),
+        "OPTQ": float(product + factors) if settings.optq.enabled else 0.0,
+        "rounding": float(step * settings.rounding.iterations),
+        "polish": float(polish),
+        **tuning.tuning_flops(shape, work, settings, forward),
+    }
+
+
+def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> float:
+    """Return the operations of the statistics of a block, without its forward passes."""
+    layout, d = shape.layout, shape.hidden
+    originals = 1 if settings.input_correction else 0
+    products = sum(computed_share(c) * c**2 for c in shape.inputs.values())
+    products += originals * sum(c**2 for c in shape.inputs.values())
+    products += originals * sum(d * m.columns for m in shape.matrices if m.adds_to_residual)
+    if settings.objective.value == "attention":
+        # of the columns of A, those that are not behind a chunk's last row
+        columns = min(work.length, (work.length + chunk_rows(work.length)) / 2)
+        attended = (1 + originals) * columns * (layout.head_dim + d)
+        products += layout.heads * (attended + (computed_share(d) + originals) * d**2)
+    if settings.objective.query_key == "attention":
+        products += (layout.heads + layout.key_value_heads) * layout.head_dim**2
+    return 2.0 * work.segments * work.length * products
+
+
+def _searched_columns(matrix: Matrix, settings: QuantizationSettings) -> int:
+    return min(matrix.columns, settings.group_size or matrix.columns)
