@@ -28,6 +28,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
+from aespa_pl.algorithm import fusion
+
 NAME = "simulated"
 DEVICE_MEMORY = 80 * 10**9
 COPIES = {"_to_copy", "copy_"}
@@ -493,6 +495,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Have the device for the time of a test."""
     where = device()
     monkeypatch.setattr(torch, "compile", compiled)
+    fusion.compiled.cache_clear()
     monkeypatch.setattr(torch.Tensor, "pin_memory", _pin)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t, *_: address(t) in pinned)
     only = torch._C._only_lift_cpu_tensors()  # noqa: SLF001
@@ -502,6 +505,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
         with torch.autograd.set_multithreading_enabled(mode=False), SimulatedDevice():
             yield where
     finally:
+        fusion.compiled.cache_clear()
         torch._C._set_only_lift_cpu_tensors(only)  # noqa: SLF001
         KEPT.clear()
         pinned.clear()
