@@ -54,8 +54,8 @@ class Tally:
 
     kernels: Counter[str] = field(default_factory=Counter)
     """By name of the operation."""
-    bytes: int = 0
-    """That all kernels read and wrote."""
+    moved: Counter[str] = field(default_factory=Counter)
+    """Bytes that they read and wrote, by the same names."""
     waits: Counter[str] = field(default_factory=Counter)
     """What the host waited for."""
 
@@ -64,10 +64,15 @@ class Tally:
         """Number of all kernels."""
         return self.kernels.total()
 
+    @property
+    def bytes(self) -> int:
+        """Bytes that all kernels read and wrote."""
+        return self.moved.total()
+
     def add(self, name: str, moved: int) -> None:
         """Count a kernel."""
         self.kernels[name] += 1
-        self.bytes += moved
+        self.moved[name] += moved
 
 
 @dataclass
