@@ -388,7 +388,11 @@ def _copy_later(func: Any, host: Any, source: Tensor, target: Tensor | None, *, 
     if memory.is_floating_point():
         memory.fill_(math.nan)
     event = Event(stream, 0)
-    stream.pending.append(lambda: memory.copy_(kept) and None)
+
+    def arrive() -> None:
+        memory.copy_(kept)
+
+    stream.pending.append(arrive)
     if stream is CURRENT:
         stream.finish()
     elif isinstance(target, SimulatedTensor):
