@@ -79,7 +79,11 @@ class Costs:
 
 
 def main(
-    *, segments: int = 128, length: int = 2048, assumed: Assumed | None = None, output: Path | None = None
+    *,
+    segments: int = 128,
+    length: int = 2048,
+    assumed: Assumed | None = None,
+    output: Path | None = None,
 ) -> None:
     """Print the prediction by model, method and phase.
 

@@ -79,9 +79,7 @@ def trainers(settings: QuantizationSettings, run: Run, options: TrainerOptions) 
     return make
 
 
-def tuning_trainer(
-    options: TrainerOptions, run: Run, portion: Portion, epochs: int
-) -> Trainer:
+def tuning_trainer(options: TrainerOptions, run: Run, portion: Portion, epochs: int) -> Trainer:
     """Return a silent Trainer of a tuning."""
     silent = {
         "accelerator": "cpu",

@@ -6,7 +6,7 @@ with the objectives of aespa (Eq. 27 and 28 of the paper).
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -46,6 +46,12 @@ class SoftRounding:
     zeta: Float[Tensor, " d_in"]
     """The step of a weight is the scale of its group times the zeta of its column."""
     levels: int
+
+    def step(self) -> dict[str, Any]:
+        """Return what the two kernels make the gain of."""
+        return {
+            "lower": self.lower, "scale": self.scale, "zeta": self.zeta, "levels": self.levels
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,9 @@ def rounding_loss(
     workspace = workspace or Workspace()
     gradient = torch.empty_like(B) if gradient is None else gradient
     compute = _loss_in_two_kernels if rounding.gain is None else _loss_in_chunks
-    reconstruction, penalty = compute(B, rounding, H, G, weight, beta, workspace, gradient)
+    reconstruction, penalty = compute(
+        B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient
+    )
     if beta is not None:
         penalty = weight * (penalty + B.numel())
     return RoundingLoss(reconstruction, penalty, gradient)
@@ -152,6 +160,7 @@ def _loss_in_chunks(
     rounding: SoftRounding,
     H: Tensor,
     G: Tensor | None,
+    *,
     weight: float,
     beta: float | None,
     workspace: Workspace,
@@ -197,6 +206,7 @@ def _loss_in_two_kernels(
     rounding: SoftRounding,
     H: Tensor,
     G: Tensor | None,
+    *,
     weight: float,
     beta: float | None,
     workspace: Workspace,
@@ -207,13 +217,14 @@ def _loss_in_two_kernels(
     An accelerator takes as long as the bytes take that it reads and writes: 14 a weight before the
     product (B, base, lower, dW), 18 after it (B, lower, dW, product, gradient).
     """
-    fixed = rounding.lower, rounding.scale, rounding.zeta, rounding.levels
     dW = workspace.like("error", B)
-    soft_error(B, rounding.base, *fixed, dW)
+    soft_error(B, rounding.base, **rounding.step(), out=dW)
     _product(dW, H, G, workspace, gradient)
-    # tensors, because a kernel is compiled for each value of a number
+    # a tensor, because a kernel is compiled for each value of a number
     exponent = None if beta is None else B.new_full((), beta)
-    reconstruction, penalty = soft_gradient(B, dW, *fixed, exponent, weight, gradient)
+    reconstruction, penalty = soft_gradient(
+        B, dW, **rounding.step(), exponent=exponent, weight=weight, gradient=gradient
+    )
     return reconstruction.sum(), penalty.sum()
 
 
@@ -238,21 +249,23 @@ def _gain(lower: Tensor, scale: Tensor, zeta: Tensor, levels: int) -> Tensor:
 def soft_error(
     B: Float[Tensor, "heads rows d_in"],
     base: Float[Tensor, "heads rows d_in"],
+    *,
     lower: Int[Tensor, "heads rows d_in"],
     scale: Float[Tensor, "heads rows groups"],
     zeta: Float[Tensor, " d_in"],
     levels: int,
-    dW: Float[Tensor, "heads rows d_in"],
+    out: Float[Tensor, "heads rows d_in"],
 ) -> None:
-    """Write the error of the soft rounding to ``dW``."""
+    """Write the error ``dW`` of the soft rounding to ``out``."""
     h = (STRETCH * torch.sigmoid(B) - (STRETCH - 1) / 2).clamp(0, 1)
-    dW.copy_(base + _gain(lower, scale, zeta, levels) * h)
+    out.copy_(base + _gain(lower, scale, zeta, levels) * h)
 
 
 @fused
 def soft_gradient(
     B: Float[Tensor, "heads rows d_in"],
     dW: Float[Tensor, "heads rows d_in"],
+    *,
     lower: Int[Tensor, "heads rows d_in"],
     scale: Float[Tensor, "heads rows groups"],
     zeta: Float[Tensor, " d_in"],

@@ -66,9 +66,7 @@ class ProjectionRounding(nn.Module):
     @property
     def fixed(self) -> SoftRounding:
         """What stays fixed while the variables are learned."""
-        return SoftRounding(
-            self.lower, self.base, self.gain, self.scale, self.zeta, self.levels
-        )
+        return SoftRounding(self.lower, self.base, self.gain, self.scale, self.zeta, self.levels)
 
     @torch.no_grad()
     def loss(

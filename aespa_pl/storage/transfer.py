@@ -39,9 +39,7 @@ def in_turn(batches: Batches, device: torch.device) -> Iterator[Tensor]:
 
 
 @contextmanager
-def sending_back(
-    batches: Batches, device: torch.device
-) -> Iterator[Callable[[int, Tensor], None]]:
+def sending_back(batches: Batches, device: torch.device) -> Iterator[Callable[[int, Tensor], None]]:
     """Open a context for replacing batches by results; an accelerator works on while they are copied.
 
     All results are in ``batches`` when the context ends. In it a result may be late by one, and no more:

@@ -184,7 +184,7 @@ class Module:
 @cache
 def device() -> torch.device:
     """Return the device; torch knows it from then on, in the whole process."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, Module())  # noqa: SLF001
+    backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     return torch.device(f"{NAME}:0")
 
 
@@ -192,7 +192,7 @@ def tally(wait: str) -> None:
     """Count a synchronization, by its kind and the function of the package that asked for it."""
     if not tallies:
         return
-    frame = sys._getframe()  # noqa: SLF001
+    frame = sys._getframe()
     while frame.f_back and not frame.f_globals.get("__name__", "").startswith("aespa_pl."):
         frame = frame.f_back
     where = f"{wait} in {frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
@@ -219,7 +219,9 @@ class OneKernel:
         self.read: dict[int, int] = {}
         self.written: dict[int, int] = {}
 
-    def see(self, reads: Sequence[Tensor], writes: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    def see(
+        self, reads: Sequence[Tensor], writes: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> None:
         """Note what an operation of the function reads, changes and makes."""
         for tensors, where in ((reads, self.read), (writes, self.written)):
             for tensor in tensors:
@@ -257,7 +259,7 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "SimulatedTensor":
-        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
+        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
             strides=held.stride(),
@@ -304,7 +306,7 @@ class SimulatedDevice(TorchDispatchMode):
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operation on the host's memory of its tensors."""
-    name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
+    name = func._schema.name.removeprefix("aten::")
     if _made_of_others(func):  # without autograd such an operation comes whole
         with SimulatedDevice():
             return func.decompose(*args, **kwargs)
@@ -332,12 +334,12 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @cache
 def _made_of_others(func: Any) -> bool:
     return bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")  # noqa: SLF001
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     )
 
 
 def _run_on_host(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    if name in ("mm", "bmm") and func._overloadname.startswith("dtype"):  # noqa: SLF001
+    if name in ("mm", "bmm") and func._overloadname.startswith("dtype"):
         # bfloat16 operands and a float32 sum, which only accelerators have
         assert args[0].dtype == args[1].dtype == torch.bfloat16, "matrix units want equal types"
         product = args[0].float() @ args[1].float()
@@ -361,7 +363,9 @@ def _copy(func: Any, name: str, args: Any, kwargs: Any, *, to_device: bool) -> A
         result = _placed(func(*host[0], **host[1]))
         _count(func, name, args, kwargs, result)
         return target if target is not None else result
-    if not from_device and source.dim() == 0 and target is not None:  # a number, sent with the kernel
+    if (
+        not from_device and source.dim() == 0 and target is not None
+    ):  # a number, sent with the kernel
         func(*host[0], **host[1])
         _count(func, name, args, kwargs, target)
         return target
@@ -375,12 +379,14 @@ def _copy(func: Any, name: str, args: Any, kwargs: Any, *, to_device: bool) -> A
     return _copy_later(func, host, source, target, to_device=to_device)
 
 
-def _copy_later(func: Any, host: Any, source: Tensor, target: Tensor | None, *, to_device: bool) -> Any:
+def _copy_later(
+    func: Any, host: Any, source: Tensor, target: Tensor | None, *, to_device: bool
+) -> Any:
     stream = active[-1] if active else CURRENT
     if isinstance(source, SimulatedTensor) and source.made > stream.seen:
         raise RuntimeError("a stream copies what the current stream has not been waited for")
     if target is None:
-        held = torch.full_like(source, 0, dtype=host[1].get("dtype") or source.dtype)
+        held = torch.empty_like(_held(source), dtype=host[1].get("dtype") or source.dtype)
         target = _placed(held) if to_device else held
     memory = _held(target)
     kept = _held(source)
@@ -428,7 +434,7 @@ def _count(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
     flags = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dtype == torch.bool]
     if name in WAITING or (name in INDEXING and flags and _indexes_with(args)):
         tally(name)
-    schema = func._schema  # noqa: SLF001
+    schema = func._schema
     views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
     if views or name in FREE or name == "_local_scalar_dense":
         return
@@ -507,15 +513,15 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     fusion.compiled.cache_clear()
     monkeypatch.setattr(torch.Tensor, "pin_memory", _pin)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t, *_: address(t) in pinned)
-    only = torch._C._only_lift_cpu_tensors()  # noqa: SLF001
-    torch._C._set_only_lift_cpu_tensors(True)  # noqa: SLF001 - torch.tensor(..., device=) is a copy
+    only = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
     try:
         # other tests may have used autograd before it knew of the device: it has no thread for it
         with torch.autograd.set_multithreading_enabled(mode=False), SimulatedDevice():
             yield where
     finally:
         fusion.compiled.cache_clear()
-        torch._C._set_only_lift_cpu_tensors(only)  # noqa: SLF001
+        torch._C._set_only_lift_cpu_tensors(only)
         KEPT.clear()
         pinned.clear()
 

@@ -74,7 +74,12 @@ def counted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as monkeypatch, simulated(monkeypatch) as device:
 
         def options(*_: Any) -> dict[str, Any]:
-            return {"accelerator": "auto", "devices": 1, "strategy": strategy(), "log_every_n_steps": 3}
+            return {
+                "accelerator": "auto",
+                "devices": 1,
+                "strategy": strategy(),
+                "log_every_n_steps": 3,
+            }
 
         result = walk(
             request.param,

@@ -29,9 +29,13 @@ def test_kernels_and_their_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) ->
             (lambda: A.mul_(2), 1, 2 * 32),
             (lambda: A.T.reshape(8, 4)[:2].unsqueeze(0), 1, 2 * 32),  # the copy alone
             (lambda: A.view(4, 8)[1:].T, 0, 0),
-            (lambda: A + A[:, :1].expand(8, 4), 1, 32 + 8 + 32),  # read once, however often it is used
+            (
+                lambda: A + A[:, :1].expand(8, 4),
+                1,
+                32 + 8 + 32,
+            ),  # read once, however often it is used
             (lambda: A @ B, 1, 32 + 8 + 16),
-            (lambda: A.zero_(), 1, 32),
+            (A.zero_, 1, 32),
             (lambda: A.softmax(-1).sum(), 2, 2 * 32 + 32 + 1),
         ):
             with counting() as found:
@@ -44,10 +48,10 @@ def test_what_the_host_waits_for_is_counted_and_named(monkeypatch: pytest.Monkey
         A = torch.arange(6.0, device=device)
         for call in (
             lambda: float(A.sum()),
-            lambda: A.nonzero(),
+            A.nonzero,
             lambda: A[A > 2],
-            lambda: A.tolist(),
-            lambda: A.cpu(),
+            A.tolist,
+            A.cpu,
             lambda: torch.ones(2).to(device),
             lambda: torch.equal(A, A),
             lambda: A[torch.tensor([1, 2])],  # the index is copied

@@ -22,7 +22,11 @@ WORK = Work(128, 512, 16, 2)
 
 def shape() -> Shape:
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=2, vocab_size=50
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        vocab_size=50,
     )
     return Shape.of(config, family_of(config))
 
@@ -36,7 +40,9 @@ def free(device: float, host: float) -> Callable[[torch.device], float]:
 
 
 @pytest.mark.parametrize(("length", "size"), [(2048, 4), (512, 16), (100_000, 1)])
-def test_a_batch_has_four_segments_on_a_cpu_and_8192_tokens_elsewhere(length: int, size: int) -> None:
+def test_a_batch_has_four_segments_on_a_cpu_and_8192_tokens_elsewhere(
+    length: int, size: int
+) -> None:
     data = DataSettings(hidden_states="memory")
     assert resolve(data, CPU, length).batch == 4
     assert resolve(data, GPU, length).batch == size
