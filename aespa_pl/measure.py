@@ -36,8 +36,8 @@ class Stopwatch:
         try:
             yield
         finally:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize(device)
             self.seconds[phase] += time.perf_counter() - start
 
 
@@ -45,8 +45,10 @@ def peak_bytes(device: torch.device) -> dict[str, int]:
     """Return the most memory that this process has had, on the host and on the device."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     host = peak if sys.platform == "darwin" else 1024 * peak  # bytes on macOS, KiB on Linux
-    cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return {"host": host, "device": cuda}
+    on_device = 0
+    if device.type != "cpu":
+        on_device = torch.get_device_module(device).max_memory_allocated(device)
+    return {"host": host, "device": on_device}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -54,8 +56,8 @@ def free_bytes(device: torch.device) -> int:
 
     In a container with a limit of its own (cgroup v2) that limit counts.
     """
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
     try:
         limit = int((CGROUP / "memory.max").read_text())

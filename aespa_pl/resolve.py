@@ -1,19 +1,24 @@
 """Fill in, from the method, the settings that the user leaves at null."""
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS
 from aespa_pl.settings import QuantizationSettings
 
 T = TypeVar("T")
+Products = Literal["auto", "float32", "tf32", "bfloat16"]
 
 
-def resolved(settings: QuantizationSettings) -> QuantizationSettings:
-    """Return the settings with every null that the method decides filled in.
+def resolved(settings: QuantizationSettings, device: str = "cpu") -> QuantizationSettings:
+    """Return the settings with every null that the method decides filled in, and without auto.
 
     Settings that are resolved already come back as they are.
+
+    Args:
+        settings: Of the user.
+        device: Type of the device that blocks run on.
 
     Raises:
         UserError: The method is unknown, or settings contradict each other.
@@ -25,6 +30,7 @@ def resolved(settings: QuantizationSettings) -> QuantizationSettings:
     blocks, model = settings.tuning.blocks, settings.tuning.model
     found = replace(
         settings,
+        products=_products(settings.products, device),
         input_correction=_either(settings.input_correction, method.input_correction),
         grid=replace(
             grid,
@@ -59,6 +65,12 @@ def resolved(settings: QuantizationSettings) -> QuantizationSettings:
             f"{method.name}): zeta is fitted by the search, so switch both on or both off"
         )
     return found
+
+
+def _products(given: Products, device: str) -> Products:
+    if given != "auto":
+        return given
+    return "tf32" if device == "cuda" else "float32"
 
 
 def _either(given: T | None, decided: T) -> T:

@@ -164,7 +164,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
             source,
             run,
             settings,
-            job.data.batch_size,
+            job.data.batch,
             BlockQuantizer(settings, Learner(settings, trainer, run, job.device), stopwatch),
             StatisticsPasses(source, settings, run.folder),
             progress,

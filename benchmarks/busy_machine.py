@@ -87,7 +87,8 @@ def work(threads: int, seconds: float) -> None:
     torch.manual_seed(0)
     W, X = 0.02 * torch.randn(1, ROWS, COLUMNS), torch.randn(TOKENS, COLUMNS)
     H = (X.T @ X / TOKENS + torch.eye(COLUMNS))[None]
-    rounding = SoftRounding(torch.ones(W.shape, dtype=torch.int16), W, W.abs(), 3)
+    lower, scale = torch.ones(W.shape, dtype=torch.int16), torch.ones(1, ROWS, 1)
+    rounding = SoftRounding(lower, W, W.abs(), scale, torch.ones(COLUMNS), 3)
     B, workspace, total = torch.randn_like(W), Workspace(), torch.zeros_like(H[0])
     two_bits = GridFormat(2, symmetric=False, group_size=None)
     works: dict[str, Callable[[], object]] = {

@@ -100,12 +100,13 @@ def _ours(rounding: SoftRounding, B: Tensor, H: Tensor, G: Tensor | None) -> Cal
 def _autograd(
     rounding: SoftRounding, B: Tensor, H: Tensor, G: Tensor | None, *, trace: bool
 ) -> Callable[[], None]:
-    parameter = torch.nn.Parameter(B)
+    parameter, gain = torch.nn.Parameter(B), rounding.gain
+    assert gain is not None  # it is made on a CPU
     adam = torch.optim.Adam([parameter], lr=0.015)
 
     def step() -> None:
         h = torch.clamp(1.2 * torch.sigmoid(parameter) - 0.1, 0, 1)
-        dW = rounding.base + rounding.gain * h
+        dW = rounding.base + gain * h
         if trace:
             inner = dW @ H @ dW.mT  # [heads, rows, rows]
             inner = inner if G is None else G @ inner

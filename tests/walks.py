@@ -37,6 +37,7 @@ from aespa_pl.walk.walk import Walk
 from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save
 
 SEGMENTS, BLOCKS = 6, 2
+CPU = torch.device("cpu")
 BASE = QuantizationSettings(
     method="aespa",
     rounding=RoundingSettings(iterations=24, learning_rate=0.12),
@@ -78,18 +79,19 @@ def trainers(settings: QuantizationSettings, run: Run, options: TrainerOptions) 
     return make
 
 
-def tuning_trainer(_run: Run, _portion: Portion, epochs: int) -> Trainer:
+def tuning_trainer(options: TrainerOptions, run: Run, portion: Portion, epochs: int) -> Trainer:
     """Return a silent Trainer of a tuning."""
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        num_sanity_val_steps=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-    )
+    silent = {
+        "accelerator": "cpu",
+        "max_epochs": epochs,
+        "num_sanity_val_steps": -1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    return Trainer(**{**silent, **options(run, portion)})
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,9 @@ def walk(
     hidden_folder: Path | None = None,
     partition: Partition = WHOLE,
     recompute: bool = False,
+    device: torch.device = CPU,
+    stopwatch: Stopwatch | None = None,
+    tuning_options: TrainerOptions = lambda _run, _portion: {},
 ) -> Quantized:
     """Quantize an example; the same name gives the same weights and the same text.
 
@@ -165,6 +170,9 @@ def walk(
         hidden_folder: For hidden states on disk.
         partition: What of a block is worked on at once.
         recompute: Blocks run twice in the end-to-end tuning.
+        device: Where blocks run; the Trainers' options have to say the same.
+        stopwatch: One that tells more than seconds.
+        tuning_options: Of each tuning's Trainer.
     """
     torch.manual_seed(0)
     model = shortened(make_model(name, torch.float32)) if model is None else model
@@ -174,17 +182,15 @@ def walk(
     source = StreamedModel.open(
         pretrained,
         family_of(pretrained.config),
-        torch.device("cpu"),
+        device,
         torch.float32,
         hidden_folder=hidden_folder,
     )
     run = run or Run.create(folder / "runs", {})
     said = io.StringIO()
-    stopwatch = Stopwatch()
-    learner = Learner(
-        settings, trainers(settings, run, options), run, torch.device("cpu"), partition
-    )
-    tuning = partial(tuning_trainer, run)
+    stopwatch = stopwatch or Stopwatch()
+    learner = Learner(settings, trainers(settings, run, options), run, device, partition)
+    tuning = partial(tuning_trainer, tuning_options, run)
     walker = Walk(
         source=source,
         run=run,

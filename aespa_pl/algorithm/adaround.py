@@ -6,11 +6,13 @@ with the objectives of aespa (Eq. 27 and 28 of the paper).
 
 import math
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from aespa_pl.algorithm.fusion import fused
 from aespa_pl.algorithm.objectives import error_product
 from aespa_pl.algorithm.products import multiply, operand
 from aespa_pl.algorithm.quantizer import Grid
@@ -37,9 +39,19 @@ class SoftRounding:
     range, ``levels`` where it lies above."""
     base: Float[Tensor, "heads rows d_in"]
     """Error of the weight at h = 0, against the original weight W."""
-    gain: Float[Tensor, "heads rows d_in"]
-    """Step of the weight, or 0."""
+    gain: Float[Tensor, "heads rows d_in"] | None
+    """Step of the weight, or 0. None on an accelerator: there a kernel makes it of ``lower`` and the two
+    factors of the step, because reading it would take longer."""
+    scale: Float[Tensor, "heads rows groups"]
+    zeta: Float[Tensor, " d_in"]
+    """The step of a weight is the scale of its group times the zeta of its column."""
     levels: int
+
+    def step(self) -> dict[str, Any]:
+        """Return what the two kernels make the gain of."""
+        return {
+            "lower": self.lower, "scale": self.scale, "zeta": self.zeta, "levels": self.levels
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,8 +82,12 @@ def start(
     sigmoid = (ratio - below + (STRETCH - 1) / 2) / STRETCH
     lower = (below + zero).clamp_(-1, grid.levels)
     base = step * (lower.clamp(0, grid.levels) - zero) - W
-    gain = step * ((lower >= 0) & (lower < grid.levels))
-    return SoftRounding(lower.to(torch.int16), base, gain, grid.levels), torch.logit(sigmoid)
+    lower = lower.to(torch.int16)
+    gain = None
+    if W.device.type == "cpu":
+        gain = _gain(lower, grid.scale, grid.zeta, grid.levels)
+    rounding = SoftRounding(lower, base, gain, grid.scale, grid.zeta, grid.levels)
+    return rounding, torch.logit(sigmoid)
 
 
 def rectified_sigmoid(B: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -130,24 +146,44 @@ def rounding_loss(
     """
     workspace = workspace or Workspace()
     gradient = torch.empty_like(B) if gradient is None else gradient
+    compute = _loss_in_two_kernels if rounding.gain is None else _loss_in_chunks
+    reconstruction, penalty = compute(
+        B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient
+    )
+    if beta is not None:
+        penalty = weight * (penalty + B.numel())
+    return RoundingLoss(reconstruction, penalty, gradient)
+
+
+def _loss_in_chunks(
+    B: Tensor,
+    rounding: SoftRounding,
+    H: Tensor,
+    G: Tensor | None,
+    *,
+    weight: float,
+    beta: float | None,
+    workspace: Workspace,
+    gradient: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Write the gradient; return the loss, and the penalty over its weight less the number of weights.
+
+    Element by element in chunks that stay in the processor's cache.
+    """
+    gain = cast(Tensor, rounding.gain)
     dW = workspace.like("error", B)
-    # Element by element in chunks that stay in the processor's cache.
     size = chunk_elements(B, cpu=CPU_CHUNK, accelerator=B.numel())
-    flat = (x.view(-1).split(size) for x in (B, rounding.base, rounding.gain, dW, gradient))
+    flat = (x.view(-1).split(size) for x in (B, rounding.base, gain, dW, gradient))
     chunks = list(zip(*flat, strict=True))
-    for b, base, gain, error, _ in chunks:
+    for b, base, step, error, _ in chunks:
         h = workspace.like("h", b)
         torch.sigmoid(b, out=h).mul_(STRETCH).sub_((STRETCH - 1) / 2).clamp_(0, 1)
-        torch.addcmul(base, gain, h, out=error)
-    if G is None:
-        error_product(dW, H, out=gradient)
-    else:
-        P = error_product(dW, H, out=workspace.like("product", B))
-        multiply(G, operand(P), out=gradient)
+        torch.addcmul(base, step, h, out=error)
+    _product(dW, H, G, workspace, gradient)
     reconstruction, penalty = torch.zeros_like(B[0, 0, 0]), torch.zeros_like(B[0, 0, 0])
-    for b, _, gain, error, g in chunks:
+    for b, _, step, error, g in chunks:
         reconstruction += torch.dot(error, g)
-        g.mul_(gain)  # half of d reconstruction / d h
+        g.mul_(step)  # half of d reconstruction / d h
         sigmoid, centred = workspace.like("sigmoid", b), workspace.like("centred", b)
         torch.sigmoid(b, out=sigmoid)
         torch.mul(sigmoid, 2 * STRETCH, out=centred).sub_(STRETCH)  # 2 h - 1 before the clamp
@@ -162,9 +198,100 @@ def rounding_loss(
         torch.ops.aten.hardtanh_backward.grad_input(g, centred, -1, 1, grad_input=g)
         torch.ops.aten.sigmoid_backward.grad_input(g, sigmoid, grad_input=g)
         g.mul_(2 * STRETCH)
-    if beta is not None:
-        penalty = weight * (penalty + B.numel())
-    return RoundingLoss(reconstruction, penalty, gradient)
+    return reconstruction, penalty
+
+
+def _loss_in_two_kernels(
+    B: Tensor,
+    rounding: SoftRounding,
+    H: Tensor,
+    G: Tensor | None,
+    *,
+    weight: float,
+    beta: float | None,
+    workspace: Workspace,
+    gradient: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Do the same with one kernel before the product and one after it, beside the sums over rows.
+
+    An accelerator takes as long as the bytes take that it reads and writes: 14 a weight before the
+    product (B, base, lower, dW), 18 after it (B, lower, dW, product, gradient).
+    """
+    dW = workspace.like("error", B)
+    soft_error(B, rounding.base, **rounding.step(), out=dW)
+    _product(dW, H, G, workspace, gradient)
+    # a tensor, because a kernel is compiled for each value of a number
+    exponent = None if beta is None else B.new_full((), beta)
+    reconstruction, penalty = soft_gradient(
+        B, dW, **rounding.step(), exponent=exponent, weight=weight, gradient=gradient
+    )
+    return reconstruction.sum(), penalty.sum()
+
+
+def _product(
+    dW: Tensor, H: Tensor, G: Tensor | None, workspace: Workspace, gradient: Tensor
+) -> None:
+    """Write ``G dW H``, half of d reconstruction / d dW, to where the gradient goes."""
+    if G is None:
+        error_product(dW, H, out=gradient)
+    else:
+        P = error_product(dW, H, out=workspace.like("product", dW))
+        multiply(G, operand(P), out=gradient)
+
+
+def _gain(lower: Tensor, scale: Tensor, zeta: Tensor, levels: int) -> Tensor:
+    """Return the step of each weight, 0 where the clamp holds it, ``[heads, rows, d_in]``."""
+    step = (scale[..., None] * zeta.view(scale.shape[-1], -1)).flatten(-2)
+    return step * ((lower >= 0) & (lower < levels))
+
+
+@fused
+def soft_error(
+    B: Float[Tensor, "heads rows d_in"],
+    base: Float[Tensor, "heads rows d_in"],
+    *,
+    lower: Int[Tensor, "heads rows d_in"],
+    scale: Float[Tensor, "heads rows groups"],
+    zeta: Float[Tensor, " d_in"],
+    levels: int,
+    out: Float[Tensor, "heads rows d_in"],
+) -> None:
+    """Write the error ``dW`` of the soft rounding to ``out``."""
+    h = (STRETCH * torch.sigmoid(B) - (STRETCH - 1) / 2).clamp(0, 1)
+    out.copy_(base + _gain(lower, scale, zeta, levels) * h)
+
+
+@fused
+def soft_gradient(
+    B: Float[Tensor, "heads rows d_in"],
+    dW: Float[Tensor, "heads rows d_in"],
+    *,
+    lower: Int[Tensor, "heads rows d_in"],
+    scale: Float[Tensor, "heads rows groups"],
+    zeta: Float[Tensor, " d_in"],
+    levels: int,
+    exponent: Float[Tensor, ""] | None,
+    weight: float,
+    gradient: Float[Tensor, "heads rows d_in"],
+) -> tuple[Float[Tensor, "heads rows"], Float[Tensor, "heads rows"]]:
+    """Turn the product ``G dW H`` in ``gradient`` into the gradient of both losses.
+
+    Returns:
+        By row, the sums of ``dW`` times the product, and of ``-|2 h - 1| ** exponent``, 0 without one.
+    """
+    sigmoid = torch.sigmoid(B)
+    centred = 2 * STRETCH * sigmoid - STRETCH
+    reconstruction = (dW * gradient).sum(-1)
+    g = gradient * _gain(lower, scale, zeta, levels)
+    penalty = torch.zeros_like(reconstruction)
+    if exponent is not None:
+        cut = centred.clamp(-1, 1)
+        power = (cut.abs().clamp(min=TINY).log2() * (exponent - 2)).exp2() * cut
+        penalty = -(cut * power).sum(-1)
+        g = g - weight * exponent * power
+    g = torch.where(centred.abs() < 1, g, 0) * (1 - sigmoid) * sigmoid
+    gradient.copy_(2 * STRETCH * g)
+    return reconstruction, penalty
 
 
 def decide(

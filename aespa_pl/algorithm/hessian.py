@@ -69,9 +69,9 @@ def solve(
 def _inverse_upper(H: Tensor) -> tuple[Tensor, Bool[Tensor, " heads"]]:
     """Return the upper factors of the inverses, and which of them are factors indeed."""
     lower, failed = torch.linalg.cholesky_ex(H)
-    lower[failed != 0] = torch.eye(
-        H.shape[-1], dtype=H.dtype, device=H.device
-    )  # invertible at least
+    # the identity is invertible at least
+    lower.masked_fill_((failed != 0)[:, None, None], 0)
+    lower.diagonal(dim1=-2, dim2=-1).masked_fill_((failed != 0)[:, None], 1)
     upper, failed_again = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
     finite = torch.isfinite(upper).flatten(1).all(1)
     return upper, (failed == 0) & (failed_again == 0) & finite

@@ -108,7 +108,7 @@ class Learner:
         label, settings = f"block {block.index}", self.settings
         projections = {heads.key: self._rounding(heads, block) for heads in portion.ranges}
         shares = {key: rounding.share for key, rounding in projections.items()}
-        module = BlockRounding(projections, settings.rounding, label, settings.products)
+        module = BlockRounding(projections, settings.rounding, label, settings.precision)
         trainer = self.make_trainer(portion)
         trainer.fit(
             module,
@@ -141,7 +141,7 @@ class Learner:
     def _statistics(self, portion: Portion, block: QuantizedBlock) -> StatisticsBatch:
         """Return H and G of this process's rows; projections with the same input share an H."""
         batch, shared = {}, dict[Hessian, Tensor]()
-        with multiplying_in(self.settings.products):
+        with multiplying_in(self.settings.precision):
             for heads in portion.ranges:
                 p = block.projections[heads.name]
                 taken = self._share(heads, p).taken_heads

@@ -224,7 +224,7 @@ def evaluate(
     return perplexity(
         job.stream(pretrained),
         texts,
-        batch_size=job.data.batch_size,
+        batch_size=job.data.batch,
         change=job.round_to_nearest if nearest else None,
         after_block=after_block,
         world=world,

@@ -217,7 +217,7 @@ def _quantize(
         source=source,
         run=run,
         settings=job.quantization,
-        batch_size=job.data.batch_size,
+        batch_size=job.data.batch,
         quantizer=BlockQuantizer(job.quantization, learner, stopwatch),
         passes=StatisticsPasses(source, job.quantization, run.folder, partition, world),
         progress=progress,

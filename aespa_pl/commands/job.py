@@ -1,7 +1,7 @@
 """Check model, texts and settings before a command's work begins."""
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
+from aespa_pl.planning.placement import resolved_data
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.run.fingerprint import model_fingerprint
@@ -37,8 +38,9 @@ class Job:
 
     model: ModelSettings
     data: DataSettings
+    """Resolved: nothing is auto."""
     quantization: QuantizationSettings
-    """Settings in which the method has replaced every null."""
+    """Settings in which the method has replaced every null, and the device every auto."""
     output: OutputSettings
     device: torch.device
     pretrained: PretrainedFolder
@@ -58,7 +60,7 @@ class Job:
         Raises:
             UserError: The model can't be found, read or quantized with these settings.
         """
-        quantization = resolved(quantization)
+        quantization = resolved(quantization, device.type)
         cache = Path(data.cache).expanduser() if data.cache else None
         check_output(output)
         pretrained = PretrainedFolder.open(resolve(model.pretrained, model.revision), cache)
@@ -67,7 +69,15 @@ class Job:
         )
         check_lengths(data, job._positions, model.pretrained)
         check_groups(job.shape, quantization)
-        return job
+        data = resolved_data(
+            data,
+            quantization,
+            job.shape,
+            device,
+            length=job.segment_length,
+            dtype_bytes=job.dtype.itemsize,
+        )
+        return replace(job, data=data)
 
     @property
     def shape(self) -> Shape:
@@ -80,7 +90,7 @@ class Job:
         return Work(
             self.data.calibration.segments,
             self.segment_length,
-            min(self.data.batch_size, self.data.calibration.segments),
+            min(self.data.batch, self.data.calibration.segments),
             self.dtype.itemsize,
         )
 
@@ -108,6 +118,7 @@ class Job:
             self.device,
             self.dtype,
             hidden_folder=self.runs_folder if on_disk else None,
+            hidden_on_device=self.data.hidden_states == "device",
         )
 
     def round_to_nearest(self, block: nn.Module) -> None:

@@ -49,12 +49,13 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
     from aespa_pl.models import family_of  # noqa: PLC0415
     from aespa_pl.models.headers import read_config  # noqa: PLC0415
     from aespa_pl.models.hub import resolve  # noqa: PLC0415
+    from aespa_pl.planning.placement import resolved_data  # noqa: PLC0415
     from aespa_pl.planning.shape import Shape, Work  # noqa: PLC0415
     from aespa_pl.planning.table import needs_of, rows_of  # noqa: PLC0415
     from aespa_pl.resolve import resolved  # noqa: PLC0415
 
     quiet_libraries()
-    data, quantization = data or DataSettings(), resolved(quantization or QuantizationSettings())
+    data = data or DataSettings()
     folder = limits.check_output(output or OutputSettings())
     name = str((trainer or {}).get("accelerator", "auto"))
     if name not in DEVICES:
@@ -63,6 +64,7 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
     device = torch.device(DEVICES[name] or ("cuda" if found else "cpu"))
     if device.type == "cuda" and not found:
         raise UserError(f"trainer.accelerator is {name}: torch finds no CUDA device, set it to cpu")
+    quantization = resolved(quantization or QuantizationSettings(), device.type)
     config = read_config(resolve(model.pretrained, model.revision, weights=False))
     family = family_of(config)
     positions = family.positions(config)
@@ -70,13 +72,10 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
     limits.check_lengths(data, positions, model.pretrained)
     limits.check_groups(shape, quantization)
     stored = getattr(config, "dtype", None) or torch.float32
-    segments = data.calibration.segments
-    work = Work(
-        segments,
-        limits.calibration_length(data, positions),
-        min(data.batch_size, segments),
-        block_dtype(model, device, stored).itemsize,
-    )
+    segments, length = data.calibration.segments, limits.calibration_length(data, positions)
+    size = block_dtype(model, device, stored).itemsize
+    data = resolved_data(data, quantization, shape, device, length=length, dtype_bytes=size)
+    work = Work(segments, length, min(data.batch, segments), size)
     limits.refuse_tuning(shape, work, data, quantization, device)
     needs = needs_of(
         shape,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from aespa_pl.models.family import Family
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.storage.batches import Batches, BatchesOnDisk
+from aespa_pl.storage.transfer import in_turn, sending_back
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class StreamedModel:
     device: torch.device
     dtype: torch.dtype
     hidden_folder: Path | None = None
-    """Where the hidden states of all segments are kept in files; None: in host memory."""
+    """Where the hidden states of all segments are kept in files; None: in memory."""
+    hidden_on_device: bool = False
+    """Whether that memory is the device's."""
 
     @classmethod
     def open(
@@ -39,11 +42,13 @@ class StreamedModel:
         device: torch.device,
         dtype: torch.dtype,
         hidden_folder: Path | None = None,
+        *,
+        hidden_on_device: bool = False,
     ) -> "StreamedModel":
         """Make the skeleton; no weight is read."""
         model = pretrained.skeleton()
         family.restore_buffers(model, device)
-        return cls(pretrained, family, model, device, dtype, hidden_folder)
+        return cls(pretrained, family, model, device, dtype, hidden_folder, hidden_on_device)
 
     @property
     def block_count(self) -> int:
@@ -97,17 +102,20 @@ class StreamedModel:
     def embed_with_stem(self, tokens: Tensor, batch_size: int) -> Batches:
         """Do what ``embed`` does inside of a ``stem`` context."""
         batches = (
-            self.family.embed(self.model, ids.to(self.device))[0].cpu()
+            self.family.embed(self.model, ids.to(self.device))[0]
             for ids in tokens.split(batch_size)
             if len(ids)  # without segments one is empty
         )
         return self.keep(batches)
 
     def keep(self, batches: Iterable[Tensor]) -> Batches:
-        """Return hidden states ``[B, L, d]`` where those of all segments wait: in memory or on disk."""
-        if self.hidden_folder is None:
+        """Return hidden states ``[B, L, d]`` where those of all segments wait."""
+        if self.hidden_on_device:
             return list(batches)
-        return BatchesOnDisk(self.hidden_folder, batches)
+        on_host = (batch.cpu() for batch in batches)
+        if self.hidden_folder is None:
+            return list(on_host)
+        return BatchesOnDisk(self.hidden_folder, on_host)
 
     @torch.inference_mode()
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
@@ -117,29 +125,6 @@ class StreamedModel:
 
     def advance(self, block: nn.Module, batches: Batches) -> None:
         """Replace the hidden states of all batches by the block's output."""
-        for i, hidden in enumerate(in_turn(batches, self.device)):
-            batches[i] = self.run_block(block, hidden).cpu()
-
-
-def in_turn(batches: Batches, device: torch.device) -> Iterator[Tensor]:
-    """Yield the batches on a device; a GPU is sent the next one while it works on this one.
-
-    A batch that was yielded may be replaced in ``batches``; the one after it was read already.
-    """
-    if device.type != "cuda":
-        yield from (batches[i].to(device) for i in range(len(batches)))
-        return
-    side = torch.cuda.Stream(device)
-
-    def send(index: int) -> tuple[Tensor, torch.cuda.Event]:
-        with torch.cuda.stream(side):  # from pinned memory: other copies wait for their end
-            return batches[index].pin_memory().to(device, non_blocking=True), side.record_event()
-
-    sent = map(send, range(len(batches)))
-    ahead = next(sent, None)
-    while ahead is not None:
-        (batch, arrived), ahead = ahead, next(sent, None)
-        current = torch.cuda.current_stream(device)
-        current.wait_event(arrived)
-        batch.record_stream(current)  # whose work must end before side may have the memory
-        yield batch
+        with sending_back(batches, self.device) as replace:
+            for i, hidden in enumerate(in_turn(batches, self.device)):
+                replace(i, self.run_block(block, hidden))

@@ -41,7 +41,8 @@ def free_to_plan(
     if device.type == "cpu" and not data.memory_gb:
         free /= world.size  # on one host, unless more are known of: they share its memory
     free = -world.largest(-free)
-    if device.type == "cpu" and data.hidden_states == "memory":
+    on_device = device.type == "cpu" or data.hidden_states == "device"
+    if on_device and data.hidden_states != "disk":
         free -= hidden_bytes(shape, work, quantization)
     return free
 

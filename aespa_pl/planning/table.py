@@ -8,7 +8,7 @@ import torch
 
 from aespa_pl.planning.arithmetic import block_flops, block_visits
 from aespa_pl.planning.budget import described, divide
-from aespa_pl.planning.needs import device_bytes, disk_bytes, host_bytes
+from aespa_pl.planning.needs import device_bytes, disk_bytes, hidden_bytes, host_bytes
 from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.rates import measure_rates
 from aespa_pl.planning.shape import Shape, Work
@@ -61,10 +61,20 @@ def needs_of(
     on_cpu, on_disk = device.type == "cpu", data.hidden_states == "disk"
     partition = divide(shape, work, data, quantization, device)
     flops = block_flops(shape, work, quantization, partition)
-    rates = measure_rates(shape, device, seconds=seconds, precision=quantization.products)
+    rates = measure_rates(shape, device, seconds=seconds, precision=quantization.precision)
+    kept = data.hidden_states == "device" and not on_cpu
+    streams = hidden_bytes(shape, work, quantization) if kept else 0
+    on_device = device_bytes(shape, work, quantization, partition, accelerator=not on_cpu)
     return Needs(
-        device_bytes(shape, work, quantization, partition, accelerator=not on_cpu),
-        host_bytes(shape, work, quantization, on_cpu=on_cpu, on_disk=on_disk, partition=partition),
+        {phase: count and count + streams for phase, count in on_device.items()},
+        host_bytes(
+            shape,
+            work,
+            quantization,
+            on_cpu=on_cpu,
+            on_disk=on_disk or kept,
+            partition=partition,
+        ),
         disk_bytes(
             shape,
             work,

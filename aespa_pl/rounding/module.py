@@ -1,5 +1,6 @@
 """A Transformer block as a LightningModule whose parameters are its rounding variables."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -129,9 +130,10 @@ class BlockRounding(LightningModule):
         return found
 
     def _decide(self) -> None:
-        for name, projection in self.named_projections():
-            finite = bool(torch.isfinite(projection.variables).all())
-            self._decided[name] = projection.integers() if finite else None
+        named = dict(self.named_projections())
+        finite = torch.stack([p.variables.isfinite().all() for p in named.values()]).tolist()
+        for (name, projection), usable in zip(named.items(), finite, strict=True):
+            self._decided[name] = projection.integers() if usable else None
 
     @property
     def _log_interval(self) -> int:
@@ -147,14 +149,15 @@ class BlockRounding(LightningModule):
             for kind, share in projection.decisions().items():
                 curves[f"{kind}/{name}"] = share
         curves = self._of_all_rows(curves)
+        # all at once: the host waits for the device here, and nowhere else while it learns
+        values = dict(zip(curves, torch.stack(list(curves.values())).tolist(), strict=True))
         for name in losses:
-            if not bool(torch.isfinite(curves[f"loss_reconstruction/{name}"])):
+            if not math.isfinite(values[f"loss_reconstruction/{name}"]):
                 raise NumericalError(f"{self.label}: the loss of {name} is not finite")
         total = torch.stack([curves[f"{kind}/{name}"] for kind in SUMS for name in losses]).sum()
         self.log("loss", total)
         # Not through Lightning's log_dict: four curves a projection take it longer than five
         # iterations of a small block (docs/performance.md).
-        values = {name: float(value) for name, value in curves.items()}
         for logger in self.loggers:
             logger.log_metrics(values, self.global_step + 1)
         return total

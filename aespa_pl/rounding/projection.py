@@ -24,7 +24,9 @@ class ProjectionRounding(nn.Module):
 
     lower: Tensor
     base: Tensor
-    gain: Tensor
+    gain: Tensor | None
+    scale: Tensor
+    zeta: Tensor
     nearest: Tensor
     gradient: Tensor
 
@@ -54,7 +56,8 @@ class ProjectionRounding(nn.Module):
         self.variables = nn.Parameter(variables)
         nearest = quantize(weight, grid).to(torch.uint8)
         for name, tensor in (
-            ("lower", fixed.lower), ("base", fixed.base), ("gain", fixed.gain), ("nearest", nearest),
+            ("lower", fixed.lower), ("base", fixed.base), ("gain", fixed.gain), ("scale", fixed.scale),
+            ("zeta", fixed.zeta), ("nearest", nearest),
         ):  # fmt: skip
             self.register_buffer(name, tensor, persistent=False)
         # memory that lives as long as the variables: new memory each iteration costs a CPU more
@@ -63,7 +66,7 @@ class ProjectionRounding(nn.Module):
     @property
     def fixed(self) -> SoftRounding:
         """What stays fixed while the variables are learned."""
-        return SoftRounding(self.lower, self.base, self.gain, self.levels)
+        return SoftRounding(self.lower, self.base, self.gain, self.scale, self.zeta, self.levels)
 
     @torch.no_grad()
     def loss(

@@ -87,12 +87,14 @@ class DataSettings:
     """Calibration text."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     """Held-out text."""
-    batch_size: PositiveInt = 4
-    """Segments that run through a block at once; changes memory and speed, and the order of sums."""
-    hidden_states: Literal["memory", "disk"] = "memory"
-    """Where the hidden states of all segments wait for the next block: in host memory, or in a file in
-    output.folder that is gone with the process. One stream takes segments * segment_length * hidden
-    size numbers of model.dtype."""
+    batch_size: PositiveInt | Literal["auto"] = "auto"
+    """Segments that run through a block at once; changes memory and speed, and the order of sums. auto: 4 on
+    a CPU; on an accelerator as many as have 8192 tokens."""
+    hidden_states: Literal["auto", "device", "memory", "disk"] = "auto"
+    """Where the hidden states of all segments wait for the next block: in the device's memory, in host
+    memory, or in a file in output.folder that is gone with the process. One stream takes segments *
+    segment_length * hidden size numbers of model.dtype. auto: the first of them that has room for all
+    streams beside what a block needs; on a CPU memory. The result is the same."""
     memory_gb: FinitePositive | None = None
     """Memory of the device, in units of 10^9 bytes, that a block may take; null: what is free at the start.
     Where the statistics need more, H_V is collected for some heads at a time, with one more pass over the
@@ -100,3 +102,10 @@ class DataSettings:
     cache: str | None = None
     """Folder for what later runs need again: tokenized texts, weights read out of pickles, perplexities
     of the original model; null: aespa_pl under $XDG_CACHE_HOME or ~/.cache."""
+
+    @property
+    def batch(self) -> int:
+        """Return ``batch_size`` as a number."""
+        if self.batch_size == "auto":
+            raise ValueError("these settings are not resolved: see aespa_pl.planning.placement")
+        return self.batch_size

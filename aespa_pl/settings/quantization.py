@@ -111,10 +111,11 @@ class QuantizationSettings:
     """Share alpha of the error of earlier blocks, in a projection's input and in the residual stream that
     its output is added to, that the projection makes up for; it takes a second stream of hidden states
     through the original model. 0: none, as in the paper (docs/correction.md); null: as the method does."""
-    products: Literal["float32", "tf32", "bfloat16"] = "float32"
+    products: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
     """Precision of the matrix products of steps 1 and 4, statistics (bfloat16: in tf32) and learning, where
     the matrix units of an accelerator are faster for less; sums, grids, OPTQ, polish and the losses that
-    decide, on these statistics, are float32 (docs/performance.md)."""
+    decide, on these statistics, are float32 (docs/performance.md). auto: tf32 on a CUDA device, float32 on
+    a CPU. A run that is continued keeps what it was begun with, or is refused."""
     grid: GridSettings = field(default_factory=GridSettings)
     """Step 2, the grid."""
     optq: OptqSettings = field(default_factory=OptqSettings)
@@ -127,6 +128,13 @@ class QuantizationSettings:
     """Coordinate descent after step 4 (after step 3 where nothing is learned)."""
     tuning: TuningSettings = field(default_factory=TuningSettings)
     """Training of blocks and of the model after these steps."""
+
+    @property
+    def precision(self) -> Literal["float32", "tf32", "bfloat16"]:
+        """Return ``products`` without auto."""
+        if self.products == "auto":
+            raise ValueError("these settings are not resolved: see aespa_pl.resolve")
+        return self.products
 
     @property
     def two_streams(self) -> bool:

@@ -179,12 +179,14 @@ def fit(
         trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
         checkpoint: Where an earlier training stopped.
     """
+    device = next(module.parameters()).device
     with warnings.catch_warnings():
         # on purpose: dropout is none of the quantized model
         warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
         # steps are counted over the epochs, so there are curves all the same
         warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
         trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
+    module.to(device)  # Lightning leaves it on the CPU
     module.restore_best()
 
 

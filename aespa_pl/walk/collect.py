@@ -17,11 +17,12 @@ from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import Attention, BlockLayout
-from aespa_pl.models.streamed import StreamedModel, in_turn
+from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.matrices import MatricesOnDisk
+from aespa_pl.storage.transfer import in_turn, sending_back
 
 
 @dataclass
@@ -109,7 +110,7 @@ class StatisticsPasses:
             query_key=first and objective.query_key == "attention",
             inputs=first,
             heads=heads,
-            precision="float32" if self.settings.products == "float32" else "tf32",
+            precision="float32" if self.settings.precision == "float32" else "tf32",
         )
         attention = partial(self._observe_attention, module)
         value = attention if collector.value else None
@@ -118,20 +119,23 @@ class StatisticsPasses:
         differ = streams.original is not None and index > 0
         compare = differ and bool(self.settings.input_correction)
         originals = in_turn(streams.original or [], self.source.device)
-        for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
-            original = None
-            if compare:
-                with observing(
-                    module, collector.groups, residuals=True, attention=value
-                ) as original:
+        with sending_back(streams.original or [], self.source.device) as replace_original:
+            for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
+                original = None
+                if compare:
+                    with observing(
+                        module, collector.groups, residuals=True, attention=value
+                    ) as original:
+                        after = self.source.run_block(module, next(originals))
+                elif differ and last:
                     after = self.source.run_block(module, next(originals))
-            elif differ and last:
-                after = self.source.run_block(module, next(originals))
-            with observing(module, collector.groups, residuals=compare, attention=either) as seen:
-                output = self.source.run_block(module, quantized)
-            if streams.original is not None and last:
-                streams.original[i] = (after if differ else output).cpu()
-            collector.add(seen, original)
+                with observing(
+                    module, collector.groups, residuals=compare, attention=either
+                ) as seen:
+                    output = self.source.run_block(module, quantized)
+                if streams.original is not None and last:
+                    replace_original(i, after if differ else output)
+                collector.add(seen, original)
         if not self.world.alone:
             collector.add_up(self.world.sum_, counts=streams.own)
         statistics = collector.finish(self.source.family.norm_weights(module))

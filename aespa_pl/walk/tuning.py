@@ -94,7 +94,6 @@ class BlockTuner:
             label=f"block {index}",
             checkpoint=self.run.checkpoint_to_continue(portion),
         )
-        tunable.block.to(self.source.device)  # Lightning leaves it on the CPU
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()
         return found

@@ -66,6 +66,7 @@ def test_closed_form_equals_autograd(kind: str, beta: float | None) -> None:
         G = K.transpose(1, 2) @ K
     updated = W + torch.randn_like(W)  # far enough to leave the range of the integers
     rounding, B = start(W, updated, grid)
+    assert rounding.gain is not None
     assert 0 < int((rounding.gain == 0).sum()) < W.numel()
     B = (B + torch.randn_like(B)).requires_grad_()
     expected = autograd_loss(B, W, updated, grid, H, G, beta)

@@ -156,6 +156,7 @@ def test_curves_are_those_of_the_variables_at_their_iteration(tmp_path: Path) ->
         for name, B in variables[iteration].items():
             p, rounding = given[name], given[name].start[0]
             h = torch.clamp(1.2 * torch.sigmoid(B) - 0.1, 0, 1)
+            assert rounding.gain is not None
             dW = rounding.base + rounding.gain * h
             inner = dW @ p.H @ dW.transpose(1, 2)
             products = inner if p.G is None else p.G @ inner

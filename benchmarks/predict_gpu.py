@@ -1,0 +1,195 @@
+"""Predict the seconds that a run takes on an H100: nothing is measured, and no GPU is needed.
+
+Operations, bytes and kernels follow from the shapes of a model (``aespa_pl/planning``) and from what the
+simulated device counts (``tests/device/test_block.py``). They become seconds by a few rates, which are
+options. A phase takes the longest of its arithmetic, its bytes and its launches: they overlap.
+
+    python benchmarks/predict_gpu.py
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jsonargparse import auto_cli
+from report import Report
+from shapes import config
+
+from aespa_pl.algorithm.candidates import STRIDE
+from aespa_pl.algorithm.descent import BLOCK, BLOCK_ELEMENTS
+from aespa_pl.algorithm.grid import CLIP_RATIOS
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Role
+from aespa_pl.planning.needs import TYPICAL_ZFOLD_ROUNDS, block_flops, gram_flops, learned
+from aespa_pl.planning.shape import Matrix, Shape, Work
+from aespa_pl.resolve import resolved
+from aespa_pl.settings import QuantizationSettings
+
+ITERATION_BYTES = 60
+"""For each weight that is learned: 14 before the product, 18 after it, 28 of Adam."""
+ITERATION_KERNELS = 10
+"""For each projection."""
+COLUMN_KERNELS = 16
+"""For each column of OPTQ's update."""
+TURN_KERNELS = 20
+"""For each turn of the descent: of each row's next move."""
+CANDIDATE_BYTES = 60
+"""For each weight of each candidate: the errors take six kernels, their losses three."""
+PROBABILITY_BYTES = 32
+"""For each attention probability of A X: scores, mask, softmax, and the product."""
+MODELS = {"llama-7b": 32, "llama-30b": 60}
+"""Blocks of each; of SHAPES."""
+METHODS = ("aespa-fast", "aespa", "aespa-tuned")
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Rates that are reached, below the peaks that the maker states."""
+
+    half: float = 600.0
+    """TFLOP/s of products in half precision (989 stated)."""
+    tf32: float = 300.0
+    """TFLOP/s of products in TF32 (495 stated)."""
+    float32: float = 50.0
+    """TFLOP/s of products in float32 (67 stated)."""
+    bandwidth: float = 2.7
+    """TB/s of the memory (3.35 stated)."""
+    launch: float = 6.0
+    """Microseconds of a kernel that does next to nothing, launched from Python."""
+    read: float = 2.0
+    """GB/s at which weights come from disk."""
+    turns: int = 15
+    """Turns of a block of columns in the descent: moves of the row that moves most."""
+    passes: int = 4
+    """Passes of the descent until nothing moves."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a phase of a block asks of the device."""
+
+    seconds_of_products: float
+    bytes: float = 0.0
+    kernels: float = 0.0
+
+    def seconds(self, assumed: Assumed) -> float:
+        """Return the longest of the three."""
+        moving = self.bytes / (1e12 * assumed.bandwidth)
+        return max(self.seconds_of_products, moving, 1e-6 * assumed.launch * self.kernels)
+
+
+def main(
+    *,
+    segments: int = 128,
+    length: int = 2048,
+    assumed: Assumed | None = None,
+    output: Path | None = None,
+) -> None:
+    """Print the prediction by model, method and phase.
+
+    Args:
+        segments: Calibration segments.
+        length: Tokens in a segment.
+        assumed: Rates.
+        output: JSON lines are appended to this file.
+    """
+    assumed = assumed or Assumed()
+    report = Report(("model", "method", "phase", "minutes"), output, device="H100 (predicted)")
+    for model in MODELS:
+        shape = _shape(model, length)
+        for method in METHODS:
+            settings = resolved(QuantizationSettings(method=method), "cuda")
+            if model == "llama-30b":  # the whole model would have to be in memory
+                tuning = settings.tuning
+                model_too = replace(tuning.model, enabled=False)
+                settings = replace(settings, tuning=replace(tuning, model=model_too))
+            work = Work(segments, length, batch_size=max(1, 8192 // length), dtype_bytes=2)
+            found = predicted(shape, work, settings, assumed)
+            for phase, seconds in (found | {"all": sum(found.values())}).items():
+                if seconds:
+                    minutes = shape.blocks * seconds / 60
+                    row = {"model": model, "method": method, "phase": phase, "minutes": minutes}
+                    report.row([model, method, phase, f"{minutes:.1f}"], **row)
+
+
+def predicted(
+    shape: Shape, work: Work, settings: QuantizationSettings, assumed: Assumed
+) -> Mapping[str, float]:
+    """Return the seconds of one block by phase."""
+    costs = {
+        "statistics": _statistics(shape, work, settings, assumed),
+        "grid": _grid(shape, work, settings, assumed),
+        "OPTQ": _optq(shape, work, settings, assumed),
+        "learning": _learning(shape, work, settings, assumed),
+        "polish": _polish(shape, settings, assumed),
+    }
+    flops = block_flops(shape, work, settings)
+    seconds = {phase: cost.seconds(assumed) for phase, cost in costs.items()}
+    for phase in ("tuning of blocks", "tuning of the model"):  # in float32, whatever products is
+        seconds[phase] = flops[phase] / (1e12 * assumed.float32)
+    seconds["reading"] = 2 * shape.block_weights / (1e9 * assumed.read)
+    return seconds
+
+
+def _statistics(
+    shape: Shape, work: Work, settings: QuantizationSettings, assumed: Assumed
+) -> Costs:
+    flops, streams = block_flops(shape, work, settings), 2 if settings.two_streams else 1
+    products = (streams + 1) * flops["forward"] / (1e12 * assumed.half)  # one to the next block
+    products += gram_flops(shape, work, settings) / (1e12 * assumed.tf32)
+    # of the correction: each Hessian's factor, and two products and two solves with it for each row
+    layout, d = shape.layout, shape.hidden
+    factors = sum(m.columns**3 / 3 for m in shape.matrices) + layout.key_value_heads * d**3 / 3
+    solved = 4 * sum(m.product_flops for m in shape.matrices)
+    products += (factors + solved) / (1e12 * assumed.float32)
+    probabilities = work.segments * layout.heads * work.length**2 * 9 / 16
+    return Costs(products, streams * PROBABILITY_BYTES * probabilities)
+
+
+def _grid(shape: Shape, work: Work, settings: QuantizationSettings, assumed: Assumed) -> Costs:
+    # planning counts every candidate in every search
+    products = block_flops(shape, work, settings)["grid"] / (1e12 * assumed.float32)
+    candidates = 2 * CLIP_RATIOS
+    searched = 2 * candidates + TYPICAL_ZFOLD_ROUNDS * (candidates // STRIDE + 16)
+    return Costs(products, CANDIDATE_BYTES * searched * shape.weights)
+
+
+def _optq(shape: Shape, work: Work, settings: QuantizationSettings, assumed: Assumed) -> Costs:
+    products = block_flops(shape, work, settings)["OPTQ"] / (1e12 * assumed.float32)
+    columns = sum(m.columns for m in shape.matrices)
+    return Costs(products, kernels=COLUMN_KERNELS * columns)
+
+
+def _learning(shape: Shape, work: Work, settings: QuantizationSettings, assumed: Assumed) -> Costs:
+    chosen = [m for m in shape.matrices if learned(m, settings)]
+    iterations = int(settings.rounding.iterations)
+    products = block_flops(shape, work, settings)["rounding"] / (1e12 * assumed.tf32)
+    moving = ITERATION_BYTES * sum(m.size for m in chosen) / (1e12 * assumed.bandwidth)
+    # products and element-wise kernels take turns
+    return Costs(products + iterations * moving, 0.0, iterations * ITERATION_KERNELS * len(chosen))
+
+
+def _polish(shape: Shape, settings: QuantizationSettings, assumed: Assumed) -> Costs:
+    if not settings.polish.enabled:
+        return Costs(0.0)
+    products = 2 * sum(m.product_flops for m in shape.matrices) / (1e12 * assumed.float32)
+    turns = sum(assumed.turns * _blocks(m, shape) for m in shape.matrices)
+    return Costs(assumed.passes * products, kernels=assumed.passes * TURN_KERNELS * turns)
+
+
+def _blocks(matrix: Matrix, shape: Shape) -> int:
+    """Return the blocks of columns of a pass; rows of a head are visited one after the other."""
+    coupled = matrix.role in (Role.QUERY, Role.KEY)
+    rows = shape.layout.heads if coupled else matrix.rows
+    visits = shape.layout.head_dim if coupled else 1
+    return visits * -(-matrix.columns // max(BLOCK, BLOCK_ELEMENTS // rows))
+
+
+def _shape(model: str, length: int) -> Shape:
+    blocks = MODELS[model]
+    found = config(model, length)
+    return replace(Shape.of(found, family_of(found)), blocks=blocks)
+
+
+if __name__ == "__main__":
+    auto_cli(main)

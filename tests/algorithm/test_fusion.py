@@ -1,0 +1,121 @@
+"""What is compiled for an accelerator is one kernel, and does what the plain path does."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm import fusion
+from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss, start
+from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.quantizer import GridFormat
+from tests.device.simulated import simulated
+
+COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="needs a C++ compiler: torch.compile makes C++ of a kernel on a CPU",
+)
+
+
+def given(
+    heads: int = 2, rows: int = 6, columns: int = 32
+) -> tuple[SoftRounding, Tensor, Tensor, Tensor]:
+    W, X, K = (
+        torch.randn(heads, rows, columns),
+        torch.randn(columns, 90),
+        torch.randn(heads, 9, rows),
+    )
+    grid = min_max_grid(W, torch.rand(columns) + 0.5, GridFormat(2, group_size=16))
+    rounding, B = start(W, W + torch.randn_like(W), grid)  # some weights leave the range
+    return rounding, 3 * B, (X @ X.T)[None] / 90, K.mT @ K
+
+
+@pytest.mark.parametrize("beta", [None, 2.0, 7.5])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_two_kernels_give_the_loss_and_gradient_of_the_plain_path(
+    coupled: bool, beta: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounding, B, H, G = given()
+    expected = rounding_loss(B, rounding, H, G if coupled else None, weight=1.5, beta=beta)
+    with simulated(monkeypatch) as device:
+        there = SoftRounding(
+            rounding.lower.to(device), rounding.base.to(device), None,
+            rounding.scale.to(device), rounding.zeta.to(device), rounding.levels,
+        )  # fmt: skip
+        found = rounding_loss(
+            B.to(device), there, H.to(device), G.to(device) if coupled else None,
+            weight=1.5, beta=beta,
+        )  # fmt: skip
+        gradient, losses = found.gradient.cpu(), [float(found.reconstruction), float(found.penalty)]
+    torch.testing.assert_close(gradient, expected.gradient)
+    assert losses == pytest.approx(
+        [float(expected.reconstruction), float(expected.penalty)], rel=1e-5
+    )
+    assert 0 < int((expected.gradient == 0).sum()) < B.numel()  # the clamps act
+
+
+COMPILED = """
+import json
+import torch
+from torch._inductor import config, metrics
+from aespa_pl.algorithm.adaround import soft_error, soft_gradient, start
+from aespa_pl.algorithm.fusion import compiled
+from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.quantizer import GridFormat
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+config.compile_threads = 1
+W = torch.randn(2, 6, 32)
+rounding, B = start(W, W, min_max_grid(W, torch.rand(32) + 0.5, GridFormat(2, group_size=16)))
+product = torch.randn_like(B)
+for call, given, more, out in (
+    (soft_error, (B, rounding.base), {}, "out"),
+    (soft_gradient, (B, product), {"exponent": torch.tensor(7.5), "weight": 1.5}, "gradient"),
+):
+    more |= rounding.step()
+    mine, theirs = product.clone(), product.clone()
+    metrics.reset()
+    expected = call(*given, **more, **{out: mine}) or ()  # on a CPU it runs as it is
+    found = compiled(call.__wrapped__)(*given, **more, **{out: theirs}) or ()
+    pairs = [(theirs, mine), *zip(found, expected, strict=True)]
+    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    print(json.dumps([metrics.generated_kernel_count, error]))
+"""
+"""In a process of its own: the compiler can't look through the checks of shapes that the tests put in."""
+
+
+@COMPILER
+def test_a_compiler_makes_one_kernel_of_each_function() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [kernels for kernels, _ in lines] == [1, 1]
+    assert max(error for _, error in lines) < 1e-5
+
+
+def test_where_nothing_can_be_compiled_the_plain_path_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    @fusion.fused
+    def double(A: Tensor) -> Tensor:
+        calls.append(A.device.type)
+        return 2 * A
+
+    def fail(*_: object, **__: object) -> object:
+        raise RuntimeError("no compiler")
+
+    with simulated(monkeypatch) as device:
+        monkeypatch.setattr(torch, "compile", fail)
+        A = torch.ones(2, device=device)
+        assert (double(A) + double(A)).tolist() == [4, 4]
+    assert calls == ["simulated"] * 2
+    assert caplog.text.count("no compiler") == 1

@@ -1,0 +1,209 @@
+"""A whole block on an accelerator: no operation on two devices, no wait, and few kernels and bytes."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm.adaround import rounding_loss, start
+from aespa_pl.algorithm.boa import update_rows
+from aespa_pl.algorithm.descent import descend
+from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.optq import update_weights
+from aespa_pl.algorithm.products import Precision, multiplying_in, operand
+from aespa_pl.algorithm.quantizer import Grid, GridFormat, quantize
+from aespa_pl.algorithm.workspace import Workspace
+from aespa_pl.measure import Stopwatch
+from tests.device.simulated import Tally, counting, simulated, strategy
+from tests.walks import Quantized, walk
+
+ITERATIONS, CURVES, BATCHES = 6, 2, 2
+CHANGES: dict[str, Any] = {
+    "input_correction": 0.5,  # the second block has both streams
+    "grid.max_rounds": 1,
+    "rounding.iterations": ITERATIONS,
+    "polish.enabled": True,
+    "polish.passes": 2,
+    "tuning.blocks.enabled": True,
+    "tuning.blocks.epochs": 1,
+    "tuning.blocks.batch_size": 2,
+    "tuning.held_back": 0.2,
+}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "opt": {"products": "tf32"},
+    "bloom": {"products": "bfloat16"},
+    "llama": {"products": "float32"},
+    "qwen3": {"products": "tf32", "optq.rows": True},
+}
+
+
+class Counts(Stopwatch):
+    """Counts what each phase of each block asks of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: dict[str, list[Tally]] = {}
+
+    @contextmanager
+    def measure(self, phase: str, device: torch.device) -> Iterator[None]:
+        with counting() as found:
+            yield
+        self.phases.setdefault(phase, []).append(found)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A walk on the device."""
+
+    name: str
+    result: Quantized
+    phases: dict[str, list[Tally]]
+    """Of block 0 and block 1."""
+
+
+@pytest.fixture(scope="module", params=EXAMPLES)
+def counted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Counted:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    counts = Counts()
+    with pytest.MonkeyPatch.context() as monkeypatch, simulated(monkeypatch) as device:
+
+        def options(*_: Any) -> dict[str, Any]:
+            return {
+                "accelerator": "auto",
+                "devices": 1,
+                "strategy": strategy(),
+                "log_every_n_steps": 3,
+            }
+
+        result = walk(
+            request.param,
+            tmp_path_factory.mktemp(request.param),
+            CHANGES | EXAMPLES[request.param],
+            device=device,
+            stopwatch=counts,
+            options=options,
+            tuning_options=options,
+        )
+    return Counted(request.param, result, counts.phases)
+
+
+def waits(found: Tally, *expected: str) -> list[str]:
+    """Return what was waited for in other functions than those expected."""
+    return [wait for wait in found.waits if not wait.endswith(expected)]
+
+
+def test_a_block_never_mixes_devices_and_finds_the_integers_of_the_cpu(
+    counted: Counted, tmp_path: Path
+) -> None:
+    phases = ("statistics", "grid", "optq", "rounding", "polish", "tuning", "writing")
+    assert {phase: len(counted.phases[phase]) for phase in phases} == dict.fromkeys(phases, 2)
+    if counted.name != "llama":
+        return  # units of other types round differently
+    expected = walk(counted.name, tmp_path, CHANGES | EXAMPLES[counted.name])
+    for name, tensor in expected.file(0).items():
+        if name.endswith("integers"):
+            assert float((counted.result.file(0)[name] == tensor).float().mean()) > 0.98
+
+
+def test_statistics_wait_for_nothing_but_the_check_at_their_end(counted: Counted) -> None:
+    for found, most in zip(counted.phases["statistics"], (260, 430), strict=True):
+        assert not waits(found, "_refuse_not_finite")
+        assert found.count / BATCHES < most
+
+
+def test_learning_waits_once_a_curve(counted: Counted) -> None:
+    for found in counted.phases["rounding"]:
+        curves = [n for wait, n in found.waits.items() if wait.endswith("BlockRounding._report")]
+        assert sum(curves) <= 2 * CURVES  # Lightning waits for the loss that is logged
+        assert not waits(
+            found, "BlockRounding._report", "BlockRounding._decide", "Learner._fit", "<dictcomp>"
+        )
+
+
+def test_steps_before_the_learning_wait_once_a_factorization_or_search(counted: Counted) -> None:
+    for found in counted.phases["optq"]:
+        assert not waits(found, "inverse_factor", "update")
+        assert found.waits.total() <= 3 * len(counted.result.layout.projections)
+    for found in counted.phases["grid"]:
+        assert not waits(found, "_search", "search_with_loss")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A projection on the device."""
+
+    W: Tensor
+    H: Tensor
+    G: Tensor
+    grid: Grid
+
+
+def problem(device: torch.device, heads: int = 1, rows: int = 48, columns: int = 160) -> Problem:
+    W, X = torch.randn(heads, rows, columns), torch.randn(columns, 400)
+    K = torch.randn(heads, 90, rows)
+    grid = min_max_grid(W, torch.rand(columns) + 0.5, GridFormat(2))
+    on_device = Grid(
+        grid.scale.to(device), grid.zero_point.to(device), grid.zeta.to(device), grid.bits
+    )
+    H, G = (X @ X.T)[None] / 200, K.mT @ K
+    return Problem(W.to(device), H.to(device), G.to(device), on_device)
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+@pytest.mark.parametrize("penalized", [False, True])
+def test_an_iteration_touches_each_number_fifteen_times(
+    penalized: bool, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with simulated(monkeypatch) as device, multiplying_in(precision):
+        given, workspace = problem(device), Workspace()
+        rounding, B = start(given.W, given.W, given.grid)
+        variables = torch.nn.Parameter(B)
+        adam = torch.optim.Adam([variables], fused=True)
+        H, gradient = operand(given.H), torch.empty_like(B)
+        variables.grad = gradient
+        for _ in range(2):  # the first makes the moments
+            with counting() as found:
+                rounding_loss(
+                    B, rounding, H, None, weight=1.0, beta=5.0 if penalized else None,
+                    workspace=workspace, gradient=gradient,
+                )  # fmt: skip
+                adam.step()
+    products = found.moved["mm"] + found.moved["_to_copy"]  # operands in bfloat16 belong to them
+    # 15, and what is small: sums over rows, scales
+    assert 14 < (found.bytes - products) / (4 * B.numel()) < 15.2
+    assert found.count <= 11
+    assert not found.waits
+
+
+def test_a_column_of_optq_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch) as device:
+        given = problem(device)
+        with counting() as found:
+            update_weights(given.W, given.H, given.grid)
+        columns = given.W.shape[-1]
+        assert found.count / columns < 17
+        # 128 columns at most are touched after each, half of them in the mean, and read twice
+        assert found.bytes / columns < 4 * given.W.shape[1] * 4 * 128
+        assert found.waits.total() == 1
+        with counting() as found:
+            update_rows(given.W, given.H, given.G, given.grid)
+        assert found.count / (columns * given.W.shape[1]) < 17
+        assert found.waits.total() == 2
+
+
+def test_a_turn_of_the_descent_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch) as device:
+        given = problem(device)
+        nearest = quantize(given.W, given.grid)
+        with counting() as found:
+            descend(nearest, given.W, given.grid, given.H, passes=3)
+    turns = found.kernels["argmax"]
+    assert turns > 3
+    assert found.count / turns < 30
+    assert found.waits.total() / turns < 2
