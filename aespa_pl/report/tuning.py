@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from aespa_pl.report.curves import Curve, Floats
+from aespa_pl.report.curves import Curve
 from aespa_pl.report.losses import NO_BLOCK, depth_legend
 from aespa_pl.report.picture import (
     DEPTHS,
@@ -78,37 +78,40 @@ def _caption(run: StoredRun, records: dict[int, tuple[float, float]]) -> str:
 
 
 def tuning_curves(run: StoredRun, width: float) -> Picture:
-    """Return the held-back error during tuning relative to its start, a line for each block."""
+    """Return the held-back error after each epoch relative to its start, a line for each tuned block."""
     name, title = "tuning-curves", "Error on held-back segments during tuning"
+    starts = {
+        index: (record.get("tuning") or {}).get("start_error")
+        for index, record in run.blocks.items()
+    }
     curves = {
-        block: curve
+        block: Curve(np.append(0, curve.steps), np.append(1, curve.values / starts[block]))
         for (block, what), curve in sorted(run.curves.of("tuning").items())
-        if what == HELD_BACK and curve.values[0] > 0
+        if what == HELD_BACK and starts.get(block)
     }
     if not curves:
         return Picture(name, title, NO_CURVE if run.blocks else NO_BLOCK)
-    relative = {block: curve.values / curve.values[0] for block, curve in curves.items()}
     figure = Figure(figsize=(width, 3.4), layout="constrained")
     axes = figure.subplots()
     blocks = list(curves)
     for position, block in enumerate(blocks):
         style: dict[str, Any] = {"color": depth_colour(position, len(blocks))}
-        axes.plot(curves[block].steps, relative[block], marker=_marker(curves[block]), **style)
-    axes.set(xlabel="step", ylabel="error / error of the first point")
+        axes.plot(curves[block].steps, curves[block].values, marker=_marker(curves[block]), **style)
+    axes.set(xlabel="step", ylabel="error / error before tuning")
     value_axis(axes)
     depth_legend(figure, blocks)
-    return Picture(name, title, _curves_caption(relative), figure)
+    return Picture(name, title, _curves_caption(curves), figure)
 
 
 def _marker(curve: Curve) -> str:
     return "." if len(curve.steps) <= 20 else ""
 
 
-def _curves_caption(relative: dict[int, Floats]) -> str:
-    ends = [float(values[-1]) for values in relative.values()]
-    rising = sum(values[-1] > 1.001 * values.min() for values in relative.values())
+def _curves_caption(curves: dict[int, Curve]) -> str:
+    ends = [float(curve.values[-1]) for curve in curves.values()]
+    rising = sum(curve.values[-1] > 1.001 * curve.values.min() for curve in curves.values())
     return (
-        f"The last epoch ends at {np.median(ends):.2f} of the first point's error (median of {len(ends)} "
+        f"The last epoch ends at {np.median(ends):.2f} of the error before tuning (median of {len(ends)} "
         f"blocks). In {rising} of them an earlier epoch was better by more than 0.1 %; each block keeps its "
         "best epoch."
     )

@@ -132,13 +132,10 @@ class Known:
 
 
 def dequantized(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Compute ``scale * (q - z)`` in float64, column by column, and round once."""
+    """Compute ``scale * (q - z)`` in float64, and round once."""
     size = q.shape[1] // scale.shape[1]
-    columns = [
-        scale[:, j // size].double() * (q[:, j].double() - zero[:, j // size].double())
-        for j in range(q.shape[1])
-    ]
-    return torch.stack(columns, 1).float()
+    group_of = torch.arange(q.shape[1]) // size
+    return (scale.double()[:, group_of] * (q.double() - zero.double()[:, group_of])).float()
 
 
 def round_to_nearest(

@@ -143,8 +143,8 @@ def _log(
                 )
         if extras:
             for epoch, share in enumerate((1.0, 0.9, 0.8, 0.82)):
-                error = 0.1 * (1 + block / 10) * share
-                writer.add_scalar("tuning/held_back_error", error, 30 * epoch)
+                error = 0.01 * (1 + block) * share
+                writer.add_scalar("tuning/held_back_error", error, 30 * (epoch + 1))
         if extras and block == 0:
             for step in range(100, 2001, 100):
                 sharp = 1 + 30 * (step / 2000) ** 3
