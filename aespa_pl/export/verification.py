@@ -11,7 +11,8 @@ from torch import Tensor
 
 from aespa_pl.data import evaluation_tokens
 from aespa_pl.errors import UserError
-from aespa_pl.export.engines import ENGINES, Agreement, Engine, compare, reference_logits
+from aespa_pl.export.agreement import Agreement, compare, reference_logits
+from aespa_pl.export.engines import ENGINES, Engine
 from aespa_pl.export.format import Format
 from aespa_pl.export.formats import FormatName
 from aespa_pl.export.quantized import QuantizedModel
@@ -108,7 +109,10 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Question
                 ) from error
             unchecked[engine.name] = f"it failed ({reason})"
         else:
-            agreements.append(compare(engine, reference, found, tokens))
+            rounded = (
+                None if engine.exact else reference_logits(model, chosen, tokens, engine.rounded)
+            )
+            agreements.append(compare(engine, reference, found, tokens, rounded))
     return Answers(agreements, unchecked)
 
 

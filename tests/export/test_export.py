@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -106,14 +106,18 @@ def test_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
             export("nowhere", format=name)
 
 
-def test_hf_and_gptq_need_no_library() -> None:
+def test_hf_and_gptq_need_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are imported where gguf and compressed-tensors are not installed."""
-    code = (
-        "import sys; sys.modules.update(gguf=None, compressed_tensors=None)\n"
-        "import aespa_pl.commands.export, aespa_pl.export.hf, aespa_pl.export.gptq"
-    )
+    for name in [name for name in sys.modules if name.startswith("aespa_pl.")]:
+        if name.startswith(("aespa_pl.export", "aespa_pl.commands.export")):
+            monkeypatch.delitem(sys.modules, name)
+    for name in ("gguf", "compressed_tensors"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("commands.export", "export.hf", "export.gptq"):
+        import_module(f"aespa_pl.{name}")
+    with pytest.raises(ModuleNotFoundError):
+        import_module("aespa_pl.export.gguf")
     assert {"hf", "gptq"} == formats.CLASSES.keys() - formats.LIBRARIES.keys()
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_engine_that_is_not_installed_is_named(

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.engines import LlamaCpp, compare
+from aespa_pl.export.agreement import compare
+from aespa_pl.export.engines import LlamaCpp
 from aespa_pl.export.gguf import Gguf
 from aespa_pl.export.gguf_blocks import BLOCK_TYPES, BlockType, smallest_type
 from aespa_pl.export.proof import prove
