@@ -64,7 +64,7 @@ def reference_logits(
         tokens: ``[L]``.
         rounded: What an engine does to the input of each quantized matrix; None: nothing.
     """
-    source = StreamedModel.open(model.checkpoint, model.family, torch.device("cpu"), torch.float32)
+    source = StreamedModel.open(model.pretrained, model.family, torch.device("cpu"), torch.float32)
     hidden = source.embed(tokens[None], 1)
     for index in range(model.block_count):
         matrices = model.block(index).matrices

@@ -72,7 +72,7 @@ def choose_engines(name: FormatName, verify: Verify) -> Questions:
 
 def that_fit(model: QuantizedModel, questions: Questions) -> Questions:
     """Leave out all engines where the whole model in float32 does not fit half of the free memory."""
-    tensors = set(model.checkpoint.tensors.values())
+    tensors = set(model.pretrained.tensors.values())
     needed = sum(torch.Size(tensor.shape).numel() * 4 for tensor in tensors)
     if questions.insist or needed < psutil.virtual_memory().available / 2:
         return questions
@@ -97,7 +97,7 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Question
     agreements, unchecked = [], dict(questions.unchecked)
     for engine in questions.engines:
         try:
-            found = engine.logits(folder, tokens, int(model.checkpoint.config.vocab_size))
+            found = engine.logits(folder, tokens, int(model.pretrained.config.vocab_size))
         except (
             Exception
         ) as error:  # the engine's own, of any class: no kernel for this processor ...
@@ -118,7 +118,7 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Question
 
 def _tokens(model: QuantizedModel) -> Tensor:
     """Return one segment ``[L]`` of held-out text."""
-    limit = model.family.positions(model.checkpoint.config) or SEGMENT
-    tokenizer = model.checkpoint.tokenizer()
+    limit = model.family.positions(model.pretrained.config) or SEGMENT
+    tokenizer = model.pretrained.tokenizer()
     segments = evaluation_tokens(TEXT, tokenizer, min(SEGMENT, limit), 1, default_cache())
     return segments[0]

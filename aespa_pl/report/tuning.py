@@ -6,7 +6,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from aespa_pl.report.curves import Curve
-from aespa_pl.report.losses import NO_BLOCK, depth_legend
+from aespa_pl.report.losses import depth_legend
+from aespa_pl.report.maps import NO_BLOCK
 from aespa_pl.report.picture import (
     DEPTHS,
     MARKERS,
