@@ -82,13 +82,14 @@ def tuning_curves(run: StoredRun, width: float) -> Picture:
     """Return the held-back error after each epoch relative to its start, a line for each tuned block."""
     name, title = "tuning-curves", "Error on held-back segments during tuning"
     starts = {
-        index: (record.get("tuning") or {}).get("start_error")
+        index: float(found["start_error"])
         for index, record in run.blocks.items()
+        if (found := record.get("tuning")) and found["start_error"]
     }
     curves = {
         block: Curve(np.append(0, curve.steps), np.append(1, curve.values / starts[block]))
         for (block, what), curve in sorted(run.curves.of("tuning").items())
-        if what == HELD_BACK and starts.get(block)
+        if what == HELD_BACK and block in starts
     }
     if not curves:
         return Picture(name, title, NO_CURVE if run.blocks else NO_BLOCK)
