@@ -70,7 +70,8 @@ class LlamaCpp(Engine):
         width = next((size for size in (256, 32) if x.shape[-1] % size == 0), x.shape[-1])
         blocks = x.unflatten(-1, (-1, width))
         step = blocks.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) / 127
-        return ((blocks / step).round() * step).flatten(-2)
+        rounded: Tensor = (blocks / step).round() * step
+        return rounded.flatten(-2)
 
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Ask for the probabilities of all tokens, position by position."""

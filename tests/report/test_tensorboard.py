@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
 from aespa_pl.report.tensorboard import LossesFirst, show_configuration, show_result
@@ -32,8 +32,8 @@ class Logging(LightningModule):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(1))
 
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        loss = (self.weight * batch).square().sum()
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        loss = (self.weight * batch[0]).square().sum()
         self.log("loss_reconstruction/q_proj", loss)
         return loss
 
@@ -48,7 +48,7 @@ def test_the_first_group_of_curves_is_the_losses(tmp_path: Path) -> None:
         max_epochs=1, logger=logger, log_every_n_steps=1, accelerator="cpu",
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Logging(), DataLoader(torch.ones(2, 1)))
+    trainer.fit(Logging(), DataLoader(TensorDataset(torch.ones(2, 1))))
     logger.finalize("success")
     assert read(tmp_path).Tags()["scalars"] == ["loss_reconstruction/q_proj"]
 
