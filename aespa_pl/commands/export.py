@@ -55,7 +55,7 @@ def export(
             (vLLM, 4 bits), gptq (GPTQModel, SGLang) or gguf (llama.cpp).
         output: Folder to write; null: export/FORMAT in the run's folder.
         verify: Besides the bytes, which are always read back and compared: the engine that must give the
-            run's next-token distributions. auto: those that are installed and have the memory; bytes: none.
+            run's next-token distributions. auto: all that are installed, fit and run here; bytes: none.
         container_bits: Bits that each integer takes, if more than it has: vLLM runs 2 and 3 bits in 4.
         embedding: gguf: q8_0 rounds embedding and head to 8.5 bits a weight; keep: they stay.
         original: Folder of the model that was quantized, if it is no longer where the run found it.
