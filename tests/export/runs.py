@@ -265,7 +265,9 @@ def write_run(
     for file in original.iterdir():
         if file.suffix != ".safetensors" and "index" not in file.name:
             shutil.copyfile(file, target / file.name)
-    sums = {f.relative_to(folder).as_posix(): sha(f) for f in target.iterdir()}
+    of_blocks = {file for record in records.values() for file in record["files"]}
+    paths = {f.relative_to(folder).as_posix(): f for f in target.iterdir()}
+    sums = {path: sha(f) for path, f in paths.items() if path not in of_blocks}
     journal = {
         "format": 2, "fingerprint": {"model": fingerprint(original)}, "blocks": records,
         "checkpoint": None, "portions": [], "damping": {}, "model": sums,
