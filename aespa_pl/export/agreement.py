@@ -20,7 +20,7 @@ LARGEST_DIVERGENCE = 0.02
 it was 0.003 of a good model in llama.cpp, and 1.1 of one with its rows in the wrong order."""
 EXPLAINED = 4.0
 """Largest ratio of an engine's divergence to the one of the run with activations rounded as the engine
-rounds them; llama.cpp had 1 to 1.8 (docs/export.md). A bad model answers small changes with large ones."""
+rounds them; llama.cpp had 0.9 to 1.8 (docs/export.md). A bad model answers small changes with large ones."""
 PERPLEXITY_SHARE = 0.02
 """Largest relative difference of perplexities."""
 
