@@ -1,16 +1,16 @@
-"""Make the README's two pictures from a finished run: its losses over depth, and one of its loss curves.
+"""Make the README's two pictures from a finished run: where its loss is left, and what tuning changed.
 
 pip install 'aespa-pl[report]'
-python scripts/pictures.py lightning_logs/smollm2_w2/version_0 pictures
+make quickstart && python scripts/pictures.py lightning_logs/quickstart_w2 docs/pictures
 """
 
 import argparse
 from pathlib import Path
 
-from aespa_pl.report.losses import loss_curves
 from aespa_pl.report.maps import final_loss_map, final_ratios, limits_of
-from aespa_pl.report.picture import WIDE, style
+from aespa_pl.report.picture import HALF, WIDE, style
 from aespa_pl.report.stored import find_run, read_run
+from aespa_pl.report.tuning import tuning_errors
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with style():
         limits = limits_of([final_ratios(run)])
-        pictures = (final_loss_map(run, WIDE, limits), loss_curves(run, WIDE))
+        pictures = (final_loss_map(run, WIDE, limits), tuning_errors(run, HALF))
     for picture in pictures:
         if picture.figure is None:
             raise SystemExit(f"{run.folder}: no picture of {picture.title}. {picture.caption}")

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from aespa_pl import cli, settings
 from aespa_pl.commands import plan
 from aespa_pl.data.texts import EMBEDDED
+from aespa_pl.report.stored import read_run
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -860,3 +861,5 @@ def test_histograms_of_chosen_projections(aespa: CommandLine, model: Path) -> No
         values = entry.histogram_value
         assert values.num == 16 * 16
         assert 0 <= values.min <= values.max <= 1
+    shown = read_run(folder.parent).curves.histograms["rounding_variables"]
+    assert shown[1, "q_proj"].steps.tolist() == [1, 5, 10]

@@ -1,37 +1,27 @@
 """``aespa-pl export``: a finished run as a packed model that engines load, proven before it is kept."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
-import torch
 from huggingface_hub import HfApi
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from aespa_pl.data import evaluation_tokens
 from aespa_pl.errors import UserError
-from aespa_pl.export.engines import ENGINES, Agreement, Engine, compare, reference_logits
 from aespa_pl.export.format import Format
 from aespa_pl.export.formats import FormatName, make_format
 from aespa_pl.export.model_card import model_card
 from aespa_pl.export.proof import ClassSize, prove
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.export.verification import Answers, Questions, Verify, ask, choose_engines, that_fit
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.versions import last_run
-from aespa_pl.storage.cache import default_cache
 from aespa_pl.storage.files import disk_errors, write_text
 
-Verify = Literal["auto", "bytes", "transformers", "llama.cpp", "vllm", "gptqmodel"]
 Embedding = Literal["keep", "q8_0"]
-SEGMENT = 64
-"""Tokens of the text that engines are asked about."""
-TEXT = "embedded"
-"""It comes with the package."""
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
 
 
@@ -41,7 +31,7 @@ class Exported:
 
     folder: Path
     sizes: Mapping[str, ClassSize]
-    agreements: Sequence[Agreement]
+    answers: Answers
 
 
 def export(
@@ -65,7 +55,7 @@ def export(
             (vLLM, 4 bits), gptq (GPTQModel, SGLang) or gguf (llama.cpp).
         output: Folder to write; null: export/FORMAT in the run's folder.
         verify: Besides the bytes, which are always read back and compared: the engine that must give the
-            run's next-token distributions. auto: those that are installed and have the memory; bytes: none.
+            run's next-token distributions. auto: all that are installed, fit and run here; bytes: none.
         container_bits: Bits that each integer takes, if more than it has: vLLM runs 2 and 3 bits in 4.
         embedding: gguf: q8_0 rounds embedding and head to 8.5 bits a weight; keep: they stay.
         original: Folder of the model that was quantized, if it is no longer where the run found it.
@@ -77,7 +67,7 @@ def export(
         UserError: The run or the output folder can't be used, or the format can't hold the run exactly.
     """
     chosen = make_format(format, container_bits, embedding)
-    engines, unchecked = _engines(format, verify)
+    questions = choose_engines(format, verify)
     folder = _run_folder(run, Path(output_folder).expanduser() / output_name)
     target = Path(output).expanduser() if output else folder / "export" / format
     _refuse_target(target)
@@ -86,8 +76,7 @@ def export(
     _refuse_full_disk(model, target)
     if push_to_hub is not None:
         _refuse_no_login(push_to_hub)
-    if verify == "auto":
-        engines, unchecked = _that_fit(model, engines, unchecked)
+    questions = that_fit(model, questions)
     command = f"aespa-pl export last --format {format}"
     if container_bits is not None:
         command += f" --container_bits {container_bits}"
@@ -96,9 +85,9 @@ def export(
     console = Console()
     with WalkProgress(console) as progress:
         exported = write_model(
-            model, chosen, target, engines=engines, command=command, progress=progress
+            model, chosen, target, questions=questions, command=command, progress=progress
         )
-    _show(console, chosen, exported, unchecked)
+    _show(console, chosen, exported)
     if push_to_hub is not None:
         push(exported.folder, push_to_hub)
         console.print(f"pushed to https://huggingface.co/{push_to_hub}", soft_wrap=True)
@@ -110,7 +99,7 @@ def write_model(
     chosen: Format,
     target: Path,
     *,
-    engines: Sequence[Engine],
+    questions: Questions,
     command: str,
     progress: WalkProgress,
 ) -> Exported:
@@ -120,7 +109,7 @@ def write_model(
         model: What is exported.
         chosen: The format.
         target: Folder, which appears when it is complete and proven.
-        engines: Those to ask.
+        questions: Engines to ask.
         command: For the model card.
         progress: Shows the blocks.
 
@@ -136,8 +125,8 @@ def write_model(
         chosen.write(model, partial, progress.advance)
         progress.begin("Reading back, blocks", model.block_count)
         sizes = prove(model, chosen, partial, progress.advance)
-        agreements = ask(model, chosen, partial, engines)
-        verified = {agreement.engine: agreement.text for agreement in agreements}
+        answers = ask(model, chosen, partial, questions)
+        verified = {agreement.engine: agreement.text for agreement in answers.agreements}
         write_text(partial / "README.md", model_card(model, chosen, command, verified))
         with disk_errors(target.parent):
             if target.is_dir():
@@ -145,26 +134,7 @@ def write_model(
             partial.replace(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(target, sizes, agreements)
-
-
-def ask(
-    model: QuantizedModel, chosen: Format, folder: Path, engines: Sequence[Engine]
-) -> list[Agreement]:
-    """Compare next-token distributions of engines with the run's.
-
-    Raises:
-        UserError: They differ by more than the engine's own rounding explains.
-    """
-    if not engines:
-        return []
-    tokens = _tokens(model)
-    reference = reference_logits(model, chosen, tokens)
-    vocabulary = int(model.pretrained.config.vocab_size)
-    return [
-        compare(engine, reference, engine.logits(folder, tokens, vocabulary), tokens)
-        for engine in engines
-    ]
+    return Exported(target, sizes, answers)
 
 
 def push(folder: Path, name: str) -> None:
@@ -182,14 +152,6 @@ def push(folder: Path, name: str) -> None:
             f"--push_to_hub: {name} cannot be uploaded ({error}). The export is complete in {folder}: "
             f"hf upload {name} {folder}"
         ) from error
-
-
-def _tokens(model: QuantizedModel) -> Tensor:
-    """Return one segment ``[L]`` of held-out text."""
-    limit = model.family.positions(model.pretrained.config) or SEGMENT
-    tokenizer = model.pretrained.tokenizer()
-    segments = evaluation_tokens(TEXT, tokenizer, min(SEGMENT, limit), 1, default_cache())
-    return segments[0]
 
 
 def _run_folder(run: str, runs: Path) -> Path:
@@ -232,44 +194,7 @@ def _refuse_no_login(name: str) -> None:
         ) from error
 
 
-def _engines(name: FormatName, verify: Verify) -> tuple[list[Engine], dict[str, str]]:
-    """Return the engines to ask, and by engine the reason why others that read the format are not."""
-    readers = [engine for engine in ENGINES if name in engine.formats]
-    if verify == "bytes":
-        return [], {engine.name: "not asked for" for engine in readers}
-    if verify == "auto":
-        installed = [engine for engine in readers if engine.installed]
-        others = [engine for engine in readers if not engine.installed]
-        return installed, {engine.name: "not installed" for engine in others}
-    for engine in readers:
-        if engine.name == verify:
-            if not engine.installed:
-                raise UserError(
-                    f"--verify {verify}: {engine.package} is not installed: pip install "
-                    f"{engine.package}, or choose --verify auto"
-                )
-            return [engine], {}
-    names = ", ".join(engine.name for engine in readers)
-    raise UserError(f"--verify {verify}: it does not read --format {name}: choose {names} or bytes")
-
-
-def _that_fit(
-    model: QuantizedModel, engines: Sequence[Engine], unchecked: Mapping[str, str]
-) -> tuple[list[Engine], dict[str, str]]:
-    """Leave out all engines where the whole model in float32 does not fit the free memory."""
-    tensors = set(model.pretrained.tensors.values())
-    needed = sum(torch.Size(tensor.shape).numel() * 4 for tensor in tensors)
-    if needed < psutil.virtual_memory().available / 2:
-        return list(engines), dict(unchecked)
-    reason = (
-        f"the whole model takes {needed / 1e9:.0f} GB of memory: --verify ENGINE asks it anyway"
-    )
-    return [], {**unchecked, **{engine.name: reason for engine in engines}}
-
-
-def _show(
-    console: Console, chosen: Format, exported: Exported, unchecked: Mapping[str, str]
-) -> None:
+def _show(console: Console, chosen: Format, exported: Exported) -> None:
     table = Table(title=f"{chosen.name}: {exported.folder.name}", title_justify="left")
     for heading in ("tensors", "weights", "bits a weight", "MB", "original, MB"):
         table.add_column(heading, justify="left" if heading == "tensors" else "right")
@@ -293,7 +218,7 @@ def _show(
     )  # fmt: skip
     console.print(table)
     console.print(f"read back by {chosen.reader}: equal to the run, bit for bit", soft_wrap=True)
-    for agreement in exported.agreements:
+    for agreement in exported.answers.agreements:
         console.print(f"{agreement.engine}: {agreement.text}", highlight=False, soft_wrap=True)
-    for engine, reason in unchecked.items():
+    for engine, reason in exported.answers.unchecked.items():
         console.print(f"{engine}: not checked, {reason}", highlight=False, soft_wrap=True)

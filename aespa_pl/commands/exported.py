@@ -21,8 +21,17 @@ from aespa_pl.storage.files import write_json, write_text
 
 
 def quantized_folder(model: ModelSettings) -> Path | None:
-    """Return the folder of a model whose weights are packed; None for any other model."""
+    """Return the folder of a model whose weights are packed; None for any other model.
+
+    Raises:
+        UserError: They are packed for llama.cpp, which is not asked for accuracies.
+    """
     folder = Path(model.pretrained).expanduser()
+    if (folder / "model.gguf").is_file():
+        raise UserError(
+            f"model.pretrained: {folder} holds a model for llama.cpp; tasks run in transformers: test the "
+            "run that it was exported from, or its export as compressed-tensors"
+        )
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
@@ -16,6 +15,7 @@ from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import Portion
 from aespa_pl.progress import IterationProgress, WalkProgress
+from aespa_pl.report.tensorboard import LossesFirst
 from aespa_pl.rounding.histograms import RoundingHistograms
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
@@ -126,10 +126,10 @@ class BlockTrainers:
         )
 
 
-def tensorboard(run: Run, curves: str) -> TensorBoardLogger:
+def tensorboard(run: Run, curves: str) -> LossesFirst:
     """Return a logger into a folder of a run: ``walk``, or ``block_NNN``."""
     parent = run.folder.parent
-    return TensorBoardLogger(parent.parent, parent.name, run.folder.name, sub_dir=curves)
+    return LossesFirst(parent.parent, parent.name, run.folder.name, sub_dir=curves)
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:

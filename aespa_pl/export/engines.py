@@ -1,31 +1,15 @@
 """The engines that can be asked whether an exported model is the run's model."""
 
-import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as library_logging
-
-from aespa_pl.errors import UserError
-from aespa_pl.export.format import Format
-from aespa_pl.export.quantized import QuantizedModel
-from aespa_pl.models.streamed import StreamedModel
-
-LARGEST_DIVERGENCE = 0.02
-"""Largest KL divergence, in nats, of engines that round activations;
-RTN models at 3 and 4 bits had 0.003 in llama.cpp, and a
-wrong order of rows 1.1."""
-PERPLEXITY_SHARE = 0.02
-"""Largest relative difference of perplexities."""
 
 
 class Engine(ABC):
@@ -48,6 +32,10 @@ class Engine(ABC):
             tokens: ``[L]``.
             vocabulary: V.
         """
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return the input ``[..., d_in]`` of a matrix as the engine rounds it."""
+        return x
 
     @property
     def installed(self) -> bool:
@@ -76,6 +64,14 @@ class LlamaCpp(Engine):
     name, package, exact = "llama.cpp", "xllamacpp", False
     formats = ("gguf",)
     first = 32  # one call a position, of a second and more for large vocabularies
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Round to 8 bits: blocks of 256 as beside Q2_K and Q4_K, or 32 where the width allows no other."""
+        width = next((size for size in (256, 32) if x.shape[-1] % size == 0), x.shape[-1])
+        blocks = x.unflatten(-1, (-1, width))
+        step = blocks.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) / 127
+        rounded: Tensor = (blocks / step).round() * step
+        return rounded.flatten(-2)
 
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Ask for the probabilities of all tokens, position by position."""
@@ -113,6 +109,10 @@ class Vllm(Engine):
     name, package, exact = "vllm", "vllm", False
     formats = ("hf", "compressed-tensors", "awq")
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """Round to float16."""
+        return x.half().to(x.dtype)
+
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Ask for the log-probabilities of every token at every position."""
         vllm: Any = import_module(self.package)
@@ -144,6 +144,10 @@ class GptqModel(Engine):
     name, package, exact = "gptqmodel", "gptqmodel", False
     formats = ("gptq",)
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """Round to float16."""
+        return x.half().to(x.dtype)
+
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Run all tokens at once in float16, which its kernels want."""
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -155,97 +159,3 @@ class GptqModel(Engine):
 
 
 ENGINES: tuple[Engine, ...] = (Transformers(), LlamaCpp(), Vllm(), GptqModel())
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How near an engine's distributions are to the run's."""
-
-    engine: str
-    version: str
-    difference: float
-    """Largest of the logits'; of an engine that is not exact, of the log-probabilities'."""
-    divergence: float
-    """Mean KL divergence, nats."""
-    perplexity: float
-    reference: float
-    """The run's perplexity at the same positions."""
-
-    @property
-    def text(self) -> str:
-        """What a person wants to know."""
-        if self.difference == 0:
-            return f"{self.version}, logits equal"
-        return (
-            f"{self.version}, KL {self.divergence:.1e}, perplexity {self.perplexity:.2f} "
-            f"of {self.reference:.2f}"
-        )
-
-
-def reference_logits(model: QuantizedModel, chosen: Format, tokens: Tensor) -> Tensor:
-    """Return the logits ``[L, V]`` of the weights that a format holds, one block in memory at a time."""
-    source = StreamedModel.open(model.pretrained, model.family, torch.device("cpu"), torch.float32)
-    hidden = source.embed(tokens[None], 1)
-    for index in range(model.block_count):
-        matrices = model.block(index).matrices
-        prefix = model.family.block_prefix(index)
-        with source.block(index) as block, torch.no_grad():
-            for name, matrix in matrices.items():
-                weight = chosen.expected(model, name, matrix.dequantized())
-                block.get_parameter(name.removeprefix(prefix)).copy_(weight)
-            source.advance(block, hidden)
-    with source.stem(), torch.inference_mode():
-        return model.family.head(source.model, hidden[0])[0]
-
-
-def compare(engine: Engine, reference: Tensor, found: Tensor, tokens: Tensor) -> Agreement:
-    """Compare distributions.
-
-    Args:
-        engine: Whose they are.
-        reference: The run's logits ``[L, V]``.
-        found: The engine's logits or log-probabilities ``[L - first, V]``.
-        tokens: ``[L]``.
-
-    Raises:
-        UserError: They differ by more than the engine's own rounding explains.
-    """
-    reference, following = reference[engine.first :], tokens[engine.first + 1 :]
-    expected, got = log_softmax(reference.double(), -1), log_softmax(found.double(), -1)
-    divergences = kl_div(got, expected, reduction="none", log_target=True).sum(-1)
-    divergence = float(divergences.mean())
-    losses = [cross_entropy(p[:-1], following, reduction="none") for p in (expected, got)]
-    change = losses[1] - losses[0]
-    far = _surely_above(divergences, LARGEST_DIVERGENCE) or _surely_above(
-        change * change.mean().sign(), math.log1p(PERPLEXITY_SHARE)
-    )
-    if engine.exact:
-        difference = float((reference - found).abs().max())
-        wrong = difference > 0
-    else:
-        difference = float((expected - got).abs().max())
-        wrong = not math.isfinite(divergence) or far
-    reference_perplexity, perplexity = (math.exp(float(loss.mean())) for loss in losses)
-    if wrong:
-        raise UserError(
-            f"{engine.name} runs the exported model in another way than the run: next-token "
-            f"distributions have KL divergence {divergence:.3g} (logits differ by {difference:.3g}, "
-            f"perplexity {perplexity:.4g} instead of {reference_perplexity:.4g}); nothing was kept. "
-            "Use another --format, or --verify bytes if this engine is not the one you deploy with"
-        )
-    return Agreement(
-        engine.name,
-        f"{engine.package} {version(engine.package)}",
-        difference,
-        divergence,
-        perplexity,
-        reference_perplexity,
-    )
-
-
-def _surely_above(values: Tensor, bound: float) -> bool:
-    """Return whether a mean is above a bound by more than chance: two standard errors.
-
-    The positions are few, and one where the run is nearly undecided can hold most of the divergence.
-    """
-    return float(values.mean() - 2 * values.std() / math.sqrt(len(values))) > bound

@@ -24,8 +24,9 @@ from aespa_pl.export.gguf_metadata import add_metadata, rope_factors
 from aespa_pl.export.gguf_vocabulary import add_vocabulary, refuse_tokenizer
 from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
 from aespa_pl.models.family import Projection, Role
+from aespa_pl.models.hub import LICENCES
 from aespa_pl.models.llama_cpp import architecture_of, unsupported_part
-from aespa_pl.run.model_writer import LICENCES, copy_companions
+from aespa_pl.run.model_writer import copy_companions
 from aespa_pl.storage.files import write_whole
 
 FILE = "model.gguf"

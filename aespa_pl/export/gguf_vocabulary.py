@@ -21,6 +21,9 @@ SPLITS = {
 }
 """llama.cpp's name of a rule, by the regular expression in tokenizer.json."""
 
+SENTENCEPIECE_STEPS = {"Prepend", "Replace", "Metaspace"}
+"""Types of what a tokenizer with SentencePiece's pieces does before it merges: all of it concerns spaces."""
+
 
 def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
     """Write tokens, merges, special tokens and chat template.
@@ -44,9 +47,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(_scores(kind["merges"], tokens))
-        writer.add_add_space_prefix(
-            "\u2581" in json.dumps(content["normalizer"], ensure_ascii=False)
-        )
+        writer.add_add_space_prefix(_puts_space_first(content))
         types = {**{t: TokenType.BYTE for t in tokens if _is_byte(t)}, **types}
     else:
         writer.add_tokenizer_model("gpt2")
@@ -68,6 +69,29 @@ def refuse_tokenizer(folder: Path) -> None:
     content = _tokenizer(folder)
     if not content["model"].get("byte_fallback"):
         splitting_rule(content, folder)
+    elif unknown := {step["type"] for step in _steps(content)} - SENTENCEPIECE_STEPS:
+        raise UserError(
+            f"--format gguf: llama.cpp's SentencePiece does not change or split text as "
+            f"{folder / 'tokenizer.json'} does ({', '.join(sorted(unknown))}): use --format "
+            "compressed-tensors"
+        )
+
+
+def _steps(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the steps that come before a tokenizer's merges."""
+    steps: list[dict[str, Any]] = []
+    for part, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        stated = content[part] or {inner: []}
+        steps += stated.get(inner, [stated])
+    return steps
+
+
+def _puts_space_first(content: dict[str, Any]) -> bool:
+    """Return whether a text is split as if a space came before it."""
+    return any(
+        step["type"] == "Prepend" or step.get("prepend_scheme", "never") != "never"
+        for step in _steps(content)
+    )
 
 
 def splitting_rule(content: dict[str, Any], folder: Path) -> str:

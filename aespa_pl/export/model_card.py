@@ -91,24 +91,29 @@ def _is_local(pretrained: str) -> bool:
     return pretrained.startswith("embedded:") or Path(pretrained).expanduser().exists()
 
 
+def _public_name(source: str) -> str:
+    """Return the name of a model or text; of a file or folder on this machine, its last part."""
+    return Path(source).name if Path(source).expanduser().exists() else source
+
+
 def _method(model: QuantizedModel) -> str:
     settings = model.settings["quantization"]
     data = model.settings["data"]["calibration"]
     return (
         f"{settings['method']}: {model.granularity}; calibrated on {data['segments']} segments of "
-        f"{data['segment_length']} tokens of {Path(data['source']).name}; embedding, head and norms are "
+        f"{data['segment_length']} tokens of {_public_name(data['source'])}; embedding, head and norms are "
         "not quantized."
     )
 
 
 def _commands(model: QuantizedModel, command: str) -> str:
     """Return the settings and the commands; folders of this machine mean nothing to others."""
+    data = model.settings["data"]["calibration"]
     settings = {
         "quantization": model.settings["quantization"],
-        "data": {"calibration": model.settings["data"]["calibration"]},
+        "data": {"calibration": {**data, "source": _public_name(data["source"])}},
     }
-    pretrained = model.settings["model"]["pretrained"]
-    name = Path(pretrained).name if _is_local(pretrained) else pretrained
+    name = _public_name(model.settings["model"]["pretrained"])
     return (
         f"With these settings in `settings.yaml`:\n\n```yaml\n{yaml.safe_dump(settings)}```\n\n```sh\n"
         f"aespa-pl fit --config settings.yaml --model.pretrained {name}\n{command}\n```"
@@ -124,7 +129,7 @@ def _perplexities(run: Path) -> str:
     texts = sorted({text for values in found.values() for text in values})
     if not texts:
         return "Not measured."
-    rows = [_row(["", *texts]), _row(["---"] * (1 + len(texts)))]
+    rows = [_row(["", *map(_public_name, texts)]), _row(["---"] * (1 + len(texts)))]
     rows += [
         _row([kind, *(f"{values[text]:.3f}" if text in values else "" for text in texts)])
         for kind, values in found.items()

@@ -21,17 +21,23 @@ EMBEDDED = "embedded:"
 
 HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 
-WANTED = (
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
+COMPANIONS = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
-    "vocab.json",
+    "*.model",  # SentencePiece's
+    "vocab*",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "additional_chat_templates/*",
+    *LICENCES,
 )
-"""What is downloaded beside the weights: no code."""
+"""Files beside the weights that belong to a model; no code is among them."""
+CARD = "README.md"
+"""It states the licence, which the cards of exported models repeat."""
 SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 """Weights of models without safetensors; ``pickles.py`` reads nothing but tensors from them."""
@@ -84,7 +90,9 @@ def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
         if not weights:
             return Path(hf_hub_download(name, "config.json", revision=revision)).parent
         chosen, files = _best_weights(name, revision)
-        return Path(snapshot_download(name, revision=chosen, allow_patterns=[*WANTED, *files]))
+        return Path(
+            snapshot_download(name, revision=chosen, allow_patterns=[*COMPANIONS, CARD, *files])
+        )
     except GatedRepoError as error:
         raise UserError(
             f"model.pretrained: {name} is gated: accept its licence at https://huggingface.co/{name}"

@@ -94,7 +94,8 @@ def rounding_variables(run: StoredRun, width: float) -> Picture:
         return Picture(
             name,
             title,
-            f"Not stored by this run: no block has logged histograms named {ROUNDING_VARIABLES}/PROJECTION.",
+            "Not stored by this run. A method that learns the rounding step by step (aespa, adaround) logs "
+            "it for chosen projections with --output.histograms '[q_proj]'.",
         )
     (block, projection), histograms = sorted(series.items())[0]
     figure = Figure(figsize=(min(width, 8.0), 3.2), layout="constrained")

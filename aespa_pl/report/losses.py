@@ -24,9 +24,7 @@ from aespa_pl.report.picture import (
 )
 from aespa_pl.report.stored import StoredRun
 
-NOT_LEARNED = (
-    "No loss curve was stored by this run: its method learns nothing, or trainer.logger is false."
-)
+NOT_LEARNED = "Not stored by this run: its method learns no rounding, or trainer.logger is false."
 
 
 def loss_curves(run: StoredRun, width: float) -> Picture:
@@ -57,11 +55,11 @@ def loss_curves(run: StoredRun, width: float) -> Picture:
         panel.set(title=projection, xlabel="iteration")
         value_axis(panel)
     figure.supylabel("loss / loss of nearest rounding", fontsize=9)
-    _depth_legend(figure, blocks)
+    depth_legend(figure, blocks)
     return Picture(name, title, _curves_caption(run, relative), figure)
 
 
-def _depth_legend(figure: Figure, blocks: list[int]) -> None:
+def depth_legend(figure: Figure, blocks: list[int]) -> None:
     """Name the blocks that each colour of the ramp stands for."""
     steps: dict[int, list[int]] = {}
     for position, block in enumerate(blocks):

@@ -141,7 +141,7 @@ def heat_map(
         vmax=limits[1],
     )
     axes.grid(visible=False)
-    axes.set(yticks=range(len(projections)), yticklabels=projections)
+    axes.set(xlabel="block", yticks=range(len(projections)), yticklabels=projections)
     axes.invert_yaxis()
     block_ticks(axes, blocks)
     if (size[0] - 3) / len(blocks) > 0.38:  # inches that a number takes

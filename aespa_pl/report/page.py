@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from aespa_pl import __version__
-from aespa_pl.report import costs, grids, losses, maps, results
+from aespa_pl.report import costs, grids, losses, maps, results, tuning
 from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, style
 from aespa_pl.report.stored import StoredRun
 
@@ -78,6 +78,14 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
                 "The error of the hidden states behind each block, relative to their size in the original "
                 "model, with and without what came after the rounding.",
                 lambda run: results.output_errors(run, width),
+            ),
+            each(
+                "What tuning a block as a whole changes, on segments that it does not learn from.",
+                lambda run: tuning.tuning_errors(run, width),
+            ),
+            each(
+                "Whether tuning still gains, or learns its segments by heart: then the line rises.",
+                lambda run: tuning.tuning_curves(run, width),
             ),
             each(
                 "The share of weights whose integer is not the nearest one: how much the method has decided "

@@ -233,7 +233,9 @@ def output_errors(run: StoredRun, width: float) -> Picture:
 def _error_caption(records: Mapping[int, Mapping[str, float]], stages: Sequence[str]) -> str:
     last = {index: errors[stages[-1]] for index, errors in records.items() if stages[-1] in errors}
     worst = max(last, key=last.__getitem__)
-    caption = f"The error is largest after block {worst}, {100 * last[worst]:.2g} % of the output's own size."
+    share = 100 * last[worst]
+    digits = f"{share:.0f}" if share >= 10 else f"{share:.2g}"
+    caption = f"The error is largest after block {worst}, {digits} % of the output's own size."
     both = [
         errors[stages[-1]] / errors[stages[0]]
         for errors in records.values()

@@ -47,6 +47,8 @@ class StoredRun:
     metrics: Mapping[str, Any]
     """``metrics.json``, and over it ``test.json``, which ``aespa-pl test`` writes later."""
     versions: Mapping[str, str]
+    tuned: Mapping[str, Any] = field(default_factory=dict)
+    """The journal's record of the end-to-end tuning; empty where there was none."""
     shape: Mapping[str, float] = field(default_factory=dict)
     """``weights`` (number) and ``bits_per_weight``, of the projections of the finished blocks."""
     notes: tuple[str, ...] = ()
@@ -149,6 +151,7 @@ def read_run(folder: Path) -> StoredRun:
         grids=grids,
         metrics={**metrics, **later},
         versions=made.get("versions", {}),
+        tuned=journal.get("tuned") or {},
         shape=shape,
         notes=tuple(notes),
     )

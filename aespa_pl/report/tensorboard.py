@@ -7,10 +7,19 @@ its name.
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard import SummaryWriter
 
 CONFIGURATION = "configuration"
 PERPLEXITY = "perplexity"
+
+
+class LossesFirst(TensorBoardLogger):
+    """Lightning's logger without its curve ``epoch``, which TensorBoard would open before the losses."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log all curves but ``epoch``."""
+        super().log_metrics({k: v for k, v in metrics.items() if k != "epoch"}, step)
 
 
 def show_configuration(writer: SummaryWriter, text: str) -> None:

@@ -9,23 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from aespa_pl.models.hub import COMPANIONS
 from aespa_pl.storage.files import read_json, write_json, write_tensors, write_whole
-
-LICENCES = ("LICENSE*", "NOTICE*")
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "*.model",  # SentencePiece's
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*",
-    *LICENCES,
-)
-"""Files beside the weights that belong to a model."""
 
 
 @dataclass(frozen=True)

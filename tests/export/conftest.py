@@ -1,11 +1,14 @@
 """Runs that many tests export: each is made once, and no test changes one."""
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.export.runs import CONFIGS, Known, make_run, save_original
 
@@ -30,8 +33,13 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> MakeRun:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Known:
-    """Return a run of its own, which the test may damage."""
-    with torch.no_grad():
-        source = save_original(CONFIGS["llama"](), tmp_path / "original")
-        return make_run(source, tmp_path / "version_0", 4, 32)
+def fresh(known: MakeRun, tmp_path: Path) -> Known:
+    """Return a copy of a run and its original, which the test may damage."""
+    run = known("llama", 4, 32)
+    original, folder = tmp_path / "original", tmp_path / "version_0"
+    shutil.copytree(run.original, original)
+    shutil.copytree(run.folder, folder)
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings["model"]["pretrained"] = str(original)
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return replace(run, folder=folder, original=original)

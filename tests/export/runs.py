@@ -132,13 +132,10 @@ class Known:
 
 
 def dequantized(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Compute ``scale * (q - z)`` in float64, column by column, and round once."""
+    """Compute ``scale * (q - z)`` in float64, and round once."""
     size = q.shape[1] // scale.shape[1]
-    columns = [
-        scale[:, j // size].double() * (q[:, j].double() - zero[:, j // size].double())
-        for j in range(q.shape[1])
-    ]
-    return torch.stack(columns, 1).float()
+    group_of = torch.arange(q.shape[1]) // size
+    return (scale.double()[:, group_of] * (q.double() - zero.double()[:, group_of])).float()
 
 
 def round_to_nearest(
@@ -268,7 +265,9 @@ def write_run(
     for file in original.iterdir():
         if file.suffix != ".safetensors" and "index" not in file.name:
             shutil.copyfile(file, target / file.name)
-    sums = {f.relative_to(folder).as_posix(): sha(f) for f in target.iterdir()}
+    of_blocks = {file for record in records.values() for file in record["files"]}
+    paths = {f.relative_to(folder).as_posix(): f for f in target.iterdir()}
+    sums = {path: sha(f) for path, f in paths.items() if path not in of_blocks}
     journal = {
         "format": 2, "fingerprint": {"model": fingerprint(original)}, "blocks": records,
         "checkpoint": None, "portions": [], "damping": {}, "model": sums,

@@ -1,13 +1,15 @@
 """Engines are compared with the run; a difference that rounding does not explain is refused."""
 
 import math
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.engines import ENGINES, LlamaCpp, Transformers, Vllm, compare, reference_logits
+from aespa_pl.export.agreement import compare, reference_logits
+from aespa_pl.export.engines import ENGINES, LlamaCpp, Transformers, Vllm
 from aespa_pl.export.formats import make_format
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
@@ -72,6 +74,43 @@ def test_engine_that_rounds_may_differ_a_little_only() -> None:
     assert compare(LlamaCpp(), reference, noisy(reference, 0.05)[first:], ids).divergence > 0
     with pytest.raises(UserError, match=r"KL divergence .* nothing was kept. Use another --format"):
         compare(LlamaCpp(), reference, noisy(reference, 1)[first:], ids)
+
+
+def test_rounding_that_moves_the_run_itself_as_far_is_allowed() -> None:
+    """A model that answers small changes with large ones; an engine four times as far is still wrong."""
+    reference, ids = 3 * torch.randn(LENGTH, 20), torch.randint(0, 20, (LENGTH,))
+    first, rounded = LlamaCpp.first, noisy(reference, 0.4)
+    found = rounded[first:]
+    with pytest.raises(UserError, match="KL divergence"):
+        compare(LlamaCpp(), reference, found, ids)
+    assert compare(LlamaCpp(), reference, found, ids, rounded).divergence > 0.02
+    with pytest.raises(UserError, match="KL divergence"):
+        compare(LlamaCpp(), reference, noisy(reference, 3)[first:], ids, rounded)
+
+
+@pytest.mark.parametrize(("width", "block"), [(512, 256), (576, 32), (40, 40)])
+def test_llama_cpp_rounds_activations_to_steps_of_a_block(width: int, block: int) -> None:
+    x = torch.randn(2, 3, width)
+    x[0, 0, :block] = 0
+    found = LlamaCpp().rounded(x)
+    for row, result in zip(x.reshape(-1, block), found.reshape(-1, block), strict=True):
+        step = float(row.abs().max()) / 127
+        for value, rounded in zip(row.tolist(), result.tolist(), strict=True):
+            expected = step * round(value / step) if step else 0.0
+            assert rounded == pytest.approx(expected, abs=1e-6)
+
+
+def test_reference_rounds_the_input_of_every_quantized_matrix(known: MakeRun) -> None:
+    """Inputs that are rounded to nothing are the same as matrices of zeros."""
+    run, ids = known("llama-biased", 3, 32), torch.randint(0, VOCABULARY, (LENGTH,))
+    chosen = make_format("compressed-tensors", None, "keep")
+    found = reference_logits(QuantizedModel.open(run.folder), chosen, ids, torch.zeros_like)
+    model = deepcopy(run.model)
+    with torch.inference_mode():
+        for name in run.matrices:
+            model.get_parameter(name).zero_()
+        expected = model(ids[None], use_cache=False).logits[0]
+    assert torch.equal(found, expected)
 
 
 def test_shift_of_the_perplexity_is_found_where_the_divergence_is_small() -> None:

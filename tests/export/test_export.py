@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -106,14 +106,18 @@ def test_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
             export("nowhere", format=name)
 
 
-def test_hf_and_gptq_need_no_library() -> None:
+def test_hf_and_gptq_need_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are imported where gguf and compressed-tensors are not installed."""
-    code = (
-        "import sys; sys.modules.update(gguf=None, compressed_tensors=None)\n"
-        "import aespa_pl.commands.export, aespa_pl.export.hf, aespa_pl.export.gptq"
-    )
+    for name in [name for name in sys.modules if name.startswith("aespa_pl.")]:
+        if name.startswith(("aespa_pl.export", "aespa_pl.commands.export")):
+            monkeypatch.delitem(sys.modules, name)
+    for name in ("gguf", "compressed_tensors"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("commands.export", "export.hf", "export.gptq"):
+        import_module(f"aespa_pl.{name}")
+    with pytest.raises(ModuleNotFoundError):
+        import_module("aespa_pl.export.gguf")
     assert {"hf", "gptq"} == formats.CLASSES.keys() - formats.LIBRARIES.keys()
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_engine_that_is_not_installed_is_named(
@@ -126,6 +130,28 @@ def test_engine_that_is_not_installed_is_named(
         export(str(fresh.folder), format="gguf", verify="llama.cpp")
     export(str(fresh.folder), format="gguf")
     assert "llama.cpp: not checked, not installed" in capsys.readouterr().out
+
+
+def test_engine_that_cannot_run_here_is_told_apart_from_one_that_differs(
+    fresh: Known, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As vLLM's CPU build on a processor that it has no kernel for."""
+
+    def fail(*_: object) -> None:
+        raise AttributeError("no attribute\n'cpu_gemm_wna16'")
+
+    monkeypatch.setattr(engines.Transformers, "logits", fail)
+    with pytest.raises(
+        UserError,
+        match=r"--verify transformers: it cannot run .* here \(AttributeError: no attribute",
+    ):
+        export(str(fresh.folder), format="hf", verify="transformers")
+    assert not (fresh.folder / "export" / "hf").exists()
+    monkeypatch.setattr(engines, "find_spec", missing("vllm"))
+    export(str(fresh.folder), format="hf")
+    said = capsys.readouterr().out
+    assert "transformers: not checked, it failed (AttributeError: no attribute 'cpu_gemm" in said
+    assert "No engine was run" in card(fresh.folder / "export" / "hf")[1]
 
 
 def test_model_larger_than_the_memory_is_not_run_unasked(
@@ -289,6 +315,24 @@ def test_model_card_of_a_model_from_the_hub(
     assert "license" not in header
     assert "Licence of the base model: not stated" in text
     assert "No engine was run" in text
+
+
+def test_model_card_names_files_of_this_machine_without_their_folders(
+    fresh: Known, tmp_path: Path
+) -> None:
+    text = tmp_path / "mine.jsonl"
+    text.write_text("{}")
+    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
+    settings["data"]["calibration"]["source"] = str(text)
+    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (fresh.folder / "metrics.json").write_text(
+        json.dumps({"perplexity": {"original": {str(text): 25.73}}})
+    )
+    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
+    _, content = card(tmp_path / "out")
+    assert str(tmp_path) not in content
+    for part in ("| mine.jsonl |", "    source: mine.jsonl", "tokens of mine.jsonl;"):
+        assert part in content
 
 
 def test_unmeasured_perplexity_is_not_made_up(fresh: Known, tmp_path: Path) -> None:

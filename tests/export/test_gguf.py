@@ -1,21 +1,27 @@
 """GGUF files hold ``scale * (q - z)`` and run in llama.cpp as the model does in transformers."""
 
 import ctypes
+import json
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.request import ProxyHandler, Request, build_opener
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.engines import LlamaCpp, compare
+from aespa_pl.export.agreement import compare
+from aespa_pl.export.engines import LlamaCpp
 from aespa_pl.export.gguf import Gguf
 from aespa_pl.export.gguf_blocks import BLOCK_TYPES, BlockType, smallest_type
 from aespa_pl.export.proof import prove
@@ -228,6 +234,36 @@ def test_llama_cpp_splits_text_as_the_tokenizer_does(known: MakeRun, tmp_path: P
     ]
     assert answers[0]["usage"]["prompt_tokens"] == len(ids)
     assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+
+
+def tokenized(file: Path, text: str) -> list[int]:
+    """Return the token ids that llama.cpp's server gives a text."""
+    xllamacpp = import_module("xllamacpp")
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.warmup, settings.verbosity = str(file), False, 0
+    settings.n_ctx, settings.n_parallel = 128, 1
+    server = xllamacpp.Server(settings)
+    request = Request(
+        f"{server.listening_address}/tokenize", json.dumps({"content": text}).encode()
+    )
+    with build_opener(ProxyHandler({})).open(request) as answer:
+        found: list[int] = json.load(answer)["tokens"]
+        return found
+
+
+@llama_cpp
+def test_llama_cpp_splits_text_as_sentencepiece_does(fresh: Known, tmp_path: Path) -> None:
+    """As transformers 5 writes a tokenizer.model: spaces are Metaspace's, bytes stand for the unknown."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("a", "t"), ("▁", "c"), ("▁c", "at")]
+    pieces = ["<unk>", *byte_tokens, *"▁theca", *map("".join, merges)]
+    bpe = BPE({t: i for i, t in enumerate(pieces)}, merges, byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)
+    tokenizer.save(str(fresh.original / "tokenizer.json"))
+    write(fresh, tmp_path / "out")
+    text = "the cat's hats  at the\n theatre, naïve 日本 "
+    assert tokenized(tmp_path / "out" / "model.gguf", text) == tokenizer.encode(text).ids
 
 
 def test_other_tensors_keep_their_values(known: MakeRun, tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ import pytest
 from gguf import GGUFReader, GGUFWriter, TokenType
 from tokenizers import Regex, Tokenizer, normalizers
 from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split, Whitespace
+from tokenizers.pre_tokenizers import (
+    ByteLevel,
+    Digits,
+    Metaspace,
+    PreTokenizer,
+    Sequence,
+    Split,
+    Whitespace,
+)
 
 from aespa_pl.errors import UserError
 from aespa_pl.export.gguf_vocabulary import add_vocabulary, refuse_tokenizer
@@ -115,3 +123,46 @@ def test_sentencepiece_merges_in_the_order_of_the_merges(tmp_path: Path) -> None
     assert score["bc"] > score["ab"] > score["abc"] > score["a"]
     assert found["token_type"][1] == TokenType.BYTE
     assert "merges" not in found
+
+
+def save_pieces(
+    folder: Path, normalizer: normalizers.Normalizer | None, rule: PreTokenizer | None
+) -> None:
+    tokenizer = Tokenizer(BPE({"<unk>": 0, "▁a": 1}, [], byte_fallback=True, unk_token="<unk>"))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if rule is not None:
+        tokenizer.pre_tokenizer = rule
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+SPACES = normalizers.Replace(" ", "▁")
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "rule", "expected"),
+    [
+        (normalizers.Sequence([normalizers.Prepend("▁"), SPACES]), None, True),
+        (SPACES, None, False),
+        (None, Metaspace(prepend_scheme="first", split=False), True),
+        (None, Metaspace(prepend_scheme="always"), True),
+        (None, Metaspace(prepend_scheme="never"), False),
+    ],
+)
+def test_space_before_the_text_is_the_tokenizers(
+    normalizer: normalizers.Normalizer | None,
+    rule: PreTokenizer | None,
+    expected: bool,
+    tmp_path: Path,
+) -> None:
+    save_pieces(tmp_path, normalizer, rule)
+    refuse_tokenizer(tmp_path)
+    assert fields(tmp_path, 2)["add_space_prefix"] is expected
+
+
+def test_pieces_of_a_changed_text_are_refused(tmp_path: Path) -> None:
+    save_pieces(tmp_path, normalizers.Lowercase(), Whitespace())
+    with pytest.raises(
+        UserError, match=r"does not change or split .*\(Lowercase, Whitespace\): use"
+    ):
+        refuse_tokenizer(tmp_path)

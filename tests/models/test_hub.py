@@ -110,6 +110,14 @@ def test_hub_name_is_downloaded_without_pickles_and_code(hub: Hub) -> None:
     assert not fits(download, "consolidated.safetensors")  # Mistral's second copy
 
 
+@pytest.mark.parametrize(
+    "name", ["README.md", "LICENSE", "LICENSE.txt", "LICENCE", "NOTICE.md", "tokenizer.model"]
+)
+def test_card_and_licence_come_with_the_model(name: str, hub: Hub) -> None:
+    resolve("org/name")
+    assert fits(hub.downloads[0], name)
+
+
 def test_revision_of_the_user_is_taken(hub: Hub) -> None:
     hub.files["v2"] = SAFE
     resolve("org/name", "v2")

@@ -44,7 +44,7 @@ def simulate(
         blocks: How many.
         finished: With metrics.json.
         learned: With curves.
-        extras: With what not every run stores: h(B), errors of outputs, memory by block, accuracies.
+        extras: With what not every run stores: h(B), tuning, errors of outputs, memory by block, accuracies.
         bits: Bits of a weight.
         seed: Of the invented numbers.
     """
@@ -80,7 +80,7 @@ def simulate(
     for block in range(blocks):
         save_file(_tensors(block, bits), folder / "blocks" / f"block_{block:03}.safetensors")
         if learned:
-            _log(folder, block, losses, histograms=extras and block == 0)
+            _log(folder, block, losses, extras=extras)
     if finished:
         (folder / "metrics.json").write_text(json.dumps(_metrics(extras=extras)))
     return folder
@@ -106,6 +106,10 @@ def _record(
     if extras:
         error = 0.02 * (1 + block) ** 0.6 * (1 + 0.1 * numbers.random())
         record["output_error"] = {"rounded": 1.4 * error, "corrected": 1.1 * error, "tuned": error}
+        start = 0.01 * (1 + block) * (1 + 0.1 * numbers.random())
+        record["tuning"] = {
+            "start_error": start, "error": 0.8 * start, "epoch": 3, "changed": 0.05, "finite": True,
+        }  # fmt: skip
         record["peak_bytes"] = {"host": int(2**31 + 1e6 * block), "device": (2**32)}
     return record
 
@@ -125,7 +129,7 @@ def _tensors(block: int, bits: int) -> dict[str, torch.Tensor]:
 
 
 def _log(
-    folder: Path, block: int, losses: dict[tuple[int, str], dict[str, float]], *, histograms: bool
+    folder: Path, block: int, losses: dict[tuple[int, str], dict[str, float]], *, extras: bool
 ) -> None:
     with SummaryWriter(str(folder / f"block_{block:03}")) as writer:
         for name in PROJECTIONS:
@@ -137,7 +141,11 @@ def _log(
                 writer.add_scalar(
                     f"share_not_nearest/{name}", 0.1 + 0.1 * share + block / 1000, step
                 )
-        if histograms:
+        if extras:
+            for epoch, share in enumerate((1.0, 0.9, 0.8, 0.82)):
+                error = 0.01 * (1 + block) * share
+                writer.add_scalar("tuning/held_back_error", error, 30 * (epoch + 1))
+        if extras and block == 0:
             for step in range(100, 2001, 100):
                 sharp = 1 + 30 * (step / 2000) ** 3
                 values = torch.sigmoid(sharp * torch.randn(500))

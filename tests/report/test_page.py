@@ -21,7 +21,7 @@ if find_spec("matplotlib") is None or find_spec("jinja2") is None:
         "matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True
     )
 
-from aespa_pl.report import maps, page, results
+from aespa_pl.report import maps, page, results, tuning
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -64,7 +64,7 @@ window.onload = () => {
 """
 EVERY_FIGURE = {
     "perplexities", "accuracies", "final-loss", "loss-curves", "output-error", "moved", "scales",
-    "zero-points", "zeta", "rounding-variables", "seconds", "memory",
+    "zero-points", "zeta", "rounding-variables", "seconds", "memory", "tuning", "tuning-curves",
 }  # fmt: skip
 
 
@@ -160,8 +160,15 @@ def test_what_a_run_has_not_stored_is_named_with_its_reason(
     text = write_page(tmp_path / "page", folder).read_text()
     missing = set(re.findall(r'<li id="([^"]*)"><b>', text))
     expected = {
-        "extras": {"accuracies", "output-error", "rounding-variables", "memory"},
-        "learned": {"loss-curves", "moved", "rounding-variables"},
+        "extras": {
+            "accuracies",
+            "output-error",
+            "rounding-variables",
+            "memory",
+            "tuning",
+            "tuning-curves",
+        },
+        "learned": {"loss-curves", "moved", "rounding-variables", "tuning-curves"},
         "finished": {"perplexities", "accuracies"},
     }[next(iter(options))]
     assert missing == expected
@@ -214,6 +221,24 @@ def test_the_worst_projection_is_named(tmp_path: Path) -> None:
     assert "Least is gained in v_proj of block 1 (1.50)" in picture.caption
     assert "1 are worse than nearest rounding" in picture.caption
     assert "v_proj of block 1 (1.50)" in page.where_lost(run)
+
+
+def test_tuning_is_told_from_the_journal(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 3)
+    path = folder / "journal.json"
+    journal = json.loads(path.read_text())
+    for block, (start, end) in enumerate([(0.4, 0.1), (0.5, 0.25), (0.3, 0.27)]):
+        journal["blocks"][str(block)]["tuning"] |= {"start_error": start, "error": end}
+    journal["tuned"] = {"start_error": 0.031, "error": 0.025}
+    path.write_text(json.dumps(journal))
+    run = read_run(folder)
+    assert tuning.tuning_errors(run, 10).caption == (
+        "Tuning leaves 0.50 of a block's error (median), least in block 0 (0.25), most in block 2 (0.90). "
+        "Tuning of the model end to end then took its error from 0.031 to 0.025."
+    )
+    # the last of the four epochs: 0.0082 / 0.4, 0.0164 / 0.5, 0.0246 / 0.3
+    assert "ends at 0.03 of the error before tuning" in tuning.tuning_curves(run, 10).caption
+    assert "In 3 of them an earlier epoch was better" in tuning.tuning_curves(run, 10).caption
 
 
 def test_figures_are_written_beside_the_page(tmp_path: Path) -> None:

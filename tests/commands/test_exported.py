@@ -1,0 +1,26 @@
+"""Which folders hold packed weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aespa_pl.commands.exported import quantized_folder
+from aespa_pl.errors import UserError
+from aespa_pl.settings import ModelSettings
+
+
+def test_packed_weights_are_told_from_others(tmp_path: Path) -> None:
+    model = ModelSettings(pretrained=str(tmp_path))
+    assert quantized_folder(model) is None
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert quantized_folder(model) is None
+    packed = {"model_type": "llama", "quantization_config": {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(packed))
+    assert quantized_folder(model) == tmp_path
+
+
+def test_gguf_is_refused_with_what_can_be_tested(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"for llama\.cpp.*or its export as compressed-tensors"):
+        quantized_folder(ModelSettings(pretrained=str(tmp_path)))
