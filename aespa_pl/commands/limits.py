@@ -101,11 +101,13 @@ def refuse_tuning(
             continue
         divided(work.segments, section.batch_size, tuning.held_back)
         if needed > free:
+            smaller = key == "model" and tuning.model.integer_rate > 0
             raise UserError(
                 f"quantization.tuning.{key} needs about {human(needed)}B of the {device.type}'s memory, of "
                 f"which {human(max(free, 0.0))}B may be taken: lower quantization.tuning.{key}.batch_size "
                 "or data.calibration.segment_length where the activations are what is too large, or set "
-                f"quantization.tuning.{key}.enabled to false"
+                + ("quantization.tuning.model.integer_rate to 0, or " if smaller else "")
+                + f"quantization.tuning.{key}.enabled to false"
             )
 
 

@@ -273,8 +273,13 @@ def disk_bytes(
     if settings.tuning.blocks.enabled:  # beside its checkpoints wait the integers that were learned
         tuned = 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning
         checkpoints = max(checkpoints, tuned)
-    if settings.tuning.model.enabled:  # a block that waits to replace another
-        checkpoints = max(checkpoints, shape.block_weights * stored_bytes + shape.weights)
+    if settings.tuning.model.enabled:
+        waiting = shape.block_weights * stored_bytes + shape.weights  # to replace a block
+        if settings.tuning.model.integer_rate:
+            learned_integers = shape.blocks * shape.weights
+            waiting = max(waiting, 2 * tuning.CHECKPOINT_BYTES * learned_integers)
+            waiting += learned_integers
+        checkpoints = max(checkpoints, waiting)
     return model + integers + checkpoints + hidden + values
 
 

@@ -7,7 +7,10 @@ BLOCK_BYTES = 7 * FLOAT + 1
 """For each weight of a block: the weight that is aimed at, the latent value with gradient, two moments and
 best epoch, and the weight of the forward pass, in float32; the integer in uint8."""
 MODEL_BYTES = FLOAT + 1
-"""For each weight of the model: ``q - z`` in float32, and the integer in uint8."""
+"""For each weight of the model whose integers stay: ``q - z`` in float32, and the integer in uint8."""
+MODEL_BYTES_LEARNED = 5 * FLOAT + 1
+"""For each weight of the model whose integers are learned: latent value with gradient, two moments and best
+epoch in float32, and the integer in uint8."""
 CHECKPOINT_BYTES = 4 * FLOAT
 """For each weight of a block: latent value, two moments and the best epoch; twice while one replaces
 another."""
@@ -48,11 +51,12 @@ def model_bytes(
     tuning = settings.tuning.model
     if not tuning.enabled:
         return 0
+    of_weight = MODEL_BYTES_LEARNED if tuning.integer_rate else MODEL_BYTES
     tokens = int(tuning.batch_size) * work.length
     of_block = tokens * _activations(shape, work) + FLOAT * shape.weights
     kept = of_block + shape.blocks * FLOAT * tokens * shape.hidden
     return (
-        shape.blocks * (MODEL_BYTES * shape.weights + _scale_bytes(shape, settings))
+        shape.blocks * (of_weight * shape.weights + _scale_bytes(shape, settings))
         + (kept if recompute else shape.blocks * of_block)
         + (FLOAT + work.dtype_bytes) * shape.stem_weights  # also the original's head
         + LOGITS * FLOAT * tokens * shape.vocabulary

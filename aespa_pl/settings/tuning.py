@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from jsonargparse.typing import OpenUnitInterval, PositiveInt
 
 from aespa_pl.settings.types import (
+    FiniteNonNegative,
     FinitePositive,
 )
 
@@ -30,15 +31,18 @@ class BlockTuningSettings:
 
 @dataclass(frozen=True)
 class ModelTuningSettings:
-    """Training of the quantized model end to end: scales, norms and biases; not in the paper."""
+    """Training of the quantized model end to end: integers, scales, norms and biases; not in the paper."""
 
     enabled: bool | None = None
-    """After the last block, train the model on the original's next-token distribution, with all integers
-    fixed. The whole model must fit into the device's memory (docs/tuning.md); null: as the method does."""
-    epochs: PositiveInt = 1
+    """After the last block, train the model on the original's next-token distribution. The whole model must
+    fit into the device's memory (docs/tuning.md); null: as the method does."""
+    epochs: PositiveInt = 2
     """Visits of all calibration segments."""
-    batch_size: PositiveInt = 2
+    batch_size: PositiveInt = 1
     """Segments in a mini-batch; there is one optimizer step for each."""
+    integer_rate: FiniteNonNegative = 0.02
+    """Largest learning rate of the latent values of integers, in distances of two integers. 0: the integers
+    stay, which takes about a fourth of the memory."""
     scale_rate: FinitePositive = 0.003
     """Largest learning rate of the logarithms of scales, and of the weights of norms."""
     bias_rate: FinitePositive = 0.0003

@@ -123,10 +123,13 @@ def reconstruct(
         error=module.best_error,
         epoch=module.best_epoch,
         finite=module.finite,
-        changed=_changed(quantized.weights, weights),
+        changed=changed_share(quantized.weights, weights),
     )
 
 
-def _changed(before: Mapping[str, QuantizedWeight], after: Mapping[str, QuantizedWeight]) -> float:
+def changed_share(
+    before: Mapping[str, QuantizedWeight], after: Mapping[str, QuantizedWeight]
+) -> float:
+    """Return the share of the integers that differ."""
     changed = sum(int((after[n].integers != q.integers).sum()) for n, q in before.items())
     return changed / sum(q.integers.numel() for q in before.values())

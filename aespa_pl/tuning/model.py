@@ -1,10 +1,12 @@
 """End-to-end tuning of a quantized model: its next-token distribution becomes that of the original.
 
-The integers stay. All scales, norms and biases are trained on the Kullback-Leibler divergence: nothing
-changes but numbers that a packed format stores anyway.
+All scales, norms and biases are trained on the Kullback-Leibler divergence, and with them, where the memory
+suffices, latent values of the integers. Each latent value starts in the middle between the two places where
+it would be rounded to another integer, so that only what many mini-batches agree on moves an integer.
 
-Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (E2E-QP), with
-the original's distribution in place of the text's next token.
+Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (E2E-QP, where the
+integers stay), with the original's distribution in place of the text's next token; "LLM-QAT: Data-Free
+Quantization Aware Training for Large Language Models" (the distribution, with integers that are learned).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +24,22 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from aespa_pl.models.family import BlockLayout
+from aespa_pl.tuning.block import changed_share
 from aespa_pl.tuning.data import Pair, SegmentPairs
-from aespa_pl.tuning.parametrization import FixedIntegers, QuantizedWeight, Stored
+from aespa_pl.tuning.parametrization import (
+    FixedIntegers,
+    QuantizedWeight,
+    Stored,
+    StraightThrough,
+    WeightParametrization,
+)
 from aespa_pl.tuning.training import LearningRates, Tuning, fit
-from aespa_pl.tuning.weights import parametrize_block, quantized_weights, remove_parametrizations
+from aespa_pl.tuning.weights import (
+    MakeParametrization,
+    parametrize_block,
+    quantized_weights,
+    remove_parametrizations,
+)
 
 OriginalHead = Callable[[Tensor], Tensor]
 """Makes the original model's logits ``[B, L, vocabulary]`` from its hidden states after the last block."""
@@ -85,6 +99,8 @@ class TunedModel:
     """Of the best error; 0 is the start."""
     finite: bool
     """Whether all errors were finite numbers; the training stopped where one was not."""
+    changed: float
+    """Share of the integers that changed."""
 
 
 def tune_model(
@@ -97,26 +113,31 @@ def tune_model(
     checkpoint: Path | None = None,
     recompute: bool = False,
 ) -> TunedModel:
-    """Tune the scales, norms and biases of a model.
+    """Tune the integers, scales, norms and biases of a model.
 
     Args:
         quantized: Its model gets the tuned weights, norms and biases.
         pairs: Token ids, and the original's hidden states after the last block.
         head: Of the original, with weights of its own where the model's are tuned.
-        rates: Largest learning rates; there are no latent values.
+        rates: Largest learning rates; the integers stay where that of the latent values is 0.
         trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
         checkpoint: Where an earlier training stopped.
         recompute: Keep only the inputs of blocks for the backward pass, and run each block once more in
             it: a third more time for the memory of one block's activations and weights.
     """
-    _parametrize(quantized)
+    _parametrize(quantized, _integers_learned if rates.latent else _integers_fixed)
     module = ModelTuning(quantized.model, head, rates, "the model")
     with _recomputing(quantized.blocks if recompute else ()):
         fit(module, pairs, trainer, checkpoint)
     weights = [quantized_weights(block, quantized.layout) for block in quantized.blocks]
     remove_parametrizations(quantized.model)
     return TunedModel(
-        weights, module.start_error, module.best_error, module.best_epoch, module.finite
+        weights,
+        module.start_error,
+        module.best_error,
+        module.best_epoch,
+        module.finite,
+        changed_share(_named(quantized.weights), _named(weights)),
     )
 
 
@@ -132,7 +153,19 @@ def _recomputing(blocks: Sequence[nn.Module]) -> Iterator[None]:
             del block.forward
 
 
-def _parametrize(quantized: TunableModel) -> None:
+def _integers_fixed(_: str, start: QuantizedWeight) -> WeightParametrization:
+    return FixedIntegers(start)
+
+
+def _integers_learned(_: str, start: QuantizedWeight) -> WeightParametrization:
+    return StraightThrough(start, start.weight())  # all latent values begin at their integers
+
+
+def _named(blocks: Sequence[Mapping[str, QuantizedWeight]]) -> dict[str, QuantizedWeight]:
+    return {f"{i}.{name}": q for i, weights in enumerate(blocks) for name, q in weights.items()}
+
+
+def _parametrize(quantized: TunableModel, make: MakeParametrization) -> None:
     model: nn.Module = quantized.model
     model.requires_grad_(requires_grad=False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -140,9 +173,7 @@ def _parametrize(quantized: TunableModel) -> None:
     outside = [(n, p) for n, p in model.named_parameters() if id(p) not in inside]
     for block, weights in zip(quantized.blocks, quantized.weights, strict=True):
         dtypes = {name: quantized.dtypes[names[id(p)]] for name, p in block.named_parameters()}
-        parametrize_block(
-            block, quantized.layout, weights, lambda _, start: FixedIntegers(start), dtypes
-        )
+        parametrize_block(block, quantized.layout, weights, make, dtypes)
     for name, parameter in outside:
         if parameter.dim() > 1:
             continue  # embeddings and the head stay; vectors are norms and biases

@@ -69,7 +69,7 @@ class ModelTuner:
                 tunable,
                 pairs,
                 head=lambda states: self.source.family.head(self.source.model, states),
-                rates=LearningRates(settings.scale_rate, settings.scale_rate, settings.bias_rate),
+                rates=LearningRates(settings.integer_rate, settings.scale_rate, settings.bias_rate),
                 trainer=self.make_trainer(portion, settings.epochs),
                 checkpoint=self.run.checkpoint_to_continue(portion),
                 recompute=self.recompute,
@@ -131,12 +131,13 @@ class ModelTuner:
         }
 
     def _learned(self, tunable: TunableModel, found: TunedModel) -> dict[str, Tensor]:
-        """Return all scales by block and projection, and norms and biases by their names in the model."""
-        tensors = {
-            _scale_key(index, name): q.scale.to(torch.float16)
-            for index, weights in enumerate(found.weights)
-            for name, q in weights.items()
-        }
+        """Return integers and scales by block and projection; norms and biases by their names."""
+        tensors = {}
+        for index, weights in enumerate(found.weights):
+            for name, q in weights.items():
+                tensors[_key(index, name, "scale")] = q.scale.to(torch.float16)
+                if self.settings.model.integer_rate:
+                    tensors[_key(index, name, "integers")] = q.integers
         for name, parameter in tunable.model.named_parameters():
             if parameter.dim() == 1:
                 tensors[name] = parameter.to(tunable.dtypes[name])
@@ -150,7 +151,10 @@ class ModelTuner:
         layout = family.layout(self.source.pretrained.config)
         tensors, shard = load_file(run.block_file(index)), load_file(writer.block_file(index))
         for p in layout.projections:
-            tensors[f"{p.name}.scale"] = learned[_scale_key(index, p.name)]
+            for kind in ("scale", "integers"):
+                key = _key(index, p.name, kind)
+                if key in learned:
+                    tensors[f"{p.name}.{kind}"] = learned[key]
         weights = {name: q.weight() for name, q in self._weights(tensors).items()}
         prefix = family.block_prefix(index)
         types = stored_types(self.source, index)
@@ -164,5 +168,5 @@ class ModelTuner:
         run.replace_block(index, files)
 
 
-def _scale_key(index: int, projection: str) -> str:
-    return f"block_{index:03}.{projection}.scale"
+def _key(index: int, projection: str, kind: str) -> str:
+    return f"block_{index:03}.{projection}.{kind}"

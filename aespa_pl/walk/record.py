@@ -94,7 +94,7 @@ def tuning(found: Reconstruction | TunedModel) -> dict[str, Any]:
         "start_error": found.start_error if math.isfinite(found.start_error) else None,
         "error": found.error if math.isfinite(found.error) else None,
         "epoch": found.epoch,
-        "changed": found.changed if isinstance(found, Reconstruction) else 0.0,
+        "changed": found.changed,
         "finite": found.finite,
     }
 
@@ -106,7 +106,7 @@ def tuning_curves(found: Reconstruction | TunedModel | None) -> dict[str, float]
     return {
         "tuning/error_before": found.start_error,
         "tuning/error_after": found.error,
-        **({"tuning/changed": found.changed} if isinstance(found, Reconstruction) else {}),
+        "tuning/changed": found.changed,
     }
 
 
@@ -117,7 +117,7 @@ def tuning_words(found: Reconstruction | TunedModel) -> str:
         if found.epoch
         else "tuning found nothing better on held-back text than the start, which is kept"
     )
-    if isinstance(found, Reconstruction) and found.epoch:
+    if found.epoch and found.changed:
         text += f" and changed {100 * found.changed:.1f} % of the integers"
     if not found.finite:
         text += "; it ended where the loss was not a finite number, lower its learning rates"

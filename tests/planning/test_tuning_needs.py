@@ -26,7 +26,9 @@ NONE = replace(PAPER, tuning=TuningSettings(BlockTuningSettings(False), ModelTun
 BLOCKS = replace(
     PAPER, tuning=TuningSettings(BlockTuningSettings(True), ModelTuningSettings(False))
 )
-MODEL = replace(PAPER, tuning=TuningSettings(BlockTuningSettings(False), ModelTuningSettings(True)))
+MODEL = replace(
+    PAPER, tuning=TuningSettings(BlockTuningSettings(False), ModelTuningSettings(True, epochs=1))
+)
 WORK = Work(segments=32, length=LENGTH, batch_size=2, dtype_bytes=4)
 CPU = torch.device("cpu")
 
@@ -70,7 +72,7 @@ def test_what_does_not_fit_is_refused_with_what_to_switch_off(
     refuse_tuning(shape(), WORK, DataSettings(), settings, CPU)
     tight = DataSettings(memory_gb=1e-6)
     refuse_tuning(shape(), WORK, tight, NONE, CPU)
-    with pytest.raises(UserError, match=rf"set quantization.tuning.{key}.enabled to false"):
+    with pytest.raises(UserError, match=rf"quantization.tuning.{key}.enabled to false"):
         refuse_tuning(shape(), WORK, tight, settings, CPU)
 
 

@@ -22,6 +22,7 @@ TUNED = (
     "--quantization.tuning.blocks.bias_rate=0.003",
     "--quantization.tuning.model.enabled=true",
     "--quantization.tuning.model.epochs=2",
+    "--quantization.tuning.model.integer_rate=0.2",
     "--quantization.tuning.blocks.batch_size=5",
     "--quantization.tuning.model.batch_size=5",
     "--quantization.tuning.held_back=0.15",

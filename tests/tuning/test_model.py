@@ -1,4 +1,4 @@
-"""End-to-end tuning: the divergence is the textbook's, the integers stay, a kill changes nothing."""
+"""End-to-end tuning: the divergence is the textbook's, integers move or stay, a kill changes nothing."""
 
 import copy
 from pathlib import Path
@@ -44,6 +44,7 @@ class Problem:
         checkpoint: Path | None = None,
         *,
         recompute: bool = False,
+        integer_rate: float = 0.0,
         **options: Any,
     ) -> TunedModel:
         hidden = self.family.embed(self.original, self.ids)[0]
@@ -56,7 +57,7 @@ class Problem:
             self.quantized,
             pairs,
             head=lambda states: self.family.head(self.original, states),
-            rates=LearningRates(0.02, 0.02, 0.02),
+            rates=LearningRates(integer_rate, 0.02, 0.02),
             trainer=silent_trainer(epochs, **options),
             checkpoint=checkpoint,
             recompute=recompute,
@@ -97,19 +98,48 @@ def test_scales_and_norms_are_learned_and_integers_stay(name: str) -> None:
             assert torch.equal(after[key], tensor)  # embeddings, head
     norms = [k for k, t in before.items() if t.dim() == 1 and not k.startswith(inside)]
     assert all(not torch.equal(after[k], before[k]) for k in norms)
+    assert result.changed == 0
 
 
-@pytest.mark.parametrize("step", [2, 4, 5])  # 4 steps are an epoch
-def test_a_tuning_that_was_killed_goes_on_bit_for_bit(step: int, tmp_path: Path) -> None:
-    whole = Problem("llama-grouped")
+@pytest.mark.parametrize("name", ["llama-grouped", "opt-350m", "bloom"])
+def test_integers_are_learned_with_the_rest(name: str) -> None:
+    problem = Problem(name)
+    start, result = problem.divergence(), problem.tune(8, integer_rate=0.06)
+    assert result.error == pytest.approx(problem.divergence(), rel=1e-3)
+    assert result.error < start
+    pairs = [
+        (old[p.name], new[p.name], projection_weight(block, problem.quantized.layout, p))
+        for block, old, new in zip(
+            problem.quantized.blocks, problem.quantized.weights, result.weights, strict=True
+        )
+        for p in problem.quantized.layout.projections
+    ]
+    changed = sum(int((old.integers != new.integers).sum()) for old, new, _ in pairs)
+    assert (
+        0
+        < changed
+        == pytest.approx(result.changed * sum(old.integers.numel() for old, _, _ in pairs))
+    )
+    for old, new, weight in pairs:
+        assert int(new.integers.max()) <= 3
+        assert torch.equal(weight, new.scale * (new.integers - old.zero_point))
+
+
+@pytest.mark.parametrize(("step", "rate"), [(2, 0), (4, 0), (5, 0), (28, 0.06), (29, 0.06)])
+def test_a_tuning_that_was_killed_goes_on_bit_for_bit(  # 4 steps are an epoch
+    step: int, rate: float, tmp_path: Path
+) -> None:
+    whole, epochs = Problem("llama-grouped"), 8 if rate else 3
     killed, resumed = copy.deepcopy(whole), copy.deepcopy(whole)
-    expected = whole.tune()
+    expected = whole.tune(epochs, integer_rate=rate)
     with pytest.raises(KilledError):
-        killed.tune(callbacks=[SaveAndDie(step, tmp_path / "x.ckpt")])
+        killed.tune(epochs, integer_rate=rate, callbacks=[SaveAndDie(step, tmp_path / "x.ckpt")])
     stored = torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]
     assert not any("embed" in name for name in stored)
-    assert all(name.endswith("log_scale") or tensor.dim() == 1 for name, tensor in stored.items())
-    found = resumed.tune(checkpoint=tmp_path / "x.ckpt")
+    learned = {name for name, tensor in stored.items() if tensor.dim() > 1}
+    kinds = ("log_scale", "weight.original") if rate else ("log_scale",)
+    assert all(name.endswith(kinds) for name in learned)
+    found = resumed.tune(epochs, integer_rate=rate, checkpoint=tmp_path / "x.ckpt")
     assert (found.start_error, found.error, found.epoch) == (
         expected.start_error, expected.error, expected.epoch,
     )  # fmt: skip

@@ -28,7 +28,11 @@ BOTH = BLOCKS_ONLY | {
     "tuning.model.enabled": True,
     "tuning.model.epochs": 2,
     "tuning.model.batch_size": 1,
+    "tuning.model.integer_rate": 0.0,
 }
+LEARNED = {"tuning.model.epochs": 6, "tuning.model.integer_rate": 0.08}
+"""So that the integers move in the end-to-end tuning as well."""
+NEAREST = {"method": "rtn", "tuning.blocks.enabled": False}
 
 
 def hidden_states(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
@@ -103,8 +107,28 @@ def test_the_divergence_in_the_journal_is_that_of_the_exported_model(
                 assert torch.equal(found.file(index)[key], tensor)
 
 
+@pytest.mark.parametrize(
+    ("name", "start"), [("llama-grouped", NEAREST), ("opt", {}), ("bloom", {})]
+)
+def test_integers_that_the_model_learns_are_those_that_are_stored(
+    name: str, start: dict[str, Any], tmp_path: Path
+) -> None:
+    before = walk(name, tmp_path / "before", BLOCKS_ONLY | start)
+    found = walk(name, tmp_path / "found", BOTH | LEARNED | start)
+    record = found.journal["tuned"]
+    assert record["error"] == pytest.approx(divergence(found), rel=1e-3)
+    assert record["error"] < record["start_error"]
+    changed, count = 0, 0
+    for index in range(walks.BLOCKS):
+        for key, tensor in before.file(index).items():
+            if key.endswith(".integers"):
+                changed += int((found.file(index)[key] != tensor).sum())
+                count += tensor.numel()
+    assert 0 < changed == pytest.approx(record["changed"] * count)
+
+
 def test_the_exported_weights_are_scale_times_integer_minus_zero_point(tmp_path: Path) -> None:
-    found = walk("llama-grouped", tmp_path, BOTH)
+    found = walk("llama-grouped", tmp_path, BOTH | LEARNED | NEAREST)
     state = found.exported().state_dict()
     for index in range(walks.BLOCKS):
         tensors = found.file(index)
@@ -141,11 +165,12 @@ def test_hidden_states_on_disk_change_nothing(tmp_path: Path) -> None:
         {"tuning.model.enabled": False},
         {"tuning.model.epochs": 1},
         {"tuning.model.batch_size": 2},
+        LEARNED,
         {"tuning.model.scale_rate": 0.001},
         {"tuning.model.bias_rate": 0.003},
         {"tuning.held_back": 0.5},
     ],
-    ids=lambda change: next(iter(change)),
+    ids=lambda change: list(change)[-1],
 )
 def test_every_setting_acts(change: dict[str, Any], base: Quantized, tmp_path: Path) -> None:
     found = walk("bloom", tmp_path, BOTH | change)
