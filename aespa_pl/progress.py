@@ -86,7 +86,7 @@ class IterationProgress(Callback):
     """Moves the inner bar with the iterations of a block."""
 
     def __init__(self, progress: WalkProgress, name: str = "rounding") -> None:
-        """Report to ``progress``, under the name of what is learned."""
+        """Report to ``progress`` under a name for the learning."""
         self.progress = progress
         self.name = name
 

@@ -163,7 +163,7 @@ def walk(
         name: Of the example.
         folder: For the model and the runs.
         changes: Of the settings.
-        model: The model instead of that of the example.
+        model: A model that replaces the example's.
         ids: Calibration text instead of random words.
         options: Of each block's Trainer.
         run: One to go on with.

@@ -233,7 +233,7 @@ def _mistake(
         kinds: Type of each key that the command takes.
         key: Its whole name.
         value: Of a YAML file, or a text of the command line.
-        where: The file, for the message.
+        where: File that the value is from, as the message names it.
     """
     if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:
         return []

@@ -6,7 +6,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 
 MEASURING_SECONDS = 30.0
-"""Seconds of measurement on the device, for the estimate of the time."""
+"""Seconds of measurement on the device, from which the time is estimated."""
 DEVICES = {"auto": None, "cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
 """The device of each value of trainer.accelerator; None: CUDA where there is one."""
 

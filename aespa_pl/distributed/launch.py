@@ -109,14 +109,14 @@ def waiting_for(count: int, environment: ClusterEnvironment | None = None) -> It
 
 
 def _watch_arrivals(reader: socket.socket, awaited: str) -> None:
-    """Say after some seconds what is awaited; end the process at a signal or after LONGEST_ARRIVAL."""
+    """Say after some seconds which processes are awaited; end the process at a signal or after LONGEST_ARRIVAL."""
     if not select.select([reader], [], [], SPEAK_SECONDS)[0]:
         _speak(f"waiting for {awaited}; gives up after {LONGEST_ARRIVAL / 60:.0f} minutes")
         if not select.select([reader], [], [], LONGEST_ARRIVAL - SPEAK_SECONDS)[0]:
             _speak(f"gave up waiting for {awaited}")
             os._exit(2)
     received = reader.recv(1)
-    while received and received[0] not in STOPPING:  # such as that of a child that has ended
+    while received and received[0] not in STOPPING:  # such as SIGCHLD, when a child has ended
         received = reader.recv(1)
     if received:
         _speak(f"stopped by {signal.Signals(received[0]).name}; no run had begun")

@@ -90,7 +90,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         content: Any = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
-    except Exception as error:  # of what is damaged, almost any kind
+    except Exception as error:  # damaged files raise almost any kind
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"model.pretrained: {path} is damaged, or a pickle of more than weights, which could "

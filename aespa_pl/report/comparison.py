@@ -153,7 +153,7 @@ def cells_csv(cells: Sequence[Cell]) -> str:
 def figure(cells: Sequence[Cell]) -> "Figure | None":
     """Return perplexity over time, one panel for each bit width; None where nothing was measured.
 
-    The perplexity is that of the first text; one point is the mean over the seeds.
+    The perplexity belongs to the first text; one point is the mean over the seeds.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

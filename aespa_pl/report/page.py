@@ -60,7 +60,7 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
                 [results.perplexities(runs)],
             ),
             Section(
-                "Accuracies by the rules of lm-evaluation-harness; the error is that of the sample of items.",
+                "Accuracies by the rules of lm-evaluation-harness; the error is the standard error over the items.",
                 [results.accuracies(runs)],
             ),
             each(

@@ -1,4 +1,4 @@
-"""Collect what is stored of a quantized block: tensors, measurements, curves and a line of text."""
+"""Collect all records of a quantized block: tensors, measurements, curves and a line of text."""
 
 import json
 import logging

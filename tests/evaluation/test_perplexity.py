@@ -112,7 +112,7 @@ def test_blocks_are_read_once_for_each_text_and_the_stem_once(
     texts = {"a": make_ids(3), "b": make_ids(4)}
     perplexity(source, texts, batch_size=1, after_block=lambda: seen.append(len(read)))
     assert read == ["stem", 0, 1, 2, 0, 1, 2]
-    assert seen == [2, 3, 4, 5, 6, 7]  # called after each, for a progress bar
+    assert seen == [2, 3, 4, 5, 6, 7]  # called after each block, so that a progress bar can move
 
 
 def test_hidden_states_of_one_text_are_in_memory_at_a_time(

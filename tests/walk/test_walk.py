@@ -603,7 +603,7 @@ def test_block_that_diverges_is_done_again_with_more_damping(
     assert "block 0: the loss of fc1 is not finite; again with damping 0.1" in caplog.messages
     assert quantized.journal["damping"] == {"0": 0.1}
     assert not differing(quantized, walked("opt", {"damping": 0.1}))
-    # the blocks to come have the setting's damping again: block 1 is not that of damping 0.1
+    # the blocks to come have the setting's damping again: block 1 differs from a walk with damping 0.1
     assert differing(quantized, walked("opt", {"damping": 0.1}), 1)
 
 
