@@ -26,8 +26,9 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         first = arguments[0]
         if not isinstance(first, Tensor) or first.device.type == "cpu" or function in _plain:
             return function(*arguments, **more)
+        kernel: Callable[P, R] = compiled(function)
         try:
-            return compiled(function)(*arguments, **more)
+            return kernel(*arguments, **more)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # what the compiler raises, before anything has been computed

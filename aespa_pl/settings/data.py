@@ -108,4 +108,4 @@ class DataSettings:
         """Return ``batch_size`` as a number."""
         if self.batch_size == "auto":
             raise ValueError("these settings are not resolved: see aespa_pl.planning.placement")
-        return self.batch_size
+        return int(self.batch_size)

@@ -371,7 +371,8 @@ def _copy(func: Any, name: str, args: Any, kwargs: Any, *, to_device: bool) -> A
         return target
     on_host = source if not from_device else target
     blocking = not _asks_not_to_block(name, args, kwargs)
-    free = on_host is not None and address(on_host) in pinned and not blocking
+    # for a result on the host that need not be there at once, torch takes pinned memory
+    free = not blocking and (on_host is None or address(on_host) in pinned)
     if not free:
         tally("copy to the host" if from_device else "copy to the device")
         result = func(*host[0], **host[1])
@@ -388,6 +389,8 @@ def _copy_later(
     if target is None:
         held = torch.empty_like(_held(source), dtype=host[1].get("dtype") or source.dtype)
         target = _placed(held) if to_device else held
+        pinned.add(address(held))
+        KEPT.append(held)
     memory = _held(target)
     kept = _held(source)
     # float("nan") where it has not arrived
