@@ -125,7 +125,8 @@ def _perplexities(run: Path) -> str:
     found: dict[str, dict[str, float]] = {}
     for name in ("metrics.json", "test.json"):
         if (run / name).is_file():
-            found |= json.loads((run / name).read_text(encoding="utf-8"))["perplexity"]
+            content = json.loads((run / name).read_text(encoding="utf-8"))
+            found |= content.get("perplexity", {})  # test.json may have accuracies only
     texts = sorted({text for values in found.values() for text in values})
     if not texts:
         return "Not measured."

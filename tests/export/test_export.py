@@ -337,6 +337,7 @@ def test_model_card_names_files_of_this_machine_without_their_folders(
 
 def test_unmeasured_perplexity_is_not_made_up(fresh: Known, tmp_path: Path) -> None:
     (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {}}))
+    (fresh.folder / "test.json").write_text(json.dumps({"tasks": {}}))  # test without texts
     export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
     assert "Not measured." in card(tmp_path / "out")[1]
 
