@@ -15,12 +15,13 @@ from aespa_pl.calibration.observe import observing
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, InputGroup
 from aespa_pl.models.headers import DTYPES
-from aespa_pl.models.streamed import StreamedModel, in_turn
+from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.planning.partition import HeadRange, Portion
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.batches import Batches
+from aespa_pl.storage.transfer import in_turn
 from aespa_pl.tuning import (
     LearningRates,
     QuantizedWeight,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from aespa_pl.commands.trainers import check_tuning
@@ -19,7 +19,6 @@ from aespa_pl.resolve import resolved
 from aespa_pl.run.checkpointing import JournaledCheckpointIO
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import QuantizationSettings
-from tests import walks
 from tests.walks import BLOCKS, Quantized, walk
 
 CHANGES: dict[str, Any] = {
@@ -61,13 +60,6 @@ class Kill:
         file = run.checkpoint_folder(portion.block) / "x.ckpt"
         plugins = [JournaledCheckpointIO(run, portion)]
         return {"callbacks": [self.callback(file)], "plugins": plugins}
-
-    def tuning_trainer(self, run: Run, portion: Portion, epochs: int) -> Trainer:
-        return Trainer(
-            accelerator="cpu", max_epochs=epochs, num_sanity_val_steps=-1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            log_every_n_steps=1, **self.options(run, portion),
-        )  # fmt: skip
 
 
 def exact(found: Quantized, index: int) -> dict[str, Tensor]:
@@ -121,10 +113,9 @@ def interrupted(method: str, step: int, folder: Path, monkeypatch: pytest.Monkey
 
     finish = Run.finish_block
     with monkeypatch.context() as patch:
-        patch.setattr(walks, "tuning_trainer", kill.tuning_trainer)
         patch.setattr(Run, "finish_block", killed_after_block)
         with pytest.raises(KilledError):
-            walk("opt", folder, changes, run=run, options=kill.options)
+            walk("opt", folder, changes, run=run, options=kill.options, tuning_options=kill.options)
     again = Run.open(run.folder)
     assert (again.checkpoint is not None) == (step > 0)
     return walk("opt", folder, changes, run=again)
@@ -166,9 +157,7 @@ def test_several_devices_are_refused_where_forward_passes_train(method: str) -> 
         check()
 
 
-def test_brecq_learns_the_attention_before_the_feed_forward_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_brecq_learns_the_attention_before_the_feed_forward_network(tmp_path: Path) -> None:
     """Targets are the original's own hidden states, seen by transformers' modules."""
     trained: list[tuple[list[str], Tensor]] = []
 
@@ -179,14 +168,12 @@ def test_brecq_learns_the_attention_before_the_feed_forward_network(
             targets = torch.stack([pairs[i][1] for i in range(len(pairs))])
             trained.append((sorted({n.split(".parametrizations")[0] for n in names}), targets))
 
-    def trainer(run: Run, portion: Portion, epochs: int) -> Trainer:
-        made = plain(run, portion, epochs)
-        made.callbacks.append(Note())  # type: ignore[attr-defined]
-        return made
-
-    plain = walks.tuning_trainer
-    monkeypatch.setattr(walks, "tuning_trainer", trainer)
-    found = walk("opt", tmp_path, CHANGES | {"method": "brecq"})
+    found = walk(
+        "opt",
+        tmp_path,
+        CHANGES | {"method": "brecq"},
+        tuning_options=lambda _run, _portion: {"callbacks": [Note()]},
+    )
     attention = sorted(f"self_attn.{n}_proj" for n in ("q", "k", "v", "out"))
     assert [names for names, _ in trained] == [attention, ["fc1", "fc2"]] * BLOCKS
     seen: list[Tensor] = []

@@ -88,7 +88,7 @@ def test_a_false_of_the_user_is_no_null() -> None:
         ),
     )
     found = resolved(off)
-    assert found == changed({"grid.search": True}, off)
+    assert found == changed({"grid.search": True, "products": "float32"}, off)
     assert resolved(found) == found
 
 
