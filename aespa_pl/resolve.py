@@ -36,6 +36,7 @@ def resolved(settings: QuantizationSettings, device: str = "cpu") -> Quantizatio
             grid,
             search=_either(grid.search, method.search),
             zfold=_either(grid.zfold, method.zfold),
+            awq=_either(grid.awq, method.awq),
         ),
         optq=replace(
             settings.optq,
@@ -55,16 +56,53 @@ def resolved(settings: QuantizationSettings, device: str = "cpu") -> Quantizatio
         polish=replace(settings.polish, enabled=_either(settings.polish.enabled, method.polish)),
         tuning=replace(
             settings.tuning,
-            blocks=replace(blocks, enabled=_either(blocks.enabled, method.tune_blocks)),
+            blocks=replace(
+                blocks,
+                enabled=_either(blocks.enabled, method.tune_blocks),
+                parametrization=_either(blocks.parametrization, method.parametrization),
+                unit=_either(blocks.unit, method.unit),
+                epochs=_either(blocks.epochs, method.epochs),
+                integer_rate=_either(blocks.integer_rate, method.integer_rate),
+                scale_rate=_either(blocks.scale_rate, method.scale_rate),
+            ),
             model=replace(model, enabled=_either(model.enabled, method.tune_model)),
         ),
     )
-    if found.grid.zfold and not found.grid.search:
+    _refuse_contradictions(found)
+    return found
+
+
+def _refuse_contradictions(settings: QuantizationSettings) -> None:
+    grid = settings.grid
+    if grid.zfold and not grid.search:
         raise UserError(
             f"quantization.grid.zfold is true and quantization.grid.search is false (method "
-            f"{method.name}): zeta is fitted by the search, so switch both on or both off"
+            f"{settings.method}): zeta is fitted by the search, so switch both on or both off"
         )
-    return found
+    if grid.awq and not grid.search:
+        raise UserError(
+            f"quantization.grid.awq is true and quantization.grid.search is false (method "
+            f"{settings.method}): the clip is searched after zeta is found, so switch both on or both off"
+        )
+    if grid.awq and grid.zfold:
+        raise UserError(
+            f"quantization.grid.awq and quantization.grid.zfold are both true (method {settings.method}): "
+            "both find zeta, so choose one of them"
+        )
+    tuning = settings.tuning.blocks
+    steps = {
+        "grid.search": grid.search,
+        "optq.enabled": settings.optq.enabled,
+        "rounding.learn": settings.rounding.learn != "none",
+        "polish.enabled": settings.polish.enabled,
+    }
+    in_vain = [f"quantization.{key}" for key, taken in steps.items() if taken]
+    if tuning.enabled and tuning.parametrization in ("clipping", "affine") and in_vain:
+        raise UserError(
+            f"quantization.tuning.blocks.parametrization is {tuning.parametrization} (method "
+            f"{settings.method}), which finds grids and integers anew, so what {', '.join(in_vain)} asks "
+            "for would be lost: switch it off, or choose another parametrization"
+        )
 
 
 def _products(given: Products, device: str) -> Products:

@@ -158,7 +158,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
 
         progress = WalkProgress(Console(quiet=not says))
         source, settings = job.stream(job.pretrained), job.quantization
-        blocks = BlockTuner(source, run, settings.tuning, trainer)
+        blocks = BlockTuner(source, run, settings, trainer)
         model = ModelTuner(source, run, settings.tuning, settings.bits, trainer, recompute=False)
         Walk(
             source,

@@ -200,7 +200,7 @@ def walk(
         passes=StatisticsPasses(source, settings, run.folder, partition),
         progress=WalkProgress(Console(file=said, width=200)),
         stopwatch=stopwatch,
-        block_tuner=BlockTuner(source, run, settings.tuning, tuning)
+        block_tuner=BlockTuner(source, run, settings, tuning)
         if settings.tuning.blocks.enabled
         else None,
         model_tuner=ModelTuner(

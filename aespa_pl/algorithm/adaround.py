@@ -79,7 +79,6 @@ def start(
     step, zero = grid.step(), grid.zero()
     ratio = updated / step
     below = ratio.floor()
-    sigmoid = (ratio - below + (STRETCH - 1) / 2) / STRETCH
     lower = (below + zero).clamp_(-1, grid.levels)
     base = step * (lower.clamp(0, grid.levels) - zero) - W
     lower = lower.to(torch.int16)
@@ -87,7 +86,12 @@ def start(
     if W.device.type == "cpu":
         gain = _gain(lower, grid.scale, grid.zeta, grid.levels)
     rounding = SoftRounding(lower, base, gain, grid.scale, grid.zeta, grid.levels)
-    return rounding, torch.logit(sigmoid)
+    return rounding, rounding_variables(ratio - below)
+
+
+def rounding_variables(fraction: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return the B with ``h(B) = fraction``, for fractions from 0 to 1."""
+    return torch.logit((fraction + (STRETCH - 1) / 2) / STRETCH)
 
 
 def rectified_sigmoid(B: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

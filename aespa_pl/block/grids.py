@@ -6,12 +6,14 @@ Source: docs/algorithm.md, step 2; Section 3.4 and 4.1 of the paper (Z-Fold).
 import torch
 from torch import Tensor
 
+from aespa_pl.algorithm.awq import candidate_zetas, nearest_loss
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
 from aespa_pl.algorithm.zfold import search_with_loss
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, grid_format
 from aespa_pl.distributed.processes import World
+from aespa_pl.models.family import InputGroup
 from aespa_pl.settings import QuantizationSettings
 
 
@@ -22,7 +24,7 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: Worl
 
     Args:
         block: The block, with damped Hessians.
-        settings: Bits, groups, symmetry; whether grids are searched, zeta is fitted, in how many rounds.
+        settings: Bits, groups, symmetry; whether grids are searched, and how zeta is found.
         world: The processes that divide the rows; all of them get all grids.
     """
     if settings.grid.search:
@@ -54,15 +56,39 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
         whole = share.whole_grid(Grid(scale, zero_point, zeta, form.bits))
         return whole, share.sum(sum(losses))
 
+    form = grid_format(settings)
     for group in block.layout.groups:
         projections = block.of_group(group)
-        fitted = fit_grids_of_group(
-            [p.weight for p in projections],
-            projections,
-            grid_format(settings),
-            with_zeta=bool(settings.grid.zfold) and group.fold is not None,
-            max_rounds=settings.grid.max_rounds,
-            search_one=search,
-        )
+        if settings.grid.awq:
+            zeta = _zeta_of_inputs(block, group, form, world)
+            fitted = [search(p, zeta, form, thorough=True)[0] for p in projections]
+        else:
+            fitted = fit_grids_of_group(
+                [p.weight for p in projections],
+                projections,
+                form,
+                with_zeta=bool(settings.grid.zfold) and group.fold is not None,
+                max_rounds=settings.grid.max_rounds,
+                search_one=search,
+            )
         grids |= {p.projection.name: grid for p, grid in zip(projections, fitted, strict=True)}
     block.take_grids(grids)
+
+
+def _zeta_of_inputs(
+    block: QuantizedBlock, group: InputGroup, form: GridFormat, world: World
+) -> Tensor:
+    """Return AWQ's zeta: of all powers the one with the least loss of the group's projections together."""
+    projections = block.of_group(group)
+    zetas = candidate_zetas(block.magnitudes[group.name])
+    if group.fold is None:
+        return zetas[0]  # 1 everywhere
+
+    def loss(zeta: Tensor) -> float:
+        shares = [(p, p.share(world)) for p in projections]
+        return sum(
+            share.sum(sum(nearest_loss(r.weight, r.hessian, zeta, form) for r in p.rows(share)))
+            for p, share in shares
+        )
+
+    return zetas[min(range(len(zetas)), key=lambda number: loss(zetas[number]))]

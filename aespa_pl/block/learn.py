@@ -37,7 +37,6 @@ from aespa_pl.rounding import (
     StatisticsDataModule,
 )
 from aespa_pl.run.journal import Run
-from aespa_pl.run.schema import DamagedFileError
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.files import write_tensors
 
@@ -184,12 +183,5 @@ class Learner:
 
     def _learned_before(self, portion: Portion) -> dict[str, Tensor] | None:
         """Return the integers that a portion had learned before an interruption, if it had."""
-        try:
-            file = self.journal.usable_portion(portion)
-        except DamagedFileError as error:
-            log.warning(
-                "block %d: %s is damaged or missing: it is learned again", portion.block, error
-            )
-            self.journal.forget_portions(portion.number)
-            return None
+        file = self.journal.portion_to_continue(portion)
         return None if file is None else load_file(file)

@@ -112,6 +112,8 @@ class QuantizedBlock:
     index: int
     layout: BlockLayout
     projections: dict[str, QuantizedProjection]
+    magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
+    """Mean absolute inputs ``[d_in]`` by input group, where they were collected."""
 
     @classmethod
     def nearest(
@@ -152,7 +154,7 @@ class QuantizedBlock:
                 )
                 quantized.restart(replace(grid, scale=round_to_half(grid.scale)))
                 projections[p.name] = quantized
-        return cls(index, layout, projections)
+        return cls(index, layout, projections, statistics.magnitudes)
 
     def of_group(self, group: InputGroup) -> list[QuantizedProjection]:
         """Return the projections that see one input."""

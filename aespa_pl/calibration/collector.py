@@ -23,7 +23,7 @@ from aespa_pl.calibration.observe import Observation
 from aespa_pl.calibration.statistics import BlockStatistics, Shifts
 from aespa_pl.models.family import Attention, BlockLayout, InputGroup
 
-INPUT, SHIFT, RESIDUAL = "input ", "shift ", "residual "
+INPUT, SHIFT, RESIDUAL, MAGNITUDE = "input ", "shift ", "residual ", "magnitude "
 """Prefixes of the sums of an input group."""
 ATTENDED, ATTENDED_SHIFT, KEYS, QUERIES = "attended", "attended shift", "keys", "queries"
 QUERY_GAIN, KEY_GAIN = "query gain", "key gain"
@@ -39,6 +39,7 @@ class StatisticsCollector:
         value: bool,
         query_key: bool,
         inputs: bool = True,
+        magnitudes: bool = False,
         heads: range | None = None,
         precision: Precision = "float32",
     ) -> None:
@@ -49,6 +50,7 @@ class StatisticsCollector:
             value: Whether H_V is collected.
             query_key: Whether G_Q and G_K are collected.
             inputs: Whether the Hessian of each input group is collected.
+            magnitudes: Whether the mean absolute value of each input is collected as well.
             heads: Key/value heads whose H_V is collected; None: all.
             precision: Precision of the products; the sums are float32. TF32 has all bits of the inputs of
                 a model in half precision; A X and differences of two streams are rounded.
@@ -57,6 +59,7 @@ class StatisticsCollector:
         self.value = value
         self.query_key = query_key
         self.inputs = inputs
+        self.magnitudes = magnitudes
         self.heads = range(layout.key_value_heads) if heads is None else heads
         self.precision: Precision = precision
         self.tokens = 0
@@ -121,12 +124,16 @@ class StatisticsCollector:
             self._before_rotation(sums, QUERIES, KEY_GAIN, 1, norm_weights),
             shifts if shifts.inputs or shifts.attended is not None else None,
             self.tokens,
+            _named(sums, MAGNITUDE),
         )
 
     def _add_inputs(self, name: str, seen: Observation, original: Observation | None) -> None:
         X = _rows(seen.inputs[name])
         factor = operand(X)
         add_gram(self._sum(INPUT + name, X, X.shape[1], X.shape[1]), factor)
+        if self.magnitudes:
+            # finish() multiplies all sums by 2 / N, a mean has 1 / N
+            self._sum(MAGNITUDE + name, X, X.shape[1]).add_(X.abs().sum(0), alpha=0.5)
         if original is None:
             return
         shift = operand(_rows(original.inputs[name]) - X)

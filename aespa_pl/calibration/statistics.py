@@ -52,6 +52,8 @@ class BlockStatistics:
     """None: the original model's stream was not watched, or equals the quantized one (block 0)."""
     tokens: int = 0
     """N."""
+    magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
+    """``E|x| [d_in]`` by input group; empty: not collected."""
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor that is in memory, with a name for messages."""

@@ -222,7 +222,7 @@ def _quantize(
         passes=StatisticsPasses(source, job.quantization, run.folder, partition, world),
         progress=progress,
         stopwatch=stopwatch,
-        block_tuner=BlockTuner(source, run, tuning, tuning_trainer)
+        block_tuner=BlockTuner(source, run, job.quantization, tuning_trainer)
         if tuning.blocks.enabled
         else None,
         model_tuner=ModelTuner(

@@ -64,12 +64,12 @@ class BlockTrainers:
 
     def of_tuning(self, run: Run, portion: Portion, epochs: int) -> Trainer:
         """Return the Trainer of the tuning of a block, or of the model."""
-        whole = portion.keys == ["model"]
+        block, (unit,) = f"block_{portion.block:03}", portion.keys
         return self._make(
             run,
             portion,
             [IterationProgress(self.progress, "tuning")],
-            curves="end_to_end" if whole else f"block_{portion.block:03}",
+            curves={"model": "end_to_end", "tuning": block}.get(unit, f"{block}_{unit}"),
             folder=run.checkpoint_folder(portion.block) / "tuning",
             max_steps=-1,
             max_epochs=epochs,

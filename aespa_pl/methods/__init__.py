@@ -10,7 +10,11 @@ from aespa_pl.methods import (
     aespa_fast,
     aespa_hybrid,
     aespa_tuned,
+    affinequant,
+    awq,
     boa,
+    brecq,
+    omniquant,
     optq,
     rtn,
     zfold,
@@ -19,6 +23,20 @@ from aespa_pl.methods.method import Method
 
 METHODS: dict[str, Method] = {
     module.METHOD.name: module.METHOD
-    for module in (aespa, aespa_hybrid, aespa_fast, aespa_tuned, rtn, optq, zfold, boa, adaround)
+    for module in (
+        aespa,
+        aespa_hybrid,
+        aespa_fast,
+        aespa_tuned,
+        rtn,
+        optq,
+        zfold,
+        boa,
+        awq,
+        adaround,
+        brecq,
+        omniquant,
+        affinequant,
+    )
 }
 """Each method by the value of quantization.method."""

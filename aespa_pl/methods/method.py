@@ -5,6 +5,8 @@ from typing import Literal
 
 Objective = Literal["attention", "layer"]
 Learned = Literal["none", "attention", "all"]
+Parametrization = Literal["straight-through", "rounding", "clipping", "affine"]
+Unit = Literal["block", "sublayer"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Method:
     weight."""
     zfold: bool = False
     """Step 2: fit the column factor zeta as well."""
+    awq: bool = False
+    """Step 2: derive the column factor from the mean absolute inputs."""
     optq: bool = False
     """Step 3: compensate each column's rounding error in the columns not yet visited."""
     optq_rows: bool = False
@@ -40,6 +44,16 @@ class Method:
     input_correction: float = 0.0
     """Share of the error of earlier blocks that the weights make up for."""
     tune_blocks: bool = False
-    """Train each block as a whole at its end."""
+    """Train each block by forward passes at its end."""
     tune_model: bool = False
     """Train the model end to end after the last block."""
+    parametrization: Parametrization = "straight-through"
+    """What the tuning of blocks learns of a weight."""
+    unit: Unit = "block"
+    """What the tuning of blocks trains together."""
+    epochs: int = 2
+    """Visits of all calibration segments in the tuning of blocks."""
+    integer_rate: float = 0.005
+    """Learning rate of what the integers are rounded from, in the tuning of blocks."""
+    scale_rate: float = 0.003
+    """Learning rate of what the scales are made from, in the tuning of blocks."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +81,13 @@ class BlockLayout:
     def projections(self) -> tuple[Projection, ...]:
         """All projections of the block."""
         return tuple(projection for group in self.groups for projection in group.projections)
+
+    def values_before(self, group: InputGroup) -> Projection | None:
+        """Return the value projection whose rows, mixed over positions alone, a group sees; None for most."""
+        for before, after in pairwise(self.groups):
+            if after == group:
+                return next((p for p in before.projections if p.role is Role.VALUE), None)
+        return None
 
 
 @dataclass(frozen=True)

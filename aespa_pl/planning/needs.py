@@ -238,8 +238,8 @@ def host_bytes(
 
 
 def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
-    """Return the bytes of the hidden states of all segments, in one stream or two."""
-    return (2 if settings.two_streams else 1) * work.stream_bytes(shape.hidden)
+    """Return the bytes of the hidden states of all segments, in one to three streams."""
+    return settings.streams * work.stream_bytes(shape.hidden)
 
 
 def disk_bytes(

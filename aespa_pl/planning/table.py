@@ -8,6 +8,7 @@ import torch
 
 from aespa_pl.planning.arithmetic import block_flops, block_visits
 from aespa_pl.planning.budget import described, divide
+from aespa_pl.planning.complexity import SEQUENCES, aespa_flops, conventional_flops
 from aespa_pl.planning.needs import device_bytes, disk_bytes, hidden_bytes, host_bytes
 from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.rates import measure_rates
@@ -112,6 +113,22 @@ def rows_of(
         ("arithmetic", f"{human(shape.blocks * flops)}FLOP", f"{human(flops)}FLOP a block"),
         ("time", duration(shape.blocks * total), estimate),
         *(("", duration(shape.blocks * count), phase) for phase, count in seconds.items()),
+        *complexity_rows(shape, work),
+    ]
+
+
+def complexity_rows(shape: Shape, work: Work) -> list[tuple[str, str, str]]:
+    """Return the paper's two counts of an iteration as rows of a table; arguments as in ``needs_of``."""
+    d, head = shape.hidden, shape.layout.head_dim
+    forward = conventional_flops(d, head, work.length)
+    text = f"by forward passes of {SEQUENCES} segments of {work.length} tokens (BRECQ and others)"
+    return [
+        ("one iteration", f"{human(forward)}FLOP", f"Q, K and V of a head, {text}"),
+        (
+            "",
+            f"{human(aespa_flops(d, head))}FLOP",
+            "the same by aespa's objectives, whatever the text",
+        ),
     ]
 
 

@@ -3,19 +3,27 @@
 from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
-BLOCK_BYTES = 7 * FLOAT + 1
-"""For each weight of a block: the weight that is aimed at, the latent value with gradient, two moments and
-best epoch, and the weight of the forward pass, in float32; the integer in uint8."""
+BLOCK_BYTES = {
+    "straight-through": 7 * FLOAT + 1,
+    "rounding": 9 * FLOAT + 3,
+    "clipping": 7 * FLOAT + 1,
+    "affine": 7 * FLOAT + 1,
+}
+"""For each weight of a block, in float32: the weight that is aimed at, the latent value with gradient, two
+moments and best epoch, and the weight of the forward pass; the integer in uint8. Rounding: also h and its
+derivative, and the lower integer in int16. Clipping and affine: only what autograd keeps of the weights
+before and behind the transformation, rounded and clamped, instead of gradient, moments and best epoch."""
 MODEL_BYTES = FLOAT + 1
 """For each weight of the model whose integers stay: ``q - z`` in float32, and the integer in uint8."""
 MODEL_BYTES_LEARNED = 5 * FLOAT + 1
 """For each weight of the model whose integers are learned: latent value with gradient, two moments and best
 epoch in float32, and the integer in uint8."""
 CHECKPOINT_BYTES = 4 * FLOAT
-"""For each weight of a block: latent value, two moments and the best epoch; twice while one replaces
-another."""
+"""For each weight of a block whose latent value is learned: that, two moments and the best epoch; twice
+while one replaces another."""
 SCALE_BYTES = 6 * FLOAT
-"""For each scale: its logarithm with gradient, two moments and best epoch, and itself."""
+"""For each scale: its logarithm with gradient, two moments and best epoch, and itself; of two strengths in
+place of the logarithm the same twice."""
 LOGITS = 6
 """Tensors of the logits' size at once: of both models logits and log-probabilities, the divergence of
 each, and its gradient."""
@@ -30,7 +38,7 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
         return 0
     tokens = int(tuning.batch_size) * work.length
     return (
-        BLOCK_BYTES * shape.weights
+        BLOCK_BYTES[str(tuning.parametrization)] * shape.weights
         + _scale_bytes(shape, settings)
         + tokens * _activations(shape, work)
         + _transient(shape)
@@ -89,8 +97,10 @@ def tuning_flops(
         held = float(settings.tuning.held_back)
         return (count * (1 + BACKWARD) * (1 - held) + (count + 1) * held) * once
 
+    units = 2 if settings.tuning.by_sublayer else 1
+    of_blocks = epochs(int(blocks.epochs or 0), units * forward)
     return {
-        "tuning of blocks": epochs(blocks.epochs, forward) if blocks.enabled else 0.0,
+        "tuning of blocks": of_blocks if blocks.enabled else 0.0,
         "tuning of the model": epochs(model.epochs, forward + 2 * head) if model.enabled else 0.0,
     }
 
@@ -105,7 +115,8 @@ def _activations(shape: Shape, work: Work) -> int:
 
 def _scale_bytes(shape: Shape, settings: QuantizationSettings) -> int:
     groups = sum(m.size // (settings.group_size or m.columns) for m in shape.matrices)
-    return SCALE_BYTES * groups
+    clipped = settings.tuning.blocks.parametrization in ("clipping", "affine")
+    return (2 if clipped else 1) * SCALE_BYTES * groups
 
 
 def _transient(shape: Shape) -> int:

@@ -242,6 +242,17 @@ class Run(RunFolder):
             return None
         return self._intact(known[0])
 
+    def portion_to_continue(self, portion: Portion) -> Path | None:
+        """Return what was learned of a portion; a damaged file is named, and forgotten with later ones."""
+        try:
+            return self.usable_portion(portion)
+        except DamagedFileError as error:
+            log.warning(
+                "block %d: %s is damaged or missing: it is learned again", portion.block, error
+            )
+            self.forget_portions(portion.number)
+            return None
+
     def forget_portions(self, kept: int = 0) -> None:
         """Forget all but the first portions; their files are overwritten, or go with the block."""
         del self.portions[kept:]

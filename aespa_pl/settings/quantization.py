@@ -26,6 +26,9 @@ class GridSettings:
     zfold: bool | None = None
     """Fit the column factor zeta where it can be folded into the operation before (Z-Fold); null: as the
     method does."""
+    awq: bool | None = None
+    """Derive zeta from the mean absolute inputs instead, to the power with the least loss (AWQ); null: as
+    the method does."""
     max_rounds: PositiveInt = 30
     """Alternations between zeta and the clip search at most (docs/algorithm.md)."""
 
@@ -140,6 +143,11 @@ class QuantizationSettings:
     def two_streams(self) -> bool:
         """Whether the original model's hidden states are needed beside the quantized model's."""
         return bool(self.input_correction) or self.tuning.enabled
+
+    @property
+    def streams(self) -> int:
+        """Hidden states of all segments that wait at once: those two, and those between the sublayers."""
+        return 1 + self.two_streams + self.tuning.by_sublayer
 
     def learns(self, *, attention: bool) -> bool:
         """Return whether the rounding of Q, K and V (attention), or of the others, is learned."""

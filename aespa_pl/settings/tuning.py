@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from jsonargparse.typing import OpenUnitInterval, PositiveInt
 
+from aespa_pl.methods.method import Parametrization, Unit
 from aespa_pl.settings.types import (
     FiniteNonNegative,
     FinitePositive,
@@ -12,21 +13,36 @@ from aespa_pl.settings.types import (
 
 @dataclass(frozen=True)
 class BlockTuningSettings:
-    """Training of each block as a whole: integers, scales, norms and biases together; not in the paper."""
+    """Training of each block by forward passes: what of it is learned is up to the method."""
 
     enabled: bool | None = None
     """Train each block on the original block's output, after step 4 and the polish (docs/tuning.md); null:
     as the method does."""
-    epochs: PositiveInt = 2
-    """Visits of all calibration segments."""
+    parametrization: Parametrization | None = None
+    """What is learned. straight-through: integers, scales, norms and biases; rounding: whether each weight
+    is rounded up or down (BRECQ); clipping: the range of each grid, and a factor of each column
+    (OmniQuant); affine: the same, with a matrix for each value head (AffineQuant). null: as the method
+    does."""
+    unit: Unit | None = None
+    """What is trained together: the block, or one sublayer after the other (attention, then feed-forward
+    network; one more stream of hidden states waits in data.hidden_states). null: as the method does."""
+    epochs: PositiveInt | None = None
+    """Visits of all calibration segments, for each unit; null: as the method does."""
     batch_size: PositiveInt = 1
     """Segments in a mini-batch; there is one optimizer step for each."""
-    integer_rate: FinitePositive = 0.005
-    """Largest learning rate of the latent values of integers, in distances of two integers."""
-    scale_rate: FinitePositive = 0.003
-    """Largest learning rate of the logarithms of scales, and of the weights of norms."""
+    integer_rate: FinitePositive | None = None
+    """Largest learning rate of the latent values of integers, in distances of two integers, or of the
+    rounding variables; null: as the method does."""
+    scale_rate: FinitePositive | None = None
+    """Largest learning rate of the logarithms of scales, and of the weights of norms, or of the clipping
+    strengths; null: as the method does."""
     bias_rate: FinitePositive = 0.0003
     """Largest learning rate of biases."""
+    transformation_rate: FinitePositive = 0.005
+    """Largest learning rate of the factors of columns, and of the matrices of value heads (OmniQuant)."""
+    penalty: FiniteNonNegative = 1.0
+    """Weight of the rounding loss, as a mean over the weights; its warm-up and its exponents are those of
+    quantization.rounding (BRECQ; docs/methods.md)."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +81,8 @@ class TuningSettings:
     def enabled(self) -> bool:
         """Whether anything is tuned, which takes the original model's stream of hidden states."""
         return bool(self.blocks.enabled or self.model.enabled)
+
+    @property
+    def by_sublayer(self) -> bool:
+        """Whether sublayers are trained, which takes the original's hidden states between them as well."""
+        return bool(self.blocks.enabled) and self.blocks.unit == "sublayer"

@@ -3,7 +3,9 @@
 from aespa_pl.tuning.block import (
     BlockReconstruction,
     Reconstruction,
+    RunBlock,
     TunableBlock,
+    changed_share,
     reconstruct,
 )
 from aespa_pl.tuning.data import SegmentPairs
@@ -14,6 +16,7 @@ from aespa_pl.tuning.parametrization import (
     StraightThrough,
     WeightParametrization,
 )
+from aespa_pl.tuning.recipes import Recipe, recipe
 from aespa_pl.tuning.training import LearningRates
 
 __all__ = [
@@ -22,13 +25,17 @@ __all__ = [
     "LearningRates",
     "ModelTuning",
     "QuantizedWeight",
+    "Recipe",
     "Reconstruction",
+    "RunBlock",
     "SegmentPairs",
     "StraightThrough",
     "TunableBlock",
     "TunableModel",
     "TunedModel",
     "WeightParametrization",
+    "changed_share",
+    "recipe",
     "reconstruct",
     "tune_model",
 ]

@@ -1,8 +1,8 @@
 """Reconstruction of a quantized block: its output on quantized inputs becomes that of the original.
 
 The inputs are the hidden states that the blocks before, quantized and tuned, have made; the target is the
-output of the original block on the hidden states of the original model. Integers, scales, norms and
-biases of the block are learned together, because a block can make up for what a projection cannot.
+output of the original block on the hidden states of the original model. All projections are learned together,
+because a block can make up for what a projection cannot. What of them is learned is the recipe's.
 
 Source: "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction"; "EfficientQAT:
 Efficient Quantization-Aware Training for Large Language Models" (straight-through, all together).
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.tuning.data import Pair, SegmentPairs
-from aespa_pl.tuning.parametrization import QuantizedWeight, StraightThrough
+from aespa_pl.tuning.parametrization import QuantizedWeight, WeightParametrization
+from aespa_pl.tuning.recipes import EVERYTHING, Recipe
+from aespa_pl.tuning.rounding import RoundingPenalty
 from aespa_pl.tuning.training import LearningRates, Tuning, fit
 from aespa_pl.tuning.weights import (
     merged,
@@ -39,11 +41,17 @@ class BlockReconstruction(Tuning):
     """
 
     def __init__(
-        self, block: nn.Module, run_block: RunBlock, rates: LearningRates, label: str
+        self,
+        block: nn.Module,
+        run_block: RunBlock,
+        rates: LearningRates,
+        label: str,
+        penalty: RoundingPenalty | None = None,
     ) -> None:
         """Take a block whose weights are parametrized; ``label`` names it in messages."""
         super().__init__(block, rates, label)
         self.run_block = run_block
+        self.rounding_penalty = penalty
 
     def error(self, batch: Pair) -> Tensor:
         """Return the error of all tokens together, and their number."""
@@ -52,6 +60,13 @@ class BlockReconstruction(Tuning):
         power = target.float().square().mean(-1)
         shares = squared / power.clamp(min=torch.finfo(power.dtype).tiny)
         return torch.stack([shares.sum(), shares.new_tensor(shares.numel())])
+
+    def penalty(self) -> Tensor | float:
+        """Return the rounding loss, where rounding variables are learned."""
+        if self.rounding_penalty is None:
+            return 0.0
+        steps = int(self.trainer.estimated_stepping_batches)
+        return self.rounding_penalty.of(self.module, self.global_step, steps)
 
 
 @dataclass(frozen=True)
@@ -95,8 +110,9 @@ def reconstruct(
     trainer: Trainer,
     label: str,
     checkpoint: Path | None = None,
+    learned: Recipe = EVERYTHING,
 ) -> Reconstruction:
-    """Tune a block.
+    """Tune a block, or the projections of it that are in the layout.
 
     Args:
         quantized: Its block gets the tuned weights, norms and biases.
@@ -106,14 +122,23 @@ def reconstruct(
         trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
         label: Name of the block in messages.
         checkpoint: Where an earlier training of the block stopped.
+        learned: What is learned.
     """
     block, layout = quantized.block, quantized.layout
 
-    def straight_through(path: str, start: QuantizedWeight) -> StraightThrough:
-        return StraightThrough(start, merged(quantized.targets, layout, path))
+    def weight(path: str, start: QuantizedWeight) -> WeightParametrization:
+        return learned.weight(path, start, merged(quantized.targets, layout, path))
 
-    parametrize_block(block, layout, quantized.weights, straight_through, quantized.dtypes)
-    module = BlockReconstruction(block, run_block, rates, label)
+    parametrize_block(
+        block,
+        layout,
+        quantized.weights,
+        weight,
+        quantized.dtypes,
+        learns_vectors=learned.learns_vectors,
+        transforms=learned.transforms,
+    )
+    module = BlockReconstruction(block, run_block, rates, label, learned.penalty)
     fit(module, pairs, trainer, checkpoint)
     weights = quantized_weights(block, layout)
     remove_parametrizations(block)

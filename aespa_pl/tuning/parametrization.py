@@ -1,7 +1,8 @@
 """What is learned of a weight: parametrizations for ``torch.nn.utils.parametrize``.
 
 A ``WeightParametrization`` makes the weight of a linear layer from what is learned, and says which
-integers and which grid the weight stands for. The training needs to know nothing else of it.
+integers and which grid the weight stands for. The training needs to know nothing else of it. Further ones
+are in ``rounding.py`` and ``clipping.py``.
 
 Notation: q integers, s scale, z zero point, ``W_hat = s (q - z)``, v latent values, ``q = round(v)``.
 
@@ -53,6 +54,23 @@ class WeightParametrization(nn.Module, ABC):
 
     learns_latent: ClassVar[bool]
     """Whether the latent values are trained; otherwise they stay."""
+
+    @abstractmethod
+    def forward(self, latent: Tensor) -> Tensor:
+        """Return the weight ``[rows, d_in]``."""
+
+    @abstractmethod
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Return the latent values at the start of the training; ``weight`` tells type and device."""
+
+    @abstractmethod
+    def quantized(self, latent: Tensor) -> QuantizedWeight:
+        """Return the integers and the grid that the weight stands for."""
+
+
+class OnGrid(WeightParametrization):
+    """Has the logarithms of scales as parameters; the zero points stay."""
+
     zero_point: Tensor
     """``[rows, groups]``."""
 
@@ -68,20 +86,8 @@ class WeightParametrization(nn.Module, ABC):
         scale = self.log_scale.exp()
         return straight_through(round_to_half(scale), scale)
 
-    @abstractmethod
-    def forward(self, latent: Tensor) -> Tensor:
-        """Return the weight ``[rows, d_in]``."""
 
-    @abstractmethod
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """Return the latent values at the start of the training; ``weight`` tells type and device."""
-
-    @abstractmethod
-    def quantized(self, latent: Tensor) -> QuantizedWeight:
-        """Return the integers and the grid that the weight stands for."""
-
-
-class StraightThrough(WeightParametrization):
+class StraightThrough(OnGrid):
     """Learns integers and scales: rounds the latent values, with a straight-through gradient."""
 
     learns_latent = True
@@ -95,9 +101,7 @@ class StraightThrough(WeightParametrization):
                 the next integer.
         """
         super().__init__(start)
-        steps = target.float() / start.each_column(start.scale.float())
-        offset = steps + start.each_column(start.zero_point.float()) - start.integers
-        self._start = start.integers + offset.clamp_(-MARGIN, MARGIN)
+        self._start = near_integers(start, target)
 
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight of the nearest integers; autograd knows it as differentiable."""
@@ -117,7 +121,7 @@ class StraightThrough(WeightParametrization):
         return QuantizedWeight(integers, self._scale(), self.zero_point, self.bits)
 
 
-class FixedIntegers(WeightParametrization):
+class FixedIntegers(OnGrid):
     """Learns scales; the latent values are ``q - z``, and stay."""
 
     learns_latent = False
@@ -144,6 +148,18 @@ class FixedIntegers(WeightParametrization):
         columns = latent.shape[1] // self.zero_point.shape[1]
         integers = (latent + self.zero_point.repeat_interleave(columns, dim=1)).to(torch.uint8)
         return QuantizedWeight(integers, self._scale(), self.zero_point, self.bits)
+
+
+def near_integers(start: QuantizedWeight, target: Tensor) -> Tensor:
+    """Return what each integer of a weight is rounded from, ``[rows, d_in]``.
+
+    Args:
+        start: The weight so far; its integers are the nearest ones to what is returned.
+        target: ``[rows, d_in]``, the weight that it stands for: how near the next integer is.
+    """
+    steps = target.float() / start.each_column(start.scale.float())
+    offset = steps + start.each_column(start.zero_point.float()) - start.integers
+    return start.integers + offset.clamp_(-MARGIN, MARGIN)
 
 
 class Stored(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from aespa_pl.tuning.data import Pair, SegmentPairs
+from aespa_pl.tuning.equivalent import HeadMatrices, Transformation
 from aespa_pl.tuning.parametrization import WeightParametrization
 
 WARMUP = 0.1
@@ -34,6 +35,8 @@ class LearningRates(NamedTuple):
     """Of the logarithms of scales, and of the weights of norms."""
     biases: float
     """Of biases; small models want it below that of the others."""
+    transformations: float = 0.0
+    """Of equivalent transformations."""
 
 
 class Tuning(LightningModule):
@@ -74,12 +77,7 @@ class Tuning(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Adam with a one-cycle learning rate."""
-        latent = {id(p) for p in latent_values(self.module)}
-        kinds: tuple[list[nn.Parameter], ...] = ([], [], [])
-        for name, parameter in self._trained():
-            kind = 0 if id(parameter) in latent else 2 if "bias" in name.split(".") else 1
-            kinds[kind].append(parameter)
-        groups = [(p, r) for p, r in zip(kinds, self.rates, strict=True) if p]
+        groups = [(p, r) for p, r in zip(self._by_rate(), self.rates, strict=True) if p]
         # plain numbers: a checkpoint that is read without unpickling can't hold the settings' own types
         rates = [float(rate) for _, rate in groups]
         adam = torch.optim.Adam(
@@ -94,12 +92,26 @@ class Tuning(LightningModule):
         )
         return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def on_train_batch_start(self, batch: Pair, batch_idx: int) -> None:
+        """Tell the transformations how far the training is."""
+        self.enter_epoch(self.current_epoch + 1)
+
     def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
-        """Return the error of a mini-batch."""
+        """Return the loss of a mini-batch."""
         total, count = self.error(batch)
-        loss: Tensor = total / count
-        self.log("tuning/training_error", loss)
-        return loss
+        error: Tensor = total / count
+        self.log("tuning/training_error", error)
+        return error + self.penalty()
+
+    def penalty(self) -> Tensor | float:
+        """Return what is added to the error of a mini-batch."""
+        return 0.0
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Let what changes over the training be as in an epoch, counted from 1; 0 is the start."""
+        for inner in self.module.modules():
+            if isinstance(inner, HeadMatrices):
+                inner.enter_epoch(epoch)
 
     def validation_step(self, batch: Pair, batch_idx: int) -> None:
         """Add up the error of what is held back."""
@@ -118,6 +130,7 @@ class Tuning(LightningModule):
         epoch, rest = divmod(self.visited_steps, pairs.steps)
         if rest or epoch <= self.judged:
             return
+        self.enter_epoch(epoch)
         for batch in pairs.val_dataloader():
             self._errors.append(self.error(self.trainer.strategy.batch_to_device(batch)))
         error = self._error_held_back()
@@ -143,8 +156,29 @@ class Tuning(LightningModule):
     @torch.no_grad()
     def restore_best(self) -> None:
         """Give the module the parameters of the best epoch."""
+        self.enter_epoch(self.best_epoch)
         for name, parameter in self._trained():
             parameter.copy_(self._best[name])
+
+    def _by_rate(self) -> tuple[list[nn.Parameter], ...]:
+        """Return what is trained in the order of the learning rates."""
+        latent = {id(p) for p in latent_values(self.module)}
+        transforming = {
+            id(p)
+            for inner in self.module.modules()
+            if isinstance(inner, Transformation)
+            for p in inner.parameters()
+        }
+        kinds: tuple[list[nn.Parameter], ...] = ([], [], [], [])
+        for name, parameter in self._trained():
+            if id(parameter) in latent:
+                kind = 0
+            elif id(parameter) in transforming:
+                kind = 3
+            else:
+                kind = 2 if "bias" in name.split(".") else 1
+            kinds[kind].append(parameter)
+        return kinds
 
     def _error_held_back(self) -> float:
         total, count = torch.stack(self._errors).double().sum(0).tolist()

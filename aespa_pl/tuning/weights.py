@@ -21,18 +21,24 @@ def parametrize_block(
     starts: Mapping[str, QuantizedWeight],
     make: MakeParametrization,
     dtypes: Mapping[str, torch.dtype],
+    *,
+    learns_vectors: bool = True,
+    transforms: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Parametrize all weights of a block, and let its norms and biases be rounded as they are stored.
+    """Parametrize weights of a block, and let its norms and biases be rounded as they are stored.
 
     Args:
         block: In float32, with zeta folded; changed in place.
-        layout: The block's projections; those of one linear layer become one weight.
+        layout: Projections that are parametrized, the block's or some; those of one linear layer become
+            one weight.
         starts: By projection.
         make: Makes StraightThrough or another.
         dtypes: Types that the parameters are stored in, by name.
+        learns_vectors: Whether norms and biases are trained.
+        transforms: What norms and biases become, by name, before they are rounded.
     """
-    block.requires_grad_()
-    names = [name for name, _ in block.named_parameters()]
+    block.requires_grad_(requires_grad=False)
+    vectors = [name for name, parameter in block.named_parameters() if parameter.dim() == 1]
     for path, projections in _layers(layout).items():
         layer = cast(nn.Linear, block.get_submodule(path))
         start = QuantizedWeight(
@@ -44,12 +50,14 @@ def parametrize_block(
         made = make(path, start)
         parametrize.register_parametrization(layer, "weight", made)
         _latent(layer).requires_grad_(made.learns_latent)
-        names.remove(f"{path}.weight")
-    for name in names:
+    for name in vectors:
         path, _, kind = name.rpartition(".")
+        module = block.get_submodule(path)
+        module.get_parameter(kind).requires_grad_(learns_vectors)
+        if transforms and name in transforms:
+            parametrize.register_parametrization(module, kind, transforms[name])
         if dtypes[name] != torch.float32:
-            stored = Stored(dtypes[name])
-            parametrize.register_parametrization(block.get_submodule(path), kind, stored)
+            parametrize.register_parametrization(module, kind, Stored(dtypes[name]))
 
 
 def quantized_weights(block: nn.Module, layout: BlockLayout) -> dict[str, QuantizedWeight]:

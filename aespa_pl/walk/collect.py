@@ -109,6 +109,7 @@ class StatisticsPasses:
             value=objective.value == "attention",
             query_key=first and objective.query_key == "attention",
             inputs=first,
+            magnitudes=bool(self.settings.grid.awq),
             heads=heads,
             precision="float32" if self.settings.precision == "float32" else "tf32",
         )

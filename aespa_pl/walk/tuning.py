@@ -2,7 +2,8 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -10,36 +11,56 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
+from aespa_pl.calibration.observe import observing
 from aespa_pl.measure import release_memory
-from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.family import BlockLayout, InputGroup
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.planning.partition import HeadRange, Portion
 from aespa_pl.run.journal import Run
-from aespa_pl.settings import TuningSettings
+from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.batches import Batches
+from aespa_pl.storage.transfer import in_turn
 from aespa_pl.tuning import (
     LearningRates,
     QuantizedWeight,
     Reconstruction,
+    RunBlock,
     SegmentPairs,
     TunableBlock,
+    changed_share,
+    recipe,
     reconstruct,
 )
+from aespa_pl.walk.units import LearnedUnit, read_unit, write_unit
 
 MakeTuningTrainer = Callable[[Portion, int], Trainer]
 """Makes the Trainer of a tuning from its portion and its number of epochs."""
 
 
-def tuning_portion(block: int, name: str) -> Portion:
+def tuning_portion(block: int, name: str, number: int = 0) -> Portion:
     """Return what tells the checkpoints of a tuning from those of step 4.
 
     Args:
         block: Number of the block; that of the last plus one for the model.
-        name: ``tuning`` or ``model``.
+        name: Name of the unit, or ``model``.
+        number: Place among the portions of the block, where its result is kept for another tuning.
     """
-    return Portion(block, 0, (HeadRange(name, 0, 1, 1),))
+    return Portion(block, number, (HeadRange(name, 0, 1, 1),))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What of a block is trained together."""
+
+    name: str
+    """Tells its checkpoints from those of others."""
+    groups: tuple[InputGroup, ...]
+    run: RunBlock
+    """Runs hidden states from the block's start to the end of the unit."""
+    targets: Batches
+    """What the original has at the end of the unit."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +69,21 @@ class BlockTuner:
 
     source: StreamedModel
     run: Run
-    settings: TuningSettings
+    settings: QuantizationSettings
     make_trainer: MakeTuningTrainer
+
+    def between(self, module: nn.Module, originals: Batches) -> Batches | None:
+        """Return the original's hidden states between the sublayers; None where none are trained.
+
+        Args:
+            module: The original block.
+            originals: Hidden states before it.
+        """
+        if not self.settings.tuning.by_sublayer:
+            return None
+        with torch.inference_mode():
+            batches = in_turn(originals, self.source.device)
+            return self.source.keep(self._run_attention(module, batch) for batch in batches)
 
     @torch.no_grad()
     def begin(self, block: QuantizedBlock, module: nn.Module) -> TunableBlock:
@@ -67,7 +101,12 @@ class BlockTuner:
         )
 
     def tune(
-        self, index: int, tunable: TunableBlock, inputs: Batches, targets: Batches
+        self,
+        index: int,
+        tunable: TunableBlock,
+        inputs: Batches,
+        between: Batches | None,
+        targets: Batches,
     ) -> Reconstruction:
         """Tune a block; its module has the result, in float32.
 
@@ -75,32 +114,90 @@ class BlockTuner:
             index: Number of the block, from 0.
             tunable: The block.
             inputs: Hidden states before the quantized block.
+            between: What ``between`` returned.
             targets: Hidden states after the original block, in the original model.
         """
-        settings, portion = self.settings.blocks, tuning_portion(index, "tuning")
+        *first, last = self._units(tunable.layout, between, targets)
+        weights, finite = dict(tunable.weights), True
+        for unit in first:
+            learned = self._tune_before(index, unit, tunable, inputs)
+            weights |= learned.weights
+            finite = finite and learned.finite
+        found = self._tune_unit(tuning_portion(index, last.name), last, tunable, inputs)
+        weights |= found.weights
+        changed = changed_share(tunable.weights, weights)
+        return replace(found, weights=weights, changed=changed, finite=finite and found.finite)
+
+    def _units(self, layout: BlockLayout, between: Batches | None, targets: Batches) -> list[Unit]:
+        if between is None:
+            return [Unit("tuning", layout.groups, self._run_block, targets)]
+        groups = layout.groups
+        end = 1 + next(i for i, group in enumerate(groups) if layout.values_before(group))
+        return [
+            Unit("attention", groups[:end], self._run_attention, between),
+            Unit("feed_forward", groups[end:], self._run_block, targets),
+        ]
+
+    def _tune_before(
+        self, index: int, unit: Unit, tunable: TunableBlock, inputs: Batches
+    ) -> LearnedUnit:
+        """Tune a unit that others follow, or read what an interrupted run has learned of it."""
+        known = [record.keys for record in self.run.portions]
+        number = known.index([unit.name]) if [unit.name] in known else len(known)
+        portion = tuning_portion(index, unit.name, number)
+        file = self.run.portion_to_continue(portion)
+        if file is not None:
+            return read_unit(file, tunable)
+        found = self._tune_unit(portion, unit, tunable, inputs)
+        file = self.run.portion_file(portion)
+        write_unit(file, tunable, found)
+        self.run.note_portion(portion, file)
+        return LearnedUnit(found.weights, found.finite)
+
+    def _tune_unit(
+        self, portion: Portion, unit: Unit, tunable: TunableBlock, inputs: Batches
+    ) -> Reconstruction:
+        settings, block = self.settings.tuning.blocks, tunable.block
+        layout = replace(tunable.layout, groups=unit.groups)
+        names = [p.name for p in layout.projections]
         pairs = SegmentPairs(
             inputs,
-            targets,
+            unit.targets,
             batch_size=settings.batch_size,
-            held_back=self.settings.held_back,
-            seed=index,
+            held_back=self.settings.tuning.held_back,
+            seed=portion.block,
         )
         found = reconstruct(
-            tunable,
+            replace(tunable, layout=layout, weights={n: tunable.weights[n] for n in names}),
             pairs,
-            run_block=self._run_block,
-            rates=LearningRates(settings.integer_rate, settings.scale_rate, settings.bias_rate),
-            trainer=self.make_trainer(portion, settings.epochs),
-            label=f"block {index}",
+            run_block=unit.run,
+            rates=LearningRates(
+                cast(float, settings.integer_rate),
+                cast(float, settings.scale_rate),
+                settings.bias_rate,
+                settings.transformation_rate,
+            ),
+            trainer=self.make_trainer(portion, cast(int, settings.epochs)),
+            label=f"block {portion.block}",
             checkpoint=self.run.checkpoint_to_continue(portion),
+            learned=recipe(self.settings, block, layout),
         )
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()
         return found
 
     def _run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        family, hidden = self.source.family, hidden.float()
+        family, dtype = self.source.family, next(block.parameters()).dtype
+        hidden = hidden.to(dtype)
         return family.run_block(block, hidden, family.arguments(self.source.model, hidden))
+
+    def _run_attention(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Return what the feed-forward network and the residual stream beside it begin with."""
+        layout = self.source.family.layout(self.source.pretrained.config)
+        last = layout.groups[-1]
+        with observing(block, [last], residuals=True) as seen:
+            self._run_block(block, hidden)
+        return seen.residuals[last.name].view(hidden.shape)  # some families have flattened it
 
 
 @torch.no_grad()

@@ -170,6 +170,10 @@ class Walk:
         self, index: int, module: nn.Module, streams: Streams, writer: ModelWriter
     ) -> None:
         before = dict(self.stopwatch.seconds)
+        between = None
+        if self.block_tuner is not None:
+            with self._measure("tuning"):
+                between = self.block_tuner.between(module, cast(Batches, streams.original))
         with self._measure("statistics"):
             statistics = self.passes.collect(index, module, streams)
         if index == 1:  # the first block whose inputs differ from the original model's
@@ -187,7 +191,7 @@ class Walk:
             del block  # and with it the memory of the Hessians
             with self._measure("tuning"):
                 tuned = self.block_tuner.tune(
-                    index, tunable, streams.quantized, cast(Batches, streams.original)
+                    index, tunable, streams.quantized, between, cast(Batches, streams.original)
                 )
             tensors |= record.tuned_tensors(tuned.weights)
         known: dict[str, Any] = {

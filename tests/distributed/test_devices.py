@@ -190,6 +190,7 @@ PARTS = ("--data.memory_gb=1e-6", "--quantization.rounding.iterations=4")
     [
         ((), 2),
         (LAYER, 2),
+        (("--quantization.method=awq",), 2),
         (HYBRID, MANY),  # the last process has no row of any projection
         (PARTS, 2),
     ],

@@ -28,6 +28,7 @@ from tests.walks import changed, walk
 OVERRIDES = {
     "search": ("grid.search", True),
     "zfold": ("grid.zfold", True),
+    "awq": ("grid.awq", True),
     "optq": ("optq.enabled", True),
     "optq_rows": ("optq.rows", True),
     "query_key": ("objective.query_key", "attention"),
@@ -37,6 +38,11 @@ OVERRIDES = {
     "polish": ("polish.enabled", True),
     "input_correction": ("input_correction", 0.25),
     "tune_blocks": ("tuning.blocks.enabled", True),
+    "parametrization": ("tuning.blocks.parametrization", "rounding"),
+    "unit": ("tuning.blocks.unit", "sublayer"),
+    "epochs": ("tuning.blocks.epochs", 5),
+    "integer_rate": ("tuning.blocks.integer_rate", 0.25),
+    "scale_rate": ("tuning.blocks.scale_rate", 0.25),
     "tune_model": ("tuning.model.enabled", True),
 }
 """By field of a declaration: its setting, and a value that nearest rounding does not have."""
@@ -71,17 +77,18 @@ def test_a_false_of_the_user_is_no_null() -> None:
     off = QuantizationSettings(
         method="aespa",
         input_correction=0,
-        grid=GridSettings(zfold=False),
+        grid=GridSettings(zfold=False, awq=False),
         optq=OptqSettings(enabled=False, rows=False),
         polish=PolishSettings(enabled=False),
         rounding=RoundingSettings(keep_best=False, learn="none"),
         objective=ObjectiveSettings("layer", "layer"),
         tuning=TuningSettings(
-            BlockTuningSettings(enabled=False), ModelTuningSettings(enabled=False)
+            BlockTuningSettings(False, "rounding", "sublayer", 1, 1, 0.1, 0.1),
+            ModelTuningSettings(enabled=False),
         ),
     )
     found = resolved(off)
-    assert found == changed({"grid.search": True}, off)
+    assert found == changed({"grid.search": True, "products": "float32"}, off)
     assert resolved(found) == found
 
 
@@ -89,6 +96,28 @@ def test_zeta_without_a_search_is_refused() -> None:
     settings = QuantizationSettings(method="zfold", grid=GridSettings(search=False))
     with pytest.raises(UserError, match=r"grid.zfold is true and .*search is false \(method zfold"):
         resolved(settings)
+
+
+def test_awq_without_a_search_or_with_another_zeta_is_refused() -> None:
+    settings = QuantizationSettings(method="awq", grid=GridSettings(search=False))
+    with pytest.raises(UserError, match=r"grid.awq is true and .*search is false \(method awq"):
+        resolved(settings)
+    with pytest.raises(UserError, match=r"grid.awq and .*grid.zfold are both true \(method awq"):
+        resolved(changed({"grid.search": None, "grid.zfold": True}, settings))
+
+
+@pytest.mark.parametrize("method", ["omniquant", "affinequant"])
+def test_steps_whose_result_would_be_lost_are_refused(method: str) -> None:
+    settings = QuantizationSettings(method=method)
+    for key, value in {
+        "grid.search": True,
+        "optq.enabled": True,
+        "rounding.learn": "all",
+        "polish.enabled": True,
+    }.items():
+        with pytest.raises(UserError, match=rf"what quantization.{key} asks for would be lost"):
+            resolved(changed({key: value}, settings))
+    resolved(changed({"polish.enabled": True, "tuning.blocks.enabled": False}, settings))
 
 
 def test_unknown_method_is_refused_with_the_known_ones() -> None:
@@ -122,21 +151,6 @@ FREE: dict[str, object] = {
     "input_correction": None,
 }
 """Nulls in place of what the tests' settings fix."""
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, method in METHODS.items() if not method.tune_blocks]
-)  # the tuning has tests of its own
-def test_every_method_walks_with_groups_and_symmetric_grids(name: str, tmp_path: Path) -> None:
-    changes = {"method": name, **FREE, "group_size": 4, "symmetric": True, "bits": 3}
-    if name == "adaround":  # begins further away than the others
-        changes |= {"rounding.iterations": 200, "rounding.learning_rate": 0.05}
-    quantized = walk("llama", tmp_path, changes)
-    with torch.no_grad():
-        assert bool(quantized.exported()(quantized.ids).logits.isfinite().all())
-    losses = quantized.losses(1)
-    better = sum(x["final"] for x in losses.values()) < sum(x["nearest"] for x in losses.values())
-    assert better == (name != "rtn")
 
 
 def test_rtn_is_round_to_nearest_of_the_original_weights(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from aespa_pl.planning.arithmetic import block_flops
 from aespa_pl.planning.needs import device_bytes, hidden_bytes
 from aespa_pl.planning.shape import Work
 from aespa_pl.planning.tuning import model_bytes
+from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     BlockTuningSettings,
     DataSettings,
@@ -21,14 +22,17 @@ from aespa_pl.settings import (
 )
 from tests.models.examples import LENGTH, make_ids, make_model
 from tests.planning.test_planning import PAPER, shape
+from tests.walks import changed
 
-NONE = replace(PAPER, tuning=TuningSettings(BlockTuningSettings(False), ModelTuningSettings(False)))
-BLOCKS = replace(
-    PAPER, tuning=TuningSettings(BlockTuningSettings(True), ModelTuningSettings(False))
-)
-MODEL = replace(
-    PAPER, tuning=TuningSettings(BlockTuningSettings(False), ModelTuningSettings(True, epochs=1))
-)
+
+def tuned(*, blocks: bool, model: bool) -> QuantizationSettings:
+    settings = TuningSettings(BlockTuningSettings(blocks), ModelTuningSettings(model, epochs=1))
+    return resolved(replace(PAPER, tuning=settings))
+
+
+NONE = tuned(blocks=False, model=False)
+BLOCKS = tuned(blocks=True, model=False)
+MODEL = tuned(blocks=False, model=True)
 WORK = Work(segments=32, length=LENGTH, batch_size=2, dtype_bytes=4)
 CPU = torch.device("cpu")
 
@@ -53,6 +57,17 @@ def test_nothing_is_counted_without_tuning_and_no_second_stream() -> None:
     for phase in ("tuning of blocks", "tuning of the model"):
         assert needs[phase] == flops[phase] == 0
     assert 2 * hidden_bytes(shape(), WORK, NONE) == hidden_bytes(shape(), WORK, BLOCKS)
+
+
+@pytest.mark.parametrize("method", ["brecq", "omniquant", "affinequant"])
+def test_every_parametrization_has_its_needs(method: str) -> None:
+    settings = resolved(QuantizationSettings(method=method))
+    assert device_bytes(shape(), WORK, settings)["tuning of blocks"] > 0
+    once = resolved(changed({"tuning.blocks.epochs": 1}, settings))
+    counted, of_one = (block_flops(shape(), WORK, s)["tuning of blocks"] for s in (settings, once))
+    assert counted > 0.8 * int(settings.tuning.blocks.epochs or 0) * of_one
+    streams = 3 if method == "brecq" else 2
+    assert hidden_bytes(shape(), WORK, settings) == streams * hidden_bytes(shape(), WORK, NONE)
 
 
 def test_a_block_needs_the_same_in_a_deeper_model_and_the_model_more() -> None:

@@ -1,0 +1,15 @@
+"""OmniQuant: the range of each grid and a factor of each column are learned, and nothing else.
+
+Every integer is the nearest one on its grid.
+"""
+
+from aespa_pl.methods.method import Method
+
+METHOD = Method(
+    name="omniquant",
+    source="arXiv 2308.13137",
+    tune_blocks=True,
+    parametrization="clipping",
+    epochs=3,
+    scale_rate=0.04,
+)

@@ -1,0 +1,224 @@
+"""Equivalent transformations of a block: weights change, what the block computes does not.
+
+Where the inputs of some projections are linear in what another operation puts out, that operation may be
+multiplied by an invertible matrix A and the columns of the projections by its inverse. A is diagonal, a
+factor for each channel, behind a norm or behind rows that a factor passes through unchanged. Between the
+values and the output projection it may be a matrix for each value head, because attention only mixes
+positions.
+
+Source: "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models" (factors);
+"AffineQuant: Affine Transformation Quantization for Large Language Models" (matrices, gradual mask).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from aespa_pl.models.family import BlockLayout, FoldIntoNorm, FoldIntoRows, Projection
+from aespa_pl.models.weights import projection_rows
+
+STABILITY = 0.1
+"""Factor alpha of the entries beside the diagonal: they learn so much more slowly (AffineQuant)."""
+DOMINANCE = 0.9
+"""Most that the entries beside the diagonal add up to, as a share of the diagonal; below 1 the matrix is
+strictly diagonally dominant, and so invertible."""
+
+
+class Transformation(nn.Module, ABC):
+    """An invertible matrix A between an operation and the projections that see its output."""
+
+    @abstractmethod
+    def multiply(self, value: Tensor) -> Tensor:
+        """Return ``A value``; ``value [channels, ...]`` is a weight's rows or a vector."""
+
+    @abstractmethod
+    def divide(self, weight: Tensor) -> Tensor:
+        """Return ``weight A^-1``; ``weight [rows, columns]``."""
+
+
+class ChannelFactors(Transformation):
+    """A positive factor for each channel, 1 at the start."""
+
+    def __init__(self, heads: int, size: int, shared: int = 1) -> None:
+        """Begin with 1.
+
+        Args:
+            heads: Heads that the channels are divided into.
+            size: Channels of a head.
+            shared: Heads of the columns, one after the other, that see the same head of channels.
+        """
+        super().__init__()
+        self.shared = shared
+        self.log_factor = nn.Parameter(torch.zeros(heads, size))
+
+    def multiply(self, value: Tensor) -> Tensor:
+        """Multiply each channel."""
+        factor = self.log_factor.exp().flatten()
+        return value * factor.view(-1, *[1] * (value.dim() - 1))
+
+    def divide(self, weight: Tensor) -> Tensor:
+        """Divide each column."""
+        return weight / self.log_factor.exp().repeat_interleave(self.shared, 0).flatten()
+
+
+class HeadMatrices(Transformation):
+    """A matrix for each head, 1 at the start, whose band around the diagonal grows with the epochs."""
+
+    def __init__(self, heads: int, size: int, shared: int, epochs: int) -> None:
+        """Begin with 1; ``epochs`` of the training, the other arguments as of ``ChannelFactors``."""
+        super().__init__()
+        self.shared = shared
+        self.epochs = epochs
+        self.log_factor = nn.Parameter(torch.zeros(heads, size))
+        self.mixing = nn.Parameter(torch.zeros(heads, size, size))
+        place = torch.arange(size)
+        self.register_buffer("distance", (place[:, None] - place).abs(), persistent=False)
+        self.distance: Tensor
+        self.width = 0.0
+        """Distance from the diagonal up to which entries count."""
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Widen the band: ``size * epoch / epochs``; 0 is the start, where there is the diagonal alone."""
+        self.width = len(self.distance) * epoch / self.epochs
+
+    def matrices(self) -> Tensor:
+        """Return A ``[heads, size, size]``, strictly diagonally dominant."""
+        band = (self.distance > 0) & (self.distance <= self.width)
+        beside = STABILITY * self.mixing * band
+        sums = beside.abs().sum(-1, keepdim=True)
+        beside = beside * (DOMINANCE / sums.clamp(min=DOMINANCE))
+        diagonal = torch.eye(len(self.distance), dtype=beside.dtype, device=beside.device)
+        return self.log_factor.exp()[..., None] * (diagonal + beside)
+
+    def multiply(self, value: Tensor) -> Tensor:
+        """Mix the channels of each head."""
+        A = self.matrices()
+        return (A @ value.reshape(*A.shape[:2], -1)).view(value.shape)
+
+    def divide(self, weight: Tensor) -> Tensor:
+        """Mix the columns of each head, by the inverse."""
+        A = self.matrices().repeat_interleave(self.shared, 0)
+        parts = weight.unflatten(1, A.shape[:2]).transpose(0, 1)  # [heads, rows, size]
+        found: Tensor = torch.linalg.solve(A, parts, left=False)
+        return found.transpose(0, 1).flatten(1)
+
+
+class OfVector(nn.Module):
+    """A norm's weight or bias under a transformation."""
+
+    def __init__(self, transformation: Transformation) -> None:
+        """Take the transformation, which the projections behind the norm share."""
+        super().__init__()
+        self.transformation = transformation
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return what the norm has instead of ``value [d]``."""
+        return self.transformation.multiply(value)
+
+
+class OfLayer(nn.Module):
+    """A linear layer's weight or bias under the transformations before and behind it."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        projections: Mapping[str, Projection],
+        rows: Mapping[str, Transformation],
+        columns: Transformation | None,
+    ) -> None:
+        """Take the transformations.
+
+        Args:
+            layout: The block's.
+            projections: Those of the layer, by name.
+            rows: What the rows of a projection are multiplied by, by its name.
+            columns: What the columns are divided by; None: nothing.
+        """
+        super().__init__()
+        self.layout = layout
+        self.projections = projections
+        self.rows = nn.ModuleDict(rows)
+        self.columns: Transformation | None = columns
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return what the layer has instead of ``value``, ``[rows, columns]`` or ``[rows]``."""
+        if self.columns is not None and value.dim() == 2:
+            value = self.columns.divide(value)
+        whole = value.clone() if len(self.rows) else value
+        for name, transformation in self.rows.items():
+            p = self.projections[name]
+            before = projection_rows(value, self.layout, p).flatten(0, 1)
+            changed = cast(Transformation, transformation).multiply(before)
+            rows = projection_rows(whole, self.layout, p)  # a view
+            rows.copy_(changed.view(rows.shape))
+        return whole
+
+
+def transformations_of(
+    block: nn.Module, layout: BlockLayout, *, matrices: bool, epochs: int
+) -> dict[str, nn.Module]:
+    """Return what each parameter of a block becomes, by its name, wherever something can be folded.
+
+    Args:
+        block: The block, for the shapes.
+        layout: The groups that are transformed, and where their factors can be folded.
+        matrices: Whether a value head gets a matrix instead of factors.
+        epochs: Epochs of the training, over which the matrices fill.
+    """
+    names = dict(block.named_parameters())
+    found: dict[str, nn.Module] = {}
+    rows: dict[str, Transformation] = {}
+    columns: dict[str, Transformation] = {}
+    for group in layout.groups:
+        values = layout.values_before(group)
+        if values is not None:
+            made = _of_heads(layout, matrices=matrices, epochs=epochs)
+            rows[values.name] = made
+        elif group.fold is not None:
+            made = ChannelFactors(1, names[f"{group.projections[0].module}.weight"].shape[1])
+            if isinstance(group.fold, FoldIntoRows):
+                rows[group.fold.projection] = made
+            else:
+                found |= _of_norm(group.fold, made, names)
+        else:
+            continue
+        columns |= dict.fromkeys((p.module for p in group.projections), made)
+    return found | _of_layers(layout, rows, columns, names)
+
+
+def _of_heads(layout: BlockLayout, *, matrices: bool, epochs: int) -> Transformation:
+    heads, size = layout.key_value_heads, layout.head_dim
+    shared = layout.heads // heads
+    if matrices:
+        return HeadMatrices(heads, size, shared, epochs)
+    return ChannelFactors(heads, size, shared)
+
+
+def _of_norm(
+    fold: FoldIntoNorm, made: Transformation, names: Mapping[str, Tensor]
+) -> dict[str, nn.Module]:
+    both = (f"{fold.module}.{kind}" for kind in ("weight", "bias"))
+    return {name: OfVector(made) for name in both if name in names}
+
+
+def _of_layers(
+    layout: BlockLayout,
+    rows: Mapping[str, Transformation],
+    columns: Mapping[str, Transformation],
+    names: Mapping[str, Tensor],
+) -> dict[str, nn.Module]:
+    layers: dict[str, dict[str, Projection]] = {}
+    for p in layout.projections:
+        layers.setdefault(p.module, {})[p.name] = p
+    found: dict[str, nn.Module] = {}
+    for path, projections in layers.items():
+        before = {name: rows[name] for name in projections if name in rows}
+        if before or path in columns:
+            made = OfLayer(layout, projections, before, columns.get(path))
+            found[f"{path}.weight"] = made
+            if before and f"{path}.bias" in names:
+                found[f"{path}.bias"] = made
+    return found

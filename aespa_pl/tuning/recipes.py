@@ -1,0 +1,62 @@
+"""What the tuning of a block learns: one parametrization for its weights, and what else is trained."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.settings import QuantizationSettings
+from aespa_pl.tuning.clipping import Clipped
+from aespa_pl.tuning.equivalent import transformations_of
+from aespa_pl.tuning.parametrization import QuantizedWeight, StraightThrough, WeightParametrization
+from aespa_pl.tuning.rounding import RoundingPenalty, SoftRounding
+
+MakeWeight = Callable[[str, QuantizedWeight, Tensor], WeightParametrization]
+"""Makes a layer's parametrization from its path, its quantized weight and the weight that it stands for."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is learned of a block."""
+
+    weight: MakeWeight
+    learns_vectors: bool = False
+    """Whether norms and biases are trained."""
+    transforms: Mapping[str, nn.Module] = field(default_factory=dict)
+    """What norms and biases become, by their names, where the weights are transformed."""
+    penalty: RoundingPenalty | None = None
+    """What is added to the error."""
+
+
+EVERYTHING = Recipe(lambda _, start, target: StraightThrough(start, target), learns_vectors=True)
+"""Integers, scales, norms and biases."""
+
+
+def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout) -> Recipe:
+    """Return what the settings want to be learned.
+
+    Args:
+        settings: Resolved.
+        block: The block, for the shapes.
+        layout: Of what is trained together.
+    """
+    tuning, rounding = settings.tuning.blocks, settings.rounding
+    match tuning.parametrization:
+        case "rounding":
+            penalty = RoundingPenalty(
+                tuning.penalty, rounding.warmup, rounding.beta_start, rounding.beta_end
+            )
+            return Recipe(lambda _, start, target: SoftRounding(start, target), penalty=penalty)
+        case "clipping" | "affine" as kind:
+            transforms = transformations_of(
+                block, layout, matrices=kind == "affine", epochs=int(tuning.epochs or 0)
+            )
+
+            def clipped(path: str, start: QuantizedWeight, target: Tensor) -> Clipped:
+                transform = transforms.get(f"{path}.weight")
+                return Clipped(start, target, symmetric=settings.symmetric, transform=transform)
+
+            return Recipe(clipped, transforms=transforms)
+        case _:
+            return EVERYTHING

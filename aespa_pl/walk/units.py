@@ -1,0 +1,55 @@
+"""What the tuning of one unit of a block has learned, kept while the next unit is tuned."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from aespa_pl.models.weights import set_projection_weight
+from aespa_pl.storage.files import write_tensors
+from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunableBlock
+
+KINDS = ("integers", "scale", "zero_point")
+
+
+@dataclass(frozen=True)
+class LearnedUnit:
+    """What the blocks to come need of a unit; norms and biases are in the block."""
+
+    weights: Mapping[str, QuantizedWeight]
+    """By projection."""
+    finite: bool
+    """Whether all errors were finite numbers."""
+
+
+def write_unit(file: Path, tunable: TunableBlock, found: Reconstruction) -> None:
+    """Write what was learned of a unit: its weights, and the norms and biases of the block."""
+    tensors = {
+        f"{kind} {name}": getattr(q, kind) for name, q in found.weights.items() for kind in KINDS
+    }
+    tensors |= {f"vector {name}": p for name, p in _vectors(tunable).items()}
+    write_tensors(file, tensors | {"finite": torch.tensor(found.finite)}, {})
+
+
+@torch.no_grad()
+def read_unit(file: Path, tunable: TunableBlock) -> LearnedUnit:
+    """Put what ``write_unit`` wrote into the block, and return it."""
+    device = next(tunable.block.parameters()).device
+    tensors = load_file(file, str(device))
+    weights = {}
+    for p in tunable.layout.projections:
+        if f"integers {p.name}" in tensors:
+            integers, scale, zero_point = (tensors[f"{kind} {p.name}"] for kind in KINDS)
+            bits = tunable.weights[p.name].bits
+            weights[p.name] = QuantizedWeight(integers, scale, zero_point, bits)
+            set_projection_weight(tunable.block, tunable.layout, p, weights[p.name].weight())
+    for name, parameter in _vectors(tunable).items():
+        parameter.copy_(tensors[f"vector {name}"])
+    return LearnedUnit(weights, bool(tensors["finite"]))
+
+
+def _vectors(tunable: TunableBlock) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in tunable.block.named_parameters() if p.dim() == 1}
