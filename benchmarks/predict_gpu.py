@@ -7,7 +7,6 @@ options. A phase takes the longest of its arithmetic, its bytes and its launches
     python benchmarks/predict_gpu.py
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +14,10 @@ from jsonargparse import auto_cli
 from report import Report
 from shapes import config
 
-from aespa_pl.algorithm.candidates import STRIDE
-from aespa_pl.algorithm.descent import BLOCK, BLOCK_ELEMENTS
-from aespa_pl.algorithm.grid import CLIP_RATIOS
+from aespa_pl.algorithm.descent import COLUMNS, COUPLED_COLUMNS, COUPLED_ROWS
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
-from aespa_pl.planning.needs import TYPICAL_ZFOLD_ROUNDS, block_flops, gram_flops, learned
+from aespa_pl.planning.arithmetic import block_flops, block_visits, gram_flops, learned
 from aespa_pl.planning.shape import Matrix, Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings
@@ -114,7 +111,7 @@ def main(
 
 def predicted(
     shape: Shape, work: Work, settings: QuantizationSettings, assumed: Assumed
-) -> Mapping[str, float]:
+) -> dict[str, float]:
     """Return the seconds of one block by phase."""
     costs = {
         "statistics": _statistics(shape, work, settings, assumed),
@@ -147,11 +144,8 @@ def _statistics(
 
 
 def _grid(shape: Shape, work: Work, settings: QuantizationSettings, assumed: Assumed) -> Costs:
-    # planning counts every candidate in every search
     products = block_flops(shape, work, settings)["grid"] / (1e12 * assumed.float32)
-    candidates = 2 * CLIP_RATIOS
-    searched = 2 * candidates + TYPICAL_ZFOLD_ROUNDS * (candidates // STRIDE + 16)
-    return Costs(products, CANDIDATE_BYTES * searched * shape.weights)
+    return Costs(products, CANDIDATE_BYTES * block_visits(shape, settings).compared)
 
 
 def _optq(shape: Shape, work: Work, settings: QuantizationSettings, assumed: Assumed) -> Costs:
@@ -178,11 +172,10 @@ def _polish(shape: Shape, settings: QuantizationSettings, assumed: Assumed) -> C
 
 
 def _blocks(matrix: Matrix, shape: Shape) -> int:
-    """Return the blocks of columns of a pass; rows of a head are visited one after the other."""
-    coupled = matrix.role in (Role.QUERY, Role.KEY)
-    rows = shape.layout.heads if coupled else matrix.rows
-    visits = shape.layout.head_dim if coupled else 1
-    return visits * -(-matrix.columns // max(BLOCK, BLOCK_ELEMENTS // rows))
+    """Return the blocks of a pass that are visited one after the other; other rows and heads are beside them."""
+    if matrix.role in (Role.QUERY, Role.KEY):
+        return -(-shape.layout.head_dim // COUPLED_ROWS) * -(-matrix.columns // COUPLED_COLUMNS)
+    return -(-matrix.columns // COLUMNS)
 
 
 def _shape(model: str, length: int) -> Shape:

@@ -31,8 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, PreTrainedCon
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
-from aespa_pl.planning.arithmetic import block_flops, learned
-from aespa_pl.planning.needs import TYPICAL_ZFOLD_ROUNDS, device_bytes, hessian_bytes, shift_bytes
+from aespa_pl.planning.arithmetic import TYPICAL_ZFOLD_ROUNDS, block_flops, learned
+from aespa_pl.planning.needs import device_bytes, hessian_bytes, shift_bytes
 from aespa_pl.planning.shape import Matrix, Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings

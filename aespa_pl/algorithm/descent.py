@@ -103,17 +103,21 @@ class _Units:
 
     def rows_alone(self) -> "_Units":
         """Return the same weights with each row as a unit."""
-        of_weights = (self.integers, self.errors, self.step, self.R)
-        return _Units(*(x.flatten(0, 1)[:, None] for x in of_weights), self.H, None, self.levels)
+        q, errors, step, R = (
+            x.flatten(0, 1)[:, None] for x in (self.integers, self.errors, self.step, self.R)
+        )
+        return _Units(q, errors, step, R, self.H, None, self.levels)
 
     def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
         """Return some of the units, in their order."""
         if len(chosen) == len(self.errors):
             return self
-        of_weights = (self.integers, self.errors, self.step, self.R)
+        q, errors, step, R = (
+            x.index_select(0, chosen) for x in (self.integers, self.errors, self.step, self.R)
+        )
         H = self.H if len(self.H) == 1 else self.H[chosen]
         G = None if self.G is None else self.G[chosen]
-        return _Units(*(x.index_select(0, chosen) for x in of_weights), H, G, self.levels)
+        return _Units(q, errors, step, R, H, G, self.levels)
 
     def loss(self) -> Float[Tensor, "units separable"]:
         """Return the objective of each unit in its independent parts: rows, or with G the head."""

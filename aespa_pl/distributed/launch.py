@@ -109,7 +109,7 @@ def waiting_for(count: int, environment: ClusterEnvironment | None = None) -> It
 
 
 def _watch_arrivals(reader: socket.socket, awaited: str) -> None:
-    """Say after some seconds which processes are awaited; end the process at a signal or after LONGEST_ARRIVAL."""
+    """Say after some seconds which processes are awaited; end at a signal or after LONGEST_ARRIVAL."""
     if not select.select([reader], [], [], SPEAK_SECONDS)[0]:
         _speak(f"waiting for {awaited}; gives up after {LONGEST_ARRIVAL / 60:.0f} minutes")
         if not select.select([reader], [], [], LONGEST_ARRIVAL - SPEAK_SECONDS)[0]:

@@ -60,7 +60,7 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
                 [results.perplexities(runs)],
             ),
             Section(
-                "Accuracies by the rules of lm-evaluation-harness; the error is the standard error over the items.",
+                "Accuracies by the rules of lm-evaluation-harness, each with the standard error over its items.",
                 [results.accuracies(runs)],
             ),
             each(
