@@ -172,7 +172,7 @@ def _polish(shape: Shape, settings: QuantizationSettings, assumed: Assumed) -> C
 
 
 def _blocks(matrix: Matrix, shape: Shape) -> int:
-    """Return the blocks of a pass that are visited one after the other; other rows and heads are beside them."""
+    """Return the blocks of a pass that wait for each other; other rows and heads run beside them."""
     if matrix.role in (Role.QUERY, Role.KEY):
         return -(-shape.layout.head_dim // COUPLED_ROWS) * -(-matrix.columns // COUPLED_COLUMNS)
     return -(-matrix.columns // COLUMNS)
