@@ -514,6 +514,20 @@ def test_write_that_fails_in_a_checkpoint_is_one_line(
     assert aespa("fit", *arguments, "--ckpt_path", "last")[0] == 0
 
 
+def test_disk_that_fills_under_tensorboard_is_one_line(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard writes in a thread of its own, whose traceback nobody needs."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
+    status, _, err = aespa("fit", *small(model))
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(r"No space left on device; continue with: aespa-pl fit --ckpt_path", err)
+
+
 def fail_to_write(*_: object) -> None:
     raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5440 vs 5334")
 
