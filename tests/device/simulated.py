@@ -325,10 +325,16 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _run_on_host(func, name, *host)
     if there:
         result = tree_map(_placed, result)
-    if here:
+    if here and _aliases(func):
         result = return_and_correct_aliasing(func, args, kwargs, result)
-    _count(func, name, args, kwargs, result)
+    if tallies:
+        _count(func, name, args, kwargs, result)
     return result
+
+
+@cache
+def _aliases(func: Any) -> bool:
+    return any(returned.alias_info for returned in func._schema.returns)
 
 
 @cache

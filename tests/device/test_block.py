@@ -23,7 +23,7 @@ from aespa_pl.measure import Stopwatch
 from tests.device.simulated import Tally, counting, simulated, strategy
 from tests.walks import Quantized, walk
 
-ITERATIONS, CURVES, BATCHES = 6, 2, 2
+ITERATIONS, CURVES, BATCHES = 3, 1, 2
 CHANGES: dict[str, Any] = {
     "input_correction": 0.5,  # the second block has both streams
     "grid.max_rounds": 1,
@@ -120,7 +120,8 @@ def test_statistics_wait_for_nothing_but_the_check_at_their_end(counted: Counted
 def test_learning_waits_once_a_curve(counted: Counted) -> None:
     for found in counted.phases["rounding"]:
         curves = [n for wait, n in found.waits.items() if wait.endswith("BlockRounding._report")]
-        assert sum(curves) <= 2 * CURVES  # Lightning waits for the loss that is logged
+        # our own, and two numbers that Lightning copies to the device for the loss that is logged
+        assert sum(curves) <= 3 * CURVES
         assert not waits(
             found, "BlockRounding._report", "BlockRounding._decide", "Learner._fit", "<dictcomp>"
         )
