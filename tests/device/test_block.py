@@ -158,7 +158,7 @@ def problem(device: torch.device, heads: int = 1, rows: int = 48, columns: int =
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 @pytest.mark.parametrize("penalized", [False, True])
-def test_an_iteration_touches_each_number_fifteen_times(
+def test_an_iteration_touches_each_number_fourteen_times(
     penalized: bool, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with simulated(monkeypatch) as device, multiplying_in(precision):
@@ -172,12 +172,12 @@ def test_an_iteration_touches_each_number_fifteen_times(
             with counting() as found:
                 rounding_loss(
                     B, rounding, H, None, weight=1.0, beta=5.0 if penalized else None,
-                    workspace=workspace, gradient=gradient,
+                    workspace=workspace, gradient=gradient, wanted=False,
                 )  # fmt: skip
                 adam.step()
     products = found.moved["mm"] + found.moved["_to_copy"]  # operands in bfloat16 belong to them
-    # 15, and what is small: sums over rows, scales
-    assert 14 < (found.bytes - products) / (4 * B.numel()) < 15.2
+    # 14, and what is small: scales and zeta
+    assert 13.9 < (found.bytes - products) / (4 * B.numel()) < 14.3
     assert found.count <= 11
     assert not found.waits
 
