@@ -458,6 +458,8 @@ def _count(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
             written = False  # only a gradient scaler changes them
         if written:
             writes += tensors
+        if name.startswith("new_") or name.endswith("_like"):
+            continue  # told a shape, not read
         if not written or not (argument.is_out or name in OVERWRITING):
             reads += tensors
     changed = {id(x) for x in writes}
