@@ -22,8 +22,8 @@ from aespa_pl.planning.shape import Matrix, Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings
 
-ITERATION_BYTES = 60
-"""For each weight that is learned: 14 before the product, 18 after it, 28 of Adam."""
+ITERATION_BYTES = 56
+"""For each weight that is learned: 14 before the product, 14 after it, 28 of Adam."""
 ITERATION_KERNELS = 10
 """For each projection."""
 COLUMN_KERNELS = 16

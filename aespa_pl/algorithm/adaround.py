@@ -135,6 +135,7 @@ def rounding_loss(
     beta: float | None,
     workspace: Workspace | None = None,
     gradient: Tensor | None = None,
+    wanted: bool = True,
 ) -> RoundingLoss:
     """Return loss and gradient of the soft rounding, with one product ``G dW H`` for both.
 
@@ -147,13 +148,18 @@ def rounding_loss(
         beta: Its exponent; None: no rounding loss.
         workspace: For intermediate results; None: new memory.
         gradient: Where the gradient goes, in the shape of B; None: new memory.
+        wanted: Whether the losses are; without them, an accelerator has less to read. A CPU has them anyway.
     """
     workspace = workspace or Workspace()
     gradient = torch.empty_like(B) if gradient is None else gradient
-    compute = _loss_in_two_kernels if rounding.gain is None else _loss_in_chunks
-    reconstruction, penalty = compute(
-        B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient
-    )
+    if rounding.gain is None:
+        reconstruction, penalty = _loss_in_two_kernels(
+            B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient, wanted=wanted
+        )  # fmt: skip
+    else:
+        reconstruction, penalty = _loss_in_chunks(
+            B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient
+        )
     if beta is not None:
         penalty = weight * (penalty + B.numel())
     return RoundingLoss(reconstruction, penalty, gradient)
@@ -215,21 +221,25 @@ def _loss_in_two_kernels(
     beta: float | None,
     workspace: Workspace,
     gradient: Tensor,
+    wanted: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Do the same with one kernel before the product and one after it, beside the sums over rows.
+    """Do the same with one kernel before the product and one after it; losses that aren't wanted are 0.
 
     An accelerator takes as long as the bytes take that it reads and writes: 14 a weight before the
-    product (B, base, lower, dW), 18 after it (B, lower, dW, product, gradient).
+    product (B, base, lower, dW), 14 after it (B, lower, product, gradient).
     """
     dW = workspace.like("error", B)
     soft_error(B, rounding.base, **rounding.step(), out=dW)
     _product(dW, H, G, workspace, gradient)
+    reconstruction, penalty = B.new_zeros(()), B.new_zeros(())
+    if wanted:
+        reconstruction = (dW * gradient).sum()
+        if beta is not None:
+            penalty = -(2 * rectified_sigmoid(B) - 1).abs().pow(beta).sum()
     # a tensor, because a kernel is compiled for each value of a number
     exponent = None if beta is None else B.new_full((), beta)
-    reconstruction, penalty = soft_gradient(
-        B, dW, **rounding.step(), exponent=exponent, weight=weight, gradient=gradient
-    )
-    return reconstruction.sum(), penalty.sum()
+    soft_gradient(B, **rounding.step(), exponent=exponent, weight=weight, gradient=gradient)
+    return reconstruction, penalty
 
 
 def _product(
@@ -268,7 +278,6 @@ def soft_error(
 @fused
 def soft_gradient(
     B: Float[Tensor, "heads rows d_in"],
-    dW: Float[Tensor, "heads rows d_in"],
     *,
     lower: Int[Tensor, "heads rows d_in"],
     scale: Float[Tensor, "heads rows groups"],
@@ -277,25 +286,20 @@ def soft_gradient(
     exponent: Float[Tensor, ""] | None,
     weight: float,
     gradient: Float[Tensor, "heads rows d_in"],
-) -> tuple[Float[Tensor, "heads rows"], Float[Tensor, "heads rows"]]:
+) -> None:
     """Turn the product ``G dW H`` in ``gradient`` into the gradient of both losses.
 
-    Returns:
-        By row, the sums of ``dW`` times the product, and of ``-|2 h - 1| ** exponent``, 0 without one.
+    There are no sums in it: with them the compiler made six kernels.
     """
     sigmoid = torch.sigmoid(B)
     centred = 2 * STRETCH * sigmoid - STRETCH
-    reconstruction = (dW * gradient).sum(-1)
     g = gradient * _gain(lower, scale, zeta, levels)
-    penalty = torch.zeros_like(reconstruction)
     if exponent is not None:
         cut = centred.clamp(-1, 1)
         power = (cut.abs().clamp(min=TINY).log2() * (exponent - 2)).exp2() * cut
-        penalty = -(cut * power).sum(-1)
         g = g - weight * exponent * power
     g = torch.where(centred.abs() < 1, g, 0) * (1 - sigmoid) * sigmoid
     gradient.copy_(2 * STRETCH * g)
-    return reconstruction, penalty
 
 
 def decide(

@@ -62,6 +62,8 @@ class BlockRounding(LightningModule):
     def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
         """Return the loss of all projections together; their gradients are made on the way.
 
+        On an accelerator the loss is computed where curves are logged, and 0 in the iterations between.
+
         Raises:
             NumericalError: A loss is not finite; this is looked at whenever curves are logged.
         """
@@ -69,12 +71,13 @@ class BlockRounding(LightningModule):
         beta = penalty_exponent(
             self.global_step, s.iterations, warmup=s.warmup, start=s.beta_start, end=s.beta_end
         )
+        logged = (self.global_step + 1) % self._log_interval == 0
         with multiplying_in(self.precision):
             for name, projection in self.named_projections():
-                losses[name] = projection.loss(*batch[name], beta, self._workspace)
+                losses[name] = projection.loss(*batch[name], beta, self._workspace, wanted=logged)
         parts = [part for loss in losses.values() for part in (loss.reconstruction, loss.penalty)]
         total = torch.stack(parts).sum()
-        if (self.global_step + 1) % self._log_interval == 0:
+        if logged:
             total = self._report(losses)
         return total
 

@@ -70,7 +70,13 @@ class ProjectionRounding(nn.Module):
 
     @torch.no_grad()
     def loss(
-        self, H: Tensor, G: Tensor | None, beta: float | None, workspace: Workspace
+        self,
+        H: Tensor,
+        G: Tensor | None,
+        beta: float | None,
+        workspace: Workspace,
+        *,
+        wanted: bool = True,
     ) -> RoundingLoss:
         """Return the loss; its gradient is in ``gradient``.
 
@@ -79,6 +85,7 @@ class ProjectionRounding(nn.Module):
             G: Second moment of the other side ``[heads, rows, rows]``, or None.
             beta: Exponent of the rounding loss; None: there is none yet.
             workspace: Memory for intermediate results.
+            wanted: Whether the losses are; on an accelerator they are 0 otherwise.
         """
         return rounding_loss(
             self.variables,
@@ -89,6 +96,7 @@ class ProjectionRounding(nn.Module):
             beta=beta,
             workspace=workspace,
             gradient=self.gradient,
+            wanted=wanted,
         )
 
     @torch.no_grad()

@@ -75,15 +75,14 @@ rounding, B = start(W, W, min_max_grid(W, torch.rand(32) + 0.5, GridFormat(2, gr
 product = torch.randn_like(B)
 for call, given, more, out in (
     (soft_error, (B, rounding.base), {}, "out"),
-    (soft_gradient, (B, product), {"exponent": torch.tensor(7.5), "weight": 1.5}, "gradient"),
+    (soft_gradient, (B,), {"exponent": torch.tensor(7.5), "weight": 1.5}, "gradient"),
 ):
     more |= rounding.step()
     mine, theirs = product.clone(), product.clone()
     metrics.reset()
-    expected = call(*given, **more, **{out: mine}) or ()  # on a CPU it runs as it is
-    found = compiled(call.__wrapped__)(*given, **more, **{out: theirs}) or ()
-    pairs = [(theirs, mine), *zip(found, expected, strict=True)]
-    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    call(*given, **more, **{out: mine})  # on a CPU it runs as it is
+    compiled(call.__wrapped__)(*given, **more, **{out: theirs})
+    error = float((theirs - mine).abs().max() / mine.abs().max())
     print(json.dumps([metrics.generated_kernel_count, error]))
 """
 """In a process of its own: the compiler can't look through the checks of shapes that the tests put in."""

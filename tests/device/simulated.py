@@ -325,10 +325,16 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _run_on_host(func, name, *host)
     if there:
         result = tree_map(_placed, result)
-    if here:
+    if here and _aliases(func):
         result = return_and_correct_aliasing(func, args, kwargs, result)
-    _count(func, name, args, kwargs, result)
+    if tallies:
+        _count(func, name, args, kwargs, result)
     return result
+
+
+@cache
+def _aliases(func: Any) -> bool:
+    return any(returned.alias_info for returned in func._schema.returns)
 
 
 @cache
@@ -433,7 +439,9 @@ def _refuse_early(name: str, here: Sequence["SimulatedTensor"]) -> None:
             raise RuntimeError(f"{name}: a copy is used before it has arrived")
 
 
-def _count(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+def _count(  # noqa: C901 - one look at each argument of an operation
+    func: Any, name: str, args: Any, kwargs: Any, result: Any
+) -> None:
     flags = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dtype == torch.bool]
     if name in WAITING or (name in INDEXING and flags and _indexes_with(args)):
         tally(name)
@@ -452,6 +460,8 @@ def _count(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
             written = False  # only a gradient scaler changes them
         if written:
             writes += tensors
+        if name.startswith("new_") or name.endswith("_like"):
+            continue  # told a shape, not read
         if not written or not (argument.is_out or name in OVERWRITING):
             reads += tensors
     changed = {id(x) for x in writes}

@@ -23,7 +23,7 @@ from aespa_pl.measure import Stopwatch
 from tests.device.simulated import Tally, counting, simulated, strategy
 from tests.walks import Quantized, walk
 
-ITERATIONS, CURVES, BATCHES = 6, 2, 2
+ITERATIONS, CURVES, BATCHES = 3, 1, 2
 CHANGES: dict[str, Any] = {
     "input_correction": 0.5,  # the second block has both streams
     "grid.max_rounds": 1,
@@ -119,8 +119,10 @@ def test_statistics_wait_for_nothing_but_the_check_at_their_end(counted: Counted
 
 def test_learning_waits_once_a_curve(counted: Counted) -> None:
     for found in counted.phases["rounding"]:
-        curves = [n for wait, n in found.waits.items() if wait.endswith("BlockRounding._report")]
-        assert sum(curves) <= 2 * CURVES  # Lightning waits for the loss that is logged
+        reported = [w for w in found.waits if w.endswith("BlockRounding._report")]
+        assert sum(found.waits[w] for w in reported if w.startswith("tolist")) == CURVES
+        # Lightning copies numbers to the device for the loss that is logged
+        assert all(w.startswith(("tolist", "copy to the device")) for w in reported)
         assert not waits(
             found, "BlockRounding._report", "BlockRounding._decide", "Learner._fit", "<dictcomp>"
         )
@@ -157,7 +159,7 @@ def problem(device: torch.device, heads: int = 1, rows: int = 48, columns: int =
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 @pytest.mark.parametrize("penalized", [False, True])
-def test_an_iteration_touches_each_number_fifteen_times(
+def test_an_iteration_touches_each_number_fourteen_times(
     penalized: bool, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with simulated(monkeypatch) as device, multiplying_in(precision):
@@ -171,12 +173,12 @@ def test_an_iteration_touches_each_number_fifteen_times(
             with counting() as found:
                 rounding_loss(
                     B, rounding, H, None, weight=1.0, beta=5.0 if penalized else None,
-                    workspace=workspace, gradient=gradient,
+                    workspace=workspace, gradient=gradient, wanted=False,
                 )  # fmt: skip
                 adam.step()
     products = found.moved["mm"] + found.moved["_to_copy"]  # operands in bfloat16 belong to them
-    # 15, and what is small: sums over rows, scales
-    assert 14 < (found.bytes - products) / (4 * B.numel()) < 15.2
+    # 14, and what is small: scales and zeta
+    assert 13.9 < (found.bytes - products) / (4 * B.numel()) < 14.3
     assert found.count <= 11
     assert not found.waits
 
