@@ -60,7 +60,7 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
                 [results.perplexities(runs)],
             ),
             Section(
-                "Accuracies by the rules of lm-evaluation-harness, each with the standard error of its items.",
+                "Accuracies by the rules of lm-evaluation-harness, each with its standard error.",
                 [results.accuracies(runs)],
             ),
             each(
