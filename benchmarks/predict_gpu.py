@@ -28,8 +28,8 @@ ITERATION_KERNELS = 10
 """For each projection."""
 COLUMN_KERNELS = 16
 """For each column of OPTQ's update."""
-TURN_KERNELS = 20
-"""For each turn of the descent: of each row's next move."""
+ROUND_KERNELS = 18
+"""For each round of the descent in a block of weights, with its share of what comes before and after."""
 CANDIDATE_BYTES = 60
 """For each weight of each candidate: the errors take six kernels, their losses three."""
 PROBABILITY_BYTES = 32
@@ -55,8 +55,8 @@ class Assumed:
     """Microseconds of a kernel that does next to nothing, launched from Python."""
     read: float = 2.0
     """GB/s at which weights come from disk."""
-    turns: int = 15
-    """Turns of a block of columns in the descent: moves of the row that moves most."""
+    rounds: int = 8
+    """Rounds of a block of weights in the descent until its moves are settled."""
     passes: int = 4
     """Passes of the descent until nothing moves."""
 
@@ -167,8 +167,8 @@ def _polish(shape: Shape, settings: QuantizationSettings, assumed: Assumed) -> C
     if not settings.polish.enabled:
         return Costs(0.0)
     products = 2 * sum(m.product_flops for m in shape.matrices) / (1e12 * assumed.float32)
-    turns = sum(assumed.turns * _blocks(m, shape) for m in shape.matrices)
-    return Costs(assumed.passes * products, kernels=assumed.passes * TURN_KERNELS * turns)
+    rounds = sum(assumed.rounds * _blocks(m, shape) for m in shape.matrices)
+    return Costs(assumed.passes * products, kernels=assumed.passes * ROUND_KERNELS * rounds)
 
 
 def _blocks(matrix: Matrix, shape: Shape) -> int:
