@@ -26,8 +26,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         first = arguments[0]
         if not isinstance(first, Tensor) or first.device.type == "cpu" or function in _plain:
             return function(*arguments, **more)
-        kernel: Callable[P, R] = compiled(function)
         try:
+            kernel: Callable[P, R] = compiled(function)
             return kernel(*arguments, **more)
         except torch.OutOfMemoryError:
             raise
