@@ -131,6 +131,8 @@ CURRENT = Stream(seen=math.inf, stream_id=0)
 CLOCK = [0]
 """Operations that the current stream was given."""
 active: list[Stream] = []
+AnyStream = Stream
+"""Its name outside of ``Module``, which has it as an attribute."""
 tallies: list[Tally] = []
 kernels_open: list["OneKernel"] = []
 pinned: set[int] = set()
@@ -160,11 +162,11 @@ class Module:
     def _is_in_bad_fork(self) -> bool:
         return False
 
-    def current_stream(self, _device: Any = None) -> Stream:
+    def current_stream(self, _device: Any = None) -> AnyStream:
         return active[-1] if active else CURRENT
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: AnyStream) -> Iterator[None]:
         active.append(stream)
         try:
             yield

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 from aespa_pl.models import family_of
 from aespa_pl.planning import placement
+from aespa_pl.planning.budget import RESERVE
 from aespa_pl.planning.budget import free_to_plan
 from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
 from aespa_pl.planning.placement import resolved_data
@@ -36,7 +37,7 @@ def resolve(data: DataSettings, device: torch.device, length: int = 512) -> Data
 
 
 def free(device: float, host: float) -> Callable[[torch.device], float]:
-    return lambda where: (host if where.type == "cpu" else device) / placement.RESERVE
+    return lambda where: (host if where.type == "cpu" else device) / RESERVE
 
 
 @pytest.mark.parametrize(("length", "size"), [(2048, 4), (512, 16), (100_000, 1)])

@@ -41,7 +41,7 @@ def test_batches_are_replaced_by_results_without_a_wait(
 def test_results_come_back_while_the_device_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [torch.full((1, 2), float(i)) for i in range(4)]
     with simulated(monkeypatch) as device:
-        batches: Batches = list(given)
+        batches = list(given)
         with sending_back(batches, device) as replace:
             for i, batch in enumerate(in_turn(batches, device)):
                 replace(i, batch + 10)
