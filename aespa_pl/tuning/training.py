@@ -83,11 +83,12 @@ class Tuning(LightningModule):
         adam = torch.optim.Adam(
             [{"params": p, "lr": r} for (p, _), r in zip(groups, rates, strict=True)], fused=True
         )
+        steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             adam,
             rates,
-            total_steps=int(self.trainer.estimated_stepping_batches),
-            pct_start=WARMUP,
+            total_steps=steps,
+            pct_start=WARMUP if steps * WARMUP != 1 else 2 / steps,  # it divides by one step less
             cycle_momentum=False,
         )
         return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -257,7 +257,7 @@ class SimulatedTensor(torch.Tensor):
     held: Tensor
     arrives: tuple[Stream, Event] | None
     made: int
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "SimulatedTensor":
@@ -291,7 +291,7 @@ class SimulatedTensor(torch.Tensor):
         return SimulatedTensor(copy.deepcopy(self.held, memo))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return run(func, args, kwargs or {})
@@ -306,11 +306,15 @@ class SimulatedDevice(TorchDispatchMode):
         return run(func, args, kwargs or {})
 
 
+def _mode() -> SimulatedDevice:
+    return SimulatedDevice()  # type: ignore[no-untyped-call]
+
+
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operation on the host's memory of its tensors."""
     name = func._schema.name.removeprefix("aten::")
     if _made_of_others(func):  # without autograd such an operation comes whole
-        with SimulatedDevice():
+        with _mode():
             return func.decompose(*args, **kwargs)
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     here = [x for x in leaves if isinstance(x, SimulatedTensor)]
@@ -532,7 +536,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     torch._C._set_only_lift_cpu_tensors(True)
     try:
         # other tests may have used autograd before it knew of the device: it has no thread for it
-        with torch.autograd.set_multithreading_enabled(mode=False), SimulatedDevice():
+        with torch.autograd.set_multithreading_enabled(mode=False), _mode():
             yield where
     finally:
         fusion.compiled.cache_clear()

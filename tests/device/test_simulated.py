@@ -17,7 +17,7 @@ def test_tensors_of_two_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
             lambda: torch.mm(there, there.T, out=torch.empty(3, 3)),
         ):
             with pytest.raises(RuntimeError, match="tensors of two devices"):
-                wrong()
+                wrong()  # type: ignore[no-untyped-call]
         assert (there * torch.tensor(2.0)).device == device  # a number goes with the kernel
 
 
@@ -39,7 +39,7 @@ def test_kernels_and_their_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) ->
             (lambda: A.softmax(-1).sum(), 2, 2 * 32 + 32 + 1),
         ):
             with counting() as found:
-                call()
+                call()  # type: ignore[no-untyped-call]
             assert (found.count, found.bytes, found.waits.total()) == (kernels, 4 * numbers, 0)
 
 
@@ -58,7 +58,7 @@ def test_what_the_host_waits_for_is_counted_and_named(monkeypatch: pytest.Monkey
             lambda: torch.tensor([1.0, 2.0], device=device),
         ):
             with counting() as found:
-                call()
+                call()  # type: ignore[no-untyped-call]
             assert found.waits.total() == 1
         with counting() as found:
             torch.where(A > 2, A, 0).masked_fill_(A > 3, 1)[2:].argmax()

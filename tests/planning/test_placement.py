@@ -8,8 +8,7 @@ from transformers import LlamaConfig
 
 from aespa_pl.models import family_of
 from aespa_pl.planning import placement
-from aespa_pl.planning.budget import RESERVE
-from aespa_pl.planning.budget import free_to_plan
+from aespa_pl.planning.budget import RESERVE, free_to_plan
 from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
 from aespa_pl.planning.placement import resolved_data
 from aespa_pl.planning.shape import Shape, Work
