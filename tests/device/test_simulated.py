@@ -58,7 +58,7 @@ def test_what_the_host_waits_for_is_counted_and_named(monkeypatch: pytest.Monkey
             lambda: torch.tensor([1.0, 2.0], device=device),
         ):
             with counting() as found:
-                call()  # type: ignore[no-untyped-call]
+                call()
             assert found.waits.total() == 1
         with counting() as found:
             torch.where(A > 2, A, 0).masked_fill_(A > 3, 1)[2:].argmax()

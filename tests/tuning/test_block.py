@@ -149,6 +149,13 @@ class SaveAndDie(Callback):
             raise KilledError
 
 
+@pytest.mark.parametrize("steps", [1, 10])  # a warm-up of one step had no length to divide by
+def test_any_number_of_steps_can_be_taken(steps: int) -> None:
+    result = tune(Example.make(), max_steps=steps)
+    assert result.finite
+    assert result.error <= result.start_error
+
+
 @pytest.mark.parametrize("step", [1, 4, 6, 11, 16])  # 4 steps are an epoch; after 16 the end
 def test_a_training_that_was_killed_goes_on_bit_for_bit(step: int, tmp_path: Path) -> None:
     results = []
