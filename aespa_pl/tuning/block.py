@@ -34,10 +34,12 @@ RunBlock = Callable[[nn.Module, Tensor], Tensor]
 
 
 class BlockReconstruction(Tuning):
-    """Trains a block on the squared error of its output, as a share of each token's target.
+    """Trains a block on the squared error of its output, divided by a size of each token's target.
 
-    Each token is divided by its own size because the norms that follow do the same; tokens with
-    massive activations, the first of a segment for example, would otherwise decide alone.
+    The norms that follow divide a token by its own size, which speaks for the mean square of its target.
+    But where a few tokens have massive activations, for example the first of a segment, all others attend to
+    them, and a block that makes one token massive would lose it for a small gain in the rest. So the
+    error is divided by the geometric mean of the token's own mean square and the median of its segment.
     """
 
     def __init__(
@@ -58,7 +60,8 @@ class BlockReconstruction(Tuning):
         inputs, target = batch  # [B, L, d]
         squared = (self.run_block(self.module, inputs) - target).float().square().mean(-1)  # [B, L]
         power = target.float().square().mean(-1)
-        shares = squared / power.clamp(min=torch.finfo(power.dtype).tiny)
+        usual = power.median(dim=-1, keepdim=True).values
+        shares = squared / (power * usual).sqrt().clamp(min=torch.finfo(power.dtype).tiny)
         return torch.stack([shares.sum(), shares.new_tensor(shares.numel())])
 
     def penalty(self) -> Tensor | float:
@@ -91,7 +94,7 @@ class Reconstruction:
     weights: dict[str, QuantizedWeight]
     """By projection."""
     start_error: float
-    """Mean over the tokens that were held back: squared error as a share of the target's square."""
+    """Mean over the tokens that were held back, of squared errors divided as ``BlockReconstruction`` says."""
     error: float
     epoch: int
     """Of the best error; 0 is the start."""

