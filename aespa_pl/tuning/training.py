@@ -121,6 +121,8 @@ class Tuning(LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Keep the epoch if it is the best so far; stop where the error is not finite."""
         error = self._error_held_back()
+        if self.trainer.sanity_checking and self.visited_steps:
+            return  # Lightning's check saw what a checkpoint holds, which knows the start's error
         self.log(HELD_BACK, error)
         self._judge(error, 0 if self.trainer.sanity_checking else self.current_epoch + 1)
 

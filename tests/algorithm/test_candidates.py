@@ -188,7 +188,8 @@ def test_rows_that_round_without_error_and_rows_of_zeros() -> None:
 def test_products_are_those_of_the_shortlist_the_parabola_and_the_approximation(
     columns: int, candidates: int, expected: int
 ) -> None:
-    assert products_of_a_search(columns, candidates) == expected
+    found = products_of_a_search(columns, candidates)
+    assert round(found) == expected  # compared are a few more than the candidates
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -158,6 +158,9 @@ class Module:
     def manual_seed_all(self, seed: int) -> None:
         pass
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
     def _is_in_bad_fork(self) -> bool:
         return False
 

@@ -167,7 +167,8 @@ def test_lightning_starts_them(bench: Bench, whole: Whole) -> None:
     lines = outcome.stdout.splitlines()
     assert lines[-1] == str(bench.run("two"))
     assert len([line for line in lines if line.startswith("block ")]) == BLOCKS  # the first speaks
-    assert outcome.stderr.replace("\r", "\n").count("aespa-pl:") == 0
+    lines = [x for x in outcome.stderr.splitlines() if x.startswith("aespa-pl:")]
+    assert [x for x in lines if "waiting for 2 processes" not in x] == []  # on a slow machine
     bench.check("two", like=whole())
 
 
