@@ -189,7 +189,7 @@ def test_products_are_those_of_the_shortlist_the_parabola_and_the_approximation(
     columns: int, candidates: int, expected: int
 ) -> None:
     found = products_of_a_search(columns, candidates)
-    assert round(found) == expected  # compared are a few more than the candidates
+    assert round(found) == expected  # in whole products
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
