@@ -13,7 +13,7 @@ import psutil
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux tells a container its limits."""
+"""Linux tells a container its limits in this folder."""
 
 
 class Stopwatch:

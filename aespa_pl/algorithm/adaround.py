@@ -12,18 +12,14 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from aespa_pl.algorithm.fusion import fused
 from aespa_pl.algorithm.objectives import error_product
 from aespa_pl.algorithm.products import multiply, operand
 from aespa_pl.algorithm.quantizer import Grid
+from aespa_pl.algorithm.soft_kernels import STRETCH, TINY, soft_error, soft_gradient, weight_gain
 from aespa_pl.algorithm.workspace import Workspace, chunk_elements
 
-STRETCH = 1.2
-"""Width of the stretched sigmoid: it reaches from -0.1 to 1.1 and is cut at 0 and 1 (AdaRound)."""
 CPU_CHUNK = 2**16
 """Elements for each thread; 2**15 to 2**17 were the fastest of 2**12 to 2**24."""
-TINY = 1e-30
-"""Its logarithm is finite, and any power of it 0 for all that follows."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def start(
     lower = lower.to(torch.int16)
     gain = None
     if W.device.type == "cpu":
-        gain = _gain(lower, grid.scale, grid.zeta, grid.levels)
+        gain = weight_gain(lower, grid.scale, grid.zeta, grid.levels)
     rounding = SoftRounding(lower, base, gain, grid.scale, grid.zeta, grid.levels)
     return rounding, rounding_variables(ratio - below)
 
@@ -251,55 +247,6 @@ def _product(
     else:
         P = error_product(dW, H, out=workspace.like("product", dW))
         multiply(G, operand(P), out=gradient)
-
-
-def _gain(lower: Tensor, scale: Tensor, zeta: Tensor, levels: int) -> Tensor:
-    """Return the step of each weight, 0 where the clamp holds it, ``[heads, rows, d_in]``."""
-    step = (scale[..., None] * zeta.view(scale.shape[-1], -1)).flatten(-2)
-    return step * ((lower >= 0) & (lower < levels))
-
-
-@fused
-def soft_error(
-    B: Float[Tensor, "heads rows d_in"],
-    base: Float[Tensor, "heads rows d_in"],
-    *,
-    lower: Int[Tensor, "heads rows d_in"],
-    scale: Float[Tensor, "heads rows groups"],
-    zeta: Float[Tensor, " d_in"],
-    levels: int,
-    out: Float[Tensor, "heads rows d_in"],
-) -> None:
-    """Write the error ``dW`` of the soft rounding to ``out``."""
-    h = (STRETCH * torch.sigmoid(B) - (STRETCH - 1) / 2).clamp(0, 1)
-    out.copy_(base + _gain(lower, scale, zeta, levels) * h)
-
-
-@fused
-def soft_gradient(
-    B: Float[Tensor, "heads rows d_in"],
-    *,
-    lower: Int[Tensor, "heads rows d_in"],
-    scale: Float[Tensor, "heads rows groups"],
-    zeta: Float[Tensor, " d_in"],
-    levels: int,
-    exponent: Float[Tensor, ""] | None,
-    weight: float,
-    gradient: Float[Tensor, "heads rows d_in"],
-) -> None:
-    """Turn the product ``G dW H`` in ``gradient`` into the gradient of both losses.
-
-    There are no sums in it: with them the compiler made six kernels.
-    """
-    sigmoid = torch.sigmoid(B)
-    centred = 2 * STRETCH * sigmoid - STRETCH
-    g = gradient * _gain(lower, scale, zeta, levels)
-    if exponent is not None:
-        cut = centred.clamp(-1, 1)
-        power = (cut.abs().clamp(min=TINY).log2() * (exponent - 2)).exp2() * cut
-        g = g - weight * exponent * power
-    g = torch.where(centred.abs() < 1, g, 0) * (1 - sigmoid) * sigmoid
-    gradient.copy_(2 * STRETCH * g)
 
 
 def decide(

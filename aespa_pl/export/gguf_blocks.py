@@ -31,9 +31,9 @@ class BlockType:
     file_type: LlamaFileType
     """What a file is called whose matrices are mostly of this type."""
     largest_integer: int | None
-    """Of q, for the types that store q and z; None for those that store q - z."""
+    """The largest q, where a type stores q and z; None where it stores q - z."""
     offset: int
-    """Added to q - z, for the types that store that."""
+    """This is added to q - z, where a type stores that."""
     pack: Callable[[Integers, Integers, Bytes], Bytes]
     """From stored values ``[rows, blocks, columns]``, zero points ``[rows, blocks]`` and the scales'
     bytes ``[rows, blocks, 2]`` to the bytes ``[rows, blocks, size]``."""

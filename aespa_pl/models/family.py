@@ -65,7 +65,7 @@ class InputGroup:
     name: str
     projections: tuple[Projection, ...]
     fold: FoldIntoNorm | FoldIntoRows | None
-    """Where zeta goes; None where it cannot be folded exactly."""
+    """The operation that takes zeta; None where none can take it exactly."""
 
 
 @dataclass(frozen=True)

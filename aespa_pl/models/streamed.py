@@ -30,9 +30,9 @@ class StreamedModel:
     device: torch.device
     dtype: torch.dtype
     hidden_folder: Path | None = None
-    """Where the hidden states of all segments are kept in files; None: in memory."""
+    """This folder has the hidden states of all segments in files; None: they are in memory."""
     hidden_on_device: bool = False
-    """Whether that memory is the device's."""
+    """Hidden states in memory are in the device's, not the host's."""
 
     @classmethod
     def open(

@@ -17,26 +17,27 @@ from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 LEARNED_BYTES = 7 * FLOAT + 4
-"""For each weight that is learned: the weight, its base and gain, the rounding variable with gradient and
-two moments in float32; its lower integer in int16, nearest and OPTQ integers in uint8."""
+"""A weight that is learned takes this many bytes: the weight, its base and gain, the rounding variable with
+gradient and two moments in float32; its lower integer in int16, nearest and OPTQ integers in uint8."""
 FACTORED = 6
 """Matrices of the size of a Hessian while OPTQ factors it."""
 KEPT_BYTES = FLOAT + 1
-"""For each weight that is not learned: the weight, and OPTQ's integer."""
+"""A weight that is not learned takes this many bytes: the weight, and OPTQ's integer."""
 OPTQ_BYTES = 5 * FLOAT
-"""For each weight of the projection that OPTQ works on: pending and visited weights, steps, zero points,
-integers."""
+"""A weight of the projection that OPTQ works on takes this many bytes: it is there as pending and as visited
+weight, with step, zero point and integer."""
 CHECKPOINT_BYTES = 3 * FLOAT
-"""For each learned weight: the rounding variable and two moments; twice while one replaces another."""
+"""A checkpoint has this many bytes of a learned weight: the rounding variable and two moments. It is there
+twice while one replaces another."""
 PROCESS_BYTES = 600_000_000
 """Python, torch, lightning and transformers: 380 MB were measured on Linux with CPU torch
 (benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
 MOST_PARTS = 64
 """Of the learning of a block; the largest projections then are parts of their own in any case."""
 GRID_BYTES = 3 * FLOAT
-"""For each candidate of a row and group: scale, zero point, loss."""
+"""A candidate of a row and group takes this many bytes: scale, zero point, loss."""
 CHUNK_BYTES = 3 * FLOAT
-"""For each error of the candidates that are compared at once: itself, its square, a product."""
+"""An error of a candidate that is compared takes this many bytes: itself, its square, a product."""
 POLISH_BYTES = 9 * FLOAT
 """For each weight that is polished at once: integer, error, step and product; copies of them where some rows
 have ended; the integers found."""

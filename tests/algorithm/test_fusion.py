@@ -62,7 +62,8 @@ COMPILED = """
 import json
 import torch
 from torch._inductor import config, metrics
-from aespa_pl.algorithm.adaround import soft_error, soft_gradient, start
+from aespa_pl.algorithm.adaround import start
+from aespa_pl.algorithm.soft_kernels import soft_error, soft_gradient
 from aespa_pl.algorithm.fusion import compiled
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat

@@ -1,0 +1,64 @@
+"""The element-wise work of the soft rounding as two kernels, which an accelerator gets compiled.
+
+``adaround.py`` has the same formulas as a loop over chunks, which suits the caches of a CPU.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from aespa_pl.algorithm.fusion import fused
+
+STRETCH = 1.2
+"""Width of the stretched sigmoid: it reaches from -0.1 to 1.1 and is cut at 0 and 1 (AdaRound)."""
+TINY = 1e-30
+"""Its logarithm is finite, and any power of it 0 for all that follows."""
+
+
+def weight_gain(lower: Tensor, scale: Tensor, zeta: Tensor, levels: int) -> Tensor:
+    """Return the step of each weight, 0 where the clamp holds it, ``[heads, rows, d_in]``."""
+    step = (scale[..., None] * zeta.view(scale.shape[-1], -1)).flatten(-2)
+    return step * ((lower >= 0) & (lower < levels))
+
+
+@fused
+def soft_error(
+    B: Float[Tensor, "heads rows d_in"],
+    base: Float[Tensor, "heads rows d_in"],
+    *,
+    lower: Int[Tensor, "heads rows d_in"],
+    scale: Float[Tensor, "heads rows groups"],
+    zeta: Float[Tensor, " d_in"],
+    levels: int,
+    out: Float[Tensor, "heads rows d_in"],
+) -> None:
+    """Write the error ``dW`` of the soft rounding to ``out``."""
+    h = (STRETCH * torch.sigmoid(B) - (STRETCH - 1) / 2).clamp(0, 1)
+    out.copy_(base + weight_gain(lower, scale, zeta, levels) * h)
+
+
+@fused
+def soft_gradient(
+    B: Float[Tensor, "heads rows d_in"],
+    *,
+    lower: Int[Tensor, "heads rows d_in"],
+    scale: Float[Tensor, "heads rows groups"],
+    zeta: Float[Tensor, " d_in"],
+    levels: int,
+    exponent: Float[Tensor, ""] | None,
+    weight: float,
+    gradient: Float[Tensor, "heads rows d_in"],
+) -> None:
+    """Turn the product ``G dW H`` in ``gradient`` into the gradient of both losses.
+
+    There are no sums in it: with them the compiler made six kernels.
+    """
+    sigmoid = torch.sigmoid(B)
+    centred = 2 * STRETCH * sigmoid - STRETCH
+    g = gradient * weight_gain(lower, scale, zeta, levels)
+    if exponent is not None:
+        cut = centred.clamp(-1, 1)
+        power = (cut.abs().clamp(min=TINY).log2() * (exponent - 2)).exp2() * cut
+        g = g - weight * exponent * power
+    g = torch.where(centred.abs() < 1, g, 0) * (1 - sigmoid) * sigmoid
+    gradient.copy_(2 * STRETCH * g)
