@@ -1,0 +1,119 @@
+"""Perplexity of a model that auto-round has quantized, on the tokens that ``benchmarks/accuracy.py`` takes.
+
+It runs in an environment of its own, without aespa_pl:
+
+    python -m venv peer
+    peer/bin/pip install auto-round transformers safetensors jsonargparse docstring-parser
+    peer/bin/python benchmarks/peer_auto_round.py MODEL EVAL.safetensors CALIBRATION.safetensors
+
+The weights are asymmetric with one scale and one zero point for each row, as they are in our tables. Seconds
+are processor seconds of the quantization, without the imports and the evaluation.
+"""
+
+import importlib
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import auto_cli
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main(
+    model: str,
+    evaluation: str,
+    calibration: str,
+    *,
+    bits: int = 2,
+    group_size: int = -1,
+    iterations: int = 200,
+    extension: bool = False,
+    threads: int = 1,
+    seed: int = 42,
+    segments: int | None = None,
+    output: str | None = None,
+) -> None:
+    """Quantize with auto-round's defaults and print perplexity and seconds.
+
+    Args:
+        model: Folder of the model.
+        evaluation: File with ``ids``, the tokens of the held-out text.
+        calibration: File with ``ids`` ``[segments, L]``, the calibration segments.
+        bits: Of each weight.
+        group_size: Weights that share a scale; -1 is one scale for each row.
+        iterations: Of each block; 200 is auto-round's default.
+        extension: Switch on ``enable_alg_ext``, which auto-round offers for 2 bits.
+        threads: Threads of torch.
+        seed: Of auto-round.
+        segments: Use only the first so many segments of the evaluation.
+        output: A JSON line is appended to this file.
+    """
+    try:
+        auto_round = importlib.import_module("auto_round")
+    except ModuleNotFoundError:
+        raise SystemExit(
+            "auto-round isn't installed here. Use an environment of its own: "
+            "pip install auto-round, then run this file with that environment's Python."
+        ) from None
+    torch.set_num_threads(threads)
+    tokens = load_file(calibration)["ids"].long()
+    count, length = tokens.shape
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    start = time.process_time()
+    quantizer = auto_round.AutoRound(
+        network,
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        bits=bits,
+        group_size=group_size,
+        sym=False,
+        iters=iterations,
+        nsamples=count,
+        seqlen=length,
+        dataset=[segment[None] for segment in tokens],
+        seed=seed,
+        amp=False,
+        device_map="cpu",
+        **({"enable_alg_ext": True} if extension else {}),
+    )
+    quantized, _ = quantizer.quantize()
+    seconds = time.process_time() - start
+    held_out = load_file(evaluation)["ids"].long().view(-1, length)[:segments]
+    row: dict[str, Any] = {
+        "peer": f"auto-round {auto_round.__version__}",
+        "model": Path(model).name,
+        "calibration": Path(calibration).name,
+        "bits": bits,
+        "group_size": group_size,
+        "iterations": iterations,
+        "extension": extension,
+        "perplexity": round(perplexity(quantized, held_out), 3),
+        "processor_seconds": round(seconds, 1),
+    }
+    print(json.dumps(row))
+    if output:
+        with Path(output).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+@torch.no_grad()
+def perplexity(model: torch.nn.Module, segments: Tensor) -> float:
+    """Return exp of the mean negative log likelihood of positions 2 to L of each segment ``[n, L]``."""
+    model.float().eval()
+    total = 0.0
+    for batch in segments.split(4):
+        logits = model(input_ids=batch).logits[:, :-1].float()
+        total += float(
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
+            )
+        )
+    return math.exp(total / (segments.shape[0] * (segments.shape[1] - 1)))
+
+
+if __name__ == "__main__":
+    auto_cli(main)
