@@ -42,7 +42,7 @@ class BlockReconstruction(Tuning):
     The norms that follow divide a token by its own size, so the relative error of each token counts alike.
     But a few tokens may have massive activations, for example the first of a segment, and all others attend
     to them: a block would lose one of these for a small gain in the rest. So where the mean square p of a
-    token is more than ``MASSIVE`` medians m of its segment, its error is divided by ``sqrt(p * MASSIVE * m)``.
+    token is more than ``MASSIVE`` medians m of its segment, its error is divided by ``sqrt(p MASSIVE m)``.
     """
 
     def __init__(
