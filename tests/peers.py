@@ -21,8 +21,10 @@ from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import NumericalError
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch
+from aespa_pl.tuning import Reconstruction, SegmentPairs, reconstruct
 from tests.block.test_quantized import FEW, begin, example, gridded, make_statistics
 from tests.rounding.test_module import SETTINGS, module_of, problems
+from tests.tuning.tuned import RATES, Example, silent_trainer
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -95,6 +97,44 @@ def steps_are_those_of_one(world: World) -> None:
     for name, p in one.projections.items():
         assert torch.equal(several.projections[name].integers, p.integers)
         assert several.projections[name].measured == pytest.approx(p.measured, rel=1e-5)
+
+
+def tuning_is_that_of_one(world: World) -> None:
+    """Processes with mini-batches of one segment make the steps of one with as large mini-batches as all."""
+
+    def tuned(segments: Sequence[int], world: World) -> tuple[Example, Reconstruction]:
+        torch.manual_seed(0)
+        made = Example.make()
+        inputs, targets = (
+            torch.cat(stream)[list(segments)] for stream in (made.inputs, made.targets)
+        )
+        size = len(segments) // 2  # the first half of the segments is trained on
+        pairs = SegmentPairs(
+            [inputs], [targets], batch_size=size, held_back=0.5, seed=0, world=world
+        )
+        found = reconstruct(
+            made.quantized,
+            pairs,
+            run_block=made.run_block,
+            rates=RATES,
+            trainer=silent_trainer(12),
+            label="block 0",
+        )
+        return made, found
+
+    everyone = range(world.size)
+    mine, found = tuned([world.rank, world.size + world.rank], world)
+    one, expected = tuned([*everyone, *(world.size + rank for rank in everyone)], ALONE)
+    assert found.start_error == pytest.approx(expected.start_error, rel=1e-5)
+    assert found.error == pytest.approx(expected.error, rel=1e-2)
+    assert found.error < 0.9 * found.start_error
+    assert found.epoch == expected.epoch
+    state, wanted = mine.quantized.block.state_dict(), one.quantized.block.state_dict()
+    for name in wanted:
+        if "norm" in name:
+            torch.testing.assert_close(state[name], wanted[name], rtol=1e-2, atol=1e-3)
+    learned = torch.cat([tensor.flatten() for tensor in state.values()])
+    assert torch.equal(world.from_first(lambda: learned), learned)  # bit for bit the first one's
 
 
 def factorization_that_fails_in_one_fails_in_all(world: World) -> None:

@@ -164,7 +164,7 @@ class AespaCLI(LightningCLI):
     def fit(self, **_: Any) -> None:
         """Quantize, and print the results."""
         job = self._job()  # before other processes: most mistakes are noticed here
-        check_tuning(self.trainer, self.settings.trainer, job.quantization.tuning)
+        check_tuning(self.trainer, self.settings.trainer, job.quantization.tuning, job.work)
         world, console = self._launch()
         board = Board(self.settings.trainer.logger, self.saved)
         with WalkProgress(console) as progress:

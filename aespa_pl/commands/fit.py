@@ -222,11 +222,17 @@ def _quantize(
         passes=StatisticsPasses(source, job.quantization, run.folder, partition, world),
         progress=progress,
         stopwatch=stopwatch,
-        block_tuner=BlockTuner(source, run, job.quantization, tuning_trainer)
+        block_tuner=BlockTuner(source, run, job.quantization, tuning_trainer, world)
         if tuning.blocks.enabled
         else None,
         model_tuner=ModelTuner(
-            source, run, tuning, job.quantization.bits, tuning_trainer, recompute=recompute
+            source,
+            run,
+            tuning,
+            job.quantization.bits,
+            tuning_trainer,
+            recompute=recompute,
+            world=world,
         )
         if tuning.model.enabled
         else None,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy
@@ -14,6 +15,7 @@ from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import Portion
+from aespa_pl.planning.shape import Work
 from aespa_pl.progress import IterationProgress, WalkProgress
 from aespa_pl.report.tensorboard import LossesFirst
 from aespa_pl.rounding.histograms import RoundingHistograms
@@ -21,6 +23,7 @@ from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, c
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import OutputSettings, TuningSettings
+from aespa_pl.tuning.data import divided
 
 OWN_KEYS = (
     "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "fast_dev_run",
@@ -64,7 +67,7 @@ class BlockTrainers:
 
     def of_tuning(self, run: Run, portion: Portion, epochs: int) -> Trainer:
         """Return the Trainer of the tuning of a block, or of the model."""
-        block, (unit,) = f"block_{portion.block:03}", portion.keys
+        block, unit = f"block_{portion.block:03}", portion.ranges[0].name
         return self._make(
             run,
             portion,
@@ -78,6 +81,7 @@ class BlockTrainers:
             limit_val_batches=1.0,
             val_check_interval=1.0,
             check_val_every_n_epoch=1,
+            use_distributed_sampler=False,  # each process has segments of its own
         )
 
     def _make(
@@ -157,28 +161,39 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
         )
 
 
-def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings) -> None:
+def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: Work) -> None:
     """Raise UserError where the trainer section asks for something that a tuning can't do.
 
     Args:
         trainer: Trainer that was made of the section.
         chosen: The user's section.
         settings: Settings of the tuning.
+        work: Calibration segments, which the devices divide.
     """
     if not settings.enabled:
         return
-    if trainer.world_size > 1:
-        raise UserError(
-            f"quantization.tuning works on one device, and trainer asks for {trainer.world_size}: set "
-            "trainer.devices to 1, or quantization.tuning.blocks.enabled and "
-            "quantization.tuning.model.enabled to false"
-        )
+    _check_shares(trainer.world_size, settings, work)
     stopping = [c for c in _listed(chosen.callbacks) if isinstance(c, EarlyStopping)]
     if stopping:
         raise UserError(
             "trainer.callbacks has EarlyStopping, which a tuning doesn't need, because it keeps its best "
             "epoch: remove it, or lower quantization.rounding.iterations instead"
         )
+
+
+def _check_shares(devices: int, settings: TuningSettings, work: Work) -> None:
+    """Raise UserError where a device has too few segments for a mini-batch and the share held back."""
+    last = World(devices - 1, devices)  # has the fewest
+    fewest = len(last.segments(torch.empty(work.segments, 0), work.batch_size))
+    for section in (settings.blocks, settings.model):
+        if section.enabled and devices > 1:
+            try:
+                divided(fewest, section.batch_size, settings.held_back)
+            except UserError as error:
+                raise UserError(
+                    f"{error}. One of {devices} devices has so few: {work.segments} segments are divided in "
+                    f"batches of {work.batch_size} (data.batch_size, which may be lowered too)"
+                ) from error
 
 
 def check_device(trainer: Trainer, chosen: str) -> None:

@@ -53,11 +53,14 @@ class Portion:
     number: int
     """Place among the portions of the block, from 0."""
     ranges: tuple[HeadRange, ...]
+    processes: int = 1
+    """Number of processes that train it together, where what they find depends on that."""
 
     @property
     def keys(self) -> list[str]:
-        """Names of the ranges; a checkpoint is of use only to the portion with the same ones."""
-        return [heads.key for heads in self.ranges]
+        """Names that a checkpoint has to share with the portion that continues from it."""
+        together = [f"{self.processes} processes"] if self.processes > 1 else []
+        return [heads.key for heads in self.ranges] + together
 
 
 @dataclass(frozen=True)

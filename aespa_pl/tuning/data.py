@@ -9,6 +9,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.storage.batches import Batches, item
 
@@ -93,7 +94,14 @@ class SegmentPairs(LightningDataModule):
     """Delivers the segments of a calibration text in mini-batches, and some of them for validation."""
 
     def __init__(
-        self, inputs: Batches, targets: Batches, *, batch_size: int, held_back: float, seed: int
+        self,
+        inputs: Batches,
+        targets: Batches,
+        *,
+        batch_size: int,
+        held_back: float,
+        seed: int,
+        world: World = ALONE,
     ) -> None:
         """Divide the segments.
 
@@ -103,6 +111,8 @@ class SegmentPairs(LightningDataModule):
             batch_size: Segments in a mini-batch.
             held_back: Share of the segments, the last ones, that is only validated on.
             seed: Of the order.
+            world: The processes that train together, each on segments of its own; all of them take as many
+                steps as the one with the fewest segments.
 
         Raises:
             UserError: There is less than one mini-batch to train on, or nothing is held back.
@@ -111,9 +121,11 @@ class SegmentPairs(LightningDataModule):
         self.pairs = Pairs(inputs, targets)
         self.batch_size = batch_size
         self.seed = seed
+        self.world = world
         count = len(self.pairs)
         # mini-batches of an epoch
-        kept, self.steps = divided(count, batch_size, held_back)
+        kept, steps = divided(count, batch_size, held_back)
+        self.steps = int(-world.largest(-steps))
         whole = self.steps * batch_size
         self.training = range(whole)
         self.validation = range(count - kept, count)
@@ -144,7 +156,7 @@ def divided(segments: int, batch_size: int, held_back: float) -> tuple[int, int]
         UserError: There is less than one mini-batch to train on, or nothing is held back.
     """
     kept = min(segments, math.ceil(held_back * segments))
-    if kept == 0:
+    if held_back == 0:
         raise UserError("tuning: the share of segments held back is 0: set it above 0")
     steps = (segments - kept) // batch_size
     if steps == 0:

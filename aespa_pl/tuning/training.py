@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from aespa_pl.distributed.processes import ALONE
 from aespa_pl.tuning.data import Pair, SegmentPairs
 from aespa_pl.tuning.equivalent import HeadMatrices, Transformation
 from aespa_pl.tuning.parametrization import WeightParametrization
@@ -44,6 +45,9 @@ class Tuning(LightningModule):
 
     The start is a candidate too. Lightning's check before the training measures it, so the Trainer
     needs ``num_sanity_val_steps=-1``.
+
+    Several processes train it together: each has segments of its own, and all take the same steps, because
+    gradients are averaged over the processes and errors added up.
     """
 
     def __init__(self, module: nn.Module, rates: LearningRates, label: str) -> None:
@@ -58,6 +62,8 @@ class Tuning(LightningModule):
         self.module = module
         self.rates = rates
         self.label = label
+        self.world = ALONE
+        """The processes that train it together."""
         self.start_error = self.best_error = math.nan
         self.best_epoch = 0
         """0 is the start."""
@@ -103,6 +109,14 @@ class Tuning(LightningModule):
         error: Tensor = total / count
         self.log("tuning/training_error", error)
         return error + self.penalty()
+
+    def on_after_backward(self) -> None:
+        """Average the gradients of all processes; a process alone keeps its own."""
+        if not self.world.alone:
+            for _, parameter in self._trained():
+                if parameter.grad is not None:
+                    self.world.sum_(parameter.grad)
+                    parameter.grad /= self.world.size
 
     def penalty(self) -> Tensor | float:
         """Return what is added to the error of a mini-batch."""
@@ -184,8 +198,10 @@ class Tuning(LightningModule):
         return kinds
 
     def _error_held_back(self) -> float:
-        total, count = torch.stack(self._errors).double().sum(0).tolist()
+        summed = torch.stack(self._errors).double().sum(0)
         self._errors.clear()
+        self.world.sum_(summed)
+        total, count = summed.tolist()
         return float(total / count)
 
     def _judge(self, error: float, epoch: int) -> None:
@@ -217,11 +233,14 @@ def fit(
         checkpoint: Where an earlier training stopped.
     """
     device = next(module.parameters()).device
+    module.world = pairs.world
     with warnings.catch_warnings():
         # on purpose: dropout is none of the quantized model
         warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
         # steps are counted over the epochs, so there are curves all the same
         warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
+        # errors are those of all processes already
+        warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
     module.to(device)  # Lightning leaves it on the CPU
     module.restore_best()

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -43,6 +44,8 @@ class ModelTuner:
     make_trainer: MakeTuningTrainer
     recompute: bool
     """Whether each block runs once more in the backward pass, which takes less memory."""
+    world: World = ALONE
+    """The processes; each has the hidden states of its segments, and the first writes."""
 
     def tune(
         self, tokens: Tensor, hidden: Batches, batch_size: int, writer: ModelWriter
@@ -50,19 +53,22 @@ class ModelTuner:
         """Tune the model, and write what was learned to one file of the run.
 
         Args:
-            tokens: Calibration segments, ``[segments, L]``.
-            hidden: The original's hidden states after its last block.
+            tokens: Calibration segments of all processes, ``[segments, L]``.
+            hidden: The original's hidden states after its last block, of this process's segments.
             batch_size: Segments in a batch of ``hidden``.
             writer: Knows the files of the quantized blocks.
         """
-        settings, portion = self.settings.model, tuning_portion(self.source.block_count, "model")
+        self.world.wait_for_all()  # for the files of the last block
+        settings, count, world = self.settings.model, self.source.block_count, self.world
+        portion = tuning_portion(count, "model", world)
         tunable = self._load(self._quantized(writer))
         pairs = SegmentPairs(
-            list(tokens.split(batch_size)),
+            list(world.segments(tokens, batch_size).split(batch_size)),
             hidden,
             batch_size=settings.batch_size,
             held_back=self.settings.held_back,
-            seed=self.source.block_count,
+            seed=count,
+            world=world,
         )
         with self.source.stem():
             found = tune_model(
@@ -71,11 +77,12 @@ class ModelTuner:
                 head=lambda states: self.source.family.head(self.source.model, states),
                 rates=LearningRates(settings.integer_rate, settings.scale_rate, settings.bias_rate),
                 trainer=self.make_trainer(portion, settings.epochs),
-                checkpoint=self.run.checkpoint_to_continue(portion),
+                checkpoint=world.from_first(lambda: self.run.checkpoint_to_continue(portion)),
                 recompute=self.recompute,
             )
-        write_tensors(self.run.tuned_file, self._learned(tunable, found), {})
-        self.run.finish_tuning(record.tuning(found))
+        if world.is_first:
+            write_tensors(self.run.tuned_file, self._learned(tunable, found), {})
+            self.run.finish_tuning(record.tuning(found))
         del tunable
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()

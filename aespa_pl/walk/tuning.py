@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.observe import observing
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, InputGroup
 from aespa_pl.models.headers import DTYPES
@@ -39,15 +41,16 @@ MakeTuningTrainer = Callable[[Portion, int], Trainer]
 """Makes the Trainer of a tuning from its portion and its number of epochs."""
 
 
-def tuning_portion(block: int, name: str, number: int = 0) -> Portion:
+def tuning_portion(block: int, name: str, world: World, number: int = 0) -> Portion:
     """Return what tells the checkpoints of a tuning from those of step 4.
 
     Args:
         block: Number of the block; that of the last plus one for the model.
         name: Name of the unit, or ``model``.
+        world: The processes that tune it together; others could not continue from its checkpoints.
         number: Place among the portions of the block, where its result is kept for another tuning.
     """
-    return Portion(block, number, (HeadRange(name, 0, 1, 1),))
+    return Portion(block, number, (HeadRange(name, 0, 1, 1),), world.size)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class BlockTuner:
     run: Run
     settings: QuantizationSettings
     make_trainer: MakeTuningTrainer
+    world: World = ALONE
+    """The processes; each has the hidden states of its segments, and all get the tuned block."""
 
     def between(self, module: nn.Module, originals: Batches) -> Batches | None:
         """Return the original's hidden states between the sublayers; None where none are trained.
@@ -123,7 +128,7 @@ class BlockTuner:
             learned = self._tune_before(index, unit, tunable, inputs)
             weights |= learned.weights
             finite = finite and learned.finite
-        found = self._tune_unit(tuning_portion(index, last.name), last, tunable, inputs)
+        found = self._tune_unit(tuning_portion(index, last.name, self.world), last, tunable, inputs)
         weights |= found.weights
         changed = changed_share(tunable.weights, weights)
         return replace(found, weights=weights, changed=changed, finite=finite and found.finite)
@@ -142,17 +147,23 @@ class BlockTuner:
         self, index: int, unit: Unit, tunable: TunableBlock, inputs: Batches
     ) -> LearnedUnit:
         """Tune a unit that others follow, or read what an interrupted run has learned of it."""
-        known = [record.keys for record in self.run.portions]
-        number = known.index([unit.name]) if [unit.name] in known else len(known)
-        portion = tuning_portion(index, unit.name, number)
-        file = self.run.portion_to_continue(portion)
+        portion, file = self.world.from_first(lambda: self._known_unit(index, unit))
         if file is not None:
             return read_unit(file, tunable)
         found = self._tune_unit(portion, unit, tunable, inputs)
-        file = self.run.portion_file(portion)
-        write_unit(file, tunable, found)
-        self.run.note_portion(portion, file)
+        if self.world.is_first:
+            file = self.run.portion_file(portion)
+            write_unit(file, tunable, found)
+            self.run.note_portion(portion, file)
         return LearnedUnit(found.weights, found.finite)
+
+    def _known_unit(self, index: int, unit: Unit) -> tuple[Portion, Path | None]:
+        """Return a unit's portion of the block, and the file of what was learned of it, if there is one."""
+        keys = tuning_portion(index, unit.name, self.world).keys
+        known = [record.keys for record in self.run.portions]
+        number = known.index(keys) if keys in known else len(known)
+        portion = tuning_portion(index, unit.name, self.world, number)
+        return portion, self.run.portion_to_continue(portion)
 
     def _tune_unit(
         self, portion: Portion, unit: Unit, tunable: TunableBlock, inputs: Batches
@@ -166,6 +177,7 @@ class BlockTuner:
             batch_size=settings.batch_size,
             held_back=self.settings.tuning.held_back,
             seed=portion.block,
+            world=self.world,
         )
         found = reconstruct(
             replace(tunable, layout=layout, weights={n: tunable.weights[n] for n in names}),
@@ -179,7 +191,7 @@ class BlockTuner:
             ),
             trainer=self.make_trainer(portion, cast(int, settings.epochs)),
             label=f"block {portion.block}",
-            checkpoint=self.run.checkpoint_to_continue(portion),
+            checkpoint=self.world.from_first(lambda: self.run.checkpoint_to_continue(portion)),
             learned=recipe(self.settings, block, layout),
         )
         gc.collect()  # Trainer, module and optimizer refer to each other

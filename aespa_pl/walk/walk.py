@@ -20,6 +20,7 @@ from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
+from aespa_pl.run.schema import TunedModelRecord
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import remove_leftovers, write_tensors
@@ -69,7 +70,7 @@ class Walk:
             tokens: Calibration segments, ``[segments, L]``.
         """
         writer = ModelWriter(self.run.model_folder, self.source.block_count)
-        self.run.blocks = self.world.from_first(lambda: self._begin(writer))
+        self.run.blocks, self.run.tuned = self.world.from_first(lambda: self._begin(writer))
         if self._missing or self._tunes_model:
             streams = self._walk(tokens, self._missing, writer)
             if self.model_tuner is not None and self._tunes_model:
@@ -78,9 +79,9 @@ class Walk:
                         tokens, cast(Batches, streams.original), self.batch_size, writer
                     )
                 self._tell_of_tuning(tuned)
-        if self.model_tuner is not None:
-            self.model_tuner.rewrite(writer)
         if self.world.is_first:
+            if self.model_tuner is not None:
+                self.model_tuner.rewrite(writer)
             self._finish(writer)
 
     @property
@@ -91,8 +92,10 @@ class Walk:
     def _tunes_model(self) -> bool:
         return self.model_tuner is not None and self.run.tuned is None
 
-    def _begin(self, writer: ModelWriter) -> dict[int, dict[str, Any]]:
-        """Write what lies outside the blocks; return what is known of those that are complete."""
+    def _begin(
+        self, writer: ModelWriter
+    ) -> tuple[dict[int, dict[str, Any]], TunedModelRecord | None]:
+        """Write what lies outside the blocks; return what is complete: blocks, end-to-end tuning."""
         pretrained, family = self.source.pretrained, self.source.family
         self.run.finish_replacing()
         for folder in (self.run.block_file(0).parent, self.run.model_folder):
@@ -101,7 +104,7 @@ class Walk:
         stem = {name: pretrained.tensor(name) for name in pretrained.stem_names(family)}
         if self.run.tuned is None:  # otherwise it is rewritten with the blocks
             writer.write_stem(stem)
-        return self.run.blocks
+        return self.run.blocks, self.run.tuned
 
     def _walk(self, tokens: Tensor, missing: Sequence[int], writer: ModelWriter) -> Streams:
         """Quantize the blocks that are missing; return the hidden states after the last block.

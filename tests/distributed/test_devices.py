@@ -149,6 +149,7 @@ CHECKS = [
     peers.steps_are_those_of_one,
     peers.factorization_that_fails_in_one_fails_in_all,
     peers.curves_are_of_all_rows,
+    peers.tuning_is_that_of_one,
 ]
 
 
@@ -262,6 +263,33 @@ def test_stopped_run_goes_on_with_another_number(
     assert outcome.status == 0, "\n".join(outcome.texts)
     assert f"1 of {BLOCKS} blocks are complete already" in outcome.text
     bench.check(name, like=whole())
+
+
+TUNED = (
+    "--quantization.method=aespa-tuned",
+    "--data.batch_size=2",
+    "--output.checkpoint_iterations=1",
+)
+
+
+def test_two_tune_together_and_go_on_bit_for_bit(bench: Bench) -> None:
+    whole = bench.fit("tuned", *TUNED, processes=2)
+    assert whole.status == 0, "\n".join(whole.texts)
+    assert whole.texts[1:] == [""]
+    tuning = [record["tuning"] for record in bench.journal("tuned")["blocks"].values()]
+    assert all(found["error"] < found["start_error"] for found in tuning)
+    when = "checkpoints/block_001/tuning/*.ckpt"
+    killed = bench.fit("tuned_killed", *TUNED, processes=2, number=signal.SIGKILL, when=when)
+    assert killed.status == -signal.SIGKILL
+    used = bench.journal("tuned_killed")["checkpoint"]
+    assert used["block"] == 1
+    outcome = bench.fit("tuned_killed", *TUNED, *LAST, processes=2)
+    assert outcome.status == 0, "\n".join(outcome.texts)
+    for index in range(BLOCKS):
+        file = f"blocks/block_{index:03}.safetensors"
+        found, expected = (load_file(bench.run(n) / file) for n in ("tuned_killed", "tuned"))
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert bench.journal("tuned_killed")["tuned"] == bench.journal("tuned")["tuned"]
 
 
 def test_killed_run_of_one_goes_on_with_torchrun(bench: Bench, whole: Whole) -> None:

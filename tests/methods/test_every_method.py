@@ -15,6 +15,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.planning.partition import Portion
+from aespa_pl.planning.shape import Work
 from aespa_pl.resolve import resolved
 from aespa_pl.run.checkpointing import JournaledCheckpointIO
 from aespa_pl.run.journal import Run
@@ -145,16 +146,19 @@ def test_a_killed_run_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_several_devices_are_refused_where_forward_passes_train(method: str) -> None:
-    """The others divide rows over the processes: tests/distributed."""
+def test_devices_without_segments_of_their_own_are_refused_where_forward_passes_train(
+    method: str,
+) -> None:
+    """What several devices find is in tests/distributed."""
     tuning = resolved(QuantizationSettings(method=method)).tuning
-    two: Any = SimpleNamespace(world_size=2)
-    check = partial(check_tuning, two, SimpleNamespace(callbacks=None), tuning)
+    three: Any = SimpleNamespace(world_size=3)
+    check = partial(check_tuning, three, SimpleNamespace(callbacks=None), tuning)
+    check(Work(12, 8, 4, 4))
     if METHODS[method].tune_blocks:
-        with pytest.raises(UserError, match=r"tuning works on one device, and trainer asks for 2"):
-            check()
+        with pytest.raises(UserError, match=r"0 calibration segments.*One of 3 devices has so few"):
+            check(Work(8, 8, 4, 4))  # two batches
     else:
-        check()
+        check(Work(8, 8, 4, 4))
 
 
 def test_brecq_learns_the_attention_before_the_feed_forward_network(tmp_path: Path) -> None:
