@@ -5,13 +5,19 @@ from typing import Literal, TypeVar
 
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS
+from aespa_pl.methods.method import Method
 from aespa_pl.settings import QuantizationSettings
 
 T = TypeVar("T")
 Products = Literal["auto", "float32", "tf32", "bfloat16"]
+RATE_WIDTH, LEAST_SHARE = 192, 0.2
+"""Hidden size up to which the method's learning rate of integers holds in the tuning of blocks, and the share
+of it that is left at five times that and more (docs/tuning.md)."""
 
 
-def resolved(settings: QuantizationSettings, device: str = "cpu") -> QuantizationSettings:
+def resolved(
+    settings: QuantizationSettings, device: str = "cpu", width: int = RATE_WIDTH
+) -> QuantizationSettings:
     """Return the settings with every null that the method decides filled in, and without auto.
 
     Settings that are resolved already come back as they are.
@@ -19,6 +25,7 @@ def resolved(settings: QuantizationSettings, device: str = "cpu") -> Quantizatio
     Args:
         settings: Of the user.
         device: Type of the device that blocks run on.
+        width: Hidden size of the model.
 
     Raises:
         UserError: The method is unknown, or settings contradict each other.
@@ -62,7 +69,7 @@ def resolved(settings: QuantizationSettings, device: str = "cpu") -> Quantizatio
                 parametrization=_either(blocks.parametrization, method.parametrization),
                 unit=_either(blocks.unit, method.unit),
                 epochs=_either(blocks.epochs, method.epochs),
-                integer_rate=_either(blocks.integer_rate, method.integer_rate),
+                integer_rate=_either(blocks.integer_rate, _integer_rate(method, width)),
                 scale_rate=_either(blocks.scale_rate, method.scale_rate),
             ),
             model=replace(model, enabled=_either(model.enabled, method.tune_model)),
@@ -103,6 +110,13 @@ def _refuse_contradictions(settings: QuantizationSettings) -> None:
             f"{settings.method}), which finds grids and integers anew, so what {', '.join(in_vain)} asks "
             "for would be lost: switch it off, or choose another parametrization"
         )
+
+
+def _integer_rate(method: Method, width: int) -> float:
+    """Return the method's learning rate of integers; rows of more weights move further in each step."""
+    if method.parametrization != "straight-through":
+        return method.integer_rate
+    return method.integer_rate * min(1.0, max(LEAST_SHARE, RATE_WIDTH / width))
 
 
 def _products(given: Products, device: str) -> Products:

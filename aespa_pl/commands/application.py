@@ -50,7 +50,6 @@ from aespa_pl.distributed.launch import (
 from aespa_pl.distributed.processes import PeerLostError, World
 from aespa_pl.errors import UserError
 from aespa_pl.progress import WalkProgress
-from aespa_pl.resolve import resolved
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.settings import SECTIONS, TaskSettings
 from aespa_pl.storage.files import write_text
@@ -129,9 +128,6 @@ class AespaCLI(LightningCLI):
         except (ArgumentError, ImportError, TypeError, ValueError) as error:
             raise UserError(f"trainer: {first_cause(error)}") from error
         self.settings = self.config_init[self.subcommand]
-        self.saved = configuration_text(
-            self.parser, self.config, str(self.subcommand), resolved(self.settings.quantization)
-        )
         check_trainer({**TRAINER_KEYS, **self.settings.trainer})
         self.model = self.datamodule = None
         self.trainer = self._first_trainer()
@@ -164,6 +160,7 @@ class AespaCLI(LightningCLI):
     def fit(self, **_: Any) -> None:
         """Quantize, and print the results."""
         job = self._job()  # before other processes: most mistakes are noticed here
+        self.saved = configuration_text(self.parser, self.config, "fit", job.quantization)
         check_tuning(self.trainer, self.settings.trainer, job.quantization.tuning, job.work)
         world, console = self._launch()
         board = Board(self.settings.trainer.logger, self.saved)

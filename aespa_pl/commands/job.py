@@ -60,13 +60,14 @@ class Job:
         Raises:
             UserError: The model can't be found, read or quantized with these settings.
         """
-        quantization = resolved(quantization, device.type)
+        resolved(quantization, device.type)  # refuses what can't work before a model is downloaded
         cache = Path(data.cache).expanduser() if data.cache else None
         check_output(output)
         pretrained = PretrainedFolder.open(resolve(model.pretrained, model.revision), cache)
-        job = cls(
-            model, data, quantization, output, device, pretrained, family_of(pretrained.config)
-        )
+        family = family_of(pretrained.config)
+        width = Shape.of(pretrained.config, family).hidden
+        quantization = resolved(quantization, device.type, width)
+        job = cls(model, data, quantization, output, device, pretrained, family)
         check_lengths(data, job._positions, model.pretrained)
         check_groups(job.shape, quantization)
         data = resolved_data(

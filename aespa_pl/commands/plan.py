@@ -64,11 +64,11 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
     device = torch.device(DEVICES[name] or ("cuda" if found else "cpu"))
     if device.type == "cuda" and not found:
         raise UserError(f"trainer.accelerator is {name}: torch finds no CUDA device, set it to cpu")
-    quantization = resolved(quantization or QuantizationSettings(), device.type)
     config = read_config(resolve(model.pretrained, model.revision, weights=False))
     family = family_of(config)
     positions = family.positions(config)
     shape = Shape.of(config, family)
+    quantization = resolved(quantization or QuantizationSettings(), device.type, shape.hidden)
     limits.check_lengths(data, positions, model.pretrained)
     limits.check_groups(shape, quantization)
     stored = getattr(config, "dtype", None) or torch.float32

@@ -66,6 +66,26 @@ def test_nulls_become_what_the_method_says(name: str) -> None:
         assert value_of(settings, key) == getattr(METHODS[name], field)
 
 
+@pytest.mark.parametrize(
+    ("method", "width", "rate"),
+    [
+        ("aespa-tuned", 192, 0.005),
+        ("aespa-tuned", 576, 0.005 / 3),
+        ("aespa-tuned", 960, 0.001),
+        ("aespa-tuned", 8192, 0.001),
+        ("brecq", 8192, 0.02),  # learns rounding variables
+    ],
+)
+def test_integers_of_wide_models_are_learned_at_a_lower_rate(
+    method: str, width: int, rate: float
+) -> None:
+    found = resolved(QuantizationSettings(method=method), width=width)
+    assert found.tuning.blocks.integer_rate == pytest.approx(rate)
+    assert resolved(found, width=64) == found
+    given = changed({"tuning.blocks.integer_rate": 0.7}, QuantizationSettings(method=method))
+    assert resolved(given, width=width).tuning.blocks.integer_rate == 0.7
+
+
 @pytest.mark.parametrize("field", OVERRIDES)
 def test_what_the_user_sets_goes_before_the_method(field: str) -> None:
     key, value = OVERRIDES[field]
