@@ -334,6 +334,10 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
             r"output\.folder is s3://runs: a folder of this machine",
         ),
         (["--output.name", "../.."], r"output\.name is '\.\./\.\.': a name inside"),
+        (
+            ["--output.histograms", "[q_proj, gate_prj]"],
+            r"histograms has gate_prj: did you mean gate_proj\? the projections .* are q_proj, k_proj, ",
+        ),
         (["--quantization.rounding.learning_rate", "inf"], r"rate is inf: a finite number above 0"),
         (["--quantization.rounding.penalty_other", "nan"], r"other is nan: a finite number, 0 or"),
         (
@@ -350,7 +354,16 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
         (["--quantization.bits"], r"quantization\.bits has no value"),
         (["opt.yaml"], r"opt\.yaml stands alone.*--config opt\.yaml"),
         (["--trainer.devises", 2], r"trainer\.devises is unknown: did you mean trainer\.devices\?"),
-        (["--trainer.logger", "NoLogger"], r"trainer\.logger can't have this value.*NoLogger"),
+        (["--trainer.logger", "NoLogger"], r"trainer\.logger: there is no NoLogger: give the name of"),
+        (
+            ["--trainer.callbacks", "EarlyStoping"],
+            r"trainer\.callbacks: there is no EarlyStoping: did you mean EarlyStopping\? give the name of",
+        ),
+        (
+            ["--trainer.callbacks", "[LearningRateMonitor, mine.Callback]"],
+            r"trainer\.callbacks: there is no mine\.Callback: give .*such as my_package\.MyClass",
+        ),
+        (["--trainer.devices", "many"], r"trainer\.devices.*many"),
         (["--trainer.accelerator", "gpu"], r"trainer\.accelerator is gpu: set it to cpu"),
         (["--trainer.logger", "WandbLogger"], r"trainer: .*wandb"),
         (

@@ -259,7 +259,8 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     quiet_writers()
     end_with_launcher()
     torch.set_float32_matmul_precision("highest")  # whatever the environment says
-    refuse_trainer_keys(Arguments.read(words[1:]))
+    arguments = Arguments.read(words[1:])
+    refuse_trainer_keys(arguments)
     commands = {name: {"exit_on_error": False} for name in AespaCLI.subcommands()}
     try:
         AespaCLI(
@@ -280,7 +281,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
             args=list(words),
         )
     except ArgumentError as error:
-        raise UserError(value_refused(error, words[0])) from error
+        raise UserError(value_refused(error, arguments, words[0])) from error
     except PeerLostError as error:
         let_the_first_speak()
         raise EndedError(

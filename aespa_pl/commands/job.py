@@ -13,6 +13,7 @@ from aespa_pl.block.quantized import nearest_weight
 from aespa_pl.commands.limits import (
     calibration_length,
     check_groups,
+    check_histograms,
     check_lengths,
     check_output,
     evaluation_length,
@@ -70,6 +71,7 @@ class Job:
         job = cls(model, data, quantization, output, device, pretrained, family)
         check_lengths(data, job._positions, model.pretrained)
         check_groups(job.shape, quantization)
+        check_histograms(output.histograms, job.family.layout(pretrained.config))
         data = resolved_data(
             data,
             quantization,

@@ -2,12 +2,15 @@
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from aespa_pl.commands.arguments import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes
+from aespa_pl.models.family import BlockLayout
 from aespa_pl.planning.budget import free_to_plan
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.table import human
@@ -125,6 +128,16 @@ def check_output(output: OutputSettings) -> Path:
     if name.is_absolute() or ".." in name.parts or not name.parts:
         raise UserError(f"output.name is {output.name!r}: a name inside of output.folder")
     return Path(output.folder).expanduser() / name
+
+
+def check_histograms(chosen: Sequence[str], layout: BlockLayout) -> None:
+    """Raise UserError if histograms are asked for of a projection that the model doesn't have."""
+    known = [projection.name for projection in layout.projections]
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        has = f"the projections of this model are {', '.join(known)}"
+        hint = nearest(unknown[0], known) or ":"
+        raise UserError(f"output.histograms has {', '.join(unknown)}{hint} {has}")
 
 
 def nearest_existing(folder: Path) -> Path:

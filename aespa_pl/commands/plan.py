@@ -56,7 +56,8 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
 
     quiet_libraries()
     data = data or DataSettings()
-    folder = limits.check_output(output or OutputSettings())
+    output = output or OutputSettings()
+    folder = limits.check_output(output)
     name = str((trainer or {}).get("accelerator", "auto"))
     if name not in DEVICES:
         raise UserError(f"trainer.accelerator is {name}: {', '.join(DEVICES)}")
@@ -71,6 +72,7 @@ def plan(  # noqa: PLR0917 - called by jsonargparse, by name
     quantization = resolved(quantization or QuantizationSettings(), device.type, shape.hidden)
     limits.check_lengths(data, positions, model.pretrained)
     limits.check_groups(shape, quantization)
+    limits.check_histograms(output.histograms, family.layout(config))
     stored = getattr(config, "dtype", None) or torch.float32
     segments, length = data.calibration.segments, limits.calibration_length(data, positions)
     size = block_dtype(model, device, stored).itemsize

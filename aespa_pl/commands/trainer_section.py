@@ -3,14 +3,23 @@
 import inspect
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import Trainer
 
-from aespa_pl.commands.arguments import FREE, Arguments, keys_given, nearest
+from aespa_pl.commands.arguments import (
+    FREE,
+    Arguments,
+    keys_given,
+    nearest,
+    read_configuration,
+)
 from aespa_pl.commands.trainers import OWN_KEYS
 from aespa_pl.errors import UserError
 from aespa_pl.settings import QuantizationSettings
@@ -26,6 +35,11 @@ TRAINER_DEFAULTS = {
 """Defaults that differ from Lightning's."""
 TRAINER_KEYS = {key: p.default for key, p in inspect.signature(Trainer).parameters.items()}
 """Lightning's own defaults, by key of the ``trainer`` section."""
+EXAMPLES = {
+    "callbacks": "lightning.pytorch.callbacks.LearningRateMonitor",
+    "logger": "lightning.pytorch.loggers.CSVLogger",
+}
+"""Keys of the section that take the names of classes, each with a class of Lightning."""
 SHOWN = 200
 """Largest number of characters that are shown of a library's message."""
 
@@ -50,13 +64,62 @@ def refuse_trainer_keys(arguments: Arguments) -> None:
         raise UserError("; ".join(dict.fromkeys(mistakes)))
 
 
-def value_refused(error: ArgumentError, command: str) -> str:
+def value_refused(error: ArgumentError, arguments: Arguments, command: str) -> str:
     """Return the message for a value that jsonargparse refuses; our own sections were checked before."""
     key = re.search(r'key "([^"]*)"', str(error))
+    mistakes = [m for name in EXAMPLES if (m := _unknown_classes(name, arguments))]
+    if mistakes:
+        return "; ".join(mistakes)
     return (
         f"{key[1] if key else FREE} can't have this value ({first_cause(error)}): aespa-pl {command} --help "
         "shows what it can be"
     )
+
+
+def _unknown_classes(name: str, arguments: Arguments) -> str | None:
+    """Return which callbacks or loggers can't be found, and what to give; None if all are there."""
+    key, (package, _, example) = f"{FREE}.{name}", EXAMPLES[name].rpartition(".")
+    unknown = [path for path in _class_paths(key, arguments) if not _exists(path, package)]
+    if not unknown:
+        return None
+    module = import_module(package)
+    classes = [known for known in dir(module) if inspect.isclass(getattr(module, known))]
+    hint = nearest(unknown[0], classes) or ":"
+    return (
+        f"{key}: there is no {', '.join(unknown)}{hint} give the name of a class in {package}, such as "
+        f"{example}, or the import path of yours, such as my_package.MyClass"
+    )
+
+
+def _class_paths(key: str, arguments: Arguments) -> list[str]:
+    """Return the names and import paths of classes that are given for a key."""
+    given: list[Any] = []
+    for option in arguments.options:
+        if option.key.removesuffix("+") in (key, f"{key}.class_path"):
+            given.append(_value(option.value or ""))
+        elif option.key == "config" and option.value:
+            section = read_configuration(Path(option.value)).get(FREE)
+            given.append(section.get(key.split(".")[1]) if isinstance(section, Mapping) else None)
+    flat = [item for value in given for item in (value if isinstance(value, list) else [value])]
+    paths = [item.get("class_path") if isinstance(item, Mapping) else item for item in flat]
+    return [path for path in paths if isinstance(path, str)]
+
+
+def _value(text: str) -> Any:
+    """Return what a word of the command line stands for: a list, a mapping, or the word itself."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _exists(path: str, package: str) -> bool:
+    """Tell whether there is something at an import path, or of a name in a package."""
+    own_package, _, name = path.rpartition(".")
+    try:
+        return hasattr(import_module(own_package or package), name)
+    except ImportError:
+        return False
 
 
 def first_cause(error: BaseException) -> str:

@@ -47,7 +47,8 @@ class Curves:
     """Holds all that the blocks of a run have logged."""
 
     scalars: dict[str, dict[tuple[int, str], Curve]] = field(default_factory=dict)
-    """Curves by name (``loss_reconstruction``), then by block and projection."""
+    """Curves by name (``loss_reconstruction``), then by block and projection. The name of a sublayer's curves
+    ends with the sublayer's (``tuning/attention``)."""
     histograms: dict[str, dict[tuple[int, str], HistogramSeries]] = field(default_factory=dict)
     """Histograms by name, then by block and projection."""
     unreadable: tuple[Path, ...] = ()
@@ -62,30 +63,32 @@ def read_curves(run: Path) -> Curves:
     """Read the event files of all blocks; a file that is still being written is read so far.
 
     Args:
-        run: The run's folder, with ``block_NNN`` folders in it.
+        run: The run's folder, with folders ``block_NNN`` in it, and ``block_NNN_UNIT`` for a sublayer that
+            was tuned by itself.
     """
     curves, unreadable = Curves(), []
     for folder in sorted(run.glob("block_*")):
-        number = folder.name.removeprefix("block_")
+        number, _, unit = folder.name.removeprefix("block_").partition("_")
         if not folder.is_dir() or not number.isdecimal():
             continue
         events = EventAccumulator(str(folder), size_guidance=EVERYTHING)
         try:
             events.Reload()
-            _add_block(curves, int(number), events)
+            _add_block(curves, int(number), unit, events)
         except Exception:  # noqa: BLE001  (protobuf's and the file system's errors share no class)
             unreadable.append(folder)
     return Curves(curves.scalars, curves.histograms, tuple(unreadable))
 
 
-def _add_block(curves: Curves, block: int, events: EventAccumulator) -> None:
+def _add_block(curves: Curves, block: int, unit: str, events: EventAccumulator) -> None:
+    """Add what is logged for a block, or for one of its sublayers (``unit``; else it is empty)."""
     for tag, name, projection in _tags(events, SCALARS):
         points = events.Scalars(tag)
         curve = Curve(
             np.array([point.step for point in points], float),
             np.array([point.value for point in points], float),
         )
-        curves.scalars.setdefault(name, {})[block, projection] = curve
+        curves.scalars.setdefault(f"{name}/{unit}" if unit else name, {})[block, projection] = curve
     for tag, name, projection in _tags(events, HISTOGRAMS):
         series = _histogram_series(events, tag)
         curves.histograms.setdefault(name, {})[block, projection] = series

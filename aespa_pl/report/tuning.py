@@ -1,8 +1,13 @@
-"""Figures of tuning: the error on held-back segments before and after it, and on its way."""
+"""Draw what tuning does: the error on held-back segments before, during and after it.
 
+A method tunes each block as a whole, or one sublayer after the other; each unit has a panel of its own.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from aespa_pl.report.curves import Curve
@@ -24,51 +29,99 @@ from aespa_pl.report.stored import StoredRun
 NOT_TUNED = "Not stored by this run: its method tunes no blocks, or none was tuned yet."
 NO_CURVE = "Not stored by this run: its method tunes no blocks, or trainer.logger is false."
 HELD_BACK = "held_back_error"
-"""Of the group ``tuning`` among a block's curves."""
+"""Name of the curve in the group ``tuning``."""
+WHOLE, ATTENTION, FEED_FORWARD = "block", "attention", "feed-forward network"
+CURVES = {WHOLE: "tuning", ATTENTION: "tuning/attention", FEED_FORWARD: "tuning/feed_forward"}
+"""Group of the curves of each unit."""
 LINES = ("before tuning", "after tuning")
+
+Errors = Mapping[int, tuple[float, float]]
+"""Error before and after the tuning of a unit, by block."""
 
 
 def tuning_errors(run: StoredRun, width: float) -> Picture:
-    """Return each block's error on held-back segments before and after its tuning."""
+    """Return each block's error on held-back segments before and after its tuning, a panel for each unit."""
     name, title = "tuning", "Error of each block before and after its tuning"
-    records = {
+    errors = _errors(run)
+    if not run.blocks:
+        return Picture(name, title, NO_BLOCK)
+    if not errors:
+        return Picture(name, title, NOT_TUNED)
+    figure, panels = _panels(errors, width, 3.2)
+    for unit, axes in panels.items():
+        _draw_errors(axes, errors[unit])
+    figure.supylabel("‖output - original‖² / ‖original‖²\non held-back segments", fontsize=9)
+    handles, labels = next(iter(panels.values())).get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    return Picture(name, title, _caption(run, errors), figure)
+
+
+def _errors(run: StoredRun) -> dict[str, Errors]:
+    """Return the errors of each unit; the journal has those of the last unit of a block."""
+    curves = _curves(run)
+    last = FEED_FORWARD if ATTENTION in curves else WHOLE
+    recorded = {
         index: (float(found["start_error"]), float(found["error"]))
         for index, record in run.blocks.items()
         if (found := record.get("tuning")) and found["start_error"] and found["error"]
     }
-    if not run.blocks:
-        return Picture(name, title, NO_BLOCK)
-    if not records:
-        return Picture(name, title, NOT_TUNED)
-    errors = np.array(list(records.values()))
-    figure = Figure(figsize=(width, 3.2), layout="constrained")
-    axes = figure.subplots()
+    first = {
+        block: (float(curve.values[0]), float(np.nanmin(curve.values)))
+        for block, curve in curves.get(ATTENTION, {}).items()
+    }
+    return {unit: found for unit, found in ((ATTENTION, first), (last, recorded)) if found}
+
+
+def _curves(run: StoredRun) -> dict[str, dict[int, Curve]]:
+    """Return the error over the steps from the start on, by unit and finished block."""
+    found: dict[str, dict[int, Curve]] = {}
+    for unit, group in CURVES.items():
+        for (block, what), curve in sorted(run.curves.of(group).items()):
+            start = (run.blocks.get(block, {}).get("tuning") or {}).get("start_error")
+            if what != HELD_BACK or not start:
+                continue
+            if curve.steps[0] == 0:
+                found.setdefault(unit, {})[block] = curve
+            elif (
+                unit != ATTENTION
+            ):  # older runs have the start in the journal alone: the last unit's
+                steps, values = np.append(0, curve.steps), np.append(float(start), curve.values)
+                found.setdefault(unit, {})[block] = Curve(steps, values)
+    return found
+
+
+def _panels(
+    units: Mapping[str, Any], width: float, height: float
+) -> tuple[Figure, dict[str, Axes]]:
+    """Return a figure with a panel for each unit, side by side; a panel that is alone has no title."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = dict(zip(units, figure.subplots(1, len(units), squeeze=False)[0], strict=True))
+    if len(panels) > 1:
+        for unit, axes in panels.items():
+            axes.set(title=unit)
+    return figure, panels
+
+
+def _draw_errors(axes: Axes, errors: Errors) -> None:
+    values = np.array(list(errors.values()))
     for number, label in enumerate(LINES):
         axes.plot(
-            list(records),
-            errors[:, number],
+            list(errors),
+            values[:, number],
             label=label,
             color=SERIES[number],
             linestyle=STYLES[number],
-            marker=MARKERS[number] if len(records) <= 2 * DEPTHS else "",
+            marker=MARKERS[number] if len(errors) <= 2 * DEPTHS else "",
         )
-    axes.set(ylabel="‖output - original‖² / ‖original‖²\non held-back segments")
-    if errors.max() > 10 * errors.min():
+    if values.max() > 10 * values.min():
         logarithmic_axis(axes, axes.yaxis)
     else:
         value_axis(axes)
     depth_axis(axes)
-    figure.legend(loc="outside lower center", ncols=2)
-    return Picture(name, title, _caption(run, records), figure)
 
 
-def _caption(run: StoredRun, records: dict[int, tuple[float, float]]) -> str:
-    shares = {index: after / before for index, (before, after) in records.items()}
-    most, least = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
-    caption = (
-        f"Tuning leaves {np.median(list(shares.values())):.2f} of a block's error (median), least in block "
-        f"{most} ({shares[most]:.2f}), most in block {least} ({shares[least]:.2f})."
-    )
+def _caption(run: StoredRun, errors: Mapping[str, Errors]) -> str:
+    caption = " ".join(_unit_caption(unit, found) for unit, found in errors.items())
     found = run.tuned
     if found.get("start_error") and found.get("error"):
         caption += (
@@ -78,42 +131,50 @@ def _caption(run: StoredRun, records: dict[int, tuple[float, float]]) -> str:
     return caption
 
 
+def _unit_caption(unit: str, errors: Errors) -> str:
+    shares = {index: after / before for index, (before, after) in errors.items()}
+    most, least = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    whose = "a block's error" if unit == WHOLE else f"the error behind the {unit}"
+    return (
+        f"Tuning leaves {np.median(list(shares.values())):.2f} of {whose} (median), least in block "
+        f"{most} ({shares[most]:.2f}), most in block {least} ({shares[least]:.2f})."
+    )
+
+
 def tuning_curves(run: StoredRun, width: float) -> Picture:
-    """Return the held-back error after each epoch relative to its start, a line for each tuned block."""
+    """Return the held-back error relative to its start, a panel for each unit, a line for each block."""
     name, title = "tuning-curves", "Error on held-back segments during tuning"
-    starts = {
-        index: float(found["start_error"])
-        for index, record in run.blocks.items()
-        if (found := record.get("tuning")) and found["start_error"]
-    }
     curves = {
-        block: Curve(np.append(0, curve.steps), np.append(1, curve.values / starts[block]))
-        for (block, what), curve in sorted(run.curves.of("tuning").items())
-        if what == HELD_BACK and block in starts
+        unit: {
+            block: Curve(curve.steps, curve.values / curve.values[0])
+            for block, curve in found.items()
+        }
+        for unit, found in _curves(run).items()
     }
     if not curves:
         return Picture(name, title, NO_CURVE if run.blocks else NO_BLOCK)
-    figure = Figure(figsize=(width, 3.4), layout="constrained")
-    axes = figure.subplots()
-    blocks = list(curves)
-    for position, block in enumerate(blocks):
-        style: dict[str, Any] = {"color": depth_colour(position, len(blocks))}
-        axes.plot(curves[block].steps, curves[block].values, marker=_marker(curves[block]), **style)
-    axes.set(xlabel="step", ylabel="error / error before tuning")
-    value_axis(axes)
-    depth_legend(figure, blocks)
-    return Picture(name, title, _curves_caption(curves), figure)
+    figure, panels = _panels(curves, width, 3.4)
+    for unit, axes in panels.items():
+        for position, curve in enumerate(curves[unit].values()):
+            colour = depth_colour(position, len(curves[unit]))
+            axes.plot(curve.steps, curve.values, marker=_marker(curve), color=colour)
+        axes.set(xlabel="step")
+        value_axis(axes)
+    figure.supylabel("error / error before tuning", fontsize=9)
+    depth_legend(figure, list(max(curves.values(), key=len)))
+    return Picture(name, title, " ".join(_curves_caption(*each) for each in curves.items()), figure)
 
 
 def _marker(curve: Curve) -> str:
     return "." if len(curve.steps) <= 20 else ""
 
 
-def _curves_caption(curves: dict[int, Curve]) -> str:
+def _curves_caption(unit: str, curves: Mapping[int, Curve]) -> str:
     ends = [float(curve.values[-1]) for curve in curves.values()]
     rising = sum(curve.values[-1] > 1.001 * curve.values.min() for curve in curves.values())
+    subject = "The last epoch" if unit == WHOLE else f"The last epoch of the {unit}"
     return (
-        f"The last epoch ends at {np.median(ends):.2f} of the error before tuning (median of {len(ends)} "
+        f"{subject} ends at {np.median(ends):.2f} of the error before tuning (median of {len(ends)} "
         f"blocks). In {rising} of them an earlier epoch was better by more than 0.1 %; each block keeps its "
         "best epoch."
     )

@@ -17,7 +17,7 @@ class RoundingHistograms(Callback):
     """Logs h(B) of chosen projections as often as the curves; of several processes, the first one's rows."""
 
     def __init__(self, projections: Collection[str]) -> None:
-        """Choose projections by name; those that a model does not have are not missed."""
+        """Choose projections by name."""
         self.projections = projections
 
     def on_train_batch_end(

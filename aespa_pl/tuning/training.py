@@ -135,10 +135,13 @@ class Tuning(LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Keep the epoch if it is the best so far; stop where the error is not finite."""
         error = self._error_held_back()
-        if self.trainer.sanity_checking and self.visited_steps:
-            return  # Lightning's check saw what a checkpoint holds, which knows the start's error
-        self.log(HELD_BACK, error)
-        self._judge(error, 0 if self.trainer.sanity_checking else self.current_epoch + 1)
+        if not self.trainer.sanity_checking:
+            self.log(HELD_BACK, error)
+            self._judge(error, self.current_epoch + 1)
+        elif not self.visited_steps:
+            # otherwise Lightning's check saw what a checkpoint holds, which knows the start's error
+            self._log_held_back(error, 0)  # Lightning logs nothing in its check
+            self._judge(error, 0)
 
     @torch.no_grad()
     def on_fit_start(self) -> None:
@@ -151,8 +154,7 @@ class Tuning(LightningModule):
         for batch in pairs.val_dataloader():
             self._errors.append(self.error(self.trainer.strategy.batch_to_device(batch)))
         error = self._error_held_back()
-        for logger in self.loggers:
-            logger.log_metrics({HELD_BACK: error}, step=self.visited_steps)
+        self._log_held_back(error, self.visited_steps)
         self._judge(error, epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -196,6 +198,10 @@ class Tuning(LightningModule):
                 kind = 2 if "bias" in name.split(".") else 1
             kinds[kind].append(parameter)
         return kinds
+
+    def _log_held_back(self, error: float, step: int) -> None:
+        for logger in self.loggers:
+            logger.log_metrics({HELD_BACK: error}, step=step)
 
     def _error_held_back(self) -> float:
         summed = torch.stack(self._errors).double().sum(0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from aespa_pl.commands.report import report
 from aespa_pl.errors import UserError
@@ -239,6 +240,32 @@ def test_tuning_is_told_from_the_journal(tmp_path: Path) -> None:
     # the last of the four epochs: 0.0082 / 0.4, 0.0164 / 0.5, 0.0246 / 0.3
     assert "ends at 0.03 of the error before tuning" in tuning.tuning_curves(run, 10).caption
     assert "In 3 of them an earlier epoch was better" in tuning.tuning_curves(run, 10).caption
+
+
+def test_both_sublayers_of_a_tuning_are_told(tmp_path: Path) -> None:
+    """The attention's errors stand in its curve alone, the feed-forward network's in the journal."""
+    folder = simulate(tmp_path / "run/version_0", 1, extras=False)
+    for unit, errors in (("attention", (0.4, 0.1, 0.2)), ("feed_forward", (0.8, 0.6, 0.4))):
+        with SummaryWriter(str(folder / f"block_000_{unit}")) as writer:
+            for epoch, error in enumerate(errors):
+                writer.add_scalar("tuning/held_back_error", error, 30 * epoch)
+    path = folder / "journal.json"
+    journal = json.loads(path.read_text())
+    journal["blocks"]["0"]["tuning"] = {"start_error": 0.8, "error": 0.4}
+    path.write_text(json.dumps(journal))
+    run = read_run(folder)
+    before_and_after, during = tuning.tuning_errors(run, 10), tuning.tuning_curves(run, 10)
+    for picture in (before_and_after, during):
+        assert picture.figure is not None
+        titles = [axes.get_title() for axes in picture.figure.axes]
+        assert titles == ["attention", "feed-forward network"]
+    # 0.1 / 0.4 and 0.4 / 0.8; at the end 0.2 / 0.4 and again 0.4 / 0.8
+    assert "leaves 0.25 of the error behind the attention (median)" in before_and_after.caption
+    assert "leaves 0.50 of the error behind the feed-forward" in before_and_after.caption
+    assert "of the attention ends at 0.50" in during.caption
+    assert "In 1 of them" in during.caption
+    assert "of the feed-forward network ends at 0.50" in during.caption
+    assert "In 0 of them" in during.caption
 
 
 def test_figures_are_written_beside_the_page(tmp_path: Path) -> None:
