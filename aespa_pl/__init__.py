@@ -1,4 +1,4 @@
-"""Low-bit quantization of language models with aespa, as a PyTorch Lightning application."""
+"""Quantize language models to few bits with aespa, as a PyTorch Lightning application."""
 
 import os
 

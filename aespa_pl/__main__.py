@@ -1,4 +1,4 @@
-"""``aespa-pl`` and ``python -m aespa_pl``."""
+"""Start the command line, as ``aespa-pl`` or ``python -m aespa_pl``."""
 
 import sys
 

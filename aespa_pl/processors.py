@@ -1,4 +1,4 @@
-"""How many processors this process may use, where that is fewer than it sees.
+"""Find how many processors this process may use, where that is fewer than it sees.
 
 A container's quota of processor time is not seen by OpenMP: it begins a thread for each processor, and
 the quota then stops some of them while the others wait.

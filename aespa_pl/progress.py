@@ -58,7 +58,7 @@ class WalkProgress:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def begin(self, description: str, total: int) -> None:
-        """Start the outer bar anew."""
+        """Start the outer bar from 0."""
         self._bars.reset(self._outer, description=description, total=total, visible=True)
         self._bars.update(self._inner, visible=False)
 

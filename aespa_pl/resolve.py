@@ -23,7 +23,7 @@ def resolved(
     Settings that are resolved already come back as they are.
 
     Args:
-        settings: Of the user.
+        settings: Settings of the user.
         device: Type of the device that blocks run on.
         width: Hidden size of the model.
 
@@ -107,7 +107,7 @@ def _refuse_contradictions(settings: QuantizationSettings) -> None:
     if tuning.enabled and tuning.parametrization in ("clipping", "affine") and in_vain:
         raise UserError(
             f"quantization.tuning.blocks.parametrization is {tuning.parametrization} (method "
-            f"{settings.method}), which finds grids and integers anew, so what {', '.join(in_vain)} asks "
+            f"{settings.method}), which finds its own grids and integers, so what {', '.join(in_vain)} asks "
             "for would be lost: switch it off, or choose another parametrization"
         )
 

@@ -1,4 +1,4 @@
-"""Perplexity of a model after quantization, from stored token ids: the table of ``docs/results.md``.
+"""Measure a model's perplexity after quantization, on stored token ids: the table of ``docs/results.md``.
 
 python benchmarks/accuracy.py MODEL EVAL.safetensors CALIB_0.safetensors CALIB_1.safetensors ...
 
@@ -52,7 +52,7 @@ DEFAULTS = QuantizationSettings()
 
 @dataclass(frozen=True)
 class Measured:
-    """Perplexity and seconds of one calibration set."""
+    """Holds perplexity and seconds of one calibration set."""
 
     perplexity: float
     seconds: dict[str, float]

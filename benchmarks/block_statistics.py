@@ -1,4 +1,4 @@
-"""Seconds of the statistics of one block for one batch of segments, beside the block's own forward pass.
+"""Measure the statistics of one block for one batch of segments, beside the block's own forward pass.
 
 python benchmarks/block_statistics.py --model opt-125m --length 512
 
@@ -32,9 +32,9 @@ class StatisticsOptions(Options):
     """Measure a block and print a table."""
 
     segments: int = 1
-    """Segments in a batch."""
+    """Number of segments in a batch."""
     length: int = 2048
-    """Tokens in each."""
+    """Number of tokens in each segment."""
 
 
 def main(options: StatisticsOptions) -> None:

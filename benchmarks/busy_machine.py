@@ -1,4 +1,4 @@
-"""Milliseconds of a piece of work with several threads while another process keeps a core busy.
+"""Measure pieces of work with several threads while another process keeps a core busy.
 
 python benchmarks/busy_machine.py --threads 2
 

@@ -1,13 +1,13 @@
-"""Seconds of one search of scale and zero point, beside the plain loop over all candidates.
+"""Measure one search of scale and zero point, beside the plain loop over all candidates.
 
 python benchmarks/grid_search.py --model opt-125m
 python benchmarks/grid_search.py --model llama-7b --rows 128        # fewer rows of each matrix
 
 Z-Fold makes up to 31 such searches. *plain* is a loop over the 100 ratios and 2 zero points, each with
 its product ``dw H``; *product* one such product, so that ``ours / product`` says what a search costs.
-Random weights; the Hessians have a spectrum as steep as those of models, on which the nearness of our
-choice depends (``shapes.py``). Medians; *loss* is that of all rows, in float64, over that of the plain
-loop's choice.
+Random weights; the Hessians have a spectrum as steep as models' have, on which the nearness of our
+choice depends (``shapes.py``). Medians; *loss* is the loss of all rows, in float64, over the loss of the
+plain loop's choice.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Kill one run 200 times at random moments and compare its files with those of an undisturbed one.
+"""Kill one run 200 times at random moments and compare its files with the files of an undisturbed one.
 
 python benchmarks/kills.py [--kills 200]
 

@@ -1,9 +1,9 @@
-"""Peak resident memory of ``aespa-pl fit`` on LLaMA-type models with random weights.
+"""Measure the peak resident memory of ``aespa-pl fit`` on LLaMA-type models with random weights.
 
 python benchmarks/memory.py --blocks [12,24,48]                       # a narrow model, minutes
 python benchmarks/memory.py --hidden 2048 --intermediate 5504 --heads 16 --blocks [24]    # 1.3B
 
-Each run is a process of its own; what is printed is the operating system's maximum for it, beside what
+Each run is a process of its own; the operating system's maximum for it is printed beside what
 ``aespa_pl/planning/needs.py`` predicts. The clip search tries 2 ratios instead of 100: that changes
 seconds, not memory. ``--baseline true`` adds a process that only parses the command line.
 """

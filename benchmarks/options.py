@@ -1,4 +1,4 @@
-"""Options that benchmarks share, and what they do with them."""
+"""Define the options that benchmarks share, and act on them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a benchmark measures.
+    """Says how a benchmark measures.
 
     ``auto_cli`` makes options of the fields of a subclass. It would make subcommands of methods, so there
     are none.
@@ -24,21 +24,21 @@ class Options:
     model: str = "opt-125m"
     """One of SHAPES."""
     repeats: int = 5
-    """Calls that the median is taken of, after one that warms up."""
+    """Number of calls that the median is taken of, after one that warms up."""
     threads: int = 1
-    """Threads of torch."""
+    """Number of torch's threads."""
     device: str = "cpu"
     """Device that is measured."""
     output: Path | None = None
-    """JSON lines are appended to this file."""
+    """File that JSON lines are appended to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionOptions(Options):
-    """The same for a benchmark of the projections of a block."""
+    """Says the same for a benchmark of the projections of a block."""
 
     rows: int | None = None
-    """At most so many rows of each matrix (whole heads); null: all."""
+    """Largest number of rows of each matrix (whole heads); null: all."""
 
 
 def begin(options: Options, columns: Sequence[str], **constants: Any) -> Report:

@@ -1,4 +1,4 @@
-"""Seconds of OPTQ's update of the full-precision weights, beside the plain loop over columns.
+"""Measure OPTQ's update of the full-precision weights, beside the plain loop over columns.
 
 python benchmarks/optq_update.py --model opt-125m
 python benchmarks/optq_update.py --model llama-7b --rows 256        # fewer rows of each matrix

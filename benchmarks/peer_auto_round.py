@@ -1,4 +1,4 @@
-"""Perplexity of a model that auto-round has quantized, on the tokens that ``benchmarks/accuracy.py`` takes.
+"""Measure a model that auto-round has quantized, on the tokens that ``benchmarks/accuracy.py`` takes.
 
 It runs in an environment of its own, without aespa_pl:
 

@@ -1,4 +1,4 @@
-"""Cost of the coordinate descent beside the learned rounding, on random weights and statistics.
+"""Measure the cost of the coordinate descent beside the learned rounding, on random weights and statistics.
 
 python benchmarks/polish.py
 
@@ -29,13 +29,13 @@ HEAD_SIZE = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """A projection."""
+    """Describes a projection."""
 
     heads: int
     rows: int
     columns: int
     attention: str = ""
-    """``G``: as the query's objective; ``H``: one H a head, as the value's."""
+    """Objective: ``G`` as of the query; ``H`` with one H a head, as of the value; empty: neither."""
 
 
 def main(*, hidden: int = 768, passes: int = 10, bits: int = 2, measured: int = 20) -> None:

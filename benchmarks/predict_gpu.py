@@ -23,17 +23,17 @@ from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings
 
 ITERATION_BYTES = 56
-"""For each weight that is learned: 14 before the product, 14 after it, 28 of Adam."""
+"""Bytes for each weight that is learned: 14 before the product, 14 after it, 28 of Adam."""
 ITERATION_KERNELS = 10
-"""For each projection."""
+"""Kernels for each projection."""
 COLUMN_KERNELS = 16
-"""For each column of OPTQ's update."""
+"""Kernels for each column of OPTQ's update."""
 ROUND_KERNELS = 18
-"""For each round of the descent in a block of weights, with its share of what comes before and after."""
+"""Kernels for each round of the descent in a block of weights, with its share of all before and after."""
 CANDIDATE_BYTES = 60
-"""For each weight of each candidate: the errors take six kernels, their losses three."""
+"""Bytes for each weight of each candidate: the errors take six kernels, their losses three."""
 PROBABILITY_BYTES = 32
-"""For each attention probability of A X: scores, mask, softmax, and the product."""
+"""Bytes for each attention probability of A X: scores, mask, softmax, and the product."""
 MODELS = {"llama-7b": 32, "llama-30b": 60}
 """Blocks of each; of SHAPES."""
 METHODS = ("aespa-fast", "aespa", "aespa-tuned")
@@ -41,7 +41,7 @@ METHODS = ("aespa-fast", "aespa", "aespa-tuned")
 
 @dataclass(frozen=True)
 class Assumed:
-    """Rates that are reached, below the peaks that the maker states."""
+    """Holds rates that are reached, below the peaks that the maker states."""
 
     half: float = 600.0
     """TFLOP/s of products in half precision (989 stated)."""
@@ -63,14 +63,14 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a phase of a block asks of the device."""
+    """Says what a phase of a block asks of the device."""
 
     seconds_of_products: float
     bytes: float = 0.0
     kernels: float = 0.0
 
     def seconds(self, assumed: Assumed) -> float:
-        """Return the longest of the three."""
+        """Return the longest of the three times."""
         moving = self.bytes / (1e12 * assumed.bandwidth)
         return max(self.seconds_of_products, moving, 1e-6 * assumed.launch * self.kernels)
 

@@ -1,4 +1,4 @@
-"""Medians, tables for people and JSON lines for programs, in all benchmarks alike."""
+"""Take medians, print tables for people and write JSON lines for programs, in all benchmarks alike."""
 
 import json
 import statistics
@@ -18,7 +18,7 @@ def median_seconds(work: Callable[[], object], repeats: int, device: torch.devic
 def median_of_each(
     works: Sequence[Callable[[], object]], repeats: int, device: torch.device
 ) -> list[float]:
-    """Return the median of each; they take turns, so that what else the machine does meets all."""
+    """Return the median of each; they take turns, so that other work of the machine meets all."""
     seconds: list[list[float]] = [[] for _ in works]
     for turn in range(repeats + 1):
         for work, taken in zip(works, seconds, strict=True):
@@ -32,7 +32,7 @@ def median_of_each(
 
 
 class Report:
-    """A table that is printed row by row; the same rows are appended to a file."""
+    """Prints a table row by row; the same rows are appended to a file."""
 
     def __init__(self, columns: Sequence[str], output: Path | None, **constants: Any) -> None:
         """Print the head.

@@ -72,7 +72,7 @@ def main(
     bits: list[int] | None = None,
     threads: int = 1,
 ) -> None:
-    """Measure what is missing and print the table.
+    """Measure the missing rows and print the table.
 
     Args:
         rows: JSON lines, one a row of the table; new ones are appended.

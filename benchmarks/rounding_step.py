@@ -1,4 +1,4 @@
-"""Seconds of one iteration of the rounding, for the projections of known models, beside plain autograd.
+"""Measure one iteration of the rounding, for the projections of known models, beside plain autograd.
 
 python benchmarks/rounding_step.py --model opt-125m --threads 2
 python benchmarks/rounding_step.py --model llama-7b --rows 256        # fewer rows of each matrix
@@ -37,7 +37,7 @@ class RoundingOptions(ProjectionOptions):
     """Measure each projection and print a table."""
 
     repeats: int = 7
-    """Calls that the median is taken of, after one that warms up."""
+    """Number of calls that the median is taken of, after one that warms up."""
 
 
 def main(options: RoundingOptions) -> None:
@@ -73,7 +73,7 @@ def _cells(seconds: list[float]) -> list[str]:
 def steps(
     rounding: SoftRounding, B: Tensor, H: Tensor, G: Tensor | None
 ) -> Iterator[Callable[[], object]]:
-    """Yield what is measured, one after the other."""
+    """Yield the works to measure, one after the other."""
     yield _ours(rounding, B.clone(), H, G)
     yield _autograd(rounding, B.clone(), H, G, trace=True)
     yield _autograd(rounding, B.clone(), H, G, trace=False)

@@ -1,4 +1,4 @@
-"""One process and two: seconds and bytes communicated; and what 1 to 64 devices should take for large models.
+"""Measure one process and two, in seconds and bytes sent, and predict 1 to 64 devices for large models.
 
 python benchmarks/scaling.py --output scaling.jsonl
 python benchmarks/scaling.py --processes []                # the prediction alone, seconds
@@ -68,15 +68,15 @@ main()
 """The command line, with what torch.distributed sends of tensors counted and printed at the end."""
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 CALLS_AN_ITERATION = 3
-"""Lightning's two broadcasts, of SIGTERM and of whether it is time for a checkpoint, and our own."""
+"""Number of calls: Lightning's two broadcasts, of SIGTERM and of the time for a checkpoint, and our own."""
 RECORDED_PRODUCTS = 5
-"""Losses of whole projections that each process computes for itself: two to keep the better rounding,
-three for the journal."""
+"""Number of products for the losses of whole projections that each process computes for itself: two to keep
+the better rounding, three for the journal."""
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What a prediction rests on."""
+    """Holds the numbers that a prediction rests on."""
 
     tflops: float
     gigabytes: float

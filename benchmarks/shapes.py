@@ -1,4 +1,4 @@
-"""Projections of the shapes of known models, with random weights and statistics: no model is needed."""
+"""Make projections of the shapes of known models, with random weights and statistics: no model is needed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ SHARED_DIRECTIONS = 64
 
 @dataclass(frozen=True)
 class Problem:
-    """One projection."""
+    """Holds one projection."""
 
     name: str
     W: Tensor
-    """``[heads, rows, columns]``."""
+    """Weight ``[heads, rows, columns]``."""
     H: Tensor
     G: Tensor | None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of all heads, and columns."""
+        """Return the rows of all heads, and the columns."""
         return self.W.shape[0] * self.W.shape[1], self.W.shape[2]
 
 

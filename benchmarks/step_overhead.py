@@ -1,4 +1,4 @@
-"""What an iteration of the rounding costs outside of its arithmetic, for a whole block.
+"""Measure what an iteration of the rounding costs outside of its arithmetic, for a whole block.
 
 python benchmarks/step_overhead.py --models '[opt-125m]'
 python benchmarks/step_overhead.py --models '[embedded]'    # the smallest block that anybody quantizes
@@ -102,7 +102,7 @@ class _Watch(Callback):
 def _works(
     block: list[Problem], settings: RoundingSettings, folder: Path, device: str
 ) -> Iterator[Callable[[], tuple[float, float]]]:
-    """Yield the bare loop, the Trainer alone, and that of ``fit``; each returns seconds, and with all."""
+    """Yield the bare loop, the Trainer alone, and ``fit``'s Trainer; each returns seconds, and with all."""
     objective = {p.name: (p.H, p.G) for p in block}
 
     def fit(callbacks: list[Callback], **options: Any) -> tuple[float, float]:

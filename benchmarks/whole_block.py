@@ -1,4 +1,4 @@
-"""Seconds of steps 2 to 4 of a whole block, by phase, beside plain implementations of the same.
+"""Measure steps 2 to 4 of a whole block, by phase, beside plain implementations of the same.
 
 python benchmarks/whole_block.py --model opt-125m --rows 64
 python benchmarks/whole_block.py --model llama-7b --rows 64
@@ -34,9 +34,9 @@ class BlockOptions(ProjectionOptions):
     """Measure each projection and print the sums of a block."""
 
     searches: int = 11
-    """Searches of a grid: 1 without zeta, 11 with ten rounds of Z-Fold."""
+    """Number of searches of a grid: 1 without zeta, 11 with ten rounds of Z-Fold."""
     iterations: int = 2000
-    """Iterations of the rounding."""
+    """Number of iterations of the rounding."""
 
 
 def main(options: BlockOptions) -> None:

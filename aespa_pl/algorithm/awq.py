@@ -1,4 +1,4 @@
-"""AWQ: a factor for each column, which follows from the mean absolute value of the input there.
+"""Find AWQ's factor of each column, which follows from the mean absolute value of the input there.
 
 AWQ multiplies a column of weights by ``mean|x| ** alpha`` before rounding and divides it by the same
 afterwards, so that the columns of large inputs are rounded finely. zeta divides before rounding, so it is the

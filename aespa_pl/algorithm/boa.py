@@ -1,4 +1,4 @@
-"""BoA: OPTQ for a loss that couples the rows of a head as well as the columns.
+"""Run BoA, which is OPTQ with a loss that couples the rows of a head as well as the columns.
 
 The loss of a query or key projection is ``tr(G dW H dW^T)``: its Hessian is the Kronecker product of
 ``G`` and ``H``, and so is the factor of its inverse. OPTQ's rule on that factor visits one row of every

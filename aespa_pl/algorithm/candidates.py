@@ -1,4 +1,4 @@
-"""The best of many grids of a row: all of them on an approximation of H, the best few on H itself.
+"""Find the best of many grids of a row: compare all on an approximation of H, and the best few on H.
 
 The loss ``e H e^T`` of a candidate with the error e takes a product with H, and a row has 200 candidates.
 ``A A^T + diag(D)`` with a narrow A stands for H where they are compared: A holds the directions in which
@@ -20,11 +20,12 @@ from torch import Tensor
 from aespa_pl.algorithm.workspace import chunk_elements
 
 CPU_CHUNK = 2**18
-"""Errors at once, for each thread; 2**13 to 2**18 were tried, and fewer take up to seven times as long."""
+"""Number of errors that a thread holds at once; 2**13 to 2**18 were tried, and fewer take up to seven times
+as long."""
 ACCELERATOR_CHUNK = 2**26
-"""Errors at once: 256 MB a tensor."""
+"""Number of errors that an accelerator holds at once, in tensors of 256 MB."""
 LEAST_RANK = 16
-"""Columns of A at least; 8 to 64 were tried (docs/performance.md)."""
+"""Smallest number of columns of A; 8 to 64 were tried (docs/performance.md)."""
 COLUMNS_PER_RANK = 24
 """Columns of H for each column of A, where that makes more than ``LEAST_RANK``."""
 ITERATIONS = 2
@@ -37,7 +38,7 @@ STRIDE, BASINS = 4, 4
 
 @dataclass(frozen=True)
 class Candidates:
-    """Grids that each row may choose from."""
+    """Holds the grids that each row may choose from."""
 
     scale: Float[Tensor, "groups rows candidates"]
     zero: Float[Tensor, "groups rows candidates"]

@@ -1,4 +1,4 @@
-"""Weights that make up for what quantized blocks before them have changed.
+"""Compute weights that make up for the changes of the quantized blocks before them.
 
 The quantized blocks have changed the input of a projection from X_fp to X, and the residual stream
 that the output of some is added to from R_fp to R. The weights W' with the least

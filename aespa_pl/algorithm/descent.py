@@ -1,4 +1,4 @@
-"""Coordinate descent on the integers themselves: each moves to its best value, the others fixed.
+"""Run coordinate descent on the integers themselves: each moves to its best value, the others fixed.
 
 With ``dW = step (q - zero) - W`` and ``P = G dW H``, changing integer ``q_ij`` by m changes the
 objective ``tr(G dW H dW^T)`` by ``2 m s_ij P_ij + m^2 s_ij^2 G_ii H_jj`` and P by
@@ -31,11 +31,11 @@ LEAST_GAIN = 1e-3
 
 @dataclass(frozen=True)
 class Descent:
-    """What a descent found."""
+    """Holds the result of a descent."""
 
     integers: Real[Tensor, "heads rows d_in"]
     passes: Int[Tensor, " heads"]
-    """Visits of all columns, of the unit that took most."""
+    """Number of passes over all columns that the unit with the most passes took."""
     loss_before: Float[Tensor, "heads separable"]
     """Objective of the integers that it began with, in its independent parts."""
 
@@ -88,7 +88,7 @@ def descend(
 
 @dataclass
 class _Units:
-    """Units under way; a visit changes integers, errors and R in place."""
+    """Holds units under way; a visit changes integers, errors and R in place."""
 
     integers: Float[Tensor, "units rows d_in"]
     errors: Float[Tensor, "units rows d_in"]
@@ -176,11 +176,11 @@ def _moves(
 
     Args:
         P: Half the gradient with respect to ``dW``.
-        step: Of each weight.
+        step: Distance of two neighbouring values of each weight.
         down: The least moves that stay in the range.
-        up: The largest ones.
-        H: Of these columns.
-        G: Of these rows, or None.
+        up: The largest moves that stay in the range.
+        H: Damped Hessian between these columns.
+        G: Second moment of the other side between these rows, or None.
     """
     curvature, later = H.diagonal(dim1=1, dim2=2)[:, None], H.triu(1)
     if G is not None:

@@ -1,4 +1,4 @@
-"""Element-wise work as one kernel, where each kernel would read and write all of its tensors again."""
+"""Do element-wise work in one kernel, because each kernel reads and writes all of its tensors again."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function for accelerators; on a CPU, and where that is impossible, it runs as it is.
 
     Args:
-        function: Of tensors, the first of which tells the device. Its other arguments are few values
+        function: Function of tensors, the first of which tells the device. Its other arguments are few values
             again and again, because it is compiled for each.
     """
 

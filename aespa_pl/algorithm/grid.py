@@ -1,4 +1,4 @@
-"""Scale and zero point of each row: a search over clip ratios for a small ``dw H dw^T``."""
+"""Find scale and zero point of each row, by a search over clip ratios for a small ``dw H dw^T``."""
 
 import torch
 from jaxtyping import Float
@@ -38,7 +38,7 @@ def search_grid(
     """
     parts = W.reshape(H.shape[0], -1, W.shape[-1])  # rows that share a Hessian
     found = []
-    for h, part in enumerate(parts):  # one by one: what is made of H takes as much memory as H
+    for h, part in enumerate(parts):  # one by one: the blocks of H take as much memory as H
         blocks = _blocks(H[h], zeta, grid_format.group_size)
         V = _split(part / zeta, grid_format.group_size)
         found.append(_search(V, blocks, grid_format, thorough=thorough))
@@ -47,7 +47,7 @@ def search_grid(
 
 
 def _split(V: Tensor, group_size: int | None) -> Tensor:
-    """``[..., d_in]`` to ``[..., groups, columns]``."""
+    """Return ``[..., d_in]`` as ``[..., groups, columns]``."""
     return V.reshape(*V.shape[:-1], -1, group_size or V.shape[-1])
 
 
@@ -82,7 +82,7 @@ def _search(
     zero_points = torch.stack([zero_point.floor(), zero_point.ceil()], -1)  # [rows, groups, 2]
     if bool((zero_points[..., 0] == zero_points[..., 1]).all()):  # symmetric: half the work
         zero_points = zero_points[..., :1]
-    V = V.transpose(0, 1).contiguous()  # [groups, rows, columns]; products would copy what is not
+    V = V.transpose(0, 1).contiguous()  # [groups, rows, columns]; products would copy it otherwise
     candidates = Candidates(
         (scale.T.contiguous()[..., None] * ratios).repeat(1, 1, zero_points.shape[-1]),
         zero_points.transpose(0, 1).contiguous().repeat_interleave(CLIP_RATIOS, -1),

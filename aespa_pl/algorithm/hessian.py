@@ -1,4 +1,4 @@
-"""Dead inputs, damping and the inverse of a Hessian."""
+"""Mark dead inputs, damp a Hessian and invert it."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,7 +15,7 @@ FIRST_EXTRA_DAMPING, LAST_EXTRA_DAMPING = 0.01, 100.0
 def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor, "heads d_in"]:
     """Return the diagonal of a Hessian, damped.
 
-    Dead inputs are revived, and ``damping`` times the mean is added, for each head on its own.
+    Dead inputs are revived, and ``damping`` times the mean is added, to each head on its own.
     """
     revived = diagonal.masked_fill(diagonal == 0, DEAD_DIAGONAL)
     return revived + damping * revived.mean(-1, keepdim=True)

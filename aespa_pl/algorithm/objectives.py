@@ -1,4 +1,4 @@
-"""Reconstruction losses of one projection, and their gradients.
+"""Compute the reconstruction losses of one projection, and their gradients.
 
 Every loss is a quadratic form of ``dW``: the product that the gradient needs is also the loss,
 ``loss = sum(dW * P)`` and ``d loss / d dW = 2 P``. Autograd would take three products a step.
@@ -27,7 +27,7 @@ def error_product(
         H: Hessian, an ``operand``; one for all heads, or one a head (the value projection).
         G: Second moment of the *other* side of the attention score, keys for the query projection
             and queries for the key projection; None for every other projection.
-        out: Where ``dW H`` goes, contiguous; None: new memory.
+        out: Contiguous tensor that ``dW H`` is written to; None: new memory.
     """
     if H.shape[0] == 1:  # one large product instead of a batch of small ones
         flat = None if out is None else out.view(-1, out.shape[-1])

@@ -1,4 +1,4 @@
-"""OPTQ: each column's rounding error is compensated in the columns that are not yet rounded.
+"""Run OPTQ, which compensates each column's rounding error in the columns that are not yet rounded.
 
 Source: Frantar et al., "OPTQ: Accurate Quantization for Generative Pre-trained Transformers"
 (ICLR 2023), Section 3; used as the start of the rounding (Section 4.1 of the paper).
@@ -17,9 +17,9 @@ from aespa_pl.algorithm.workspace import chunk_elements
 BLOCK = 128
 """Columns whose updates reach the rest of the matrix together (lazy batch updates)."""
 CPU_CHUNK = 2**22
-"""Elements of the Hessians that are factored at once, for each thread."""
+"""Number of elements of the Hessians that each thread factors at once."""
 ACCELERATOR_CHUNK = 2**28
-"""The same there: six matrices of that size, 1 GB each, exist meanwhile."""
+"""The same number on an accelerator, where six matrices of that size, 1 GB each, exist meanwhile."""
 
 
 def update_weights(
@@ -52,7 +52,7 @@ def update_weights(
 
 @dataclass(frozen=True)
 class FactoredColumns:
-    """The order in which columns are visited, and what compensates their errors."""
+    """Holds the order in which columns are visited, and the factor that compensates their errors."""
 
     order: Int[Tensor, "heads d_in"]
     upper: Float[Tensor, "heads d_in d_in"]

@@ -1,10 +1,10 @@
-"""Matrix products in a chosen precision; they are always summed up in float32.
+"""Multiply matrices in a chosen precision; the sums are always in float32.
 
 bfloat16 has 8 significant bits, TF32 11, float32 24. An accelerator's matrix units multiply the first two
 several times as fast as float32. A CPU has no such units: there the operands are rounded and multiplied
 in float32, which gives an accelerator's numbers without its speed.
 
-The precision is that of the context: ``with multiplying_in("tf32"):``; outside it is float32.
+The context decides the precision: ``with multiplying_in("tf32"):``; outside it is float32.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The uniform quantizer ``W_hat = scale * zeta * (q - zero_point)`` (Eq. 3, with Z-Fold's zeta)."""
+"""Apply the uniform quantizer ``W_hat = scale * zeta * (q - zero_point)`` (Eq. 3, with Z-Fold's zeta)."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GridFormat:
-    """Which grids a projection may have."""
+    """Says which grids a projection may have."""
 
     bits: int
     symmetric: bool = False
-    """The zero point stands in the middle of the range."""
+    """Whether the zero point stands in the middle of the range."""
     group_size: int | None = None
     """Columns that share a scale and a zero point; None: all columns of a row."""
 
@@ -25,7 +25,7 @@ class GridFormat:
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that the weights of one projection can take."""
+    """Describes the values that the weights of one projection can take."""
 
     scale: Float[Tensor, "heads rows groups"]
     """Distance of two neighbouring values before zeta; a group is ``d_in / groups`` columns."""

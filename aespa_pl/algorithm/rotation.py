@@ -1,4 +1,4 @@
-"""Second moments of queries and keys as they act before RoPE and before a norm on heads."""
+"""Compute second moments of queries and keys as they act before RoPE and before a norm on heads."""
 
 import torch
 from torch import Tensor

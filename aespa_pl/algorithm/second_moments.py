@@ -1,4 +1,4 @@
-"""Sums of ``X^T X``: they are symmetric, so only the blocks on and above the diagonal are computed."""
+"""Sum up ``X^T X``, which is symmetric: only the blocks on and above the diagonal are computed."""
 
 from itertools import pairwise
 
@@ -15,16 +15,16 @@ def add_gram(total: Tensor, X: Tensor, *, factor: float = 1.0) -> None:
     """Add ``factor X^T X`` to a sum, in place and without a copy; ``mirror`` makes it whole.
 
     Args:
-        total: ``[d, d]``; what is below the diagonal is of no meaning.
+        total: ``[d, d]``; the elements below the diagonal have no meaning.
         X: ``[N, d]``.
-        factor: Of the product.
+        factor: Factor of the product.
     """
     for start, stop in _blocks(X.shape[1]):
         total[start:stop, start:].addmm_(X[:, start:stop].T, X[:, start:], alpha=factor)
 
 
 def mirror(total: Tensor) -> None:
-    """Copy what is above the diagonal of ``[d, d]`` below it, in place: exactly symmetric.
+    """Copy the elements above the diagonal of ``[d, d]`` below it, in place: it is exactly symmetric then.
 
     Also within the blocks on the diagonal, of which a product need not be so to the last bit.
     """

@@ -1,4 +1,4 @@
-"""The element-wise work of the soft rounding as two kernels, which an accelerator gets compiled.
+"""Do the element-wise work of the soft rounding in two kernels, which are compiled for an accelerator.
 
 ``adaround.py`` has the same formulas as a loop over chunks, which suits the caches of a CPU.
 """

@@ -1,13 +1,13 @@
-"""Memory for intermediate results, and how much of a tensor to work on at once."""
+"""Keep memory for intermediate results, and say how much of a tensor to work on at once."""
 
 import torch
 from torch import Tensor
 
 
 class Workspace:
-    """Memory for intermediate results, kept from one call to the next.
+    """Keeps memory for intermediate results from one call to the next.
 
-    New memory costs a CPU more than what is computed in it.
+    New memory costs a CPU more time than the computation in it.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,9 @@ def chunk_elements(tensor: Tensor, *, cpu: int, accelerator: int) -> int:
     """Return how many elements to work on at once.
 
     Args:
-        tensor: What is worked on; its device decides.
+        tensor: Tensor that is worked on; its device decides.
         cpu: Elements for each thread, so that what they need stays in its cache.
-        accelerator: Elements: many, for each call costs the same time, but within its memory.
+        accelerator: Elements on an accelerator: many, because each call costs the same time, but within its
+            memory.
     """
     return cpu * torch.get_num_threads() if tensor.device.type == "cpu" else accelerator

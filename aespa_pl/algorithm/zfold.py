@@ -1,4 +1,4 @@
-"""Z-Fold: scale, zero point and column factor of the projections that share an input.
+"""Run Z-Fold, which finds scale, zero point and column factor of the projections that share an input.
 
 Source: Jeon et al., "A Frustratingly Easy Post-Training Quantization Scheme for LLMs" (EMNLP 2023),
 as used in Sections 3.4 and 4.1 of the paper.
@@ -19,7 +19,7 @@ LEAST_GAIN = 1e-3
 """Share of the loss that a round must gain, or it is the last. Searches that are not thorough are no
 better than that, and later rounds were seen to gain some tenths of a percent together."""
 Problem = TypeVar("Problem")
-"""What a search needs of a projection: weights and Hessian, or what leads to them."""
+"""Type of all that a search needs of a projection: weights and Hessian, or an object that has them."""
 Search = Callable[..., tuple[Grid, float]]
 """Called with a problem, a zeta, the grid's format and ``thorough``: see ``search_with_loss``."""
 
@@ -51,7 +51,7 @@ def fit_grids(
 
     Args:
         weights: Weights of each projection; d_in is the same for all.
-        problems: What ``search_one`` is called with for each projection.
+        problems: Argument of ``search_one`` for each projection.
         grid_format: Bits, symmetry and groups, the same for all.
         with_zeta: Alternate between zeta and the search; otherwise zeta is 1 and one search is made.
         max_rounds: Alternations at most. They end when the loss of all projections together,
@@ -85,7 +85,7 @@ def fit_grids(
 def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Float[Tensor, " d_in"]:
     """Return the zeta with the least ``sum((W - zeta * scale * (q - z)) ** 2)`` in each column.
 
-    The integers q are those of nearest rounding on the grids as they are. A column whose best factor
+    The integers q come from nearest rounding on the given grids. A column whose best factor
     is not a positive number keeps the one that it has.
     """
     zeta = grids[0].zeta

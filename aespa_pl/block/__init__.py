@@ -1,1 +1,1 @@
-"""Steps 2 to 4 of one block: from weights and statistics to integers."""
+"""Run steps 2 to 4 of one block, which lead from weights and statistics to integers."""

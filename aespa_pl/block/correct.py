@@ -1,4 +1,4 @@
-"""Before step 2: weights that make up for a share of the errors of earlier blocks.
+"""Before step 2, let the weights make up for a share of the errors of earlier blocks.
 
 Source: docs/algorithm.md and docs/correction.md; not in the paper.
 """

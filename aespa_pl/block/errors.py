@@ -1,4 +1,4 @@
-"""Which projection of which block a numerical error is about."""
+"""Say which projection of which block a numerical error is about."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

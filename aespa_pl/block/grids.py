@@ -1,4 +1,4 @@
-"""Step 2: scale, zero point and zeta of every projection.
+"""Step 2 finds scale, zero point and zeta of every projection.
 
 Source: docs/algorithm.md, step 2; Section 3.4 and 4.1 of the paper (Z-Fold).
 """
@@ -20,7 +20,7 @@ from aespa_pl.settings import QuantizationSettings
 def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: World) -> None:
     """Search the grids of a block, one input group after the other; the integers are the nearest then.
 
-    Without a search the grids stay min-max; where the weights were corrected, those of the new weights.
+    Without a search the grids stay min-max; where the weights were corrected, they fit the new weights.
 
     Args:
         block: The block, with damped Hessians.

@@ -1,4 +1,4 @@
-"""Step 4: the rounding is learned, with a Lightning Trainer for each portion of the block.
+"""Step 4 learns the rounding, with a Lightning Trainer for each portion of the block.
 
 Source: docs/algorithm.md, step 4; Eq. 27 and 28 of the paper.
 """
@@ -169,7 +169,7 @@ class Learner:
             log.info("%s: EarlyStopping ended the learning after %d iterations", label, done)
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # Lightning's and ours end nothing early; what is left is the user's
+        # Lightning's and ours end nothing early; the rest are the user's
         ours = ("lightning.pytorch.callbacks.model_checkpoint", "aespa_pl.")
         others = sorted(
             {type(c).__name__ for c in callbacks if not type(c).__module__.startswith(ours)}

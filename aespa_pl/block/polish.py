@@ -1,4 +1,4 @@
-"""After step 4: coordinate descent on the integers, which is not in the paper (docs/polish.md)."""
+"""After step 4, run coordinate descent on the integers, which is not in the paper (docs/polish.md)."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def polish(block: QuantizedBlock, passes: int, world: World) -> None:
 
 
 def _polish_coupled(projections: list[QuantizedProjection], passes: int, world: World) -> None:
-    """Polish query and key together: one's heads don't depend on the other's, and they share H.
+    """Polish query and key together: their heads don't depend on each other, and they share H.
 
     Their rows are visited a few at a time, so twice the heads take hardly longer.
     """

@@ -1,4 +1,4 @@
-"""The steps of one block in their order: from weights and statistics to integers."""
+"""Run the steps of one block in their order, from weights and statistics to integers."""
 
 import logging
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""A block on its way from weights to integers: the one object that the steps of a block hand on.
+"""Hold a block on its way from weights to integers: the one object that its steps hand on.
 
 It begins as nearest rounding on min-max grids, which is a quantized block already. Each step replaces
 something of it by something better: ``correct`` the weights that are aimed at, ``fit_grids`` the grids,
@@ -25,7 +25,7 @@ from aespa_pl.settings import QuantizationSettings
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a projection with the Hessians that they need, all in memory."""
+    """Holds some rows of a projection with the Hessians that they need, all in memory."""
 
     weight: Tensor
     grid: Grid
@@ -36,7 +36,7 @@ class Rows:
 
 @dataclass
 class QuantizedProjection:
-    """One projection, from weight to integers; the steps of a block change it in place."""
+    """Holds one projection, from weight to integers; the steps of a block change it in place."""
 
     projection: Projection
     weight: Tensor
@@ -58,12 +58,12 @@ class QuantizedProjection:
 
     @property
     def heads(self) -> int:
-        """Heads that the rows are split into; 1 where heads do not matter."""
+        """Return the number of heads that the rows are split into; 1 where heads do not matter."""
         return self.weight.shape[0]
 
     @property
     def folded_grid(self) -> Grid:
-        """The grid of the block as it is stored: zeta is 1, and float16 holds every scale."""
+        """Return the grid of the block as it is stored: zeta is 1, and float16 holds every scale."""
         scale = round_to_half(self.grid.scale * self.row_factor[..., None])
         return replace(self.grid, scale=scale, zeta=torch.ones_like(self.grid.zeta))
 
@@ -107,7 +107,7 @@ class QuantizedProjection:
 
 @dataclass
 class QuantizedBlock:
-    """All projections of one block, and where their factors are folded."""
+    """Holds all projections of one block, and where their factors are folded."""
 
     index: int
     layout: BlockLayout
@@ -202,7 +202,7 @@ def head_count(layout: BlockLayout, projection: Projection) -> int:
 
 
 def grid_format(settings: QuantizationSettings) -> GridFormat:
-    """Return what the settings say of grids."""
+    """Return the format of grids that the settings ask for."""
     return GridFormat(settings.bits, settings.symmetric, settings.group_size)
 
 

@@ -1,4 +1,4 @@
-"""Step 3: the update of the full-precision weights before rounding (OPTQ, BoA).
+"""Step 3 updates the full-precision weights before rounding (OPTQ, BoA).
 
 Source: docs/algorithm.md, step 3.
 """

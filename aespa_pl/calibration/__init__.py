@@ -1,1 +1,1 @@
-"""Step 1: the statistics of a block over the calibration segments."""
+"""Step 1 collects the statistics of a block over the calibration segments."""

@@ -1,4 +1,4 @@
-"""Attention-weighted inputs ``A X``: the inputs of a value head, weighted by its probabilities A.
+"""Compute attention-weighted inputs ``A X``: the inputs of a value head, weighted by its probabilities A.
 
 All models are causal, so A is computed in chunks of rows, each without the columns behind its last row;
 then never more than one chunk of one head's probabilities is in memory.
@@ -14,8 +14,8 @@ from aespa_pl.algorithm.products import multiplying_in, operand
 from aespa_pl.models.family import Attention, BlockLayout
 
 CHUNKS, CHUNK_ROWS = 8, 128
-"""Rows are in so many chunks, which leaves out 7 of 16 products; no chunk has fewer rows than this, for
-with 32 all of it took up to half as long again (512 and 2048 tokens, one thread of a CPU)."""
+"""Rows are in so many chunks, which leaves out 7 of 16 products; no chunk has fewer rows than this,
+because with 32 all of it took up to half as long again (512 and 2048 tokens, one thread of a CPU)."""
 
 
 def attention_weighted_inputs(
@@ -44,7 +44,7 @@ def attention_weighted_inputs(
             rows = slice(start, min(L, start + step))
             with multiplying_in("float32"):  # an error of a score is one of all that it weights
                 A = attention.probabilities(query_heads, rows).float()  # [B, shared, rows, stop]
-            # Side by side, for a product with X for each query head would copy X for each.
+            # Side by side, because a product with X for each query head would copy X for each.
             product = operand(A.flatten(1, 2)) @ X[:, : rows.stop]
             AX[:, :, rows] = product.unflatten(1, (shared, -1))
         yield AX.flatten(0, -2)

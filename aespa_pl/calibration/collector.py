@@ -1,4 +1,4 @@
-"""Step 1: the statistics of a block, accumulated over the calibration segments.
+"""Accumulate the statistics of a block over the calibration segments (step 1).
 
 All are sums of outer products over tokens, kept in float32 and multiplied by ``2 / N`` once at the end,
 so that the size of the batches does not matter.
@@ -68,7 +68,7 @@ class StatisticsCollector:
 
     @property
     def groups(self) -> tuple[InputGroup, ...]:
-        """Input groups to observe; the first is the attention's, which H_V needs in any case."""
+        """Return the input groups to observe; the first is the attention's, which H_V needs in any case."""
         return self.layout.groups if self.inputs else self.layout.groups[:1]
 
     def add(self, seen: Observation, original: Observation | None = None) -> None:
@@ -88,7 +88,7 @@ class StatisticsCollector:
         self.tokens += seen.inputs[self.layout.groups[0].name][..., 0].numel()
 
     def add_up(self, sum_: Callable[[Tensor], None], *, counts: bool) -> None:
-        """Add to the sums those of other collectors, which have seen other segments.
+        """Add the sums of other collectors, which have seen other segments.
 
         Args:
             sum_: Replaces a tensor, in place, by its total over the collectors.
@@ -203,7 +203,7 @@ class StatisticsCollector:
 
 
 def _rows(X: Tensor) -> Tensor:
-    """``[B, L, d]`` of any type to ``[B * L, d]`` in float32."""
+    """Return ``[B, L, d]`` of any type as ``[B * L, d]`` in float32."""
     return X.flatten(0, -2).float()
 
 

@@ -1,4 +1,4 @@
-"""Damped Hessians, wherever they lie."""
+"""Hold damped Hessians, wherever they lie."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from aespa_pl.storage.matrices import Matrices
 
 
 class Hessian:
-    """Hessians ``[heads or 1, d_in, d_in]``, damped; a slice of heads is a tensor in memory.
+    """Holds damped Hessians ``[heads or 1, d_in, d_in]``; a slice of heads is a tensor in memory.
 
     Damping changes the diagonal in place, because a copy would take as much memory as the matrices do.
     It always starts from the diagonal of the statistics, so it can be changed again.
@@ -23,12 +23,12 @@ class Hessian:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the matrices of all heads are in memory all the time."""
+        """Tell whether the matrices of all heads are in memory all the time."""
         return isinstance(self._matrices, Tensor)
 
     @property
     def dead(self) -> Tensor:
-        """Inputs that are always 0, boolean, ``[heads or 1, d_in]``."""
+        """Return which inputs are always 0, boolean, ``[heads or 1, d_in]``."""
         return self._undamped == 0
 
     def damp(self, share: float) -> None:

@@ -1,4 +1,4 @@
-"""What a block does with one batch, as its modules see it."""
+"""Watch what a block does with one batch, as its modules see it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,7 +14,7 @@ ObserveAttention = Callable[[Callable[[Attention], None]], AbstractContextManage
 
 @dataclass
 class Observation:
-    """One batch on its way through a block."""
+    """Holds the tensors of one batch on its way through a block."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """``X [B, L, d_in]`` by input group."""

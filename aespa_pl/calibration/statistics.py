@@ -1,4 +1,4 @@
-"""The statistics of one block, as a value: what steps 2 to 4 know of the calibration text.
+"""Hold the statistics of one block: all that steps 2 to 4 know of the calibration text.
 
 ``N`` is the number of calibration tokens, ``X [d, N]`` a projection's inputs and ``A_h [L, L]`` the
 attention probabilities of head h. Every statistic is ``2 / N`` times a sum of outer products over all
@@ -23,7 +23,7 @@ from aespa_pl.storage.matrices import Matrices
 
 @dataclass(frozen=True)
 class Shifts:
-    """What the correction of earlier blocks' errors needs (docs/correction.md).
+    """Holds the shifts that the correction of earlier blocks' errors needs (docs/correction.md).
 
     X_fp is the input in the original model, R the residual stream and R_fp the original model's.
     """
@@ -38,7 +38,7 @@ class Shifts:
 
 @dataclass(frozen=True)
 class BlockStatistics:
-    """The statistics of one block, in float32."""
+    """Holds the statistics of one block, in float32."""
 
     inputs: Mapping[str, Hessian]
     """``H`` by input group of the layout."""
@@ -49,9 +49,9 @@ class BlockStatistics:
     queries: Tensor | None
     """``G_K [n_kv, d_h, d_h]``; the mean over the query heads that share a key head."""
     shifts: Shifts | None = None
-    """None: the original model's stream was not watched, or equals the quantized one (block 0)."""
+    """Shifts; None: the original model's stream was not watched, or equals the quantized one (block 0)."""
     tokens: int = 0
-    """N."""
+    """Number N of calibration tokens."""
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
     """``E|x| [d_in]`` by input group; empty: not collected."""
 

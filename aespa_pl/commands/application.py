@@ -228,7 +228,7 @@ class AespaCLI(LightningCLI):
 
     def _block_trainers(self, progress: WalkProgress, world: World) -> BlockTrainers:
         return BlockTrainers(
-            # made anew for each block: loggers and callbacks keep a state
+            # made again for each block: loggers and callbacks keep a state
             section=lambda: self.parser.instantiate(self.config)[self.subcommand].trainer,
             instantiate=self.instantiate_trainer,
             first=self.trainer,

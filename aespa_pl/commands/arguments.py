@@ -148,7 +148,7 @@ def refuse_mistakes(arguments: Arguments, command: str) -> None:
     """Raise UserError with all mistakes in our own sections; does nothing where help is asked for.
 
     Args:
-        arguments: With the paths of their configurations.
+        arguments: Options with the paths of their configurations.
         command: ``fit``, ``test`` or ``plan``; only test takes tasks.
 
     Raises:
@@ -229,10 +229,10 @@ def _mistake(
     """Return what is wrong with a value, none or one message.
 
     Args:
-        parser: Of our own sections.
+        parser: Parser of our own sections.
         kinds: Type of each key that the command takes.
         key: Its whole name.
-        value: Of a YAML file, or a text of the command line.
+        value: Value of a YAML file, or a text of the command line.
         where: File that the value is from, as the message names it.
     """
     if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:

@@ -38,7 +38,7 @@ class Board:
 
         Args:
             quantization: Its settings.
-            metrics: As in ``metrics.json``.
+            metrics: Metrics as in ``metrics.json``.
         """
         for logger in self._opened:
             show_result(logger.experiment, flat(quantization), metrics["perplexity"])

@@ -53,7 +53,7 @@ class CompareSettings:
     """Values of data.calibration.seed; mean and spread are over them."""
 
     def cells(self) -> list[Cell]:
-        """Return all cells, those of one bit width together."""
+        """Return all cells; the cells of one bit width follow each other."""
         every = product(self.bits, self.methods, self.seeds)
         return list(dict.fromkeys(Cell(method, bits, seed) for bits, method, seed in every))
 
@@ -66,7 +66,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     """Run all cells that are not finished, and write the table and the figure.
 
     Args:
-        words: The command and its options, those of fit already checked.
+        words: The command and its options; the options of fit are already checked.
         interruption: Tells when the user or the system wants us to stop.
 
     Raises:
@@ -93,7 +93,7 @@ def compare(
         settings: Which cells.
         given: Options of fit that all cells share.
         run_cell: Runs one cell.
-        console: Where to say what is done.
+        console: Console that says what is done.
 
     Raises:
         UserError: The folder has a comparison of something else.
@@ -148,8 +148,8 @@ def failure(status: int, said: str) -> str:
     """Return why a run failed, the empty text where it did not.
 
     Args:
-        status: Of its process; negative: the signal that ended it.
-        said: What it wrote to stderr.
+        status: Status of its process; negative: the signal that ended it.
+        said: Text that it wrote to stderr.
     """
     if status == 0:
         return ""

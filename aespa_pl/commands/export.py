@@ -1,4 +1,4 @@
-"""``aespa-pl export``: a finished run as a packed model that engines load, proven before it is kept."""
+"""Run ``aespa-pl export``: pack a finished run for an engine, and prove the files before they are kept."""
 
 import shutil
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has made."""
+    """Describes what an export has made."""
 
     folder: Path
     sizes: Mapping[str, ClassSize]
@@ -106,11 +106,11 @@ def write_model(
     """Write, prove, and only then give the folder its name.
 
     Args:
-        model: What is exported.
+        model: Model that is exported.
         chosen: The format.
         target: Folder, which appears when it is complete and proven.
         questions: Engines to ask.
-        command: For the model card.
+        command: Command that the model card shows.
         progress: Shows the blocks.
 
     Raises:

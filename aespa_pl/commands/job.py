@@ -39,7 +39,7 @@ class Job:
 
     model: ModelSettings
     data: DataSettings
-    """Resolved: nothing is auto."""
+    """Settings of the data; none is auto any more."""
     quantization: QuantizationSettings
     """Settings in which the method has replaced every null, and the device every auto."""
     output: OutputSettings
@@ -84,12 +84,12 @@ class Job:
 
     @property
     def shape(self) -> Shape:
-        """Sizes of the model that its needs follow from."""
+        """Return the sizes of the model, from which its needs follow."""
         return Shape.of(self.pretrained.config, self.family)
 
     @property
     def work(self) -> Work:
-        """Amount of calibration text."""
+        """Return the amount of calibration text."""
         return Work(
             self.data.calibration.segments,
             self.segment_length,
@@ -99,17 +99,17 @@ class Job:
 
     @property
     def segment_length(self) -> int:
-        """Tokens in a calibration segment."""
+        """Return the number of tokens in a calibration segment."""
         return calibration_length(self.data, self._positions)
 
     @property
     def evaluation_length(self) -> int:
-        """Tokens in a segment of held-out text."""
+        """Return the number of tokens in a segment of held-out text."""
         return evaluation_length(self.data, self._positions)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type that blocks run in."""
+        """Return the type that blocks run in."""
         return block_dtype(self.model, self.device, self.pretrained.dtype)
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:
@@ -176,12 +176,12 @@ class Job:
 
     @property
     def model_fingerprint(self) -> str:
-        """Checksum that tells one model from another."""
+        """Return a checksum that tells one model from another."""
         return model_fingerprint({self.pretrained.folder / "config.json", *self._weight_files})
 
     @property
     def runs_folder(self) -> Path:
-        """Folder of the runs of this name."""
+        """Return the folder of the runs of this name."""
         return Path(self.output.folder).expanduser() / self.output.name
 
     @property
@@ -190,7 +190,7 @@ class Job:
 
     @property
     def cache(self) -> Path:
-        """Folder of tokens, weights and perplexities that later runs need again."""
+        """Return the folder of tokens, weights and perplexities that later runs need again."""
         return Path(self.data.cache).expanduser() if self.data.cache else default_cache()
 
     @property
@@ -203,7 +203,7 @@ def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype)
 
     Args:
         model: Settings of the user, who may leave the type to the device.
-        device: Where blocks run; CPUs are slow in types of two bytes.
+        device: Device that blocks run on; CPUs are slow in types of two bytes.
         stored: Type of the weights in the model's files.
     """
     if model.dtype != "auto":

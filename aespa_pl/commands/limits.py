@@ -85,7 +85,7 @@ def refuse_tuning(
     Args:
         shape: Sizes of the model.
         work: Amount of calibration text.
-        data: Where hidden states wait, and how much memory may be taken.
+        data: Settings: where hidden states wait, and how much memory may be taken.
         settings: Settings of the quantization.
         device: Device that the model runs on.
 
@@ -108,7 +108,7 @@ def refuse_tuning(
             raise UserError(
                 f"quantization.tuning.{key} needs about {human(needed)}B of the {device.type}'s memory, of "
                 f"which {human(max(free, 0.0))}B may be taken: lower quantization.tuning.{key}.batch_size "
-                "or data.calibration.segment_length where the activations are what is too large, or set "
+                "or data.calibration.segment_length where the activations are too large, or set "
                 + ("quantization.tuning.model.integer_rate to 0, or " if smaller else "")
                 + f"quantization.tuning.{key}.enabled to false"
             )

@@ -33,7 +33,7 @@ def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> 
 
     Args:
         console: Console of stdout.
-        metrics: As in ``metrics.json`` or ``test.json``; nothing is printed if nothing was measured.
+        metrics: Metrics as in ``metrics.json`` or ``test.json``; nothing is printed if nothing was measured.
         method: Name of the quantized model's row.
     """
     results = result_table(metrics, method)

@@ -19,7 +19,7 @@ def compare_tasks(
     Args:
         job: Which original model, its device, type and quantization settings.
         model: Folder of the quantized model.
-        tasks: From ``find_tasks``, called before anything that takes long.
+        tasks: Tasks from ``find_tasks``, called before anything that takes long.
         settings: How the tasks are measured.
         kinds: Any of original, nearest and quantized.
 

@@ -39,11 +39,11 @@ class BlockTrainers:
     """Makes the Trainer of each block."""
 
     section: Callable[[], Any]
-    """Makes the values of the ``trainer`` section anew."""
+    """Makes new values of the ``trainer`` section."""
     instantiate: Callable[..., Trainer]
     """Makes a Trainer of the section and of more arguments (LightningCLI.instantiate_trainer)."""
     first: Trainer
-    """A Trainer of the same section, which knows the processes and the device."""
+    """Trainer of the same section, which knows the processes and the device."""
     output: OutputSettings
     iterations: int
     interruption: Interruption

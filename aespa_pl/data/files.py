@@ -30,8 +30,8 @@ FIELDS = ("text", "sentence")
 SENTENCE_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
 """Plain texts of which every line is a row. Any other plain text is one row."""
 LARGEST_TEXT = 4 * 10**9
-"""Bytes of a text at most, five times those of the shard of C4 that the paper samples; a text that never
-ends is refused here."""
+"""Largest number of bytes of a text, five times the size of C4's shard that the paper samples; a text that
+never ends is refused here."""
 REPORT_SECONDS = 10
 """Seconds between two lines in the log about a text that is being read."""
 

@@ -1,1 +1,1 @@
-"""Several processes, one a device: who does what, and how they start and end."""
+"""Run several processes, one for each device: divide their work, start them and end them."""

@@ -45,7 +45,7 @@ class RowsStrategy(DDPStrategy):
     """Takes Lightning's processes without its averages, because each learns rows of its own."""
 
     def configure_ddp(self) -> None:
-        """Leave the module as it is; DDP would make the rows of all processes those of the first."""
+        """Leave the module as it is; DDP would give the rows of the first process to all."""
 
 
 def launch(trainer: Trainer) -> World:
@@ -144,7 +144,7 @@ def environment_plugins(trainer: Trainer) -> list[SLURMEnvironment]:
 
 
 def end_with_launcher() -> None:
-    """If another process has started this one, end with it, however it ends.
+    """End with the process that has started this one, if there is one, however it ends.
 
     A process that waits for a device's answer or for others could not be stopped otherwise.
     """

@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class PeerLostError(Exception):
-    """Another process of the run has ended, or cannot be reached."""
+    """Says that another process of the run has ended, or cannot be reached."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Knows this process among those of the run; all have to make the same calls in the same order."""
+    """Knows this process among all of the run, which have to make the same calls in the same order."""
 
     rank: int = 0
     size: int = 1
@@ -41,12 +41,12 @@ class World:
 
     @property
     def alone(self) -> bool:
-        """Whether this is the only process."""
+        """Tell whether this is the only process."""
         return self.size == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Tell whether this is the process that writes and speaks."""
         return self.rank == 0
 
     def share(self, count: int, rank: int | None = None) -> slice:

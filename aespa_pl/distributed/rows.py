@@ -14,7 +14,7 @@ from aespa_pl.distributed.processes import ALONE, World
 
 @dataclass(frozen=True)
 class RowShare:
-    """Takes one process's rows of tensors ``[heads, rows, ...]``, and puts those of all together.
+    """Takes one process's rows of tensors ``[heads, rows, ...]``, and puts the rows of all together.
 
     A process for which no rows are left (there may be more processes than heads) works on the first, and
     its result is dropped. So all processes make the same calls, and no shape is empty.
@@ -28,12 +28,12 @@ class RowShare:
 
     @property
     def fraction(self) -> float:
-        """Share of all rows that this process answers for; 0 if it only works along."""
+        """Return the share of all rows that this process answers for; 0 if it only works along."""
         return self._count / self._size
 
     @property
     def taken_heads(self) -> slice:
-        """Heads that this process works on; all of them where single rows are divided."""
+        """Return the heads that this process works on; all of them where single rows are divided."""
         divided = self.by_heads and not self.world.alone
         return slice(*self._taken.indices(self.heads)) if divided else slice(0, self.heads)
 

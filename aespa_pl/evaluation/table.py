@@ -27,9 +27,9 @@ def result_table(metrics: Mapping[str, Any], method: str = KINDS["quantized"]) -
     """Return a table of metrics, a row for each model; columns without any value are left out.
 
     Args:
-        metrics: As in ``test.json``; all of it may be missing: ``perplexity`` by kind and text, ``tasks``
-            by kind and task (``value``, ``error``), ``size`` by kind (``bits_per_weight``, ``bytes``) and
-            ``test_seconds`` by kind.
+        metrics: Metrics as in ``test.json``; all of it may be missing: ``perplexity`` by kind and text,
+            ``tasks`` by kind and task (``value``, ``error``), ``size`` by kind (``bits_per_weight``,
+            ``bytes``) and ``test_seconds`` by kind.
         method: Name of the quantized model's row.
     """
     columns: dict[str, dict[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Accuracies on zero-shot tasks, by the rules of lm-evaluation-harness (the extra ``eval``).
+"""Measure accuracies on zero-shot tasks, by the rules of lm-evaluation-harness (the extra ``eval``).
 
 The harness needs the whole model in memory; perplexity does not.
 """
@@ -34,11 +34,11 @@ ModelChange = Callable[[PreTrainedModel], None]
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The accuracy of one model on one task."""
+    """Holds the accuracy of one model on one task."""
 
     metric: str
     value: float
-    """From 0 to 1."""
+    """Accuracy from 0 to 1."""
     error: float | None
     """Standard error of the mean over the items."""
     items: int
@@ -46,7 +46,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks that the harness knows and whose data are there."""
+    """Holds tasks that the harness knows and whose data are there."""
 
     manager: "TaskManager"
     names: tuple[str, ...]
@@ -93,9 +93,9 @@ def measure_tasks(
     Args:
         folder: A Hugging Face folder: the original, the quantized model, or an exported format that
             transformers loads.
-        tasks: From ``find_tasks``.
+        tasks: Tasks from ``find_tasks``.
         settings: Limit, batch size, examples and seed.
-        device: Where the model runs.
+        device: Device that the model runs on.
         dtype: Type that it runs in.
         change: Applied to the model before it is measured (round-to-nearest, for example).
 
@@ -150,8 +150,8 @@ def in_blocks(path: str, change: Callable[[nn.Module], None]) -> ModelChange:
     """Return the change of a model that changes each of its blocks.
 
     Args:
-        path: Of the list of blocks in the model, ``Family.blocks_path``.
-        change: As in ``evaluation.perplexity``.
+        path: Path of the list of blocks in the model, ``Family.blocks_path``.
+        change: Function that changes a block, as in ``evaluation.perplexity``.
     """
 
     def change_all(model: PreTrainedModel) -> None:
@@ -217,7 +217,7 @@ def _load(manager: "TaskManager", name: str) -> None:
         manager.load([name])
     except (
         Exception
-    ) as error:  # the hub's, the data library's, or that of a function in the task file
+    ) as error:  # raised by the hub, the data library, or a function in the task file
         raise UserError(
             f"--tasks: the data of {name} cannot be had ({' '.join(str(error).split())[:300]}): check the "
             "connection to the hub, or the paths in the task file"

@@ -1,4 +1,4 @@
-"""How near an engine's next-token distributions are to the run's, and what is too far."""
+"""Measure how near an engine's next-token distributions are to the run's, and refuse what is too far."""
 
 import math
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.streamed import StreamedModel
 
 LARGEST_DIVERGENCE = 0.02
-"""Largest KL divergence, in nats, of engines that round activations, unless their rounding explains more:
-it was 0.003 of a good model in llama.cpp, and 1.1 of one with its rows in the wrong order."""
+"""Largest KL divergence, in nats, that is allowed to engines that round activations, unless their rounding
+explains more: it was 0.003 of a good model in llama.cpp, and 1.1 of one with its rows in the wrong order."""
 EXPLAINED = 4.0
-"""Largest ratio of an engine's divergence to the one of the run with activations rounded as the engine
+"""Largest ratio of an engine's divergence to the run's own, when its activations are rounded as the engine
 rounds them; llama.cpp had 0.9 to 1.8 (docs/export.md). A bad model answers small changes with large ones."""
 PERPLEXITY_SHARE = 0.02
 """Largest relative difference of perplexities."""
@@ -27,12 +27,12 @@ PERPLEXITY_SHARE = 0.02
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near an engine's distributions are to the run's."""
+    """Says how near an engine's distributions are to the run's."""
 
     engine: str
     version: str
     difference: float
-    """Largest of the logits'; of an engine that is not exact, of the log-probabilities'."""
+    """Largest difference of the logits; of an engine that is not exact, of the log-probabilities."""
     divergence: float
     """Mean KL divergence, nats."""
     perplexity: float
@@ -41,7 +41,7 @@ class Agreement:
 
     @property
     def text(self) -> str:
-        """What a person wants to know."""
+        """Return what a person wants to know."""
         if self.difference == 0:
             return f"{self.version}, logits equal"
         return (
@@ -62,7 +62,7 @@ def reference_logits(
         model: The run.
         chosen: The format.
         tokens: ``[L]``.
-        rounded: What an engine does to the input of each quantized matrix; None: nothing.
+        rounded: Function that rounds, as an engine does, the input of each quantized matrix; None: nothing.
     """
     source = StreamedModel.open(model.pretrained, model.family, torch.device("cpu"), torch.float32)
     hidden = source.embed(tokens[None], 1)

@@ -1,4 +1,4 @@
-"""``awq``: 4-bit integers in the layout of AutoAWQ's ``gemm`` kernels.
+"""Write the format ``awq``: 4-bit integers in the layout of AutoAWQ's ``gemm`` kernels.
 
 Source: AutoAWQ's packing: eight integers of one input channel in an int32, in the order below.
 """
@@ -23,10 +23,10 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Awq(FolderFormat):
-    """Packed integers in 4 bits."""
+    """Packs integers into 4 bits."""
 
     container_bits: int | None = None
-    """4 says that integers of fewer bits shall take 4."""
+    """Bits that an integer takes in the file; 4 allows integers of fewer bits."""
 
     name = "awq"
     reader = "compressed-tensors' converter of AutoAWQ"

@@ -1,4 +1,4 @@
-"""``compressed-tensors``: what vLLM's own quantizers write; transformers reads it as well.
+"""Write the format ``compressed-tensors``, as vLLM's own quantizers do; transformers reads it as well.
 
 Source: ``pack-quantized`` of the library compressed-tensors: integers minus ``2**(bits - 1)`` as a dense
 stream of bits in int32, zero points the same along the rows.
@@ -21,7 +21,7 @@ from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
 
 @dataclass(frozen=True)
 class CompressedTensors(FolderFormat):
-    """Packed integers of 2 to 8 bits, any groups, any family."""
+    """Packs integers of 2 to 8 bits, in any groups and of any family."""
 
     container_bits: int | None = None
     """Bits that an integer takes in the file; None: as many as it has."""

@@ -1,4 +1,4 @@
-"""The engines that can be asked whether an exported model is the run's model."""
+"""Ask engines whether an exported model is the run's model."""
 
 from abc import ABC, abstractmethod
 from importlib import import_module
@@ -13,7 +13,7 @@ from transformers.utils import logging as library_logging
 
 
 class Engine(ABC):
-    """An engine; stateless."""
+    """Stands for an engine; it has no state."""
 
     name: ClassVar[str]
     package: ClassVar[str]
@@ -21,14 +21,14 @@ class Engine(ABC):
     exact: ClassVar[bool]
     """Whether it computes as the reference does, so that its logits are the same bit for bit."""
     first: ClassVar[int] = 0
-    """The first position whose distribution it is asked for."""
+    """First position whose distribution it is asked for."""
 
     @abstractmethod
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Return logits, or log-probabilities, ``[L - first, V]`` after each token.
 
         Args:
-            folder: Of the exported model.
+            folder: Folder of the exported model.
             tokens: ``[L]``.
             vocabulary: V.
         """
@@ -39,12 +39,12 @@ class Engine(ABC):
 
     @property
     def installed(self) -> bool:
-        """Whether it can be asked."""
+        """Tell whether it can be asked."""
         return find_spec(self.package) is not None
 
 
 class Transformers(Engine):
-    """transformers, which dequantizes packed weights when it loads them."""
+    """Asks transformers, which dequantizes packed weights when it loads them."""
 
     name, package, exact = "transformers", "transformers", True
     formats = ("hf", "compressed-tensors")
@@ -59,7 +59,7 @@ class Transformers(Engine):
 
 
 class LlamaCpp(Engine):
-    """llama.cpp, as the package xllamacpp brings it along."""
+    """Asks llama.cpp, which the package xllamacpp brings along."""
 
     name, package, exact = "llama.cpp", "xllamacpp", False
     formats = ("gguf",)
@@ -104,7 +104,7 @@ class LlamaCpp(Engine):
 
 
 class Vllm(Engine):
-    """vLLM; its CPU build holds 4-bit containers only."""
+    """Asks vLLM; its CPU build holds 4-bit containers only."""
 
     name, package, exact = "vllm", "vllm", False
     formats = ("hf", "compressed-tensors", "awq")
@@ -139,7 +139,7 @@ class Vllm(Engine):
 
 
 class GptqModel(Engine):
-    """GPTQModel through transformers."""
+    """Asks GPTQModel through transformers."""
 
     name, package, exact = "gptqmodel", "gptqmodel", False
     formats = ("gptq",)

@@ -1,4 +1,4 @@
-"""The formats that are a Hugging Face folder: safetensors with packed weights, and config.json."""
+"""Write and read formats that are a Hugging Face folder: safetensors with packed weights, and config.json."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from aespa_pl.run.model_writer import ModelWriter
 
 @dataclass(frozen=True)
 class FolderFormat(Format):
-    """A Hugging Face folder; what differs is how a matrix is packed, and what config.json says."""
+    """Writes a Hugging Face folder; formats differ in how a matrix is packed, and in config.json."""
 
     @abstractmethod
     def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What every format of a packed model does: refuse, write, and read back."""
+"""Define what every format of a packed model does: refuse, write, and read back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -14,23 +14,23 @@ from aespa_pl.export.quantized import QuantizedModel
 
 @dataclass(frozen=True)
 class ReadTensor:
-    """One tensor of the model, as a reader of the exported folder gets it."""
+    """Holds one tensor of the model, as a reader of the exported folder gets it."""
 
     name: str
     """Its name in the model's ``state_dict``."""
     value: Tensor
-    """Dequantized, in float32 or in the type that the file has."""
+    """Dequantized values, in float32 or in the type that the file has."""
     size: int
-    """Bytes in the file, with scales and zero points."""
+    """Number of bytes in the file, with scales and zero points."""
 
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A format; stateless but for what the user chose."""
+    """Stands for a format; its only state is what the user chose."""
 
     name: ClassVar[str]
     reader: ClassVar[str]
-    """What unpacks the file in the proof."""
+    """Name of the library or the definition that unpacks the file in the proof, for messages."""
 
     @abstractmethod
     def refuse(self, model: QuantizedModel) -> None:

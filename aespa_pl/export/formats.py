@@ -1,4 +1,4 @@
-"""The formats by name; one whose library is not installed is refused before anything else."""
+"""Find a format by its name; one whose library is not installed is refused before anything else."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ LIBRARIES = {
     "awq": "compressed_tensors",  # which unpacks it in the proof
     "gguf": "gguf",
 }
-"""By format, the library that has to be installed."""
+"""Library that has to be installed, by format."""
 
 
 def make_format(

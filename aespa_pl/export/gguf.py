@@ -1,4 +1,4 @@
-"""``gguf``: one file for llama.cpp and all that is built on it.
+"""Write the format ``gguf``: one file for llama.cpp and all that is built on it.
 
 Every matrix gets the smallest block type that holds it exactly; everything else keeps its type.
 """
@@ -40,10 +40,10 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Gguf(Format):
-    """A GGUF file."""
+    """Writes and reads a GGUF file."""
 
     embedding: Literal["keep", "q8_0"] = "keep"
-    """q8_0: embedding and head in 8.5 bits a weight, rounded."""
+    """Type of embedding and head; q8_0 rounds them to 8.5 bits a weight."""
 
     name = "gguf"
     reader = "gguf"

@@ -1,4 +1,4 @@
-"""The block types of GGUF that hold ``scale * (q - z)`` exactly, and their bytes.
+"""Encode matrices in the block types of GGUF that hold ``scale * (q - z)`` exactly, and their bytes.
 
 A block is 32 or 256 columns of one row. The types of 32 store ``v = q - z`` plus an offset beside
 one float16 scale. The types of 256 (k-quants) compute ``d * sc * q - dmin * m``: with d = dmin = scale,
@@ -20,27 +20,28 @@ from aespa_pl.export.quantized import QuantizedMatrix
 
 Bytes = npt.NDArray[Any]
 Integers = npt.NDArray[Any]
-"""Both uint8; numpy's types of ``&`` and ``>>`` with a Python integer say less."""
+"""Type of stored bytes and integers, both uint8; numpy's types of ``&`` and ``>>`` with a Python
+integer say less."""
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """One block type, and the integers that it holds."""
+    """Describes one block type, and the integers that it holds."""
 
     type: GGMLQuantizationType
     file_type: LlamaFileType
-    """What a file is called whose matrices are mostly of this type."""
+    """Name of a file whose matrices are mostly of this type."""
     largest_integer: int | None
     """The largest q, where a type stores q and z; None where it stores q - z."""
     offset: int
-    """This is added to q - z, where a type stores that."""
+    """Number that is added to q - z, where a type stores that."""
     pack: Callable[[Integers, Integers, Bytes], Bytes]
-    """From stored values ``[rows, blocks, columns]``, zero points ``[rows, blocks]`` and the scales'
-    bytes ``[rows, blocks, 2]`` to the bytes ``[rows, blocks, size]``."""
+    """Makes the bytes ``[rows, blocks, size]`` of stored values ``[rows, blocks, columns]``, zero points
+    ``[rows, blocks]`` and the scales' bytes ``[rows, blocks, 2]``."""
 
     @property
     def columns(self) -> int:
-        """Columns of a block."""
+        """Return the number of columns of a block."""
         return int(GGML_QUANT_SIZES[self.type][0])
 
     def holds(self, bits: int, *, symmetric: bool) -> bool:
@@ -113,7 +114,7 @@ BLOCK_TYPES = (
     BlockType(_Q.Q5_0, _F.MOSTLY_Q5_0, None, 16, _pack_q5_0),
     BlockType(_Q.Q8_0, _F.MOSTLY_Q8_0, None, 128, _pack_q8_0),
 )
-"""From the fewest bits a weight (2.625, 4.5, 4.5, 5.5, 8.5) to the most."""
+"""Block types from the fewest bits a weight (2.625, 4.5, 4.5, 5.5, 8.5) to the most."""
 
 
 def smallest_type(

@@ -1,4 +1,4 @@
-"""The hyperparameters of a model in the words of GGUF."""
+"""Write the hyperparameters of a model in the words of GGUF."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: LlamaFile
     """Write what llama.cpp builds the model from.
 
     Args:
-        writer: Of the file.
+        writer: Writer of the file.
         model: The model.
-        file_type: What most matrices are; openvino-genai trusts it.
+        file_type: Type of most matrices; openvino-genai trusts it.
     """
     config, layout = model.pretrained.config, model.layout
     writer.add_name(model.original.name)

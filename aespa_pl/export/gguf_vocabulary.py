@@ -1,4 +1,4 @@
-"""The tokenizer of a model in the words of GGUF.
+"""Write the tokenizer of a model in the words of GGUF.
 
 llama.cpp splits text by rules that it knows by name; a tokenizer whose rules have no name there is
 refused, because another rule would split some texts differently without a word.
@@ -22,15 +22,16 @@ SPLITS = {
 """llama.cpp's name of a rule, by the regular expression in tokenizer.json."""
 
 SENTENCEPIECE_STEPS = {"Prepend", "Replace", "Metaspace"}
-"""Types of what a tokenizer with SentencePiece's pieces does before it merges: all of it concerns spaces."""
+"""Types of the steps that a tokenizer with SentencePiece's pieces takes before it merges: all concern
+spaces."""
 
 
 def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
     """Write tokens, merges, special tokens and chat template.
 
     Args:
-        writer: Of the file.
-        folder: Of the original model.
+        writer: Writer of the file.
+        folder: Folder of the original model.
         size: Tokens that the model's embedding has.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``gptq``: the checkpoint format ``gptq_v2`` of GPTQModel, without reordered columns.
+"""Write the format ``gptq``: GPTQModel's checkpoint format ``gptq_v2``, without reordered columns.
 
 Source: GPTQModel's TorchLinear: integers as a dense stream of bits in int32 along the input channels,
 zero points the same along the output channels.
@@ -21,7 +21,7 @@ WORD = 32
 
 @dataclass(frozen=True)
 class Gptq(FolderFormat):
-    """Packed integers of 2, 3, 4 or 8 bits."""
+    """Packs integers of 2, 3, 4 or 8 bits."""
 
     container_bits: int | None = None
     """Bits that an integer takes in the file; None: as many as it has."""

@@ -1,4 +1,4 @@
-"""``hf``: a Hugging Face folder in the original's own types, which everything reads."""
+"""Write the format ``hf``: a Hugging Face folder in the original's own types, which everything reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
 
 @dataclass(frozen=True)
 class HuggingFace(FolderFormat):
-    """Dequantized weights, rounded to the types of the original; the size is the original's."""
+    """Writes dequantized weights, rounded to the types of the original; the size is the original's."""
 
     name = "hf"
     reader = "safetensors"

@@ -1,4 +1,4 @@
-"""The model card: README.md of an exported folder."""
+"""Write the model card, which is the README.md of an exported folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ USES = {
     },
     "gguf": {"llama.cpp": ('llama-completion -m FOLDER/model.gguf -p "Once upon a time"', "sh")},
 }
-"""By format and engine, what loads a folder, and its language."""
+"""Code that loads a folder, and its language, by format and engine."""
 
 
 def model_card(
@@ -43,10 +43,10 @@ def model_card(
     """Return the text.
 
     Args:
-        model: What was exported.
+        model: Model that was exported.
         chosen: The format.
-        command: What makes the folder anew.
-        verified: By engine, what its check found.
+        command: Command that makes the folder again.
+        verified: What the check of each engine found, by its name.
     """
     pretrained = model.settings["model"]["pretrained"]
     licence = base_licence(model.original)

@@ -1,4 +1,4 @@
-"""What was written is read back and compared with the run, bit for bit; its sizes are counted."""
+"""Read back what was written, compare it with the run bit for bit, and count its sizes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ QUANTIZED, EMBEDDINGS, OTHERS = "quantized matrices", "embedding and head", "nor
 
 @dataclass
 class ClassSize:
-    """Tensors of one kind."""
+    """Counts the tensors of one kind."""
 
     weights: int = 0
     size: int = 0
-    """Bytes in the file, with scales and zero points."""
+    """Number of bytes in the file, with scales and zero points."""
     original: int = 0
-    """Bytes in the original."""
+    """Number of bytes in the original."""
 
     def add(self, weights: int, size: int, original: int) -> None:
         """Count one more tensor."""
@@ -41,9 +41,9 @@ def prove(
     """Compare every tensor of a written folder with the run; return the sizes by kind of tensor.
 
     Args:
-        model: What was written.
+        model: Model that was written.
         chosen: The format.
-        folder: What was written to.
+        folder: Folder that it was written to.
         after_block: Called when another block is read.
 
     Raises:

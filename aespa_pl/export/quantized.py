@@ -1,4 +1,4 @@
-"""A finished run as a value: the integers of each block, and everything else of the model.
+"""Hold a finished run as a value: the integers of each block, and everything else of the model.
 
 Notation: rows are output channels, d_in input channels, G groups of d_in / G columns that share a scale.
 """
@@ -26,7 +26,7 @@ from aespa_pl.run.journal import Run
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """The weight of one linear layer, ``scale * (integers - zero_point)``."""
+    """Holds the weight of one linear layer, ``scale * (integers - zero_point)``."""
 
     integers: UInt8[Tensor, "rows d_in"]
     scale: Float16[Tensor, "rows groups"]
@@ -34,12 +34,12 @@ class QuantizedMatrix:
 
     @property
     def groups(self) -> int:
-        """Groups of columns with a scale of their own."""
+        """Return the number of groups of columns with a scale of their own."""
         return self.scale.shape[1]
 
     @property
     def group_size(self) -> int:
-        """Columns that share a scale."""
+        """Return the number of columns that share a scale."""
         return self.integers.shape[1] // self.groups
 
     def dequantized(self) -> Float32[Tensor, "rows d_in"]:
@@ -55,25 +55,25 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """One Transformer block of a run; names are those of the model's ``state_dict``."""
+    """Holds one Transformer block of a run, by the names in the model's ``state_dict``."""
 
     matrices: Mapping[str, QuantizedMatrix]
-    """By the name of the weight."""
+    """Quantized matrices by the name of the weight."""
     others: Mapping[str, Tensor]
     """Norms and biases, with zeta folded in."""
 
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """A finished run, checked; one block at a time is in memory."""
+    """Reads a finished run that was checked; one block at a time is in memory."""
 
     run: Run
     settings: Mapping[str, Any]
-    """The run's config.yaml."""
+    """Content of the run's config.yaml."""
     original: Path
     """Folder of the model that was quantized."""
     pretrained: PretrainedFolder
-    """The dequantized model that the run left."""
+    """Folder of the dequantized model that the run left."""
     embeddings: frozenset[str]
     """Names of the input and output embeddings."""
 
@@ -82,7 +82,7 @@ class QuantizedModel:
         """Check a run's folder.
 
         Args:
-            folder: Of the run.
+            folder: Folder of the run.
             original: Folder of the model that was quantized; None: where config.yaml says it is.
 
         Raises:
@@ -109,40 +109,40 @@ class QuantizedModel:
 
     @property
     def bits(self) -> int:
-        """Bits of an integer."""
+        """Return the bits of an integer."""
         return int(self.settings["quantization"]["bits"])
 
     @property
     def symmetric(self) -> bool:
-        """Whether every zero point is the middle of the range."""
+        """Tell whether every zero point is the middle of the range."""
         return bool(self.settings["quantization"]["symmetric"])
 
     @property
     def group_size(self) -> int | None:
-        """Columns that share a scale; None: all of a row."""
+        """Return the number of columns that share a scale; None: all of a row."""
         size = self.settings["quantization"]["group_size"]
         return None if size is None else int(size)
 
     @property
     def granularity(self) -> str:
-        """Bits and groups in words, for messages."""
+        """Return bits and groups in words, for messages."""
         groups = f"groups of {self.group_size}" if self.group_size else "per channel"
         kind = "symmetric" if self.symmetric else "asymmetric"
         return f"{self.bits} bits, {groups}, {kind}"
 
     @property
     def family(self) -> Family:
-        """The model's family."""
+        """Return the model's family."""
         return family_of(self.pretrained.config)
 
     @property
     def layout(self) -> BlockLayout:
-        """The projections of each block."""
+        """Return the projections of each block."""
         return self.family.layout(self.pretrained.config)
 
     @property
     def block_count(self) -> int:
-        """Number of Transformer blocks."""
+        """Return the number of Transformer blocks."""
         return int(self.pretrained.config.num_hidden_layers)
 
     def matrix_names(self, index: int) -> dict[str, tuple[Projection, ...]]:
@@ -195,7 +195,7 @@ class QuantizedModel:
 
 
 def _matrix(file: Any, projections: tuple[Projection, ...], layout: BlockLayout) -> QuantizedMatrix:
-    """Read the weight of a linear layer, whose rows may be those of several projections in turn."""
+    """Read the weight of a linear layer, whose rows may belong to several projections in turn."""
     integers, scale, zero_point = (
         _joined([file.get_tensor(f"{p.name}.{what}") for p in projections], layout.head_dim)
         for what in ("integers", "scale", "zero_point")

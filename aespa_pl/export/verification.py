@@ -1,4 +1,4 @@
-"""Which engines are asked about an exported folder, and what they answer."""
+"""Choose the engines that are asked about an exported folder, and compare their answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,29 +20,29 @@ from aespa_pl.storage.cache import default_cache
 
 Verify = Literal["auto", "bytes", "transformers", "llama.cpp", "vllm", "gptqmodel"]
 SEGMENT = 64
-"""Tokens of the text that engines are asked about."""
+"""Number of tokens that engines are asked about."""
 TEXT = "embedded"
-"""It comes with the package."""
+"""Text that engines are asked about; it comes with the package."""
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The engines that an export asks."""
+    """Lists the engines that an export asks."""
 
     engines: Sequence[Engine]
     unchecked: Mapping[str, str] = field(default_factory=dict)
-    """By engine that reads the format and is not asked: why not."""
+    """Reason why an engine that reads the format is not asked, by its name."""
     insist: bool = False
     """Whether an engine that fails ends the export; else it is one more that was not checked."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the engines answered."""
+    """Holds the answers of the engines."""
 
     agreements: Sequence[Agreement] = ()
     unchecked: Mapping[str, str] = field(default_factory=dict)
-    """By engine that reads the format and did not answer: why not."""
+    """Reason why an engine that reads the format did not answer, by its name."""
 
 
 def choose_engines(name: FormatName, verify: Verify) -> Questions:

@@ -1,4 +1,4 @@
-"""The methods of quantization, one file each; ``METHODS`` has them by name.
+"""List the methods of quantization, which have a file each; ``METHODS`` has them by name.
 
 A new method is a file here and a line below. What a method decides can be set to something else with the
 setting of that meaning; :func:`aespa_pl.resolve.resolved` brings both together.

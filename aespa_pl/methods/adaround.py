@@ -1,4 +1,4 @@
-"""AdaRound: the rounding of each layer is learned for the error of the layer's own output."""
+"""AdaRound learns the rounding of each layer, for the error of the layer's own output."""
 
 from aespa_pl.methods.method import Method
 

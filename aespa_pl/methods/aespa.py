@@ -1,4 +1,4 @@
-"""aespa: attention-aware grids, start and learned rounding, with three additions of ours.
+"""aespa has attention-aware grids, start and learned rounding, with three additions of ours.
 
 The additions are ``keep_best``, ``polish`` and ``input_correction``; ``configs/paper.yaml`` switches them
 off.

@@ -1,4 +1,4 @@
-"""aespa without learning: its grids and OPTQ's update, then coordinate descent."""
+"""aespa-fast learns nothing: it has aespa's grids and OPTQ's update, then coordinate descent."""
 
 from dataclasses import replace
 

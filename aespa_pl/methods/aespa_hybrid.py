@@ -1,4 +1,4 @@
-"""aespa that learns the rounding of Q, K and V alone, for which the attention-wise loss differs."""
+"""aespa-hybrid learns the rounding of Q, K and V alone, for which the attention-wise loss differs."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""aespa without learning, then blocks as a whole and the model end to end are trained."""
+"""aespa-tuned is aespa-fast, after which blocks as a whole and the model end to end are trained."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""AffineQuant: OmniQuant with an invertible matrix in place of the factors, between values and output."""
+"""AffineQuant is OmniQuant with an invertible matrix in place of the factors between values and output."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""AWQ: columns with large inputs are rounded more finely, by a factor that is folded away; then clipping.
+"""AWQ rounds columns with large inputs more finely, by a factor that is folded away, and then clips.
 
 The grids are searched with the Hessian; the AWQ paper searches the clip alone, and not for Q and K.
 """

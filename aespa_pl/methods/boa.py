@@ -1,4 +1,4 @@
-"""BoA: OPTQ whose compensation knows the attention scores, so that rows of a head make up for each other.
+"""BoA is OPTQ that knows the attention scores, so that rows of a head make up for each other.
 
 The value projection takes its attention-wise Hessian; the output projection's share in the paper's loss of
 it, which couples its rows, is left out here as in aespa's.

@@ -1,4 +1,4 @@
-"""BRECQ: whether each weight is rounded up or down is learned by forward passes of a whole sublayer.
+"""BRECQ learns whether each weight is rounded up or down, by forward passes of a whole sublayer.
 
 First the attention's output is reconstructed, then the feed-forward network's.
 """

@@ -1,4 +1,4 @@
-"""What tells one method of quantization from another."""
+"""Define what tells one method of quantization from another."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ Unit = Literal["block", "sublayer"]
 
 @dataclass(frozen=True)
 class Method:
-    """A method as a choice of steps; the defaults are nearest rounding, which takes no step at all.
+    """Describes a method by its choice of steps; the defaults are nearest rounding, which takes no step.
 
     Each field is the value of the setting of the same meaning where the user leaves that at null.
     """

@@ -1,4 +1,4 @@
-"""OmniQuant: the range of each grid and a factor of each column are learned, and nothing else.
+"""OmniQuant learns the range of each grid and a factor of each column, and nothing else.
 
 Every integer is the nearest one on its grid.
 """

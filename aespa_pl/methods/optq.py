@@ -1,4 +1,4 @@
-"""OPTQ (GPTQ): columns are rounded in turn, and the later ones make up for the error.
+"""OPTQ (GPTQ) rounds columns in turn, and the later ones make up for the error.
 
 The grids are searched with the Hessian, as in the aespa paper's comparison; the min-max grids of the
 OPTQ paper are ``quantization.grid.search false``.

@@ -1,4 +1,4 @@
-"""Nearest rounding on min-max grids: no step at all."""
+"""RTN is nearest rounding on min-max grids, and takes no step at all."""
 
 from aespa_pl.methods.method import Method
 

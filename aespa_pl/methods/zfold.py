@@ -1,4 +1,4 @@
-"""Z-Fold: grids with a column factor that is folded away, then OPTQ's integers.
+"""Z-Fold has grids with a column factor that is folded away, then OPTQ's integers.
 
 With ``quantization.objective.value attention`` the value projection takes its attention-wise Hessian.
 """

@@ -1,4 +1,4 @@
-"""See queries and keys of an attention module of the library.
+"""Watch queries and keys of an attention module of the library.
 
 ``aespa_observed`` is registered under transformers' public interfaces (attention and mask): it is the
 library's fused attention, with the same output bit for bit, and reports the arguments of each call. It

@@ -79,7 +79,7 @@ class BlockLayout:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """All projections of the block."""
+        """Return all projections of the block."""
         return tuple(projection for group in self.groups for projection in group.projections)
 
     def values_before(self, group: InputGroup) -> Projection | None:
@@ -95,21 +95,22 @@ class Attention:
     """Holds queries, keys and masks of one attention layer for one batch."""
 
     query: Tensor
-    """``[B, n_h, L, d_h]``: after RoPE where there is one, without the factor ``1 / sqrt(d_h)``."""
+    """Queries ``[B, n_h, L, d_h]``, after RoPE where there is one, without the factor ``1 / sqrt(d_h)``."""
     key: Tensor
-    """``[B, n_kv, L, d_h]``: after RoPE."""
+    """Keys ``[B, n_kv, L, d_h]``, after RoPE."""
     scaling: float
-    """``1 / sqrt(d_h)``, or the factor that the model has in its place."""
+    """Factor ``1 / sqrt(d_h)`` of the scores, or the one that the model has in its place."""
     mask: Tensor | None = None
-    """``[B, 1, L, L]``: where a query may look (sliding windows); None: wherever causality allows."""
+    """Mask ``[B, 1, L, L]``, true where a query may look (sliding windows); None: wherever causality
+    allows."""
     alibi: Tensor | None = None
-    """``[B, n_h, 1, L]``: what ALiBi adds to the scores; None without ALiBi."""
+    """Values ``[B, n_h, 1, L]`` that ALiBi adds to the scores; None without ALiBi."""
     rotation: tuple[Tensor, Tensor] | None = None
     """``cos, sin``, each ``[L, d_h]``, of the rotation ``x * cos + rotate_half(x) * sin``."""
     query_inverse_square: Tensor | None = None
-    """``[B, n_h, L]``: 1 / mean square of each head's query before its norm (Qwen3)."""
+    """Numbers ``[B, n_h, L]``: 1 / mean square of each head's query before its norm (Qwen3)."""
     key_inverse_square: Tensor | None = None
-    """``[B, n_kv, L]``: the same for the keys."""
+    """The same numbers ``[B, n_kv, L]`` of the keys."""
 
     def probabilities(self, heads: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         """Compute attention probabilities, in float32 at least as the library's fused kernels do.

@@ -159,11 +159,11 @@ def opened(path: Path) -> Iterator[Any]:
     except OSError as error:
         raise UserError(
             f"model.pretrained: {path} cannot be read ({error.strerror or error}): correct its "
-            "permissions, or copy it anew from the model's origin"
+            "permissions, or copy it again from the model's origin"
         ) from error
     except SafetensorError as error:
         raise UserError(
-            f"model.pretrained: {path} is truncated or damaged ({error}): copy it anew from the "
+            f"model.pretrained: {path} is truncated or damaged ({error}): copy it again from the "
             "model's origin (with git: git lfs pull)"
         ) from error
 

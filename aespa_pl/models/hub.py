@@ -37,7 +37,7 @@ COMPANIONS = (
 )
 """Files beside the weights that belong to a model; no code is among them."""
 CARD = "README.md"
-"""It states the licence, which the cards of exported models repeat."""
+"""File that states the licence, which the cards of exported models repeat."""
 SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 """Weights of models without safetensors; ``pickles.py`` reads nothing but tensors from them."""
@@ -126,7 +126,7 @@ def _best_weights(name: str, revision: str | None) -> tuple[str | None, tuple[st
     """Return the revision to take, and the patterns of its files with weights.
 
     Safetensors of the revision that the user named (or of main) come first; then, unless the user
-    named one, those of the hub's conversion; pickles come last.
+    named one, the hub's conversion; pickles come last.
 
     Raises:
         UserError: There are neither safetensors nor pickles.

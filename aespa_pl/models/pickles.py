@@ -42,7 +42,7 @@ def converted(path: Path, cache: Path) -> Path:
     except OSError as error:
         raise UserError(
             f"model.pretrained: {path} cannot be read ({error.strerror or error}): correct its "
-            "permissions, or copy it anew from the model's origin"
+            "permissions, or copy it again from the model's origin"
         ) from error
     target = cache / "weights" / f"{path.stem}-{fingerprint[:16]}.safetensors"
     if _is_whole(target):
@@ -94,7 +94,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"model.pretrained: {path} is damaged, or a pickle of more than weights, which could "
-            f"run code and is not read ({reason}): copy it anew from the model's origin, or give a "
+            f"run code and is not read ({reason}): copy it again from the model's origin, or give a "
             "folder with safetensors"
         ) from error
     if not isinstance(content, dict) or not all(map(_is_named_tensor, content.items())):

@@ -73,7 +73,7 @@ class PretrainedFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type in which the first matrix of the blocks is stored; a few models mix types."""
+        """Return the type in which the first matrix of the blocks is stored; a few models mix types."""
         family = family_of(self.config)
         first = next(
             tensor
@@ -101,7 +101,7 @@ class PretrainedFolder:
         """Return one tensor, on the CPU.
 
         Args:
-            name: As in the model's ``state_dict``; a tied head gives the embedding.
+            name: Name in the model's ``state_dict``; a tied head gives the embedding.
             dtype: Type to convert it to; None: the one that it is stored in.
 
         Raises:
@@ -235,6 +235,6 @@ def _refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) ->
             f"{converted.dtype}: set model.dtype to float32 or bfloat16"
         )
     raise UserError(
-        f"model.pretrained: tensor {name} in {path} has NaN or infinite values: copy the file anew "
+        f"model.pretrained: tensor {name} in {path} has NaN or infinite values: copy the file again "
         "from the model's origin"
     )

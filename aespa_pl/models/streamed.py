@@ -30,9 +30,9 @@ class StreamedModel:
     device: torch.device
     dtype: torch.dtype
     hidden_folder: Path | None = None
-    """This folder has the hidden states of all segments in files; None: they are in memory."""
+    """Folder with the hidden states of all segments in files; None: they are in memory."""
     hidden_on_device: bool = False
-    """Hidden states in memory are in the device's, not the host's."""
+    """Whether hidden states in memory are on the device, not in host memory."""
 
     @classmethod
     def open(
@@ -52,12 +52,12 @@ class StreamedModel:
 
     @property
     def block_count(self) -> int:
-        """Number of Transformer blocks."""
+        """Return the number of Transformer blocks."""
         return int(self.pretrained.config.num_hidden_layers)
 
     @contextmanager
     def block(self, index: int, pretrained: PretrainedFolder | None = None) -> Iterator[nn.Module]:
-        """Have a block in memory for the time of this context.
+        """Hold a block in memory for the time of this context.
 
         Args:
             index: Number of the block, from 0.
@@ -72,7 +72,7 @@ class StreamedModel:
 
     @contextmanager
     def stem(self) -> Iterator[None]:
-        """Have what lies outside the blocks in memory for the time of this context."""
+        """Hold what lies outside the blocks in memory for the time of this context."""
         self.pretrained.load_stem(self.model, self.family, self.device, self.dtype)
         try:
             yield
@@ -109,7 +109,7 @@ class StreamedModel:
         return self.keep(batches)
 
     def keep(self, batches: Iterable[Tensor]) -> Batches:
-        """Return hidden states ``[B, L, d]`` where those of all segments wait."""
+        """Return hidden states ``[B, L, d]`` where all segments' hidden states wait."""
         if self.hidden_on_device:
             return list(batches)
         on_host = (batch.cpu() for batch in batches)

@@ -1,1 +1,1 @@
-"""What a run will need, before it begins: memory, disk, arithmetic and time."""
+"""Compute what a run will need, before it begins: memory, disk, arithmetic and time."""

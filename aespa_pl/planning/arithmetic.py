@@ -1,4 +1,4 @@
-"""Arithmetic of a block from shapes, and what it takes outside of products.
+"""Count the arithmetic of a block from shapes, and its visits of weights outside of products.
 
 Most phases are products, and take as long as their operations. The search of the grids, OPTQ and the descent
 touch each weight many times besides: these visits are counted too, and ``rates.py`` measures how many of
@@ -18,23 +18,23 @@ from aespa_pl.planning.shape import Matrix, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 TYPICAL_ZFOLD_ROUNDS = 5
-"""Rounds of Z-Fold, for the estimate of the time; 3 to 9 were seen, the settings allow up to 30."""
+"""Number of Z-Fold's rounds in the estimate of the time; 3 to 9 were seen, the settings allow up to 30."""
 LATER_PASSES = 0.5
-"""What a pass of the descent takes in the mean, as a share of the first: less and less moves."""
+"""Mean time of a pass of the descent as a share of the first pass: less and less moves."""
 
 
 @dataclass(frozen=True)
 class Visits:
-    """Visits of weights by phase; rates are visits a second."""
+    """Counts visits of weights by phase; as rates, visits a second."""
 
     compared: float
-    """Weights times the candidate grids that a search compares them on."""
+    """Number of weights times the candidate grids that a search compares them on."""
     updated: float
-    """Weights that OPTQ rounds."""
+    """Number of weights that OPTQ rounds."""
     polished: float
-    """Weights that the passes of the descent visit, in rows that stand alone."""
+    """Number of weights that the passes of the descent visit, in rows that stand alone."""
     coupled: float
-    """The same of query and key, where G couples the rows of a head."""
+    """The same number of query and key, where G couples the rows of a head."""
 
 
 def learned(matrix: Matrix, settings: QuantizationSettings) -> bool:

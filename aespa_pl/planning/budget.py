@@ -1,4 +1,4 @@
-"""What of a block is worked on at once, from the memory that is free."""
+"""Choose how much of a block is worked on at once, from the memory that is free."""
 
 import torch
 
@@ -22,7 +22,7 @@ def divide(
     *,
     world: World = ALONE,
 ) -> Partition:
-    """Return a partition that fits ``data.memory_gb``, or what is free on every process's device now."""
+    """Return a partition that fits ``data.memory_gb``, or the memory that is free on all devices now."""
     free = free_to_plan(shape, work, data, quantization, device, world=world)
     return partition_for(shape, work, quantization, free, accelerator=device.type != "cpu")
 

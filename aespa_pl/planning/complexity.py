@@ -1,4 +1,4 @@
-"""Arithmetic of one iteration for one attention head: the objectives of aespa against whole forward passes.
+"""Count the arithmetic of one iteration for one head: aespa's objectives against whole forward passes.
 
 Both are counts of the paper, for the loss of the query, key and value projections of one head with keys and
 values of its own; the backward pass is in neither.
@@ -8,7 +8,7 @@ schemes" of the paper.
 """
 
 SEQUENCES = 4
-"""Segments in an iteration of the conventional schemes, as in the paper's table."""
+"""Number of segments in an iteration of the conventional schemes, as in the paper's table."""
 
 
 def conventional_flops(hidden: int, head: int, length: int, sequences: int = SEQUENCES) -> int:

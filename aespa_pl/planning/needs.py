@@ -1,6 +1,6 @@
-"""Memory and disk from shapes.
+"""Compute memory and disk from shapes.
 
-The memory is that of the tensors that exist at once in the hungriest moment of each phase of a block;
+The memory holds the tensors that exist at once in the hungriest moment of each phase of a block;
 ``benchmarks/memory.py`` holds it against measured runs.
 """
 
@@ -20,7 +20,7 @@ LEARNED_BYTES = 7 * FLOAT + 4
 """A weight that is learned takes this many bytes: the weight, its base and gain, the rounding variable with
 gradient and two moments in float32; its lower integer in int16, nearest and OPTQ integers in uint8."""
 FACTORED = 6
-"""Matrices of the size of a Hessian while OPTQ factors it."""
+"""Number of matrices of a Hessian's size that exist while OPTQ factors it."""
 KEPT_BYTES = FLOAT + 1
 """A weight that is not learned takes this many bytes: the weight, and OPTQ's integer."""
 OPTQ_BYTES = 5 * FLOAT
@@ -30,20 +30,20 @@ CHECKPOINT_BYTES = 3 * FLOAT
 """A checkpoint has this many bytes of a learned weight: the rounding variable and two moments. It is there
 twice while one replaces another."""
 PROCESS_BYTES = 600_000_000
-"""Python, torch, lightning and transformers: 380 MB were measured on Linux with CPU torch
+"""Bytes of Python, torch, lightning and transformers: 380 MB were measured on Linux with CPU torch
 (benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
 MOST_PARTS = 64
-"""Of the learning of a block; the largest projections then are parts of their own in any case."""
+"""Largest number of portions that a block is learned in; each large projection is one by then."""
 GRID_BYTES = 3 * FLOAT
 """A candidate of a row and group takes this many bytes: scale, zero point, loss."""
 CHUNK_BYTES = 3 * FLOAT
 """An error of a candidate that is compared takes this many bytes: itself, its square, a product."""
 POLISH_BYTES = 9 * FLOAT
-"""For each weight that is polished at once: integer, error, step and product; copies of them where some rows
-have ended; the integers found."""
+"""A weight that is polished takes this many bytes: integer, error, step and product; copies of them where
+some rows have ended; the integers found."""
 WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
-"""For each weight of the largest projection that is learned: what an iteration computes meanwhile. An
-accelerator (True) does all of it at once, a CPU most of it in chunks."""
+"""An iteration computes this many bytes meanwhile, for each weight of the largest projection that is learned.
+An accelerator (True) does all of it at once, a CPU most of it in chunks."""
 
 
 def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
@@ -106,10 +106,10 @@ def device_bytes(
     """Return the bytes on the device, by phase; the largest is what a run needs.
 
     Args:
-        shape: Of the model.
+        shape: Sizes of the model.
         work: Calibration text.
-        settings: Of the quantization.
-        partition: What of a block is in memory at once.
+        settings: Settings of the quantization.
+        partition: The part of a block that is in memory at once.
         accelerator: The device isn't a CPU: chunks are larger.
     """
     stem = shape.stem_weights * work.dtype_bytes
@@ -226,12 +226,12 @@ def host_bytes(
     """Return the bytes in host memory of the whole process.
 
     Args:
-        shape: Of the model.
+        shape: Sizes of the model.
         work: Calibration text.
-        settings: Of the quantization.
+        settings: Settings of the quantization.
         on_cpu: The device is the CPU: its memory is the host's.
         on_disk: Hidden states are kept in files.
-        partition: What of a block is in memory at once.
+        partition: The part of a block that is in memory at once.
     """
     hidden = 0 if on_disk else hidden_bytes(shape, work, settings)
     device = max(device_bytes(shape, work, settings, partition).values()) if on_cpu else 0
@@ -255,12 +255,12 @@ def disk_bytes(
     """Return the bytes that a run leaves or holds on disk.
 
     Args:
-        shape: Of the model.
+        shape: Sizes of the model.
         work: Calibration text.
-        settings: Of the quantization.
-        stored_bytes: Of each weight in the checkpoint.
+        settings: Settings of the quantization.
+        stored_bytes: Bytes of each weight in the checkpoint.
         on_disk: Hidden states are kept in files.
-        partition: What of a block is in memory at once; the rest is on disk.
+        partition: The part of a block that is in memory at once; the rest is on disk.
     """
     model = (shape.blocks * shape.block_weights + shape.stem_weights) * stored_bytes
     integers = shape.blocks * shape.weights

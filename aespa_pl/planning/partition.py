@@ -1,4 +1,4 @@
-"""What is worked on at once, where a block's H_V or its learning do not fit into memory as a whole."""
+"""Divide a block whose H_V or whose learning does not fit into memory as a whole."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Partition:
-    """Most of a block that is in memory at once; the results do not depend on it."""
+    """Says how much of a block is in memory at once at most; the results do not depend on it."""
 
     heads: int | None = None
-    """Key/value heads whose H_V is in memory: with fewer than all, the statistics take several passes over
-    the segments, and the matrices of other heads wait on disk. None: all."""
+    """Number of key/value heads whose H_V is in memory: with fewer than all, the statistics take several
+    passes over the segments, and the matrices of other heads wait on disk. None: all."""
     weights: int | None = None
-    """Weights that are learned at once, each portion with a Trainer of its own. None: all."""
+    """Number of weights that are learned at once, each portion with a Trainer of its own. None: all."""
 
     def head_groups(self, heads: int) -> list[range]:
         """Return the heads of each pass over the segments, as evenly as can be."""
@@ -24,22 +24,22 @@ class Partition:
 
 
 WHOLE = Partition()
-"""All of a block at once."""
+"""Partition with all of a block at once."""
 
 
 @dataclass(frozen=True)
 class HeadRange:
-    """Some heads of a projection."""
+    """Names some heads of a projection."""
 
     name: str
     first: int
     end: int
     heads: int
-    """Heads of the whole projection."""
+    """Number of heads of the whole projection."""
 
     @property
     def key(self) -> str:
-        """Name that tells these heads from others of their projection."""
+        """Return a name that tells these heads from others of their projection."""
         if self.end - self.first == self.heads:
             return self.name
         return f"{self.name}_heads_{self.first}_to_{self.end - 1}"
@@ -47,7 +47,7 @@ class HeadRange:
 
 @dataclass(frozen=True)
 class Portion:
-    """What of a block is learned together."""
+    """Names the parts of a block that are learned together."""
 
     block: int
     number: int
@@ -58,18 +58,18 @@ class Portion:
 
     @property
     def keys(self) -> list[str]:
-        """Names that a checkpoint has to share with the portion that continues from it."""
+        """Return the names that a checkpoint has to share with the portion that continues from it."""
         together = [f"{self.processes} processes"] if self.processes > 1 else []
         return [heads.key for heads in self.ranges] + together
 
 
 @dataclass(frozen=True)
 class Divisible:
-    """A projection, as far as its division goes."""
+    """Describes a projection as far as its division goes."""
 
     name: str
     heads: int
-    """Groups of rows that do not depend on each other; 1: the projection stays whole."""
+    """Number of groups of rows that do not depend on each other; 1: the projection stays whole."""
     weights: int
     on_disk: bool
     """Whether it has a Hessian for each head, and they are on disk."""

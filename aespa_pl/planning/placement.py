@@ -1,4 +1,4 @@
-"""What ``auto`` stands for in ``data``: how much runs at once, and where hidden states wait."""
+"""Resolve ``auto`` in the section ``data``: how much runs at once, and where hidden states wait."""
 
 from dataclasses import replace
 from typing import Literal
@@ -12,9 +12,9 @@ from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.settings import DataSettings, QuantizationSettings
 
 CPU_BATCH = 4
-"""Segments of a batch on a CPU."""
+"""Number of segments in a batch on a CPU."""
 TOKENS = 8192
-"""Tokens of a batch on an accelerator: its matrix units are busy with so many, and more only take memory."""
+"""Number of tokens in a batch on an accelerator, which keeps its matrix units busy; more only take memory."""
 
 
 def resolved_data(
@@ -32,12 +32,12 @@ def resolved_data(
     alone. Where hidden states wait changes no number, so it may follow from the memory that is free.
 
     Args:
-        data: Of the user.
+        data: Settings of the user.
         quantization: Resolved.
-        shape: Of the model.
-        device: Where blocks run.
+        shape: Sizes of the model.
+        device: Device that blocks run on.
         length: Tokens in a calibration segment.
-        dtype_bytes: Of a number of the hidden states.
+        dtype_bytes: Bytes of a number of the hidden states.
     """
     if data.batch_size == "auto":
         size = CPU_BATCH if device.type == "cpu" else max(1, TOKENS // length)

@@ -1,4 +1,4 @@
-"""How fast a device is at what a run spends its time on."""
+"""Measure how fast a device is at what a run spends its time on."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -19,28 +19,28 @@ from aespa_pl.planning.arithmetic import Visits
 from aespa_pl.planning.shape import Shape
 
 MEASURED_WEIGHTS = 2**22
-"""Weights of the matrix that rates are measured on."""
+"""Number of weights of the matrix that rates are measured on."""
 MEASURED_COLUMNS = 1024
-"""Columns of it that OPTQ and the descent are measured on, at most: their visits hardly depend on them."""
+"""Largest number of its columns for OPTQ and the descent: their visits hardly depend on it."""
 LEAST_SHARE = 0.05
-"""Of a measured time, which is left for visits where the products should have taken all of it."""
+"""Share of a measured time that is left for visits where the products should have taken all of it."""
 MOST_CALLS = 1000
 PARTS = 6
-"""Measurements that share the time."""
+"""Number of measurements that share the time."""
 TOKENS = 256
-"""That a Hessian is made of: few, for on a CPU a wide model's would take longer than what is measured."""
+"""Number of tokens that a Hessian is made of: few, because many would take longer than the measurement."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second, in the program's own code."""
+    """Says what a device does in a second, in the program's own code."""
 
     product: float
-    """Floating-point operations of products."""
+    """Number of floating-point operations of products."""
     rounding: float
-    """Floating-point operations of the learning, with all that it does besides."""
+    """Number of floating-point operations of the learning, with all that it does besides."""
     visits: Visits
-    """Visits of weights, without products."""
+    """Number of visits of weights, without products."""
 
     def seconds(self, flops: Mapping[str, float], visits: Visits) -> dict[str, float]:
         """Return the seconds of each phase."""
@@ -63,15 +63,15 @@ def measure_rates(
     Where a whole matrix would take too long it has fewer rows; a rate hardly depends on them.
 
     Args:
-        shape: Of the model.
+        shape: Sizes of the model.
         device: To measure.
         seconds: To take.
-        precision: Of the learning's products.
+        precision: Precision of the learning's products.
     """
     d = shape.hidden
     rows = min(d, max(64, MEASURED_WEIGHTS // d))
     W, X = torch.randn(1, rows, d, device=device), torch.randn(TOKENS, d, device=device)
-    # variances as unequal as those of a model's inputs
+    # variances as unequal as a model's inputs have
     variances = 1 / torch.arange(1, d + 1, device=device)
     X *= variances.sqrt()
     H = (X.T @ X / (2 * TOKENS) + torch.diag(variances / 2))[None]

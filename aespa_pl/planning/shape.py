@@ -1,4 +1,4 @@
-"""The shape of a model and of its calibration text: all that its needs follow from."""
+"""Describe the shape of a model and of its calibration text: all that its needs follow from."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Matrix:
-    """One projection."""
+    """Describes one projection."""
 
     rows: int
     columns: int
@@ -23,22 +23,22 @@ class Matrix:
 
     @property
     def size(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         return self.rows * self.columns
 
     @property
     def product_flops(self) -> int:
-        """Operations of one product of the weights with their Hessian."""
+        """Return the operations of one product of the weights with their Hessian."""
         return 2 * self.size * self.columns
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's needs follow from."""
+    """Holds the sizes of a model that its needs follow from."""
 
     blocks: int
     block_weights: int
-    """Parameters of a block, norms and biases included."""
+    """Number of parameters of a block, norms and biases included."""
     stem_weights: int
     matrices: tuple[Matrix, ...]
     layout: BlockLayout
@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def hidden(self) -> int:
-        """Hidden size."""
+        """Return the hidden size."""
         return self.matrices[0].columns
 
     @property
@@ -83,18 +83,18 @@ class Shape:
 
     @property
     def inputs(self) -> dict[str, int]:
-        """Columns of each input group."""
+        """Return the number of columns of each input group."""
         return {matrix.group: matrix.columns for matrix in self.matrices}
 
     @property
     def widest_input(self) -> int:
-        """The largest number of columns."""
+        """Return the largest number of columns."""
         return max(self.inputs.values())
 
 
 @dataclass(frozen=True)
 class Work:
-    """How much text, and in what pieces."""
+    """Says how much text there is, and in what pieces."""
 
     segments: int
     length: int
@@ -103,9 +103,9 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a batch."""
+        """Return the number of tokens in a batch."""
         return self.batch_size * self.length
 
     def stream_bytes(self, hidden: int) -> int:
-        """Hidden states of all segments."""
+        """Return the bytes of the hidden states of all segments."""
         return self.segments * self.length * hidden * self.dtype_bytes

@@ -1,4 +1,4 @@
-"""What a run needs, as a table for people."""
+"""Make a table for people of what a run needs."""
 
 import math
 from collections.abc import Mapping
@@ -20,21 +20,21 @@ PREFIXES = ("", "K", "M", "G", "T", "P", "E")
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run takes, in bytes, operations and seconds."""
+    """Says what a run takes, in bytes, operations and seconds."""
 
     device: Mapping[str, int]
     """Bytes on the device by phase; the largest counts."""
     host: int
     disk: int
     flops: Mapping[str, float]
-    """Of one block, by phase."""
+    """Operations of one block, by phase."""
     seconds: Mapping[str, float]
-    """Of one block, by phase."""
+    """Seconds of one block, by phase."""
     partition: Partition
 
     @property
     def most_on_device(self) -> int:
-        """Bytes that the device needs."""
+        """Return the bytes that the device needs."""
         return max(self.device.values())
 
 
@@ -51,13 +51,13 @@ def needs_of(
     """Return what a run needs.
 
     Args:
-        shape: Of the model.
+        shape: Sizes of the model.
         work: Calibration text.
-        data: Where hidden states wait, and how much memory a block may take.
+        data: Settings: where hidden states wait, and how much memory a block may take.
         quantization: Method and settings.
-        device: Where blocks run; it is measured.
-        stored_bytes: Of each weight in the checkpoint.
-        seconds: For the measurement.
+        device: Device that blocks run on; it is measured.
+        stored_bytes: Bytes of each weight in the checkpoint.
+        seconds: Time of the measurement.
     """
     on_cpu, on_disk = device.type == "cpu", data.hidden_states == "disk"
     partition = divide(shape, work, data, quantization, device)
@@ -97,7 +97,7 @@ def rows_of(
     parameters = shape.blocks * shape.block_weights + shape.stem_weights
     stream = human(work.stream_bytes(shape.hidden))
     host = f"hidden states: {stream}B a stream, {data.hidden_states}"
-    host += ", and what is the device's" if device.type == "cpu" else ""
+    host += ", and all that the device needs" if device.type == "cpu" else ""
     on_device = f"{device.type}, one block at a time"
     flops, total = sum(needs.flops.values()), sum(needs.seconds.values())
     estimate = "estimate, without evaluation: arithmetic over the rates just measured"

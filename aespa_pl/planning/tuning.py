@@ -1,4 +1,4 @@
-"""Memory and arithmetic of the tuning, of blocks as a whole and of the model end to end."""
+"""Compute memory and arithmetic of the tuning, of blocks as a whole and of the model end to end."""
 
 from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
@@ -9,26 +9,28 @@ BLOCK_BYTES = {
     "clipping": 7 * FLOAT + 1,
     "affine": 7 * FLOAT + 1,
 }
-"""For each weight of a block, in float32: the weight that is aimed at, the latent value with gradient, two
-moments and best epoch, and the weight of the forward pass; the integer in uint8. Rounding: also h and its
-derivative, and the lower integer in int16. Clipping and affine: only what autograd keeps of the weights
-before and behind the transformation, rounded and clamped, instead of gradient, moments and best epoch."""
+"""A weight of a block takes this many bytes. In float32: the weight that is aimed at, the latent value
+with gradient, two moments and best epoch, and the weight of the forward pass; the integer in uint8. Rounding:
+also h and its derivative, and the lower integer in int16. Clipping and affine: only what autograd keeps of
+the weights before and behind the transformation, rounded and clamped, instead of gradient, moments and best
+epoch."""
 MODEL_BYTES = FLOAT + 1
-"""For each weight of the model whose integers stay: ``q - z`` in float32, and the integer in uint8."""
+"""A weight of a model whose integers stay takes this many bytes: ``q - z`` in float32, and the integer in
+uint8."""
 MODEL_BYTES_LEARNED = 5 * FLOAT + 1
-"""For each weight of the model whose integers are learned: latent value with gradient, two moments and best
-epoch in float32, and the integer in uint8."""
+"""A weight of a model whose integers are learned takes this many bytes: latent value with gradient, two
+moments and best epoch in float32, and the integer in uint8."""
 CHECKPOINT_BYTES = 4 * FLOAT
-"""For each weight of a block whose latent value is learned: that, two moments and the best epoch; twice
-while one replaces another."""
+"""A checkpoint has this many bytes of a weight whose latent value is learned: the value, two moments and
+the best epoch. It is there twice while one replaces another."""
 SCALE_BYTES = 6 * FLOAT
-"""For each scale: its logarithm with gradient, two moments and best epoch, and itself; of two strengths in
-place of the logarithm the same twice."""
+"""A scale takes this many bytes: its logarithm with gradient, two moments and best epoch, and itself; two
+strengths in place of the logarithm take the same twice."""
 LOGITS = 6
-"""Tensors of the logits' size at once: of both models logits and log-probabilities, the divergence of
-each, and its gradient."""
+"""Number of tensors of the logits' size at once: of both models logits and log-probabilities, the divergence
+of each, and its gradient."""
 BACKWARD = 2
-"""Arithmetic of a backward pass, in forward passes."""
+"""Number of forward passes that a backward pass takes as long as."""
 
 
 def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
@@ -51,9 +53,9 @@ def model_bytes(
     """Return the bytes that the end-to-end tuning takes; 0 without it.
 
     Args:
-        shape: Of the model.
+        shape: Sizes of the model.
         work: Calibration text.
-        settings: Of the quantization.
+        settings: Settings of the quantization.
         recompute: Blocks run once more in the backward pass, which keeps only their inputs.
     """
     tuning = settings.tuning.model
@@ -85,9 +87,9 @@ def tuning_flops(
     """Return the operations of both tunings for each block.
 
     Args:
-        shape: Of the model.
+        shape: Sizes of the model.
         work: Calibration text.
-        settings: Of the quantization.
+        settings: Settings of the quantization.
         forward: Operations of all segments' forward pass through a block.
     """
     blocks, model = settings.tuning.blocks, settings.tuning.model

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL = 4.2
-"""Inches of a panel's sides."""
+"""Length of a panel's sides, in inches."""
 LEAST_SECONDS = 0.05
 """Smallest seconds of a phase that has a column."""
 
@@ -39,7 +39,7 @@ class Cell:
 
     @property
     def state(self) -> str:
-        """``finished``, or why there is no result."""
+        """Return ``finished``, or why there is no result."""
         return "finished" if self.metrics is not None else self.failure or "not run"
 
     def perplexity(self, text: str, kind: str = "quantized") -> float | None:

@@ -59,17 +59,17 @@ class Picture:
     """Id on the page, and name of the file."""
     title: str
     caption: str
-    """The conclusion, computed from the data; without a figure: what is missing, and what to do."""
+    """Conclusion from the data; without a figure, a sentence on what is missing, and what to do."""
     figure: Figure | None = None
 
     @cached_property
     def svg(self) -> str:
-        """The figure as an SVG document, in the colours of a light page."""
+        """Return the figure as an SVG document, in the colours of a light page."""
         return self._saved("svg").decode()
 
     @cached_property
     def png(self) -> bytes:
-        """The figure as a PNG file, in the colours of a light page."""
+        """Return the figure as a PNG file, in the colours of a light page."""
         return self._saved("png")
 
     def _saved(self, kind: str) -> bytes:

@@ -56,12 +56,12 @@ class StoredRun:
 
     @property
     def name(self) -> str:
-        """Name and version, ``opt125m_w2/version_0``."""
+        """Return name and version, ``opt125m_w2/version_0``."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     @property
     def losses(self) -> Losses:
-        """Losses in the journal (nearest, optq, final ...), by block and projection."""
+        """Return the losses in the journal (nearest, optq, final ...), by block and projection."""
         return {
             (index, projection): values
             for index, record in self.blocks.items()
@@ -70,14 +70,14 @@ class StoredRun:
 
     @property
     def projections(self) -> list[str]:
-        """Names of the projections, in the order of the block."""
+        """Return the names of the projections, in the order of the block."""
         names = [projection for _, projection in self.losses]
         names += [projection for _, projection in self.curves.of(RECONSTRUCTION)]
         return list(dict.fromkeys(names))
 
     @property
     def command(self) -> str:
-        """Command that makes the run again."""
+        """Return the command that makes the run again."""
         return f"aespa-pl fit --config {self.folder / 'config.yaml'}"
 
 
@@ -86,7 +86,7 @@ def find_run(given: str, runs_folder: Path) -> Path:
 
     Args:
         given: Folder of a run, folder of runs of one name (its newest is taken), or ``last``.
-        runs_folder: Where ``last`` looks for the newest run of any name.
+        runs_folder: Folder where ``last`` looks for the newest run of any name.
 
     Raises:
         UserError: There is no run.

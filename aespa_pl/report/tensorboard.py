@@ -15,7 +15,7 @@ PERPLEXITY = "perplexity"
 
 
 class LossesFirst(TensorBoardLogger):
-    """Lightning's logger without its curve ``epoch``, which TensorBoard would open before the losses."""
+    """Is Lightning's logger without its curve ``epoch``, which TensorBoard would open before the losses."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log all curves but ``epoch``."""

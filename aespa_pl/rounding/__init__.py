@@ -1,7 +1,7 @@
-"""Step 4 as a Lightning training: the rounding variables of a block are learned.
+"""Run step 4 as a Lightning training, which learns the rounding variables of a block.
 
-``ProjectionRounding`` holds those of one projection, ``BlockRounding`` is the LightningModule of all of
-them, and ``StatisticsDataModule`` delivers the statistics that their losses need.
+``ProjectionRounding`` holds the variables of one projection, ``BlockRounding`` is the LightningModule of all
+of them, and ``StatisticsDataModule`` delivers the statistics that their losses need.
 """
 
 from aespa_pl.rounding.data import StatisticsBatch, StatisticsDataModule

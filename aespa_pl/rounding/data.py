@@ -1,4 +1,4 @@
-"""The statistics of a block as a LightningDataModule: every batch is the same set of tensors."""
+"""Deliver the statistics of a block by a LightningDataModule: every batch is the same set of tensors."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,13 +7,14 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 StatisticsBatch = Mapping[str, tuple[Tensor, Tensor | None]]
-"""By projection: damped Hessian ``[heads or 1, d_in, d_in]``, and G ``[heads, d_h, d_h]`` or None."""
+"""Statistics of each projection: damped Hessian ``[heads or 1, d_in, d_in]``, and G ``[heads, d_h, d_h]``
+or None."""
 EPOCH = 100
 """Iterations of what Lightning calls an epoch: EarlyStopping and others act at the end of each."""
 
 
 class Repetition:
-    """One epoch: the objective of all calibration tokens, once for each iteration.
+    """Stands for one epoch: the objective of all calibration tokens, once for each iteration.
 
     Lightning takes any iterable for a loader. This one tells it where inside an epoch it is, so that a
     training that continues there has its epochs end where they would have ended.

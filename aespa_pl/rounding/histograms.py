@@ -1,4 +1,4 @@
-"""Histograms of h(B) for TensorBoard: how the choices between two integers are made over time."""
+"""Log histograms of h(B) for TensorBoard: how the choices between two integers are made over time."""
 
 from collections.abc import Collection
 from typing import Any, cast

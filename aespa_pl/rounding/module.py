@@ -1,4 +1,4 @@
-"""A Transformer block as a LightningModule whose parameters are its rounding variables."""
+"""Wrap a Transformer block in a LightningModule whose parameters are its rounding variables."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from aespa_pl.settings import RoundingSettings
 SUMS = ("loss_reconstruction", "loss_rounding")
 """Curves that are sums over the weights; the others are means. TensorBoard sorts by name: losses first."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's, in the shape of the rounding variables."""
+"""Names of Adam's moments, which have the shape of the rounding variables."""
 
 
 class BlockRounding(LightningModule):
@@ -54,7 +54,7 @@ class BlockRounding(LightningModule):
         self._decided: dict[str, Tensor | None] = {}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam on the rounding variables (Section 4.1 of the paper)."""
+        """Return Adam on the rounding variables (Section 4.1 of the paper)."""
         return torch.optim.Adam(
             self.parameters(), lr=float(self.settings.learning_rate), fused=True
         )
@@ -166,7 +166,7 @@ class BlockRounding(LightningModule):
         return total
 
     def _of_all_rows(self, curves: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the curves of all rows of the projections from those of each process's."""
+        """Return the curves of all rows of the projections from the curves of each process's rows."""
         shares = {name: projection.share for name, projection in self.named_projections()}
         world = next(iter(shares.values())).world
         if world.alone:

@@ -1,4 +1,4 @@
-"""The rounding variables of one projection, and their loss."""
+"""Hold the rounding variables of one projection, and compute their loss."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from aespa_pl.distributed.rows import RowShare
 
 
 class ProjectionRounding(nn.Module):
-    """Soft rounding of a projection, or of the rows of it that this process learns.
+    """Rounds a projection softly, or the rows of it that this process learns.
 
     Only the variables are stored in checkpoints; the fixed tensors follow from weights and grid.
     """
@@ -65,7 +65,7 @@ class ProjectionRounding(nn.Module):
 
     @property
     def fixed(self) -> SoftRounding:
-        """What stays fixed while the variables are learned."""
+        """Return everything that stays fixed while the variables are learned."""
         return SoftRounding(self.lower, self.base, self.gain, self.scale, self.zeta, self.levels)
 
     @torch.no_grad()

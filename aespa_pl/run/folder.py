@@ -19,26 +19,26 @@ class RunFolder:
 
     @property
     def journal(self) -> Path:
-        """The file that names what is complete."""
+        """Return the file that names what is complete."""
         return self.folder / "journal.json"
 
     @property
     def model_folder(self) -> Path:
-        """The quantized model."""
+        """Return the folder of the quantized model."""
         return self.folder / "model"
 
     @property
     def metrics_file(self) -> Path:
-        """Measurements; they are written last, so a run that has them is finished."""
+        """Return the file of measurements; they are written last, so a run that has them is finished."""
         return self.folder / "metrics.json"
 
     def block_file(self, index: int) -> Path:
-        """Integers, scales, zero points and zeta of a block."""
+        """Return the file with integers, scales, zero points and zeta of a block."""
         return self.folder / "blocks" / f"block_{index:03}.safetensors"
 
     @property
     def tuned_file(self) -> Path:
-        """Scales, norms and biases that the end-to-end tuning has learned."""
+        """Return the file with all that the end-to-end tuning has learned."""
         return self.folder / "tuned.safetensors"
 
     def staged(self, file: Path) -> Path:
@@ -46,26 +46,26 @@ class RunFolder:
         return self.staging_folder / file.relative_to(self.folder)
 
     def checkpoint_folder(self, index: int) -> Path:
-        """Lightning's checkpoints of a block, while it is under way."""
+        """Return the folder of Lightning's checkpoints of a block, while it is under way."""
         return self.checkpoints_folder / f"block_{index:03}"
 
     def portion_file(self, portion: Portion) -> Path:
-        """Integers of a portion that is learned, until its block is complete."""
+        """Return the file with the integers of a portion that is learned, until its block is complete."""
         return self.portions_folder / f"block_{portion.block:03}_{portion.number:03}.safetensors"
 
     @property
     def checkpoints_folder(self) -> Path:
-        """Lightning's checkpoints."""
+        """Return the folder of Lightning's checkpoints."""
         return self.folder / "checkpoints"
 
     @property
     def staging_folder(self) -> Path:
-        """Files that will replace others."""
+        """Return the folder of files that will replace others."""
         return self.folder / "rewriting"
 
     @property
     def portions_folder(self) -> Path:
-        """Integers of portions that are learned."""
+        """Return the folder with the integers of portions that are learned."""
         return self.folder / "portions"
 
     @contextmanager

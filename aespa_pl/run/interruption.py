@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP stop at once where nothing is lost, while a block is learned within a step."""
+"""Stop at Ctrl-C, SIGTERM and SIGHUP: at once where nothing is lost, in a training after the step."""
 
 import signal
 import threading
@@ -9,11 +9,11 @@ from types import FrameType
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
-"""The signals that ask for an end; SIGHUP comes when a terminal is closed, and not on every system."""
+"""Signals that ask for an end; SIGHUP comes when a terminal is closed, and not on every system."""
 
 
 class RunInterrupted(BaseException):
-    """The user or the system asked us to stop; like KeyboardInterrupt, it is no error to handle."""
+    """Says that the user or the system asked us to stop; like KeyboardInterrupt, it is no error to handle."""
 
     def __init__(self, number: int) -> None:
         """Keep the number of the signal."""
@@ -22,10 +22,10 @@ class RunInterrupted(BaseException):
 
 
 class Interruption:
-    """Turns signals into exceptions; between :meth:`defer` they wait for :meth:`check`."""
+    """Turns signals into exceptions; while they are deferred, they wait for :meth:`check`."""
 
     def __init__(self) -> None:
-        """Nothing has been asked for."""
+        """Begin without a signal."""
         self.received: int | None = None
         self.how_to_continue: str | None = None
         self._deferred = False
@@ -34,7 +34,7 @@ class Interruption:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Handle the signals in this context; elsewhere than in the main thread nothing can be."""
+        """Handle the signals in this context; Python lets only the main thread do so, others do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -59,7 +59,7 @@ class Interruption:
             self._take_signals()
 
     def check(self) -> None:
-        """Raise what has been asked for.
+        """Raise the exception of a signal that has come.
 
         Raises:
             RunInterrupted: A signal came.

@@ -50,7 +50,7 @@ class Run(RunFolder):
     model: dict[str, str] = field(default_factory=dict)
     """Checksums of what lies in the model folder beside the blocks, by path, once all is written."""
     writes: bool = True
-    """False in processes of the run that write no files: what they note stays in their memory."""
+    """Whether this process writes files; in one that does not, all notes stay in its memory."""
 
     @classmethod
     def create(cls, parent: Path, fingerprint: Mapping[str, Any]) -> "Run":

@@ -30,7 +30,7 @@ class ModelWriter:
 
     @property
     def stem_file(self) -> Path:
-        """The shard of what lies outside the blocks."""
+        """Return the shard of what lies outside the blocks."""
         return self._shard(0)
 
     def block_file(self, index: int) -> Path:
@@ -45,13 +45,13 @@ class ModelWriter:
     ) -> None:
         """Write the index of the shards, and the files beside the weights that belong to the model.
 
-        The files beside the weights are copied byte for byte: what a library writes anew says the same
+        The files beside the weights are copied byte for byte: a copy that a library writes says the same
         in the words of its own version, which engines with another version misread.
 
         Args:
             names: Names of the tensors in shard 0 (outside the blocks), 1, 2 ...
             origin: Folder of the original model.
-            config: Keys that config.json gets in addition; it is then written anew.
+            config: Keys that config.json gets in addition; it is then written again.
         """
         copy_companions(origin, self.folder)
         if config:

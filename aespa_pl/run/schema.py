@@ -48,13 +48,13 @@ class BlockRecord(Strict):
     seconds: dict[str, int | float]
     """Seconds by phase."""
     files: dict[str, str]
-    """SHA-256 by path in the folder of the run."""
+    """SHA-256 of each file, by its path in the folder of the run."""
     tuning: TuningRecord | None = None
     """Tuning of the block as a whole, where there was one."""
     end_to_end: bool = False
     """Whether the files hold what the end-to-end tuning learned."""
     output_error: dict[str, int | float] = {}
-    """By stage (``rounded``): squared error of the block's output relative to the original model's; empty
+    """Squared error of the block's output relative to the original model's, by stage (``rounded``); empty
     where the run had no stream of the original model, or was stopped right after the block."""
     peak_bytes: dict[str, int] = {}
     """Most memory that the process had until then, on ``host`` and ``device``."""
@@ -118,7 +118,7 @@ def parse(kind: type[Content], path: Path) -> Content:
 
 
 class DamagedFileError(Exception):
-    """A file of a run is missing, or not what the run says of it."""
+    """Says that a file of a run is missing, or not what the run says of it."""
 
 
 def refuse_other_format(path: Path) -> None:

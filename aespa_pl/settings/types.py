@@ -48,4 +48,4 @@ EXPECTED: dict[Any, str] = {
     str: "a text",
     type(None): "null",
 }
-"""What a value of each type has to be, in the words of an error message."""
+"""Words of an error message that say what a value of each type has to be."""

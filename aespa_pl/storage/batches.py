@@ -1,4 +1,4 @@
-"""Tensors of one kind on disk, one at a time in memory: hidden states of all segments, H_V of all heads."""
+"""Keep tensors of one kind on disk, one at a time in memory: hidden states of segments, H_V of heads."""
 
 import tempfile
 import weakref
@@ -12,7 +12,7 @@ from aespa_pl.storage.files import disk_errors
 
 
 class BatchesOnDisk:
-    """Batches in one file, read and replaced like those of a list.
+    """Keeps batches in one file, where they are read and replaced like items of a list.
 
     The file has no name in its folder: when the process ends, in whatever way, its space is free.
     Batches are read and written whole; a mapping of the file would count as memory of the process.

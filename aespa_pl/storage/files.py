@@ -26,7 +26,7 @@ def disk_errors(folder: Path, advice: str = MEND) -> Iterator[None]:
 
     Args:
         folder: Folder into which this context writes.
-        advice: What the user can do; a caller that knows the option of another folder names it.
+        advice: Sentence on what the user can do; a caller that knows the option of another folder names it.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Matrices ``[heads, d, d]`` that are too many for memory: those of a slice of heads are a tensor."""
+"""Keep matrices ``[heads, d, d]`` on disk that are too many for memory; a slice of heads is a tensor."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ from aespa_pl.storage.batches import BatchesOnDisk
 
 
 class MatricesOnDisk:
-    """A matrix for each head, in a file that is gone with the process; read like a tensor."""
+    """Keeps a matrix for each head, in a file that is gone with the process, and is read like a tensor."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """Make an empty file in ``folder``; what is read of it goes to ``device``.
+        """Make an empty file in ``folder``; matrices that are read go to ``device``.
 
         Raises:
             UserError: The folder is not writable.

@@ -1,4 +1,4 @@
-"""Batches between where they wait and the device that works on them, while it works on others."""
+"""Move batches between where they wait and the device that works on them, while it works on others."""
 
 from collections import deque
 from collections.abc import Callable, Iterator

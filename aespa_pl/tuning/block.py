@@ -1,4 +1,4 @@
-"""Reconstruction of a quantized block: its output on quantized inputs becomes that of the original.
+"""Reconstruct a quantized block: its output on quantized inputs becomes the original's output.
 
 The inputs are the hidden states that the blocks before, quantized and tuned, have made; the target is the
 output of the original block on the hidden states of the original model. All projections are learned together,
@@ -78,30 +78,30 @@ class BlockReconstruction(Tuning):
 
 @dataclass(frozen=True)
 class TunableBlock:
-    """A block of the model with what its weights stand for."""
+    """Holds a block of the model with what its weights stand for."""
 
     block: nn.Module
-    """With zeta folded and dequantized weights, in float32 and evaluation mode."""
+    """Module with zeta folded and dequantized weights, in float32 and evaluation mode."""
     layout: BlockLayout
     weights: Mapping[str, QuantizedWeight]
-    """By projection."""
+    """Quantized weights by projection."""
     targets: Mapping[str, Tensor]
-    """By projection, the weight ``[rows, d_in]`` that the integers were chosen for, with zeta folded."""
+    """Weights ``[rows, d_in]`` that the integers were chosen for, with zeta folded, by projection."""
     dtypes: Mapping[str, torch.dtype]
     """Types that the block's parameters are stored in, by their names."""
 
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """What the reconstruction of a block found; its norms and biases are in the block."""
+    """Holds what the reconstruction of a block found; its norms and biases are in the block."""
 
     weights: dict[str, QuantizedWeight]
-    """By projection."""
+    """Quantized weights by projection."""
     start_error: float
     """Mean over the tokens that were held back, of squared errors divided as ``BlockReconstruction`` says."""
     error: float
     epoch: int
-    """Of the best error; 0 is the start."""
+    """Epoch of the best error; 0 is the start."""
     finite: bool
     """Whether all errors were finite numbers; the training stopped where one was not."""
     changed: float
@@ -126,10 +126,10 @@ def reconstruct(
         pairs: Hidden states before the quantized block, and after the original one.
         run_block: How a batch runs through a block of this model.
         rates: Largest learning rates.
-        trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
+        trainer: Trainer with ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
         label: Name of the block in messages.
-        checkpoint: Where an earlier training of the block stopped.
-        learned: What is learned.
+        checkpoint: Checkpoint of an earlier training of the block that goes on.
+        learned: Recipe that says what is learned.
     """
     block, layout = quantized.block, quantized.layout
 

@@ -1,4 +1,4 @@
-"""Learned ranges of the grids: how much of a row's smallest and largest weight is clipped.
+"""Learn the ranges of the grids: how much of a row's smallest and largest weight is clipped.
 
 Notation as in ``parametrization.py``; beta and gamma strengths between 0 and 1 of the smallest and the
 largest weight: ``s = (gamma max W - beta min W) / levels``, ``z = -round(beta min W / s)``.
@@ -40,7 +40,7 @@ class Clipped(WeightParametrization):
             target: ``[rows, d_in]``, the weight that it stands for.
             symmetric: The zero point stays in the middle, and there is one strength, of the largest
                 absolute weight.
-            transform: What the weight becomes before it is rounded.
+            transform: Module that transforms the weight before it is rounded.
         """
         super().__init__()
         self.bits = start.bits

@@ -1,4 +1,4 @@
-"""Pairs of a segment's input and target as a LightningDataModule; its order follows from seed and epoch."""
+"""Deliver pairs of a segment's input and target by a LightningDataModule, in an order from seed and epoch."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -52,8 +52,8 @@ class EpochOrder(Sampler[int]):
         """Take the segments.
 
         Args:
-            segments: What is visited in each epoch.
-            seed: Of the order.
+            segments: Segments that are visited in each epoch.
+            seed: Seed of the order.
             visited: Tells how many visits there were in all epochs; it is asked when one begins,
                 because Lightning makes its loaders before it knows where a training goes on.
         """
@@ -71,7 +71,7 @@ class EpochOrder(Sampler[int]):
         return len(self.segments)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield what is left of the epoch."""
+        """Yield the rest of the epoch."""
         generator = torch.Generator().manual_seed(EPOCHS_PER_SEED * self.seed + self.epoch)
         order = torch.randperm(len(self.segments), generator=generator).tolist()
         first = max(0, self.visited() - self.epoch * len(self.segments))
@@ -106,11 +106,11 @@ class SegmentPairs(LightningDataModule):
         """Divide the segments.
 
         Args:
-            inputs: What the tuned module is given.
-            targets: What it is compared with.
+            inputs: Inputs of the tuned module.
+            targets: Outputs that it should have.
             batch_size: Segments in a mini-batch.
             held_back: Share of the segments, the last ones, that is only validated on.
-            seed: Of the order.
+            seed: Seed of the order.
             world: The processes that train together, each on segments of its own; all of them take as many
                 steps as the one with the fewest segments.
 
@@ -136,7 +136,7 @@ class SegmentPairs(LightningDataModule):
         return PairLoader(self.pairs, self.batch_size, sampler=order)
 
     def val_dataloader(self) -> DataLoader[Pair]:
-        """Return what is held back."""
+        """Return the segments that are held back."""
         return DataLoader(self.pairs, self.batch_size, sampler=list(self.validation))
 
     def _visited(self) -> int:
@@ -148,7 +148,7 @@ def divided(segments: int, batch_size: int, held_back: float) -> tuple[int, int]
     """Return how many segments are held back, and the number of mini-batches that the others make.
 
     Args:
-        segments: Of the calibration text.
+        segments: Number of segments of the calibration text.
         batch_size: Segments in a mini-batch.
         held_back: Share of the segments that is only validated on.
 

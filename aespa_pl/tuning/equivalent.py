@@ -1,4 +1,4 @@
-"""Equivalent transformations of a block: weights change, what the block computes does not.
+"""Transform a block equivalently: its weights change, its output does not.
 
 Where the inputs of some projections are linear in what another operation puts out, that operation may be
 multiplied by an invertible matrix A and the columns of the projections by its inverse. A is diagonal, a
@@ -28,7 +28,7 @@ strictly diagonally dominant, and so invertible."""
 
 
 class Transformation(nn.Module, ABC):
-    """An invertible matrix A between an operation and the projections that see its output."""
+    """Stands for an invertible matrix A between an operation and the projections that see its output."""
 
     @abstractmethod
     def multiply(self, value: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Transformation(nn.Module, ABC):
 
 
 class ChannelFactors(Transformation):
-    """A positive factor for each channel, 1 at the start."""
+    """Learns a positive factor for each channel, 1 at the start."""
 
     def __init__(self, heads: int, size: int, shared: int = 1) -> None:
         """Begin with 1.
@@ -65,10 +65,10 @@ class ChannelFactors(Transformation):
 
 
 class HeadMatrices(Transformation):
-    """A matrix for each head, 1 at the start, whose band around the diagonal grows with the epochs."""
+    """Learns a matrix for each head, 1 at the start, whose band around the diagonal grows with the epochs."""
 
     def __init__(self, heads: int, size: int, shared: int, epochs: int) -> None:
-        """Begin with 1; ``epochs`` of the training, the other arguments as of ``ChannelFactors``."""
+        """Begin with 1; ``epochs`` is their number, the other arguments are as in ``ChannelFactors``."""
         super().__init__()
         self.shared = shared
         self.epochs = epochs
@@ -107,7 +107,7 @@ class HeadMatrices(Transformation):
 
 
 class OfVector(nn.Module):
-    """A norm's weight or bias under a transformation."""
+    """Makes a norm's weight or bias under a transformation."""
 
     def __init__(self, transformation: Transformation) -> None:
         """Take the transformation, which the projections behind the norm share."""
@@ -120,7 +120,7 @@ class OfVector(nn.Module):
 
 
 class OfLayer(nn.Module):
-    """A linear layer's weight or bias under the transformations before and behind it."""
+    """Makes a linear layer's weight or bias under the transformations before and behind it."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class OfLayer(nn.Module):
         Args:
             layout: The block's.
             projections: Those of the layer, by name.
-            rows: What the rows of a projection are multiplied by, by its name.
-            columns: What the columns are divided by; None: nothing.
+            rows: Transformation of the rows of a projection, by its name.
+            columns: Transformation whose inverse the columns get; None: they stay.
         """
         super().__init__()
         self.layout = layout
@@ -163,7 +163,7 @@ def transformations_of(
     """Return what each parameter of a block becomes, by its name, wherever something can be folded.
 
     Args:
-        block: The block, for the shapes.
+        block: The block, whose shapes are needed.
         layout: The groups that are transformed, and where their factors can be folded.
         matrices: Whether a value head gets a matrix instead of factors.
         epochs: Epochs of the training, over which the matrices fill.

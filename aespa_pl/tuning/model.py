@@ -1,4 +1,4 @@
-"""End-to-end tuning of a quantized model: its next-token distribution becomes that of the original.
+"""Tune a quantized model end to end: its next-token distribution becomes the original's.
 
 All scales, norms and biases are trained on the Kullback-Leibler divergence, and with them, where the memory
 suffices, latent values of the integers. Each latent value starts in the middle between the two places where
@@ -73,30 +73,30 @@ class ModelTuning(Tuning):
 
 @dataclass(frozen=True)
 class TunableModel:
-    """A causal-LM model in float32 and evaluation mode, with what the weights of its blocks stand for."""
+    """Holds a causal-LM model in float32 and evaluation mode, with what its blocks' weights stand for."""
 
     model: Any
-    """A Hugging Face model with dequantized weights."""
+    """Hugging Face model with dequantized weights."""
     blocks: Sequence[nn.Module]
-    """The model's."""
+    """Blocks of the model."""
     layout: BlockLayout
     weights: Sequence[Mapping[str, QuantizedWeight]]
-    """By block and projection."""
+    """Quantized weights by block and projection."""
     dtypes: Mapping[str, torch.dtype]
     """Types that the model's parameters are stored in, by their names in the model."""
 
 
 @dataclass(frozen=True)
 class TunedModel:
-    """What the end-to-end tuning found; norms and biases are in the model."""
+    """Holds what the end-to-end tuning found; norms and biases are in the model."""
 
     weights: list[dict[str, QuantizedWeight]]
-    """By block and projection."""
+    """Quantized weights by block and projection."""
     start_error: float
     """Divergence in nats on the segments that were held back."""
     error: float
     epoch: int
-    """Of the best error; 0 is the start."""
+    """Epoch of the best error; 0 is the start."""
     finite: bool
     """Whether all errors were finite numbers; the training stopped where one was not."""
     changed: float
@@ -118,10 +118,10 @@ def tune_model(
     Args:
         quantized: Its model gets the tuned weights, norms and biases.
         pairs: Token ids, and the original's hidden states after the last block.
-        head: Of the original, with weights of its own where the model's are tuned.
-        rates: Largest learning rates; the integers stay where that of the latent values is 0.
-        trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
-        checkpoint: Where an earlier training stopped.
+        head: Head of the original, with weights of its own where the model's are tuned.
+        rates: Largest learning rates; the integers stay where the latent values have the rate 0.
+        trainer: Trainer with ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
+        checkpoint: Checkpoint of an earlier training that goes on.
         recompute: Keep only the inputs of blocks for the backward pass, and run each block once more in
             it: a third more time for the memory of one block's activations and weights.
     """

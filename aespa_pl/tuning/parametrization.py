@@ -1,4 +1,4 @@
-"""What is learned of a weight: parametrizations for ``torch.nn.utils.parametrize``.
+"""Define what is learned of a weight, as parametrizations for ``torch.nn.utils.parametrize``.
 
 A ``WeightParametrization`` makes the weight of a linear layer from what is learned, and says which
 integers and which grid the weight stands for. The training needs to know nothing else of it. Further ones
@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.quantizer import round_to_half
 
 MARGIN = 0.49
-"""Latent values start at most so far from today's integers, which are therefore where they start."""
+"""Largest distance of a latent value from its integer at the start: it rounds to that integer."""
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight ``[rows, d_in]`` as engines store it; zeta is folded into what comes before."""
+    """Holds a weight ``[rows, d_in]`` as engines store it; zeta is folded into what comes before."""
 
     integers: Tensor
-    """uint8, ``[rows, d_in]``."""
+    """Integers ``[rows, d_in]``, uint8."""
     scale: Tensor
-    """``[rows, groups]``, in values that float16 holds; a group is ``d_in / groups`` columns."""
+    """Scales ``[rows, groups]``, in values that float16 holds; a group is ``d_in / groups`` columns."""
     zero_point: Tensor
-    """``[rows, groups]``, the integer that stands for 0."""
+    """Integers ``[rows, groups]`` that stand for 0."""
     bits: int
 
     def each_column(self, value: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class OnGrid(WeightParametrization):
     """Has the logarithms of scales as parameters; the zero points stay."""
 
     zero_point: Tensor
-    """``[rows, groups]``."""
+    """Integers ``[rows, groups]`` that stand for 0."""
 
     def __init__(self, start: QuantizedWeight) -> None:
         """Start at the grid of a quantized weight."""
@@ -82,7 +82,7 @@ class OnGrid(WeightParametrization):
         self.register_buffer("zero_point", start.zero_point.float(), persistent=False)
 
     def _scale(self) -> Tensor:
-        """Return the scales as they are stored: float16 holds them in every forward pass."""
+        """Return scales that float16 holds, in every forward pass, because they are stored in it."""
         scale = self.log_scale.exp()
         return straight_through(round_to_half(scale), scale)
 
@@ -154,7 +154,7 @@ def near_integers(start: QuantizedWeight, target: Tensor) -> Tensor:
     """Return what each integer of a weight is rounded from, ``[rows, d_in]``.
 
     Args:
-        start: The weight so far; its integers are the nearest ones to what is returned.
+        start: The weight so far; its integers are the nearest to the returned values.
         target: ``[rows, d_in]``, the weight that it stands for: how near the next integer is.
     """
     steps = target.float() / start.each_column(start.scale.float())
@@ -191,7 +191,7 @@ def straight_through(rounded: Tensor, value: Tensor) -> Tensor:
 
 
 class _Dequantized(torch.autograd.Function):
-    """``s (clamp(round(v), 0, levels) - z)`` where rounding has the gradient of the identity.
+    """Computes ``s (clamp(round(v), 0, levels) - z)``, where rounding has the gradient of the identity.
 
     One function, because autograd would keep five tensors of the weight's size for the way back.
     """

@@ -1,4 +1,4 @@
-"""What the tuning of a block learns: one parametrization for its weights, and what else is trained."""
+"""Choose what the tuning of a block learns: one parametrization for its weights, and what else is trained."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,28 +18,28 @@ MakeWeight = Callable[[str, QuantizedWeight, Tensor], WeightParametrization]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is learned of a block."""
+    """Says what is learned of a block."""
 
     weight: MakeWeight
     learns_vectors: bool = False
     """Whether norms and biases are trained."""
     transforms: Mapping[str, nn.Module] = field(default_factory=dict)
-    """What norms and biases become, by their names, where the weights are transformed."""
+    """Modules that transform norms and biases, by their names, where the weights are transformed."""
     penalty: RoundingPenalty | None = None
-    """What is added to the error."""
+    """Penalty that is added to the error."""
 
 
 EVERYTHING = Recipe(lambda _, start, target: StraightThrough(start, target), learns_vectors=True)
-"""Integers, scales, norms and biases."""
+"""Recipe that learns integers, scales, norms and biases."""
 
 
 def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout) -> Recipe:
     """Return what the settings want to be learned.
 
     Args:
-        settings: Resolved.
-        block: The block, for the shapes.
-        layout: Of what is trained together.
+        settings: Settings without any null.
+        block: The block, whose shapes are needed.
+        layout: Layout of the projections that are trained together.
     """
     tuning, rounding = settings.tuning.blocks, settings.rounding
     match tuning.parametrization:

@@ -1,4 +1,4 @@
-"""Soft rounding in forward passes: whether each weight is rounded up or down is learned, nothing else.
+"""Learn by forward passes whether each weight is rounded up or down, and nothing else (soft rounding).
 
 Notation as in ``parametrization.py``; B rounding variables, h(B) between 0 (down) and 1 (up).
 
@@ -20,7 +20,7 @@ from aespa_pl.tuning.parametrization import OnGrid, QuantizedWeight, near_intege
 class SoftRounding(OnGrid):
     """Learns rounding variables: ``s (clamp(lower + h(B), 0, levels) - z)``.
 
-    Where no gradient is wanted h is 0 or 1: what is validated and what is left is the decided weight.
+    Where no gradient is wanted h is 0 or 1, so validation and the result have the decided weight.
     """
 
     learns_latent = True
@@ -28,7 +28,7 @@ class SoftRounding(OnGrid):
     """The integer below each weight, int16; -1 where it lies below the range."""
 
     def __init__(self, start: QuantizedWeight, target: Tensor) -> None:
-        """Start at given integers: they are those that h would be decided for.
+        """Start at given integers, which h would be decided for.
 
         Args:
             start: The weight so far.
@@ -68,7 +68,7 @@ class RoundingPenalty:
     weight: float
     """Weight of the mean over all rounding variables."""
     warmup: float
-    """Share of the steps, at the start, without it."""
+    """Share of the steps, at the start, without the penalty."""
     beta_start: float
     """Exponent after the warm-up."""
     beta_end: float
@@ -78,9 +78,9 @@ class RoundingPenalty:
         """Return the mean of ``1 - |2 h(B) - 1| ** beta``, weighted; 0 in the warm-up and without any B.
 
         Args:
-            module: With the parametrized weights.
-            step: From 0.
-            steps: All of them.
+            module: Module with the parametrized weights.
+            step: Number of the step, from 0.
+            steps: Number of all steps.
         """
         beta = penalty_exponent(
             step, steps, warmup=self.warmup, start=self.beta_start, end=self.beta_end

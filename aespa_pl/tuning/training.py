@@ -1,4 +1,4 @@
-"""The training of parametrized weights as a LightningModule: three learning rates, and the best epoch."""
+"""Train parametrized weights by a LightningModule, with a rate for each kind, and keep the best epoch."""
 
 import math
 import warnings
@@ -22,22 +22,22 @@ WARMUP = 0.1
 STATE = "tuning"
 """Key of a checkpoint under which the best epoch is stored."""
 KEPT = ("start_error", "best_error", "best_epoch", "finite", "judged")
-"""Attributes that a checkpoint holds."""
+"""Names of the attributes that a checkpoint holds."""
 HELD_BACK = "tuning/held_back_error"
 """Name of the curve of the error on text that nothing is trained on."""
 
 
 class LearningRates(NamedTuple):
-    """The largest values of the one-cycle schedule."""
+    """Holds the largest values of the one-cycle schedule."""
 
     latent: float
-    """Of the latent values of weights, in distances of two integers."""
+    """Rate of the latent values of weights, in distances of two integers."""
     others: float
-    """Of the logarithms of scales, and of the weights of norms."""
+    """Rate of the logarithms of scales, and of the weights of norms."""
     biases: float
-    """Of biases; small models want it below that of the others."""
+    """Rate of biases; small models want it below the rate of the others."""
     transformations: float = 0.0
-    """Of equivalent transformations."""
+    """Rate of equivalent transformations."""
 
 
 class Tuning(LightningModule):
@@ -54,7 +54,7 @@ class Tuning(LightningModule):
         """Take the module with its parametrizations; all that requires a gradient is trained.
 
         Args:
-            module: In evaluation mode: dropout is none of the quantized model.
+            module: Module in evaluation mode, because the quantized model has no dropout.
             rates: Largest learning rates.
             label: Name in messages: ``block 3``.
         """
@@ -66,11 +66,11 @@ class Tuning(LightningModule):
         """The processes that train it together."""
         self.start_error = self.best_error = math.nan
         self.best_epoch = 0
-        """0 is the start."""
+        """Epoch with the best error; 0 is the start."""
         self.finite = True
         """Whether no epoch ended with an error that is NaN or infinite."""
         self.judged = 0
-        """Epochs whose error is known."""
+        """Number of epochs whose error is known."""
         self.visited_steps = 0
         """Optimizer steps that the checkpoint has, from which the training goes on."""
         self._best: dict[str, Tensor] = {}
@@ -82,7 +82,7 @@ class Tuning(LightningModule):
         """Return ``[2]``: the errors of all positions of a mini-batch added up, and their number."""
 
     def configure_optimizers(self) -> Any:
-        """Adam with a one-cycle learning rate."""
+        """Return Adam with a one-cycle learning rate."""
         groups = [(p, r) for p, r in zip(self._by_rate(), self.rates, strict=True) if p]
         # plain numbers: a checkpoint that is read without unpickling can't hold the settings' own types
         rates = [float(rate) for _, rate in groups]
@@ -119,7 +119,7 @@ class Tuning(LightningModule):
                     parameter.grad /= self.world.size
 
     def penalty(self) -> Tensor | float:
-        """Return what is added to the error of a mini-batch."""
+        """Return the penalty that is added to the error of a mini-batch."""
         return 0.0
 
     def enter_epoch(self, epoch: int) -> None:
@@ -129,7 +129,7 @@ class Tuning(LightningModule):
                 inner.enter_epoch(epoch)
 
     def validation_step(self, batch: Pair, batch_idx: int) -> None:
-        """Add up the error of what is held back."""
+        """Add up the error of the segments that are held back."""
         self._errors.append(self.error(batch))
 
     def on_validation_epoch_end(self) -> None:
@@ -158,7 +158,7 @@ class Tuning(LightningModule):
         self._judge(error, epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the best epoch; leave out what is not trained."""
+        """Add the best epoch; leave out tensors that are not trained."""
         trained = {f"module.{name}" for name, _ in self._trained()}
         tensors = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: t for name, t in tensors.items() if name in trained}
@@ -180,7 +180,7 @@ class Tuning(LightningModule):
             parameter.copy_(self._best[name])
 
     def _by_rate(self) -> tuple[list[nn.Parameter], ...]:
-        """Return what is trained in the order of the learning rates."""
+        """Return the trained parameters of each learning rate, in the order of the rates."""
         latent = {id(p) for p in latent_values(self.module)}
         transforming = {
             id(p)
@@ -211,7 +211,7 @@ class Tuning(LightningModule):
         return float(total / count)
 
     def _judge(self, error: float, epoch: int) -> None:
-        """Keep what is trained if its error is the best so far; epoch 0 is the start."""
+        """Keep the trained parameters if their error is the best so far; epoch 0 is the start."""
         self.judged = epoch
         if epoch == 0:
             self.start_error = error
@@ -233,15 +233,15 @@ def fit(
     """Train a module, or go on with its training, and leave it with the parameters of its best epoch.
 
     Args:
-        module: What is trained.
-        pairs: What it is trained on.
-        trainer: With ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
-        checkpoint: Where an earlier training stopped.
+        module: Module that is trained.
+        pairs: Segments that it is trained and validated on.
+        trainer: Trainer with ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
+        checkpoint: Checkpoint of an earlier training that goes on.
     """
     device = next(module.parameters()).device
     module.world = pairs.world
     with warnings.catch_warnings():
-        # on purpose: dropout is none of the quantized model
+        # on purpose: the quantized model has no dropout
         warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
         # steps are counted over the epochs, so there are curves all the same
         warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")

@@ -29,13 +29,13 @@ def parametrize_block(
 
     Args:
         block: In float32, with zeta folded; changed in place.
-        layout: Projections that are parametrized, the block's or some; those of one linear layer become
+        layout: Projections that are parametrized, the block's or some; all of one linear layer become
             one weight.
-        starts: By projection.
+        starts: Quantized weights at the start, by projection.
         make: Makes StraightThrough or another.
         dtypes: Types that the parameters are stored in, by name.
         learns_vectors: Whether norms and biases are trained.
-        transforms: What norms and biases become, by name, before they are rounded.
+        transforms: Modules that transform norms and biases before they are rounded, by name.
     """
     block.requires_grad_(requires_grad=False)
     vectors = [name for name, parameter in block.named_parameters() if parameter.dim() == 1]

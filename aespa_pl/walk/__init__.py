@@ -1,1 +1,1 @@
-"""The order of things: one Transformer block after the other."""
+"""Quantize one Transformer block after the other, in the order of all steps."""

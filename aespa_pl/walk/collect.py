@@ -1,4 +1,4 @@
-"""Step 1 of a block: its calibration segments run through it, and the statistics are collected."""
+"""Run the calibration segments through a block, and collect its statistics (step 1)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,12 +27,12 @@ from aespa_pl.storage.transfer import in_turn, sending_back
 
 @dataclass
 class Streams:
-    """Hidden states of the calibration segments before the block under way, in batches."""
+    """Holds the hidden states of the calibration segments before the block under way, in batches."""
 
     quantized: Batches
-    """As the blocks quantized so far have made them."""
+    """Hidden states that the blocks quantized so far have made."""
     original: Batches | None
-    """As in the original model; None where neither input_correction nor tuning needs them."""
+    """Hidden states in the original model; None where neither input_correction nor tuning needs them."""
     own: bool
     """Whether they are this process's; otherwise another has them, and here they only tell the shapes."""
 

@@ -1,4 +1,4 @@
-"""After the last block: the model is trained end to end, and what it has changed is written anew."""
+"""Train the model end to end after the last block, and write again all that it has changed."""
 
 import gc
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class ModelTuner:
     """Tunes the quantized model of a run end to end."""
 
     source: StreamedModel
-    """The original."""
+    """Original model."""
     run: Run
     settings: TuningSettings
     bits: int

@@ -1,4 +1,4 @@
-"""After step 4: a block as a whole is trained to do what the original block does (docs/tuning.md)."""
+"""Train a block as a whole, after step 4, to do what the original block does (docs/tuning.md)."""
 
 import gc
 from collections.abc import Callable
@@ -42,10 +42,10 @@ MakeTuningTrainer = Callable[[Portion, int], Trainer]
 
 
 def tuning_portion(block: int, name: str, world: World, number: int = 0) -> Portion:
-    """Return what tells the checkpoints of a tuning from those of step 4.
+    """Return the portion that tells the checkpoints of a tuning from the checkpoints of step 4.
 
     Args:
-        block: Number of the block; that of the last plus one for the model.
+        block: Number of the block; the number of blocks for the model.
         name: Name of the unit, or ``model``.
         world: The processes that tune it together; others could not continue from its checkpoints.
         number: Place among the portions of the block, where its result is kept for another tuning.
@@ -55,15 +55,15 @@ def tuning_portion(block: int, name: str, world: World, number: int = 0) -> Port
 
 @dataclass(frozen=True)
 class Unit:
-    """What of a block is trained together."""
+    """Describes a part of a block that is trained together."""
 
     name: str
-    """Tells its checkpoints from those of others."""
+    """Name that tells its checkpoints from the checkpoints of others."""
     groups: tuple[InputGroup, ...]
     run: RunBlock
     """Runs hidden states from the block's start to the end of the unit."""
     targets: Batches
-    """What the original has at the end of the unit."""
+    """Hidden states of the original at the end of the unit."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the tuning of one unit of a block has learned, kept while the next unit is tuned."""
+"""Keep what the tuning of one unit of a block has learned, while the next unit is tuned."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ KINDS = ("integers", "scale", "zero_point")
 
 @dataclass(frozen=True)
 class LearnedUnit:
-    """What the blocks to come need of a unit; norms and biases are in the block."""
+    """Holds what the rest of the walk needs of a unit; norms and biases are in the block."""
 
     weights: Mapping[str, QuantizedWeight]
-    """By projection."""
+    """Quantized weights by projection."""
     finite: bool
     """Whether all errors were finite numbers."""
 

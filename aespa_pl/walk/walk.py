@@ -1,4 +1,4 @@
-"""The walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
+"""Walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -53,17 +53,17 @@ class Walk:
     loggers: Sequence[Logger] = ()
     """Loggers of the curves over the blocks; the Trainers have loggers of their own for the iterations."""
     world: World = ALONE
-    """The processes, which all walk; each has the hidden states of its segments, and the first writes."""
+    """Processes of the run, which all walk; each has the hidden states of its segments, the first writes."""
 
     @property
     def layout(self) -> BlockLayout:
-        """Projections of each block."""
+        """Return the layout of each block."""
         return self.source.family.layout(self.source.pretrained.config)
 
     def quantize(self, tokens: Tensor) -> None:
         """Quantize all blocks that are not complete yet, and finish the model folder.
 
-        Hidden states are not stored: those of a continued run are computed anew by replay through
+        Hidden states are not stored: a continued run computes them again by replay through
         the blocks that are complete, which gives the same bits for a fraction of the time.
 
         Args:
@@ -243,7 +243,7 @@ class Walk:
     ) -> None:
         """Write a block that is quantized, and give the module the stored values back.
 
-        The hidden states of the blocks to come are those of the model on disk.
+        So the blocks to come see the hidden states of the model on disk.
         """
         module.to(self.source.dtype)  # after a tuning it is float32
         prefix = self.source.family.block_prefix(index)
