@@ -366,7 +366,6 @@ def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> 
             ["--trainer.callbacks", "[LearningRateMonitor, mine.Callback]"],
             r"trainer\.callbacks: there is no mine\.Callback: give .*such as my_package\.MyClass",
         ),
-        (["--trainer.devices", "many"], r"trainer\.devices.*many"),
         (["--trainer.accelerator", "gpu"], r"trainer\.accelerator is gpu: set it to cpu"),
         (["--trainer.logger", "WandbLogger"], r"trainer: .*wandb"),
         (

@@ -40,6 +40,8 @@ EXAMPLES = {
     "logger": "lightning.pytorch.loggers.CSVLogger",
 }
 """Keys of the section that take the names of classes, each with a class of Lightning."""
+BASES = ("Callback", "Logger")
+"""Classes that do nothing by themselves, so that nobody means them."""
 SHOWN = 200
 """Largest number of characters that are shown of a library's message."""
 
@@ -83,7 +85,11 @@ def _unknown_classes(name: str, arguments: Arguments) -> str | None:
     if not unknown:
         return None
     module = import_module(package)
-    classes = [known for known in dir(module) if inspect.isclass(getattr(module, known))]
+    classes = [
+        known
+        for known in dir(module)
+        if inspect.isclass(getattr(module, known)) and known not in BASES
+    ]
     hint = nearest(unknown[0], classes) or ":"
     return (
         f"{key}: there is no {', '.join(unknown)}{hint} give the name of a class in {package}, such as "
