@@ -29,7 +29,7 @@ ITERATION_KERNELS = 10
 COLUMN_KERNELS = 16
 """Kernels for each column of OPTQ's update."""
 ROUND_KERNELS = 18
-"""Kernels for each round of the descent in a block of weights, with its share of all before and after."""
+"""Kernels for each round of the descent in a tile of weights, with its share of all before and after."""
 CANDIDATE_BYTES = 60
 """Bytes for each weight of each candidate: the errors take six kernels, their losses three."""
 PROBABILITY_BYTES = 32
@@ -56,7 +56,7 @@ class Assumed:
     read: float = 2.0
     """GB/s at which weights come from disk."""
     rounds: int = 8
-    """Rounds of a block of weights in the descent until its moves are settled."""
+    """Rounds of a tile of weights in the descent until its moves are settled."""
     passes: int = 4
     """Passes of the descent until nothing moves."""
 
@@ -167,12 +167,12 @@ def _polish(shape: Shape, settings: QuantizationSettings, assumed: Assumed) -> C
     if not settings.polish.enabled:
         return Costs(0.0)
     products = 2 * sum(m.product_flops for m in shape.matrices) / (1e12 * assumed.float32)
-    rounds = sum(assumed.rounds * _blocks(m, shape) for m in shape.matrices)
+    rounds = sum(assumed.rounds * _tiles(m, shape) for m in shape.matrices)
     return Costs(assumed.passes * products, kernels=assumed.passes * ROUND_KERNELS * rounds)
 
 
-def _blocks(matrix: Matrix, shape: Shape) -> int:
-    """Return the blocks of a pass that wait for each other; other rows and heads run beside them."""
+def _tiles(matrix: Matrix, shape: Shape) -> int:
+    """Return the tiles of a pass that wait for each other; other rows and heads run beside them."""
     if matrix.role in (Role.QUERY, Role.KEY):
         return -(-shape.layout.head_dim // COUPLED_ROWS) * -(-matrix.columns // COUPLED_COLUMNS)
     return -(-matrix.columns // COLUMNS)

@@ -231,7 +231,7 @@ def test_little_memory_gives_the_same_in_parts(aespa: CommandLine, model: Path) 
     status, out, err = aespa("fit", *small(model), *options)
     assert (status, err) == (0, "")
     assert "H_V of 1 of 2 heads at once, in 2 passes over the segments" in " ".join(out.split())
-    assert "learning in parts of at most" in " ".join(out.split())
+    assert "learning in portions of at most" in " ".join(out.split())
     divided = Path(out.splitlines()[-1])
     assert aespa("fit", *small(model))[0] == 0
     for file in sorted((divided / "blocks").iterdir()):

@@ -7,7 +7,7 @@ Rounding takes a half to 0 and clipping makes a move smaller, so a move that is 
 the objective; a pass that moves nothing ends the descent, in a minimum of each integer alone.
 
 Source: coordinate descent on the integer least-squares problem that rounding is (closest vector
-problem; Eq. 17, 21 and 22 of the paper are its quadratic forms); the blocks of columns are OPTQ's.
+problem; Eq. 17, 21 and 22 of the paper are its quadratic forms). Tiles of columns are an idea of OPTQ's.
 
 Here a *unit* is what can be minimized alone: a row, or a head where G couples its rows or its H is its own.
 """
@@ -22,9 +22,9 @@ from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize
 
 COLUMNS = 32
-"""Columns of a block, whose moves are found together and reach the other columns with one product."""
+"""Columns of a tile, whose moves are found together and reach the other columns with one product."""
 COUPLED_ROWS, COUPLED_COLUMNS = 16, 16
-"""Rows and columns of a block with G. A larger one takes fewer calls, and more rounds to settle."""
+"""Rows and columns of a tile with G. A larger one takes fewer calls, and more rounds to settle."""
 LEAST_GAIN = 1e-3
 """Share of its loss that a unit must gain in a pass, or the pass was its last."""
 
@@ -51,7 +51,7 @@ def descend(
 ) -> Descent:
     """Visit all integers, again and again, and move each to its best value.
 
-    The weights are visited block by block, first along the columns, and row by row within a block. Where
+    The weights are visited tile by tile, first along the columns, and row by row within a tile. Where
     the objective ended higher all the same (in a row, with G in a head), because float32 is not exact, the
     integers stay as they were.
 
@@ -126,7 +126,7 @@ class _Units:
         return (self.errors * (self.G @ self.R)).sum(-1).sum(-1, keepdim=True)
 
     def visit(self) -> None:
-        """Visit all integers once, in blocks of rows and columns."""
+        """Visit all integers once, in tiles of rows and columns."""
         rows = self.errors.shape[1] if self.G is None else COUPLED_ROWS
         for start in range(0, self.errors.shape[1], rows):
             self._visit_rows(slice(start, start + rows))

@@ -14,7 +14,7 @@ from aespa_pl.algorithm.hessian import inverse_factor
 from aespa_pl.algorithm.quantizer import Grid
 from aespa_pl.algorithm.workspace import chunk_elements
 
-BLOCK = 128
+LAZY_COLUMNS = 128
 """Columns whose updates reach the rest of the matrix together (lazy batch updates)."""
 CPU_CHUNK = 2**22
 """Number of elements of the Hessians that each thread factors at once."""
@@ -100,8 +100,8 @@ def visit(W: Tensor, factored: FactoredColumns, grid: Grid) -> tuple[Tensor, Ten
 def _visit(W: Tensor, U: Tensor, step: Tensor, zero: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Do the work of ``update_weights`` on columns that are in order already."""
     pending, integers = W.clone(), torch.empty_like(W)
-    for start in range(0, W.shape[-1], BLOCK):
-        end = min(start + BLOCK, W.shape[-1])
+    for start in range(0, W.shape[-1], LAZY_COLUMNS):
+        end = min(start + LAZY_COLUMNS, W.shape[-1])
         errors = torch.empty_like(W[..., start:end])
         for j in range(start, end):
             w, s, z = pending[..., j], step[..., j], zero[..., j]

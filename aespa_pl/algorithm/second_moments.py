@@ -1,14 +1,14 @@
-"""Sum up ``X^T X``, which is symmetric: only the blocks on and above the diagonal are computed."""
+"""Sum up ``X^T X``, which is symmetric: only the part on and above the diagonal is computed."""
 
 from itertools import pairwise
 
 from torch import Tensor
 
-BLOCKS = 4
-"""Column stripes: 10 of 16 products are left, and took 0.63 to 0.81 of the time on one thread of a CPU for
-256 to 4096 columns; with 8 blocks it was 0.60 to 0.86."""
+STRIPES = 4
+"""Stripes of columns: 10 of 16 products are left, and took 0.63 to 0.81 of the time on one thread of a CPU for
+256 to 4096 columns; with 8 stripes it was 0.60 to 0.86."""
 NARROW = 256
-"""Columns below which the products are too small: with 64 columns blocks take longer than all at once."""
+"""Columns below which the products are too small: with 64 columns stripes take longer than all at once."""
 
 
 def add_gram(total: Tensor, X: Tensor, *, factor: float = 1.0) -> None:
@@ -19,16 +19,16 @@ def add_gram(total: Tensor, X: Tensor, *, factor: float = 1.0) -> None:
         X: ``[N, d]``.
         factor: Factor of the product.
     """
-    for start, stop in _blocks(X.shape[1]):
+    for start, stop in _stripes(X.shape[1]):
         total[start:stop, start:].addmm_(X[:, start:stop].T, X[:, start:], alpha=factor)
 
 
 def mirror(total: Tensor) -> None:
     """Copy the elements above the diagonal of ``[d, d]`` below it, in place: it is exactly symmetric then.
 
-    Also within the blocks on the diagonal, of which a product need not be so to the last bit.
+    It is so within the squares on the diagonal too, whose products need not be symmetric to the last bit.
     """
-    for start, stop in _blocks(total.shape[0]):
+    for start, stop in _stripes(total.shape[0]):
         total[stop:, start:stop] = total[start:stop, stop:].T
         diagonal = total[start:stop, start:stop]
         diagonal.copy_(diagonal.triu() + diagonal.triu(1).T)
@@ -36,9 +36,9 @@ def mirror(total: Tensor) -> None:
 
 def computed_share(d: int) -> float:
     """Return the share of the ``d^2`` sums that ``add_gram`` computes."""
-    return sum((stop - start) * (d - start) for start, stop in _blocks(d)) / d**2
+    return sum((stop - start) * (d - start) for start, stop in _stripes(d)) / d**2
 
 
-def _blocks(d: int) -> list[tuple[int, int]]:
-    count = 1 if d < NARROW else BLOCKS
+def _stripes(d: int) -> list[tuple[int, int]]:
+    count = 1 if d < NARROW else STRIPES
     return list(pairwise(d * i // count for i in range(count + 1)))

@@ -58,5 +58,5 @@ def described(partition: Partition, shape: Shape) -> list[str]:
             "segments; it waits on disk"
         )
     if partition.weights:
-        said.append(f"learning in parts of at most {partition.weights:,} weights")
+        said.append(f"learning in portions of at most {partition.weights:,} weights")
     return said

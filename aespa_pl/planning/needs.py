@@ -32,7 +32,7 @@ twice while one replaces another."""
 PROCESS_BYTES = 600_000_000
 """Bytes of Python, torch, lightning and transformers: 380 MB were measured on Linux with CPU torch
 (benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
-MOST_PARTS = 64
+MOST_PORTIONS = 64
 """Largest number of portions that a block is learned in; each large projection is one by then."""
 GRID_BYTES = 3 * FLOAT
 """A candidate of a row and group takes this many bytes: scale, zero point, loss."""
@@ -207,8 +207,8 @@ def partition_for(
             if most(chosen, *phases) <= limit:
                 break
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
-    for parts in range(1, MOST_PARTS + 1):
-        smaller = replace(chosen, weights=None if parts == 1 else math.ceil(learning / parts))
+    for count in range(1, MOST_PORTIONS + 1):
+        smaller = replace(chosen, weights=None if count == 1 else math.ceil(learning / count))
         if not learning or most(smaller, "rounding") <= free:
             return smaller
     return smaller

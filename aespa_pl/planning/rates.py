@@ -25,7 +25,7 @@ MEASURED_COLUMNS = 1024
 LEAST_SHARE = 0.05
 """Share of a measured time that is left for visits where the products should have taken all of it."""
 MOST_CALLS = 1000
-PARTS = 6
+MEASUREMENTS = 6
 """Number of measurements that share the time."""
 TOKENS = 256
 """Number of tokens that a Hessian is made of: few, because many would take longer than the measurement."""
@@ -76,9 +76,9 @@ def measure_rates(
     X *= variances.sqrt()
     H = (X.T @ X / (2 * TOKENS) + torch.diag(variances / 2))[None]
     flops = 2.0 * W.numel() * d
-    part = seconds / PARTS
-    product = flops / _median_seconds(lambda: W[0] @ H[0], device, part)
-    visits = _measure_visits(shape, W, H, product=product, seconds=part)
+    each = seconds / MEASUREMENTS
+    product = flops / _median_seconds(lambda: W[0] @ H[0], device, each)
+    visits = _measure_visits(shape, W, H, product=product, seconds=each)
     zeta = torch.ones(d, device=device)
     fixed, B = start(W, W, min_max_grid(W, zeta, GridFormat(2)))
     B = torch.nn.Parameter(B)
@@ -96,7 +96,7 @@ def measure_rates(
             )  # fmt: skip
         adam.step()
 
-    return Rates(product, flops / _median_seconds(step, device, part), visits)
+    return Rates(product, flops / _median_seconds(step, device, each), visits)
 
 
 def _measure_visits(

@@ -107,7 +107,7 @@ def rows_of(
         ("model", f"{human(parameters)} parameters", _blocks(shape)),
         ("device memory", f"{human(needs.most_on_device)}B", on_device),
         *(("", f"{human(count)}B", phase) for phase, count in phases.items()),
-        *(("", "in parts", words) for words in described(needs.partition, shape)),
+        *(("", "divided", words) for words in described(needs.partition, shape)),
         ("host memory", f"{human(needs.host)}B", host),
         ("disk", f"{human(needs.disk)}B", "model, integers, two checkpoints of a block"),
         ("arithmetic", f"{human(shape.blocks * flops)}FLOP", f"{human(flops)}FLOP a block"),

@@ -154,14 +154,15 @@ def tuning_curves(run: StoredRun, width: float) -> Picture:
     if not curves:
         return Picture(name, title, NO_CURVE if run.blocks else NO_BLOCK)
     figure, panels = _panels(curves, width, 3.4)
+    blocks = sorted({block for found in curves.values() for block in found})
     for unit, axes in panels.items():
-        for position, curve in enumerate(curves[unit].values()):
-            colour = depth_colour(position, len(curves[unit]))
+        for block, curve in curves[unit].items():
+            colour = depth_colour(blocks.index(block), len(blocks))
             axes.plot(curve.steps, curve.values, marker=_marker(curve), color=colour)
         axes.set(xlabel="step")
         value_axis(axes)
     figure.supylabel("error / error before tuning", fontsize=9)
-    depth_legend(figure, list(max(curves.values(), key=len)))
+    depth_legend(figure, blocks)
     return Picture(name, title, " ".join(_curves_caption(*each) for each in curves.items()), figure)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aespa_pl.algorithm.second_moments import BLOCKS, NARROW, add_gram, computed_share, mirror
+from aespa_pl.algorithm.second_moments import STRIPES, NARROW, add_gram, computed_share, mirror
 from tests import reference
 
 WIDTHS = [1, 5, NARROW - 1, NARROW, NARROW + 3]
@@ -49,4 +49,4 @@ def test_share_is_that_of_what_is_not_zero(width: int) -> None:
 
 def test_wide_products_leave_out_what_is_below_the_blocks() -> None:
     assert computed_share(NARROW - 1) == 1
-    assert computed_share(BLOCKS * NARROW) == (BLOCKS + 1) / (2 * BLOCKS)
+    assert computed_share(STRIPES * NARROW) == (STRIPES + 1) / (2 * STRIPES)

@@ -199,7 +199,7 @@ def test_memory_that_is_free_decides_unless_a_limit_is_set(monkeypatch: pytest.M
     )  # nothing left beside the hidden states
     words = described(divide(s, WORK, hidden, settings, cpu), s)
     assert words[0].startswith("H_V of 1 of 2 heads at once, in 2 passes")
-    assert "learning in parts" in words[1]
+    assert "learning in portions" in words[1]
     assert described(WHOLE, s) == []
 
 
