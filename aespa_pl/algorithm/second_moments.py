@@ -5,8 +5,8 @@ from itertools import pairwise
 from torch import Tensor
 
 STRIPES = 4
-"""Stripes of columns: 10 of 16 products are left, and took 0.63 to 0.81 of the time on one thread of a CPU for
-256 to 4096 columns; with 8 stripes it was 0.60 to 0.86."""
+"""Stripes of columns: 10 of 16 products are left, and took 0.63 to 0.81 of the time on one thread of a CPU
+for 256 to 4096 columns; with 8 stripes it was 0.60 to 0.86."""
 NARROW = 256
 """Columns below which the products are too small: with 64 columns stripes take longer than all at once."""
 

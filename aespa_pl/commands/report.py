@@ -21,8 +21,8 @@ def report(
     A run may still be going on. The page needs no network to be read.
 
     Args:
-        runs: Folders of runs (NAME/version_N), or folders of runs of one name, of which the newest is
-            taken; last: the newest run of all.
+        runs: Folders of runs (NAME/version_N) with spaces between them, or folders of runs of one name, of
+            which the newest is taken; last: the newest run of all.
         output: Folder for report.html and the figures; null: report in the folder of the first run.
         figures: Format of the files with one figure each, beside the page; none: only the page.
         folder: Where last looks for runs, their output.folder.

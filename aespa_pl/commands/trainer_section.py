@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,6 @@ EXAMPLES = {
     "logger": "lightning.pytorch.loggers.CSVLogger",
 }
 """Keys of the section that take the names of classes, each with a class of Lightning."""
-BASES = ("Callback", "Logger")
-"""Classes that do nothing by themselves, so that nobody means them."""
 SHOWN = 200
 """Largest number of characters that are shown of a library's message."""
 
@@ -85,12 +84,10 @@ def _unknown_classes(name: str, arguments: Arguments) -> str | None:
     if not unknown:
         return None
     module = import_module(package)
-    classes = [
-        known
-        for known in dir(module)
-        if inspect.isclass(getattr(module, known)) and known not in BASES
-    ]
-    hint = nearest(unknown[0], classes) or ":"
+    classes = [known for known in dir(module) if inspect.isclass(getattr(module, known))]
+    # most names end alike, so only a slip of a letter or two is a likeness
+    likely = get_close_matches(unknown[0], classes, n=1, cutoff=0.9)
+    hint = f": did you mean {likely[0]}?" if likely else ":"
     return (
         f"{key}: there is no {', '.join(unknown)}{hint} give the name of a class in {package}, such as "
         f"{example}, or the import path of yours, such as my_package.MyClass"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aespa_pl.algorithm.second_moments import STRIPES, NARROW, add_gram, computed_share, mirror
+from aespa_pl.algorithm.second_moments import NARROW, STRIPES, add_gram, computed_share, mirror
 from tests import reference
 
 WIDTHS = [1, 5, NARROW - 1, NARROW, NARROW + 3]
