@@ -18,7 +18,7 @@ from aespa_pl.export.proof import ClassSize, prove
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.export.verification import Answers, Questions, Verify, ask, choose_engines, that_fit
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run.versions import last_run
+from aespa_pl.run.versions import last_run, newest_run
 from aespa_pl.storage.files import disk_errors, write_text
 
 Embedding = Literal["keep", "q8_0"]
@@ -45,12 +45,12 @@ def export(
     original: str | None = None,
     push_to_hub: str | None = None,
     output_folder: str = "lightning_logs",
-    output_name: str = "aespa",
+    output_name: str | None = None,
 ) -> None:
     """Write the quantized model of a finished run in the format of an engine, and prove that it is it.
 
     Args:
-        run: Folder of a run (NAME/version_N); last: the newest of output_folder/output_name.
+        run: Folder of a run (NAME/version_N); last: the newest run of output_folder.
         format: hf (Hugging Face, the original's types), compressed-tensors (vLLM, transformers), awq
             (vLLM, 4 bits), gptq (GPTQModel, SGLang) or gguf (llama.cpp).
         output: Folder to write; null: export/FORMAT in the run's folder.
@@ -61,14 +61,14 @@ def export(
         original: Folder of the model that was quantized, if it is no longer where the run found it.
         push_to_hub: Name of a repository on the Hugging Face hub that gets the folder as well.
         output_folder: With last: the folder of all runs.
-        output_name: With last: the name of the run.
+        output_name: With last: the name of the run; null: any.
 
     Raises:
         UserError: The run or the output folder can't be used, or the format can't hold the run exactly.
     """
     chosen = make_format(format, container_bits, embedding)
     questions = choose_engines(format, verify)
-    folder = _run_folder(run, Path(output_folder).expanduser() / output_name)
+    folder = _run_folder(run, Path(output_folder).expanduser(), output_name)
     target = Path(output).expanduser() if output else folder / "export" / format
     _refuse_target(target)
     model = QuantizedModel.open(folder, original)
@@ -154,13 +154,14 @@ def push(folder: Path, name: str) -> None:
         ) from error
 
 
-def _run_folder(run: str, runs: Path) -> Path:
+def _run_folder(run: str, runs: Path, name: str | None) -> Path:
     if run != "last":
         return Path(run).expanduser()
-    folder = last_run(runs)
+    folder = newest_run(runs) if name is None else last_run(runs / name)
     if folder is None:
+        where = runs if name is None else runs / name
         raise UserError(
-            f"no run in {runs}: correct --output_folder and --output_name, or start with aespa-pl fit"
+            f"no run in {where}: correct --output_folder and --output_name, or start with aespa-pl fit"
         )
     return folder
 

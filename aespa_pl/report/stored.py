@@ -15,7 +15,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.report.curves import RECONSTRUCTION, Curves, read_curves
 from aespa_pl.run.schema import FORMAT
-from aespa_pl.run.versions import last_run, version_number
+from aespa_pl.run.versions import last_run, newest_run
 
 LAST = "last"
 """Word for the newest run."""
@@ -92,14 +92,13 @@ def find_run(given: str, runs_folder: Path) -> Path:
         UserError: There is no run.
     """
     if given == LAST:
-        journals = list(runs_folder.glob("*/version_*/journal.json"))
-        if not journals:
+        newest = newest_run(runs_folder)
+        if newest is None:
             raise UserError(
                 f"there is no run in {runs_folder}: start one with aespa-pl fit, or give --folder, the "
                 "output.folder of your runs"
             )
-        newest = max(journals, key=lambda path: (path.stat().st_mtime, version_number(path.parent)))
-        return newest.parent
+        return newest
     folder = Path(given).expanduser()
     if not (folder / "journal.json").is_file():
         newest_version = last_run(folder)

@@ -37,3 +37,14 @@ def last_run(parent: Path) -> Path | None:
     """Return the newest run in ``parent``, None if there is none."""
     runs = [path for path in parent.glob("version_*") if (path / "journal.json").is_file()]
     return max(runs, key=version_number, default=None)
+
+
+def newest_run(runs_folder: Path) -> Path | None:
+    """Return the newest run of any name in a folder of runs, None if there is none."""
+    journals = runs_folder.glob("*/version_*/journal.json")
+    newest = max(journals, key=_age, default=None)
+    return None if newest is None else newest.parent
+
+
+def _age(journal: Path) -> tuple[float, int]:
+    return journal.stat().st_mtime, version_number(journal.parent)

@@ -1,6 +1,7 @@
 """``aespa-pl export``: what a user sees, what is refused, and what an interruption leaves."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -55,10 +56,14 @@ def test_last_run_is_found(fresh: Known, tmp_path: Path) -> None:
     runs = tmp_path / "runs" / "mine"
     runs.mkdir(parents=True)
     shutil.move(fresh.folder, runs / "version_3")
-    export("last", format="hf", verify="bytes", output_folder=str(runs.parent), output_name="mine")
+    other = runs.parent / "other" / "version_9"
+    other.mkdir(parents=True)
+    (other / "journal.json").write_text("{}")
+    os.utime(other / "journal.json", (1, 1))  # older
+    export("last", format="hf", verify="bytes", output_folder=str(runs.parent))
     assert (runs / "version_3" / "export" / "hf" / "README.md").is_file()
-    with pytest.raises(UserError, match=r"no run in .*other: correct --output_folder"):
-        export("last", format="hf", output_folder=str(runs.parent), output_name="other")
+    with pytest.raises(UserError, match=r"no run in .*third: correct --output_folder"):
+        export("last", format="hf", output_folder=str(runs.parent), output_name="third")
 
 
 def test_every_format_from_the_command(fresh: Known, tmp_path: Path) -> None:
