@@ -35,6 +35,7 @@ from aespa_pl.walk.end_to_end import ModelTuner
 from aespa_pl.walk.tuning import BlockTuner
 from aespa_pl.walk.walk import Walk
 from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save
+from tests.tuning.tuned import silent_trainer
 
 SEGMENTS, BLOCKS = 6, 2
 CPU = torch.device("cpu")
@@ -81,17 +82,7 @@ def trainers(settings: QuantizationSettings, run: Run, options: TrainerOptions) 
 
 def tuning_trainer(options: TrainerOptions, run: Run, portion: Portion, epochs: int) -> Trainer:
     """Return a silent Trainer of a tuning."""
-    silent = {
-        "accelerator": "cpu",
-        "max_epochs": epochs,
-        "num_sanity_val_steps": -1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-    }
-    return Trainer(**{**silent, **options(run, portion)})
+    return silent_trainer(epochs, **{"log_every_n_steps": 1, **options(run, portion)})
 
 
 @dataclass(frozen=True)
@@ -220,6 +211,12 @@ def shortened(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(model.config, "layer_types", None):
         model.config.layer_types = model.config.layer_types[:BLOCKS]
     return model
+
+
+def save_short(name: str, folder: Path) -> Path:
+    """Write a random model of a kind with ``BLOCKS`` blocks, the same one each time, and its text."""
+    torch.manual_seed(0)
+    return save_with_words(shortened(make_model(name, torch.float32)), folder)
 
 
 def save_with_words(model: PreTrainedModel, folder: Path) -> Path:

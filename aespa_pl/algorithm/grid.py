@@ -21,6 +21,18 @@ def min_max_grid(
     return Grid(scale, zero_point.round(), zeta, grid_format.bits)
 
 
+def min_max_range(
+    V: Float[Tensor, "*rows columns"], *, symmetric: bool
+) -> tuple[Float[Tensor, "*rows"], Float[Tensor, "*rows"]]:
+    """Return the ends of the range from each row's smallest to its largest weight, with 0 inside."""
+    low, high = V.amin(-1).clamp(max=0), V.amax(-1).clamp(min=0)
+    if symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    empty = (low == 0) & (high == 0)  # a row of zeros: any range does
+    return torch.where(empty, -1, low), torch.where(empty, 1, high)
+
+
 def search_grid(
     W: Float[Tensor, "heads rows d_in"],
     H: Float[Tensor, "#heads d_in d_in"],
@@ -59,14 +71,9 @@ def _blocks(H: Tensor, zeta: Tensor, group_size: int | None) -> Tensor:
 
 
 def _range(V: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
-    """Return scale and (not yet rounded) zero point of the min-max range, which contains 0."""
+    """Return scale and (not yet rounded) zero point of the min-max range."""
     levels = grid_format.levels
-    low, high = V.amin(-1).clamp(max=0), V.amax(-1).clamp(min=0)
-    if grid_format.symmetric:
-        high = torch.maximum(-low, high)
-        low = -high
-    empty = (low == 0) & (high == 0)  # a row of zeros: any range does
-    low, high = torch.where(empty, -1, low), torch.where(empty, 1, high)
+    low, high = min_max_range(V, symmetric=grid_format.symmetric)
     scale = (high - low) / levels
     if grid_format.symmetric:
         return scale, torch.full_like(scale, 2 ** (grid_format.bits - 1))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import aespa_pl
-from aespa_pl.commands.arguments import Arguments, Option, read_configuration
+from aespa_pl.commands.arguments import Arguments, Option, nearest, read_configuration
 from aespa_pl.commands.output import print_whole
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import ResultTable
@@ -192,6 +192,10 @@ def _divide(parser: ArgumentParser, given: Arguments) -> tuple[CompareSettings, 
         UserError: A value is refused, or a key is given that differs from cell to cell.
     """
     own = [option for option in given.options if is_own(option)]
+    known = [f"{SECTION}.{key.name}" for key in fields(CompareSettings)]
+    for option in own:
+        if option.key.removesuffix("+") not in known:
+            raise UserError(f"{option.key} is unknown{nearest(option.key, known)}")
     rest = [option for option in given.options if not is_own(option)]
     for option in rest:
         if option.key in DECIDED:
@@ -199,7 +203,10 @@ def _divide(parser: ArgumentParser, given: Arguments) -> tuple[CompareSettings, 
     try:
         parsed = parser.parse_args([word for option in own for word in option.words])
     except ArgumentError as error:
-        raise UserError(" ".join(str(error).split())) from error
+        words = " ".join(str(error).split())
+        raise UserError(
+            f"{words}: give a list, such as --{SECTION}.methods '[aespa, rtn]'"
+        ) from error
     settings: CompareSettings = parser.instantiate(parsed)[SECTION]
     for name in ("methods", "bits", "seeds"):
         if not getattr(settings, name):

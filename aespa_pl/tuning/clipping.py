@@ -9,6 +9,7 @@ Source: "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language
 import torch
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.grid import min_max_range
 from aespa_pl.algorithm.quantizer import round_to_half
 from aespa_pl.tuning.parametrization import QuantizedWeight, WeightParametrization, straight_through
 
@@ -55,11 +56,6 @@ class Clipped(WeightParametrization):
         q, scale, zero_point = self._rounded(latent)
         return ((q - zero_point[..., None]) * scale[..., None]).flatten(1)
 
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """Return the original weight."""
-        start, self._start = self._start, torch.empty(0)
-        return start.to(weight)
-
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> QuantizedWeight:
         """Return the nearest integers, and the grid."""
@@ -76,12 +72,7 @@ class Clipped(WeightParametrization):
 
     def _grid(self, W: Tensor) -> tuple[Tensor, Tensor]:
         levels = 2**self.bits - 1
-        low, high = W.amin(-1).clamp(max=0), W.amax(-1).clamp(min=0)
-        if self.symmetric:
-            high = torch.maximum(-low, high)
-            low = -high
-        empty = (low == 0) & (high == 0)  # a row of zeros: any range does
-        low, high = torch.where(empty, -1, low), torch.where(empty, 1, high)
+        low, high = min_max_range(W, symmetric=self.symmetric)
         strengths = self.strengths.sigmoid()
         low, high = strengths[0] * low, strengths[-1] * high
         exact = (high - low) / levels

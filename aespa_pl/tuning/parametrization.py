@@ -54,14 +54,17 @@ class WeightParametrization(nn.Module, ABC):
 
     learns_latent: ClassVar[bool]
     """Whether the latent values are trained; otherwise they stay."""
+    _start: Tensor
+    """Latent values at the start; empty once torch has registered them, because once is enough in memory."""
 
     @abstractmethod
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight ``[rows, d_in]``."""
 
-    @abstractmethod
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return the latent values at the start of the training; ``weight`` tells type and device."""
+        start, self._start = self._start, torch.empty(0)
+        return start.to(weight)
 
     @abstractmethod
     def quantized(self, latent: Tensor) -> QuantizedWeight:
@@ -109,11 +112,6 @@ class StraightThrough(OnGrid):
         weight: Tensor = _Dequantized.apply(latent, self._scale(), self.zero_point, levels)  # type: ignore[no-untyped-call]
         return weight
 
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """Return the latent values at the start."""
-        start, self._start = self._start, torch.empty(0)  # registered now: once is enough in memory
-        return start.to(weight)
-
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> QuantizedWeight:
         """Return the nearest integers and the scales."""
@@ -136,11 +134,6 @@ class FixedIntegers(OnGrid):
         scale = self._scale()[..., None]  # [rows, groups, 1]
         steps: Tensor = latent.unflatten(1, (scale.shape[1], -1))
         return (scale * steps).flatten(1)
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """Return ``q - z``."""
-        start, self._start = self._start, torch.empty(0)
-        return start.to(weight)
 
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> QuantizedWeight:

@@ -49,11 +49,6 @@ class SoftRounding(OnGrid):
         steps: Tensor = q.unflatten(1, (scale.shape[1], -1)) - self.zero_point[..., None]
         return (scale * steps).flatten(1)
 
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """Return the rounding variables at the start."""
-        start, self._start = self._start, torch.empty(0)
-        return start.to(weight)
-
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> QuantizedWeight:
         """Return the integers that are decided for."""

@@ -141,6 +141,8 @@ def test_failure_is_the_last_line_of_the_run(status: int, said: str, expected: s
         (["--quantization.bits=3"], r"bits differs from cell to cell: use --compare.bits"),
         (["--compare.methods=[aesop]"], "aesop"),
         (["--compare.bits=[1]"], "1"),
+        (["--compare.method=[rtn]"], r"method is unknown: did you mean compare\.methods\?"),
+        (["--compare.methods=rtn,optq"], r"rtn,optq: give a list, such as --compare\.methods"),
         (["--compare.seeds=[]"], "seeds is empty"),
     ],
 )

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from tests import peers
 from tests.forks import Forks, Outcome, started
-from tests.models.examples import LENGTH, make_model
-from tests.walks import BLOCKS, SEGMENTS, save_with_words, shortened
+from tests.models.examples import LENGTH
+from tests.walks import BLOCKS, SEGMENTS, save_short
 
 ITERATIONS, EVERY = 40, 8
 """Iterations of each block, and between two checkpoints."""
@@ -103,8 +103,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("bench")
-    torch.manual_seed(0)
-    save_with_words(shortened(make_model("llama-grouped", torch.float32)), folder / "model")
+    save_short("llama-grouped", folder / "model")
     with started(folder) as forks:
         yield Bench(folder, forks)
 

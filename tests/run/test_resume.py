@@ -21,8 +21,8 @@ import torch
 from aespa_pl.run.fingerprint import checksum
 from aespa_pl.run.versions import version_number
 from tests.forks import Forks, Outcome, started
-from tests.models.examples import LENGTH, make_model
-from tests.walks import BLOCKS, SEGMENTS, save_with_words, shortened
+from tests.models.examples import LENGTH
+from tests.walks import BLOCKS, SEGMENTS, save_short
 
 KILLS = int(os.environ.get("AESPA_KILLS", "20"))
 """Number of kills; benchmarks/kills.py asks for more."""
@@ -80,8 +80,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("bench")
-    torch.manual_seed(0)
-    save_with_words(shortened(make_model("opt", torch.float32)), folder / "model")
+    save_short("opt", folder / "model")
     with started(folder) as forks:
         yield Bench(folder, forks)
 

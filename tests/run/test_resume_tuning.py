@@ -9,9 +9,8 @@ import torch
 
 from aespa_pl.run.fingerprint import checksum
 from tests.forks import started
-from tests.models.examples import make_model
 from tests.run.test_resume import LAST, Bench, check, copied, flip, results
-from tests.walks import BLOCKS, save_with_words, shortened
+from tests.walks import BLOCKS, save_short
 
 TUNED = (
     "--quantization.method=aespa",  # which learns something before
@@ -36,8 +35,7 @@ BLOCK, MODEL = "checkpoints/block_000/tuning", f"checkpoints/block_{BLOCKS:03}/t
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("bench")
-    torch.manual_seed(0)
-    save_with_words(shortened(make_model("opt", torch.float32)), folder / "model")
+    save_short("opt", folder / "model")
     with started(folder) as forks:
         yield Bench(folder, forks)
 
