@@ -20,7 +20,7 @@ def resolved(
 ) -> QuantizationSettings:
     """Return the settings with every null that the method decides filled in, and without auto.
 
-    Settings that are resolved already come back as they are.
+    Settings that are resolved already come back unchanged.
 
     Args:
         settings: Settings of the user.

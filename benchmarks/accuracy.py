@@ -4,8 +4,8 @@ python benchmarks/accuracy.py MODEL EVAL.safetensors CALIB_0.safetensors CALIB_1
 
 Each safetensors file holds ``ids``, ``[segments, 256]`` for calibration and ``[1, tokens]`` for
 evaluation; instead, ``SOURCE@SEED`` samples 128 segments of a text, and EVAL may be a text as well
-(``embedded`` and ``embedded@0`` for the models that come with the package). Options are those of
-the ``quantization`` section, for example ``--quantization.bits 3 --quantization.polish.enabled false``.
+(``embedded`` and ``embedded@0`` for the models that come with the package). It takes the keys
+of the ``quantization`` section, for example ``--quantization.bits 3 --quantization.polish.enabled false``.
 """
 
 import json

@@ -6,7 +6,7 @@ It runs in an environment of its own, without aespa_pl:
     peer/bin/pip install auto-round transformers safetensors jsonargparse docstring-parser
     peer/bin/python benchmarks/peer_auto_round.py MODEL EVAL.safetensors CALIBRATION.safetensors
 
-The weights are asymmetric with one scale and one zero point for each row, as they are in our tables. Seconds
+The weights are asymmetric with one scale and one zero point for each row, as in our tables. Seconds
 are processor seconds of the quantization, without the imports and the evaluation.
 """
 

@@ -19,7 +19,7 @@ class GridFormat:
 
     @property
     def levels(self) -> int:
-        """The largest integer."""
+        """Return the largest integer."""
         return int(2**self.bits - 1)
 
 
@@ -37,7 +37,7 @@ class Grid:
 
     @property
     def levels(self) -> int:
-        """The largest integer."""
+        """Return the largest integer."""
         return int(2**self.bits - 1)
 
     def step(self) -> Float[Tensor, "heads rows d_in"]:

@@ -76,12 +76,12 @@ class TextFile:
 
     @property
     def name(self) -> str:
-        """Name without .gz."""
+        """Return the name without .gz."""
         return self.path.name.removesuffix(".gz")
 
     @property
     def is_json(self) -> bool:
-        """Whether every row of the file is an object; otherwise it is plain text."""
+        """Tell whether every row of the file is an object; otherwise it is plain text."""
         return Path(self.name).suffix in JSON_FORMATS
 
     def too_large(self) -> UserError:

@@ -34,7 +34,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Name of the run, which is also the name of its folder."""
+        """Return the name of the run, which is also the name of its folder."""
         return f"{self.method}_w{self.bits}_s{self.seed}"
 
     @property

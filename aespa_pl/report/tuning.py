@@ -57,7 +57,7 @@ def tuning_errors(run: StoredRun, width: float) -> Picture:
 
 
 def _errors(run: StoredRun) -> dict[str, Errors]:
-    """Return the errors of each unit; the journal has those of the last unit of a block."""
+    """Return the errors of each unit; the journal has only the errors of a block's last unit."""
     curves = _curves(run)
     last = FEED_FORWARD if ATTENTION in curves else WHOLE
     recorded = {

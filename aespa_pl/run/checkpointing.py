@@ -110,6 +110,15 @@ class StopAtIteration(Callback):
         """
         self._save_and_stop(trainer)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save and stop, if a signal came during a validation: end to end, a step more is long.
+
+        Raises:
+            RunInterrupted: The checkpoint is on the disk.
+        """
+        if not trainer.sanity_checking:  # before the training signals don't wait
+            self._save_and_stop(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let signals through again; one may have come after the last iteration.
 

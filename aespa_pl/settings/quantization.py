@@ -141,12 +141,12 @@ class QuantizationSettings:
 
     @property
     def two_streams(self) -> bool:
-        """Whether the original model's hidden states are needed beside the quantized model's."""
+        """Tell whether the original model's hidden states are needed beside the quantized model's."""
         return bool(self.input_correction) or self.tuning.enabled
 
     @property
     def streams(self) -> int:
-        """Hidden states of all segments that wait at once: those two, and those between the sublayers."""
+        """Return how many streams of hidden states wait at once: up to two, and one between the sublayers."""
         return 1 + self.two_streams + self.tuning.by_sublayer
 
     def learns(self, *, attention: bool) -> bool:

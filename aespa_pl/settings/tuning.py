@@ -41,8 +41,8 @@ class BlockTuningSettings:
     transformation_rate: FinitePositive = 0.005
     """Largest learning rate of the factors of columns, and of the matrices of value heads (OmniQuant)."""
     penalty: FiniteNonNegative = 1.0
-    """Weight of the rounding loss, as a mean over the weights; its warm-up and its exponents are those of
-    quantization.rounding (BRECQ; docs/methods.md)."""
+    """Weight of the rounding loss, as a mean over the weights; quantization.rounding has its warm-up and
+    its exponents (BRECQ; docs/methods.md)."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class TuningSettings:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is tuned, which takes the original model's stream of hidden states."""
+        """Tell whether anything is tuned, which takes the original model's stream of hidden states."""
         return bool(self.blocks.enabled or self.model.enabled)
 
     @property
     def by_sublayer(self) -> bool:
-        """Whether sublayers are trained, which takes the original's hidden states between them as well."""
+        """Tell whether sublayers are trained, which takes the original's hidden states between them as well."""
         return bool(self.blocks.enabled) and self.blocks.unit == "sublayer"

@@ -63,7 +63,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished files of a killed process: our own, and those of safetensors (.tmpXXXXXX)."""
+    """Remove the unfinished files of a killed process, our own and safetensors' (.tmpXXXXXX)."""
     for pattern in (".tmp*", ".*.partial"):
         for file in folder.glob(pattern):
             with suppress(OSError):

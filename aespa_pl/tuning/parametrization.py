@@ -1,6 +1,6 @@
 """Define what is learned of a weight, as parametrizations for ``torch.nn.utils.parametrize``.
 
-A ``WeightParametrization`` makes the weight of a linear layer from what is learned, and says which
+A ``WeightParametrization`` makes the weight of a linear layer from its parameters, and says which
 integers and which grid the weight stands for. The training needs to know nothing else of it. Further ones
 are in ``rounding.py`` and ``clipping.py``.
 

@@ -75,7 +75,7 @@ class Tuning(LightningModule):
         """Optimizer steps that the checkpoint has, from which the training goes on."""
         self._best: dict[str, Tensor] = {}
         self._errors: list[Tensor] = []
-        self.strict_loading = False  # a checkpoint holds only what is trained
+        self.strict_loading = False  # a checkpoint holds only trained parameters
 
     @abstractmethod
     def error(self, batch: Pair) -> Tensor:
@@ -245,7 +245,7 @@ def fit(
         warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
         # steps are counted over the epochs, so there are curves all the same
         warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
-        # errors are those of all processes already
+        # the errors are sums over all processes already
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
     module.to(device)  # Lightning leaves it on the CPU

@@ -25,14 +25,14 @@ def parametrize_block(
     learns_vectors: bool = True,
     transforms: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Parametrize weights of a block, and let its norms and biases be rounded as they are stored.
+    """Parametrize weights of a block, and let its norms and biases be rounded to their stored types.
 
     Args:
-        block: In float32, with zeta folded; changed in place.
+        block: Block in float32, with zeta folded; it is changed in place.
         layout: Projections that are parametrized, the block's or some; all of one linear layer become
             one weight.
         starts: Quantized weights at the start, by projection.
-        make: Makes StraightThrough or another.
+        make: Makes a parametrization, StraightThrough or another.
         dtypes: Types that the parameters are stored in, by name.
         learns_vectors: Whether norms and biases are trained.
         transforms: Modules that transform norms and biases before they are rounded, by name.

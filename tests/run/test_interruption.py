@@ -194,6 +194,47 @@ def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
     assert not run.checkpoint_folder(1).parent.exists()
 
 
+class SignalInValidation(Callback):
+    """Sends a signal while the held-back segments are measured, after an epoch of the first block."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if not trainer.sanity_checking and trainer.current_epoch + 1 == self.epoch:
+            send(signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")  # as on the command line
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_signal_in_a_validation_saves_after_it_and_goes_on_to_the_same_tensors(
+    epoch: int, tmp_path: Path
+) -> None:
+    tuned = {
+        "rounding.learn": "none",
+        "tuning.blocks.enabled": True,
+        "tuning.blocks.epochs": 2,
+        "tuning.blocks.integer_rate": 0.002,
+        "tuning.held_back": 0.3,  # 2 of 6 segments: an epoch has 4 steps
+    }
+
+    def tune(folder: Path, interruption: Interruption, *more: Callback, **run: Any) -> Quantized:
+        saving = options(interruption, [], list(more))
+        return walk("opt", tmp_path / folder, tuned, tuning_options=saving, **run)
+
+    interruption = Interruption()
+    with pytest.raises(RunInterrupted), interruption.watching():
+        tune(Path("stopped"), interruption, SignalInValidation(epoch))
+    run = Run.open(tmp_path / "stopped/runs/version_0")
+    assert run.checkpoint is not None
+    assert run.checkpoint.file.endswith(f"step_{4 * epoch}-interrupted.ckpt")
+    continued = tune(Path("stopped"), Interruption(), run=run)
+    undisturbed = tune(Path("whole"), Interruption())
+    for index in range(2):
+        expected, found = undisturbed.file(index), continued.file(index)
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
 @both
 def test_signal_outside_of_rounding_stops_at_once(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
