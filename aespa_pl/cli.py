@@ -6,11 +6,12 @@ Nothing large is imported here: ``--help``, a wrong command and a wrong key answ
 import importlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jsonargparse import auto_cli
+from jsonargparse import ArgumentError, auto_cli
 from rich.console import Console
 
 import aespa_pl
@@ -130,7 +131,22 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
     if command.with_trainer:
         function([name, *rest], interruption)
     else:
-        auto_cli(function, args=rest, prog=f"aespa-pl {name}", exit_on_error=False)
+        try:
+            auto_cli(function, args=rest, prog=f"aespa-pl {name}", exit_on_error=False)
+        except ArgumentError as error:
+            raise UserError(_refused(error, name)) from error
+
+
+def _refused(error: ArgumentError, command: str) -> str:
+    """Return the message for an argument that is missing, or that is none of a few words."""
+    text = " ".join(str(error).split())
+    if missing := re.search(r"are required: (.*)", text):
+        return f"{missing[1]} is missing: aespa-pl {command} --help shows what to give"
+    found = re.search(r'key "(\w+)".*Literal\[([^]]*)\].*(?:Got|Given) value: (\S+)', text)
+    if found is None:
+        return text
+    key, choices, value = found.groups()
+    return f"--{key} is {value}: {choices.replace(chr(39), '')}"
 
 
 def _with_list(words: Sequence[str]) -> list[str]:

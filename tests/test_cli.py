@@ -662,6 +662,22 @@ def test_nothing_large_is_imported_for_an_answer(words: list[str], expected: str
     assert len(done.stdout.splitlines()) < 65  # a screen
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "last"], "format is missing: aespa-pl export --help shows what to give"),
+        (
+            ["export", "last", "--format", "ggml"],
+            "--format is ggml: hf, compressed-tensors, awq, gptq, gguf",
+        ),
+    ],
+)
+def test_missing_or_unknown_word_is_named(
+    words: list[str], message: str, aespa: CommandLine
+) -> None:
+    assert aespa(*words) == (2, "", f"aespa-pl: {message}\n")
+
+
 def test_command_that_is_not_there_breaks_no_other(
     aespa: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,5 +84,5 @@ class TuningSettings:
 
     @property
     def by_sublayer(self) -> bool:
-        """Tell whether sublayers are trained, which takes the original's hidden states between them as well."""
+        """Tell whether sublayers are trained, which takes the original's hidden states between them too."""
         return bool(self.blocks.enabled) and self.blocks.unit == "sublayer"

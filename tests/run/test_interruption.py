@@ -200,7 +200,7 @@ class SignalInValidation(Callback):
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def on_validation_batch_end(self, trainer: Trainer, *_: object) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.current_epoch + 1 == self.epoch:
             send(signal.SIGTERM)
 
