@@ -59,7 +59,7 @@ PEER_LOST = 1
 
 
 class BlockTrainer(Trainer):
-    """Trains one block as Lightning does; only the help texts of its methods are ours."""
+    """Each block, and each tuning, has a Trainer of Lightning's with these keys."""
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Quantize a model block by block."""
@@ -261,7 +261,14 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     torch.set_float32_matmul_precision("highest")  # whatever the environment says
     arguments = Arguments.read(words[1:])
     refuse_trainer_keys(arguments)
-    commands = {name: {"exit_on_error": False} for name in AespaCLI.subcommands()}
+    commands = {
+        # argparse would list all keys before it explains them
+        name: {
+            "exit_on_error": False,
+            "usage": f"aespa-pl {name} [--config FILE] [--KEY VALUE ...]",
+        }
+        for name in AespaCLI.subcommands()
+    }
     try:
         AespaCLI(
             words[0],
