@@ -2,12 +2,16 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 # Two workers of two threads each on two cores wait for each other most of the time; children inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+
+import tests.shapes  # noqa: F401  (pytest's option for jaxtyping names it)
+from tests.forks import Forks, started
 
 torch.set_num_threads(1)
 
@@ -20,6 +24,13 @@ def pytest_collection_finish() -> None:
     """Leave what was imported out of garbage collections: a walk asks for several, of 0.4 s each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """The process that runs command lines in forks of itself; it takes seconds to start."""
+    with started(tmp_path_factory.mktemp("forks")) as process:
+        yield process
 
 
 @pytest.fixture(autouse=True)

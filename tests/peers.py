@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from aespa_pl import cli
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.block.grids import fit_grids
 from aespa_pl.block.polish import polish
@@ -28,7 +29,7 @@ from tests.tuning.tuned import RATES, Example, silent_trainer
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Join the process group and run one of the functions below."""
+    """Join the process group and run functions below by their names."""
     distributed.init_process_group(
         "gloo",
         rank=int(os.environ["LOCAL_RANK"]),
@@ -36,9 +37,10 @@ def main(arguments: Sequence[str]) -> None:
         timeout=timedelta(seconds=60),
     )
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # the same numbers in all processes
-    globals()[arguments[0]](World.current(torch.device("cpu")))
-    sys.stdout.write(f"{arguments[0]}: right\n")
+    for name in arguments:
+        torch.manual_seed(0)  # the same numbers in all processes
+        globals()[name](World.current(torch.device("cpu")))
+        sys.stdout.write(f"{name}: right\n")
 
 
 def sums_and_parts(world: World) -> None:
@@ -178,6 +180,20 @@ def curves(module: BlockRounding, batch: StatisticsBatch) -> dict[str, Tensor]:
         for kind, share in projection.decisions().items():
             found[f"{kind}/{name}"] = share
     return found
+
+
+def under_torchrun(arguments: Sequence[str]) -> None:
+    """Run a command line in two processes that torchrun's agent starts, as forks: imports take seconds."""
+    from torch.distributed.launcher.api import (  # noqa: PLC0415  (here alone)
+        LaunchConfig,
+        elastic_launch,
+    )
+
+    agent = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="test", max_restarts=0,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
+    )  # fmt: skip
+    elastic_launch(agent, cli.main)(list(arguments))
 
 
 def dies_of_a_kill(arguments: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """The command line does what a user types, or says in one line why not."""
 
+import io
 import itertools
 import json
 import math
@@ -8,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import fields, is_dataclass
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ LENGTH = 32
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random model and the embedded tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
+    folder = tmp_path_factory.mktemp("with_cache") / "model"
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
@@ -47,42 +49,74 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class CommandLine:
-    """Runs ``aespa-pl`` in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch = monkeypatch
-        self.capsys = capsys
+    """Runs ``aespa-pl`` in this process, in the current folder."""
 
     def __call__(self, *arguments: object) -> tuple[int, str, str]:
         """Return status, stdout and stderr."""
-        self.monkeypatch.setattr(sys, "argv", ["aespa-pl", *(str(word) for word in arguments)])
-        self.capsys.readouterr()
+        out, err = io.StringIO(), io.StringIO()
         status: Any = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = end.code or 0
-        out, err = self.capsys.readouterr()
-        return status, out, err
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr(sys, "argv", ["aespa-pl", *(str(word) for word in arguments)])
+            try:
+                cli.main()
+            except SystemExit as end:
+                status = end.code or 0
+        return status, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture
-def aespa(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> CommandLine:
+def aespa(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CommandLine:
     """The command, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    return CommandLine(monkeypatch, capsys)
+    return CommandLine()
+
+
+@dataclass(frozen=True)
+class Done:
+    """Holds what a run left that several tests look at, and what it printed."""
+
+    run: Path
+    out: str
+
+    def copied(self, name: str = "aespa") -> Path:
+        """Copy the run into the current folder, as if it had been made there."""
+        return Path(shutil.copytree(self.run, Path("lightning_logs", name, "version_0")))
+
+
+def done(folder: Path, *arguments: object) -> Done:
+    """Run ``fit`` in a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "200")
+        status, out, err = CommandLine()("fit", *arguments)
+    assert (status, err) == (0, "")
+    return Done(folder / out.splitlines()[-1], out)
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A run with the arguments of ``small``."""
+    return done(tmp_path_factory.mktemp("finished"), *small(model))
+
+
+@pytest.fixture(scope="module")
+def unmeasured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A run with ``--ckpt_path last``, though there is none before, and without texts to measure."""
+    return done(tmp_path_factory.mktemp("unmeasured"), *small(model), *NO_TEXTS, *LAST)
+
+
+NO_TEXTS = ("--data.evaluation.texts", "[]")
+LAST = ("--ckpt_path", "last")
 
 
 def small(model: Path) -> list[object]:
-    """Return the arguments of a run that takes a second."""
+    """Return the arguments of a run that takes a second; the runs of this module share a cache."""
     return [
         "--model.pretrained", model, "--data.calibration.source", "embedded",
         "--data.calibration.segments", 4, "--data.calibration.segment_length", LENGTH,
         "--data.evaluation.texts", "[embedded]", "--data.evaluation.max_segments", 3,
-        "--data.cache", "cache", "--quantization.method", "aespa",
+        "--data.cache", model.parent / "cache", "--quantization.method", "aespa",
         "--quantization.rounding.iterations", 10,
         "--output.checkpoint_seconds", "null",
         "--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", 5,
@@ -117,40 +151,40 @@ def test_help_explains_every_key(aespa: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
-def test_shipped_configurations_are_valid(aespa: CommandLine, path: Path) -> None:
+def test_shipped_configurations_are_valid_and_the_paper_changes_the_algorithm_alone(
+    aespa: CommandLine, path: Path
+) -> None:
+    """The four things that are ours are off, lambda is the paper's; the rest is the model's own."""
     status, out, err = aespa("fit", "--config", path, "--print_config")
     assert (status, err) == (0, "")
     printed = yaml.safe_load(out)
     assert printed["model"]["pretrained"] == yaml.safe_load(path.read_text())["model"]["pretrained"]
-    assert printed["quantization"]["bits"] in (2, 3)
-    Path("again.yaml").write_text(out)
-    assert yaml.safe_load(aespa("fit", "--config", "again.yaml", "--print_config")[1]) == printed
-
-
-@pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
-def test_paper_overlay_changes_the_algorithm_alone(aespa: CommandLine, path: Path) -> None:
-    """The four things that are ours are off, lambda is the paper's; the rest is the model's own."""
-    plain, paper = (
-        yaml.safe_load(aespa("fit", "--config", path.name, *more, "--print_config")[1])
-        for more in ((), ("--config", "paper.yaml"))
-    )
-    quantization = plain["quantization"]
+    quantization = printed["quantization"]
+    assert quantization["bits"] in (2, 3)
     assert quantization["method"] == "aespa-tuned"
     quantization["method"] = "aespa"
     quantization["polish"]["enabled"] = False
     quantization["input_correction"] = 0.0
     quantization["rounding"] |= {"keep_best": False, "penalty_other": 1.5}
-    plain["output"]["name"] = "paper"
-    assert paper == plain
+    printed["output"]["name"] = "paper"
+    both = ("--config", path.name, "--config", "paper.yaml")
+    assert yaml.safe_load(aespa("fit", *both, "--print_config")[1]) == printed
 
 
-def test_fit_test_and_the_saved_configuration(aespa: CommandLine, model: Path) -> None:
-    status, out, err = aespa("fit", *small(model))
-    assert (status, err) == (0, "")
-    run = Path(out.splitlines()[-1])
-    assert run == Path("lightning_logs/aespa/version_0")
+def test_printed_configuration_is_one(aespa: CommandLine) -> None:
+    out = aespa("fit", "--config", CONFIGS[0], "--print_config")[1]
+    Path("again.yaml").write_text(out)
+    again = aespa("fit", "--config", "again.yaml", "--print_config")[1]
+    assert yaml.safe_load(again) == yaml.safe_load(out)
+
+
+def test_fit_test_and_the_saved_configuration(
+    aespa: CommandLine, model: Path, finished: Done
+) -> None:
+    assert finished.out.splitlines()[-1] == "lightning_logs/aespa/version_0"
     for row in ("original", "round-to-nearest", "aespa"):
-        assert re.search(rf"{row} +│ +\d+\.\d+", out)
+        assert re.search(rf"{row} +│ +\d+\.\d+", finished.out)
+    run = finished.copied()
     metrics = json.loads((run / "metrics.json").read_text())
     assert set(metrics) == {"perplexity", "seconds", "peak_bytes"}
     assert set(metrics["perplexity"]) == {"original", "nearest", "quantized"}
@@ -177,10 +211,9 @@ def test_fit_test_and_the_saved_configuration(aespa: CommandLine, model: Path) -
         assert file.read_bytes() == (again / "blocks" / file.name).read_bytes()
 
 
-def test_curves_of_every_projection_of_every_block(aespa: CommandLine, model: Path) -> None:
-    aespa("fit", *small(model))
+def test_curves_of_every_projection_of_every_block(finished: Done) -> None:
     for block in ("block_000", "block_001"):
-        events = EventAccumulator(f"lightning_logs/aespa/version_0/{block}")
+        events = EventAccumulator(str(finished.run / block))
         events.Reload()
         tags = events.Tags()["scalars"]
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
@@ -209,56 +242,54 @@ def test_plan_needs_the_configuration_alone(
 
 
 def test_a_clock_that_jumps_changes_nothing(
-    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+    aespa: CommandLine, model: Path, finished: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock goes back by a day at every look; time between checkpoints is the monotonic clock's."""
-    assert aespa("fit", *small(model), "--output.name", "steady")[0] == 0
     now = itertools.count(time.time(), -86400)
     monkeypatch.setattr(time, "time", lambda: next(now))
     options = ("--output.checkpoint_seconds", 0.001, "--output.name", "jumping")
-    for resume in ((), ("--ckpt_path", "last")):
+    for resume in ((), LAST):
         status, out, err = aespa("fit", *small(model), *options, *resume)
         assert (status, err) == (0, "")
-    jumping, steady = Path(out.splitlines()[-1]), Path("lightning_logs/steady/version_0")
-    for file in sorted((steady / "blocks").iterdir()):
+    jumping = Path(out.splitlines()[-1])
+    for file in sorted((finished.run / "blocks").iterdir()):
         assert file.read_bytes() == (jumping / "blocks" / file.name).read_bytes()
     seconds = json.loads((jumping / "metrics.json").read_text())["seconds"]
     assert all(value >= 0 for value in seconds.values())
 
 
-def test_little_memory_gives_the_same_in_parts(aespa: CommandLine, model: Path) -> None:
+def test_little_memory_gives_the_same_in_parts(
+    aespa: CommandLine, model: Path, finished: Done
+) -> None:
     options = ("--data.memory_gb", 1e-6, "--output.checkpoint_seconds", 1, "--output.name", "parts")
-    status, out, err = aespa("fit", *small(model), *options)
+    status, out, err = aespa("fit", *small(model), *NO_TEXTS, *options)
     assert (status, err) == (0, "")
     assert "H_V of 1 of 2 heads at once, in 2 passes over the segments" in " ".join(out.split())
     assert "learning in portions of at most" in " ".join(out.split())
     divided = Path(out.splitlines()[-1])
-    assert aespa("fit", *small(model))[0] == 0
     for file in sorted((divided / "blocks").iterdir()):
-        whole = load_file(Path("lightning_logs/aespa/version_0/blocks", file.name))
+        whole = load_file(finished.run / "blocks" / file.name)
         found = load_file(file)
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], whole[name]) for name in whole)
     assert not (divided / "portions").exists()
 
 
-def test_hidden_states_on_disk(aespa: CommandLine, model: Path) -> None:
+def test_hidden_states_on_disk(aespa: CommandLine, model: Path, finished: Done) -> None:
     status, out, _ = aespa("fit", *small(model), "--data.hidden_states", "disk")
     assert status == 0
     run = Path(out.splitlines()[-1])
-    assert aespa("fit", *small(model), "--output.name", "memory")[0] == 0
     metrics = [
         json.loads((folder / "metrics.json").read_text())["perplexity"]
-        for folder in (run, Path("lightning_logs/memory/version_0"))
+        for folder in (run, finished.run)
     ]
     assert metrics[0] == metrics[1]
     assert sorted(path.name for path in run.parent.iterdir()) == ["version_0"]
 
 
-@pytest.mark.parametrize("method", ["aespa", "aespa-fast"])
-def test_curves_over_the_blocks(aespa: CommandLine, model: Path, method: str) -> None:
-    polish = ("--quantization.polish.enabled", "true", "--quantization.method", method)
-    assert aespa("fit", *small(model), *polish)[0] == 0
+def test_curves_over_the_blocks(aespa: CommandLine, model: Path) -> None:
+    polish = ("--quantization.polish.enabled", "true", "--quantization.method", "aespa-fast")
+    assert aespa("fit", *small(model), *NO_TEXTS, *polish)[0] == 0
     run = Path("lightning_logs/aespa/version_0")
     journal = json.loads((run / "journal.json").read_text())
     events = EventAccumulator(str(run / "walk"))
@@ -283,14 +314,12 @@ def test_curves_over_the_blocks(aespa: CommandLine, model: Path, method: str) ->
             ]
             assert [point.value for point in points] == pytest.approx(expected)
     assert len(events.Scalars("seconds/statistics")) == 2
-    assert (run / "block_000").exists() is (method == "aespa")
+    assert not (run / "block_000").exists()  # nothing is learned
 
 
-def test_without_texts_nothing_is_evaluated(aespa: CommandLine, model: Path) -> None:
-    status, out, _ = aespa("fit", *small(model), "--data.evaluation.texts", "[]")
-    assert status == 0
-    assert "perplexity" not in out
-    assert Path(out.splitlines()[-1], "model", "model.safetensors.index.json").is_file()
+def test_without_texts_nothing_is_evaluated(unmeasured: Done) -> None:
+    assert "perplexity" not in unmeasured.out
+    assert (unmeasured.run / "model" / "model.safetensors.index.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -463,16 +492,17 @@ def test_full_disk_is_said_before_anything_is_computed(
     )
 
 
-def test_unfinished_run_is_not_measured(aespa: CommandLine, model: Path) -> None:
-    aespa("fit", *small(model), "--data.evaluation.texts", "[]")
-    Path("lightning_logs/aespa/version_0/metrics.json").unlink()
+def test_unfinished_run_is_not_measured(aespa: CommandLine, model: Path, unmeasured: Done) -> None:
+    (unmeasured.copied() / "metrics.json").unlink()
     status, _, err = aespa("test", *small(model))
     assert status == 2
     assert "not finished: continue it" in err
 
 
-def test_run_of_another_model_is_not_measured(aespa: CommandLine, model: Path) -> None:
-    aespa("fit", *small(model), "--data.evaluation.texts", "[]")
+def test_run_of_another_model_is_not_measured(
+    aespa: CommandLine, model: Path, unmeasured: Done
+) -> None:
+    unmeasured.copied()
     status, _, err = aespa("test", *small(model), "--model.pretrained", "embedded:llama")
     assert (status, err.count("\n")) == (2, 1)
     assert "made from another model than embedded:llama" in err
@@ -482,7 +512,7 @@ def test_loggers_and_callbacks_of_the_user_are_made_for_each_block(
     aespa: CommandLine, model: Path
 ) -> None:
     status, _, err = aespa(
-        "fit", *small(model), "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "csv",
+        "fit", *small(model), *NO_TEXTS, "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "csv",
         "--trainer.callbacks", "LearningRateMonitor",
     )  # fmt: skip
     assert (status, err) == (0, "")
@@ -494,39 +524,43 @@ def test_loggers_and_callbacks_of_the_user_are_made_for_each_block(
 
 def test_callback_that_ends_the_learning_is_named(aespa: CommandLine, model: Path) -> None:
     timer = ["--trainer.callbacks", "Timer", "--trainer.callbacks.duration", '{"microseconds": 1}']
-    status, _, err = aespa("fit", *small(model), *timer, "--trainer.callbacks.interval", "step")
+    arguments = (*small(model), *NO_TEXTS)
+    status, _, err = aespa("fit", *arguments, *timer, "--trainer.callbacks.interval", "step")
     assert (status, err.count("\n")) == (2, 1)
     assert re.search(
         r"block 0: learning ended after 1 of 10 iterations.*\(Timer\): remove .*--ckpt_path", err
     )
-    assert aespa("fit", *small(model), "--ckpt_path", "last")[0] == 0
+    assert aespa("fit", *arguments, *LAST)[0] == 0
 
 
-def test_early_stopping_may_end_the_learning(aespa: CommandLine, model: Path) -> None:
-    """No decrease is large enough: the second epoch of 100 iterations is the last."""
+def test_early_stopping_may_end_the_learning(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No decrease is large enough: the second epoch, here of 10 iterations, is the last."""
+    monkeypatch.setattr("aespa_pl.rounding.data.EPOCH", 10)
     stopping = (
         "--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "loss",
         "--trainer.callbacks.patience", 1, "--trainer.callbacks.min_delta", 1e9,
         "--trainer.callbacks.check_on_train_epoch_end", "true",
     )  # fmt: skip
-    iterations = ("--quantization.rounding.iterations", 250)
-    status, out, err = aespa("fit", *small(model), *iterations, *stopping)
+    iterations = ("--quantization.rounding.iterations", 25)
+    status, out, err = aespa("fit", *small(model), *NO_TEXTS, *iterations, *stopping)
     assert (status, err) == (0, "")
     events = EventAccumulator(str(Path(out.splitlines()[-1], "block_001")))
     events.Reload()
-    assert events.Scalars("loss_reconstruction/q_proj")[-1].step == 200
+    assert events.Scalars("loss_reconstruction/q_proj")[-1].step == 20
 
 
 def test_write_that_fails_in_a_checkpoint_is_one_line(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [*small(model), "--output.checkpoint_iterations", 4]
+    arguments = [*small(model), *NO_TEXTS, "--output.checkpoint_iterations", 4]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", fail_to_write)
         status, _, err = aespa("fit", *arguments)
     assert (status, err.count("\n")) == (2, 1)
     assert re.search(r"cannot write to .*checkpoints.*continue with: aespa-pl fit --ckpt_path", err)
-    assert aespa("fit", *arguments, "--ckpt_path", "last")[0] == 0
+    assert aespa("fit", *arguments, *LAST)[0] == 0
 
 
 def test_disk_that_fills_under_tensorboard_is_one_line(
@@ -538,7 +572,7 @@ def test_disk_that_fills_under_tensorboard_is_one_line(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
-    status, _, err = aespa("fit", *small(model))
+    status, _, err = aespa("fit", *small(model), *NO_TEXTS)
     assert (status, err.count("\n")) == (2, 1)
     assert re.search(r"No space left on device; continue with: aespa-pl fit --ckpt_path", err)
 
@@ -548,11 +582,10 @@ def fail_to_write(*_: object) -> None:
 
 
 def test_run_alone_is_continued_and_measured(
-    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+    aespa: CommandLine, finished: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run's folder, or any file in it, is enough from another folder, without another key."""
-    assert aespa("fit", *small(model), "--output.name", "mine")[0] == 0
-    run = Path("lightning_logs/mine/version_0").absolute()
+    run = finished.copied("mine").absolute()
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     for path in (run, run / "journal.json"):
@@ -565,9 +598,10 @@ def test_run_alone_is_continued_and_measured(
     assert not list(Path().glob("lightning_logs"))
 
 
-def test_changed_weights_are_not_measured(aespa: CommandLine, model: Path) -> None:
-    assert aespa("fit", *small(model), "--data.evaluation.texts", "[]")[0] == 0
-    shard = sorted(Path("lightning_logs/aespa/version_0/model").glob("*.safetensors"))[-1]
+def test_changed_weights_are_not_measured(
+    aespa: CommandLine, model: Path, unmeasured: Done
+) -> None:
+    shard = sorted((unmeasured.copied() / "model").glob("*.safetensors"))[-1]
     tensors = load_file(shard)
     save_file({name: -tensor for name, tensor in tensors.items()}, shard, {"format": "pt"})
     status, out, err = aespa("test", *small(model))
@@ -576,29 +610,29 @@ def test_changed_weights_are_not_measured(aespa: CommandLine, model: Path) -> No
 
 
 def test_upgraded_package_does_not_continue_a_run(
-    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+    aespa: CommandLine, model: Path, finished: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert aespa("fit", *small(model), "--quantization.method", "aespa-fast")[0] == 0
+    finished.copied()
     monkeypatch.setattr("aespa_pl.__version__", "9.0")
-    status, _, err = aespa(
-        "fit", *small(model), "--quantization.method", "aespa-fast", "--ckpt_path", "last"
-    )
+    status, _, err = aespa("fit", *small(model), *LAST)
     assert (status, err.count("\n")) == (2, 1)
     assert re.search(r"version of aespa-pl was \S+ and is 9\.0", err)
 
 
 def test_model_dtype_may_change_in_a_continued_run(aespa: CommandLine, model: Path) -> None:
-    arguments = [*small(model), "--data.evaluation.texts", "[]"]
+    arguments = [*small(model), *NO_TEXTS, "--quantization.method", "aespa-fast"]
     assert aespa("fit", *arguments, "--model.dtype", "bfloat16")[0] == 0
     Path("lightning_logs/aespa/version_0/metrics.json").unlink()
-    arguments += ["--model.dtype", "float32", "--ckpt_path", "last"]
+    arguments += ["--model.dtype", "float32", *LAST]
     assert aespa("fit", *arguments)[0] == 0
 
 
-def test_method_names_the_row_of_the_table(aespa: CommandLine, model: Path) -> None:
+def test_method_names_the_row_of_the_table_and_one_text_may_stand_alone(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = f"{'a' * 90}.txt"
     Path(long).write_text(EMBEDDED.joinpath("heldout.txt").read_text(encoding="utf-8"))
-    aespa.monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "60")
     options = ("--quantization.method", "aespa-fast", "--data.evaluation.texts", long)
     status, out, err = aespa("fit", *small(model), *options)
     assert (status, err) == (0, "")
@@ -710,7 +744,7 @@ def test_lack_of_memory_names_what_needs_less(
         raise error
 
     monkeypatch.setattr("aespa_pl.walk.walk.Walk.quantize", fail)
-    status, _, err = aespa("fit", *small(model))
+    status, _, err = aespa("fit", *small(model), *NO_TEXTS)
     assert (status, err.count("\n")) == (2, 1)
     for word in ("data.memory_gb", "data.hidden_states", "data.batch_size", "fit --ckpt_path"):
         assert word in err
@@ -724,7 +758,7 @@ def test_other_errors_keep_their_traceback(
 
     monkeypatch.setattr("aespa_pl.walk.walk.Walk.quantize", fail)
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        aespa("fit", *small(model))
+        aespa("fit", *small(model), *NO_TEXTS)
 
 
 def test_refused_input_leaves_no_folder(
@@ -737,18 +771,17 @@ def test_refused_input_leaves_no_folder(
 
 
 def test_space_that_a_run_has_filled_itself_is_not_asked_for_again(
-    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+    aespa: CommandLine, model: Path, unmeasured: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [*small(model), "--data.evaluation.texts", "[]"]
-    assert aespa("fit", *arguments)[0] == 0
-    run = Path("lightning_logs/aespa/version_0")
+    arguments = [*small(model), *NO_TEXTS]
+    run = unmeasured.copied()
     (run / "metrics.json").unlink()
     # each file of the run is worth a MB to the second look: more than such a model needs
     (run / "ballast").write_bytes(bytes(2**20))
     usage = shutil.disk_usage(".")._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert aespa("fit", *arguments)[0] == 2
-    assert aespa("fit", *arguments, "--ckpt_path", "last")[0] == 0
+    assert aespa("fit", *arguments, *LAST)[0] == 0
 
 
 def test_accelerator_that_is_no_cpu_and_no_cuda_is_refused(
@@ -761,12 +794,6 @@ def test_accelerator_that_is_no_cpu_and_no_cuda_is_refused(
     status, out, err = aespa("fit", *small(model), "--trainer.accelerator", "auto")
     assert (status, out) == (2, "")
     assert re.search(r"trainer\.accelerator is auto, which is mps here: .*set it to cpu", err)
-
-
-def test_one_text_may_stand_alone(aespa: CommandLine, model: Path) -> None:
-    status, out, err = aespa("fit", *small(model), "--data.evaluation.texts", "embedded")
-    assert (status, err) == (0, "")
-    assert "embedded" in out
 
 
 def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
@@ -788,40 +815,37 @@ def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
     assert re.search(r"too little here: disk: 1\.0 KB are free here, [\d.]+ KB are needed", out)
 
 
-def test_finished_run_is_not_done_again(aespa: CommandLine, model: Path) -> None:
-    aespa("fit", *small(model))
-    status, out, _ = aespa("fit", *small(model), "--ckpt_path", "last")
+def test_finished_run_is_not_done_again(aespa: CommandLine, model: Path, finished: Done) -> None:
+    run = finished.copied()
+    status, out, _ = aespa("fit", *small(model), *LAST)
     assert status == 0
     assert "finished already" in out
-    assert out.splitlines()[-1] == "lightning_logs/aespa/version_0"
+    assert out.splitlines()[-1] == str(run)
 
 
-def test_last_without_a_run_begins_the_first(aespa: CommandLine, model: Path) -> None:
-    status, out, _ = aespa("fit", *small(model), "--ckpt_path", "last")
-    assert status == 0
-    assert "this is the first" in out
+def test_last_without_a_run_begins_the_first(unmeasured: Done) -> None:
+    assert "this is the first" in unmeasured.out
 
 
-def test_report_takes_several_runs_or_the_last(aespa: CommandLine, model: Path) -> None:
+def test_report_takes_several_runs_or_the_last(
+    aespa: CommandLine, finished: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures are left empty, as it takes seconds to draw them."""
     pytest.importorskip("matplotlib", reason="the report's figures need matplotlib")
-    for bits in (2, 3):
-        name = f"bits{bits}"
-        arguments = (*small(model), "--quantization.method", "aespa-fast", "--output.name", name)
-        assert aespa("fit", *arguments, "--quantization.bits", bits)[0] == 0
-    runs = [f"lightning_logs/bits{bits}/version_0" for bits in (2, 3)]
+    monkeypatch.setattr("aespa_pl.report.picture.Picture.svg", '<svg viewBox="0 0 1 1"></svg>')
+    runs = [finished.copied(name) for name in ("first", "second")]
+    (runs[1] / "journal.json").touch()  # the newer one
     status, out, err = aespa("report", *runs, "--output", "page", "--figures", "none")
     assert (status, out, err) == (0, "page/report.html\n", "")
     page = Path("page/report.html").read_text()
-    assert "bits2/version_0" in page
-    assert "bits3/version_0" in page
+    assert "first/version_0" in page
+    assert "second/version_0" in page
     status, out, _ = aespa("report", "last", "--figures", "none")
-    assert (status, out) == (0, "lightning_logs/bits3/version_0/report/report.html\n")
+    assert (status, out) == (0, "lightning_logs/second/version_0/report/report.html\n")
 
 
-def test_journal_has_what_the_report_shows_of_a_block(aespa: CommandLine, model: Path) -> None:
-    assert aespa("fit", *small(model), "--quantization.method", "aespa-fast")[0] == 0
-    run = Path("lightning_logs/aespa/version_0")
-    blocks = json.loads((run / "journal.json").read_text())["blocks"]
+def test_journal_has_what_the_report_shows_of_a_block(model: Path, finished: Done) -> None:
+    blocks = json.loads((finished.run / "journal.json").read_text())["blocks"]
     for record in blocks.values():
         assert record["peak_bytes"]["host"] > 10**7
         assert all(0 < losses["share_not_nearest"] < 1 for losses in record["losses"].values())
@@ -830,7 +854,7 @@ def test_journal_has_what_the_report_shows_of_a_block(aespa: CommandLine, model:
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
             tokens, output_hidden_states=True
         ).hidden_states
-        for folder in (model, run / "model")
+        for folder in (model, finished.run / "model")
     )
     before, after = (states[1].detach() for states in (original, quantized))
     # after block 0: the last block has the final norm behind it
@@ -843,19 +867,17 @@ def calibration_tokens_of(model: Path) -> torch.Tensor:
     """Return the calibration segments of ``small``, which the run has put into its cache."""
     (cached,) = [
         tensors["tokens"]
-        for path in Path("cache").rglob("*.safetensors")
+        for path in (model.parent / "cache").rglob("*.safetensors")
         if (tensors := load_file(path)).get("tokens", torch.empty(0)).shape == (4, LENGTH)
     ]
     return cached
 
 
-def test_tensorboard_shows_configuration_and_result(aespa: CommandLine, model: Path) -> None:
-    assert aespa("fit", *small(model), "--quantization.method", "aespa-fast")[0] == 0
-    run = Path("lightning_logs/aespa/version_0")
-    events = EventAccumulator(str(run / "walk"))
+def test_tensorboard_shows_configuration_and_result(finished: Done) -> None:
+    events = EventAccumulator(str(finished.run / "walk"))
     events.Reload()
     assert "configuration/text_summary" in events.Tags()["tensors"]
-    perplexity = json.loads((run / "metrics.json").read_text())["perplexity"]
+    perplexity = json.loads((finished.run / "metrics.json").read_text())["perplexity"]
     for kind, texts in perplexity.items():
         (point,) = events.Scalars(f"perplexity/{kind}/embedded")
         assert point.value == pytest.approx(texts["embedded"], rel=1e-6)
@@ -894,8 +916,7 @@ def test_packed_model_is_measured_on_tasks_alone(aespa: CommandLine, model: Path
 
 
 def test_histograms_of_chosen_projections(aespa: CommandLine, model: Path) -> None:
-    options = ("--quantization.method", "aespa", "--output.histograms", "[q_proj]")
-    assert aespa("fit", *small(model), *options)[0] == 0
+    assert aespa("fit", *small(model), *NO_TEXTS, "--output.histograms", "[q_proj]")[0] == 0
     folder = Path("lightning_logs/aespa/version_0/block_001")
     events = EventAccumulator(str(folder), {"histograms": 0})  # all of them, not the last
     events.Reload()

@@ -158,7 +158,7 @@ def refuse_mistakes(arguments: Arguments, command: str) -> None:
         return
     kinds = KEYS | TASK_KEYS if command == "test" else KEYS
     parser = _parser()
-    mistakes, seen = [], set()
+    mistakes, seen, typed = list[str](), set[str](), list[tuple[str, Any]]()
     for option in arguments.options:
         key = option.key.removesuffix("+")
         if FLAGS.match(f"--{option.key}"):
@@ -166,15 +166,15 @@ def refuse_mistakes(arguments: Arguments, command: str) -> None:
         if option.value is None:
             mistakes.append(f"{key} has no value: give one after --{key}")
         elif key == "config":
-            content = read_configuration(Path(option.value))
-            for inner, value in _leaves(content):
-                seen.add(inner)
-                mistakes += _mistake(parser, kinds, inner, value, f" ({option.value})")
+            leaves = _leaves(read_configuration(Path(option.value)))
+            seen.update(inner for inner, _ in leaves)
+            mistakes += _mistakes(parser, kinds, leaves, f" ({option.value})")
         elif key in SECTIONS:
             seen.add(REQUIRED)  # a section as a whole, in JSON or in a file: the parser's to check
         else:
             seen.add(key)
-            mistakes += _mistake(parser, kinds, key, option.value, "")
+            typed.append((key, option.value))
+    mistakes += _mistakes(parser, kinds, typed, "")
     if REQUIRED not in seen:
         mistakes.append(
             f"{REQUIRED} is missing: give --{REQUIRED} FOLDER, or a configuration with --config"
@@ -223,36 +223,45 @@ def expected(kind: Any) -> str:
     return ", or ".join(map(expected, choices))
 
 
-def _mistake(
-    parser: ArgumentParser, kinds: Mapping[str, Any], key: str, value: Any, where: str
+def _mistakes(
+    parser: ArgumentParser, kinds: Mapping[str, Any], given: Sequence[tuple[str, Any]], where: str
 ) -> list[str]:
-    """Return what is wrong with a value, none or one message.
+    """Return a message for each key or value that is wrong; ``where`` names the file that they are from.
 
-    Args:
-        parser: Parser of our own sections.
-        kinds: Type of each key that the command takes.
-        key: Its whole name.
-        value: Value of a YAML file, or a text of the command line.
-        where: File that the value is from, as the message names it.
+    All values are tried together first, because the parser takes as long for one of them.
     """
+    right = _takes(parser, [(key, value) for key, value in given if key in kinds], where)
+    found = []
+    for key, value in given:
+        if key not in kinds:
+            found += _unknown(kinds, key, where)
+        elif not right and not _takes(parser, [(key, value)], where):
+            shown = "null" if value is None else value
+            found.append(f"{key} is {shown}: {expected(kinds[key])}{where}")
+    return found
+
+
+def _unknown(kinds: Mapping[str, Any], key: str, where: str) -> list[str]:
+    """Return what is wrong with a key that is not of our own sections, none or one message."""
     if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:
         return []
-    if key in TASK_KEYS and key not in kinds:
+    if key in TASK_KEYS:
         return [f"{key} is a key of aespa-pl test alone{where}"]
-    if key not in kinds:
-        known = [*kinds, *OTHERS, *SECTIONS, FREE]
-        hint = nearest(key, known) or ": aespa-pl fit --help lists all keys"
-        return [f"{key} is unknown{where}{hint}"]
-    needed = {} if key == REQUIRED else {REQUIRED: "any"}
+    hint = nearest(key, [*kinds, *OTHERS, *SECTIONS, FREE])
+    return [f"{key} is unknown{where}{hint or ': aespa-pl fit --help lists all keys'}"]
+
+
+def _takes(parser: ArgumentParser, values: Sequence[tuple[str, Any]], where: str) -> bool:
+    """Return whether the parser takes values of a file, or of the command line."""
+    given = [(REQUIRED, "any"), *values]  # of two values the second counts
     try:
         if where:
-            parser.parse_object(_nested({**needed, key: value}))
+            parser.parse_object(_nested(dict(given)))
         else:
-            parser.parse_args([f"--{k}={v}" for k, v in {**needed, key: value}.items()])
+            parser.parse_args([f"--{key}={value}" for key, value in given])
     except (ArgumentError, TypeError, ValueError):
-        shown = "null" if value is None else value
-        return [f"{key} is {shown}: {expected(kinds[key])}{where}"]
-    return []
+        return False
+    return True
 
 
 def _parser() -> ArgumentParser:

@@ -1,6 +1,8 @@
 """What does not fit into memory is worked on in parts, and comes out the same."""
 
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +98,7 @@ def same_files(one: Quantized, other: Quantized) -> None:
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("name", ["opt", "llama-grouped", "bloom"])
-@pytest.mark.parametrize("changes", [SHORT, CORRECTED], ids=["paper", "corrected"])
-def test_parts_give_what_the_whole_gives(
-    name: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    whole = walk(name, tmp_path / "whole", changes)
-    divided = walk(name, tmp_path / "divided", changes, partition=DIVIDED)
+def same_walks(divided: Quantized, whole: Quantized) -> None:
     same_files(divided, whole)
     for index in (0, 1):
         for projection, losses in whole.losses(index).items():
@@ -110,20 +106,52 @@ def test_parts_give_what_the_whole_gives(
     assert not (divided.run.folder / "portions").exists()
 
 
-def test_values_are_learned_head_by_head(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    """What a walk finds that divides nothing."""
+    return walk("llama-grouped", tmp_path_factory.mktemp("whole"), SHORT)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Holds a walk in parts, and the names of what each part has learned."""
+
+    found: Quantized
+    learned: list[list[str]]
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Divided:
     learned: list[list[str]] = []
 
     class Note(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             learned.append([name for name, _ in pl_module.named_projections()])  # type: ignore[operator]
 
-    walk(
+    found = walk(
         "llama-grouped",
-        tmp_path,
+        tmp_path_factory.mktemp("divided"),
         SHORT,
         options=lambda *_: {"callbacks": [Note()]},
         partition=DIVIDED,
     )
+    return Divided(found, learned)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama-grouped", "bloom"])
+def test_parts_give_what_the_whole_gives_with_correction_and_polish(
+    name: str, tmp_path: Path
+) -> None:
+    whole = walk(name, tmp_path / "whole", CORRECTED)
+    same_walks(walk(name, tmp_path / "divided", CORRECTED, partition=DIVIDED), whole)
+
+
+def test_parts_give_what_the_whole_gives(whole: Quantized, divided: Divided) -> None:
+    same_walks(divided.found, whole)
+
+
+def test_values_are_learned_head_by_head(divided: Divided) -> None:
+    learned = divided.learned
     names = [name for part in learned[: len(learned) // 2] for name in part]
     assert {"v_proj_heads_0_to_0", "v_proj_heads_1_to_1"} <= set(names)
     assert len(names) == len(set(names))
@@ -157,41 +185,48 @@ def stopping(fits: list[int], part: int) -> Callable[[Run, Portion], dict[str, A
     return options
 
 
-def test_parts_that_are_done_are_not_learned_again(tmp_path: Path) -> None:
-    whole = walk("llama-grouped", tmp_path / "whole", SHORT)
-    run, fits = Run.create(tmp_path / "runs", {}), list[int]()
+@pytest.fixture(scope="module")
+def third_part(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was stopped in the third part."""
+    folder = tmp_path_factory.mktemp("stopped")
+    run, fits = Run.create(folder / "runs", {}), list[int]()
     with pytest.raises(RunInterrupted):
-        walk(
-            "llama-grouped", tmp_path, SHORT, options=stopping(fits, 3), run=run, partition=DIVIDED
-        )
+        walk("llama-grouped", folder, SHORT, options=stopping(fits, 3), run=run, partition=DIVIDED)
     assert len(fits) == 3
-    run = Run.open(run.folder)
-    assert len(run.portions) == 2
+    return run.folder
+
+
+@pytest.fixture
+def stopped(third_part: Path, tmp_path: Path) -> Run:
+    """A copy of that run."""
+    return Run.open(Path(shutil.copytree(third_part, tmp_path / "runs" / "version_0")))
+
+
+def test_parts_that_are_done_are_not_learned_again(
+    whole: Quantized, divided: Divided, stopped: Run, tmp_path: Path
+) -> None:
+    assert len(stopped.portions) == 2
     again: list[int] = []
     resumed = walk(
-        "llama-grouped", tmp_path, SHORT, options=stopping(again, 99), run=run, partition=DIVIDED
+        "llama-grouped",
+        tmp_path,
+        SHORT,
+        options=stopping(again, 99),
+        run=stopped,
+        partition=DIVIDED,
     )
-    every: list[int] = []
-    walk("llama-grouped", tmp_path / "x", SHORT, options=stopping(every, 99), partition=DIVIDED)
-    assert len(again) == len(every) - 2
+    assert len(again) == len(divided.learned) - 2
     same_files(resumed, whole)
 
 
 @pytest.mark.parametrize("harm", ["damaged", "other parts"])
 def test_part_that_is_of_no_use_is_learned_again(
-    harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    harm: str, whole: Quantized, stopped: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = walk("llama-grouped", tmp_path / "whole", SHORT)
-    run, fits = Run.create(tmp_path / "runs", {}), list[int]()
-    with pytest.raises(RunInterrupted):
-        walk(
-            "llama-grouped", tmp_path, SHORT, options=stopping(fits, 3), run=run, partition=DIVIDED
-        )
-    run = Run.open(run.folder)
     if harm == "damaged":
-        run.portion_file(Portion(0, 0, ())).write_bytes(b"x")
+        stopped.portion_file(Portion(0, 0, ())).write_bytes(b"x")
     partition = DIVIDED if harm == "damaged" else Partition(heads=1, weights=2000)
-    resumed = walk("llama-grouped", tmp_path, SHORT, run=run, partition=partition)
+    resumed = walk("llama-grouped", tmp_path, SHORT, run=stopped, partition=partition)
     assert ("is damaged or missing: it is learned again" in caplog.text) == (harm == "damaged")
     same_files(resumed, whole)
 

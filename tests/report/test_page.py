@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--virtual-time-budget=5000",
 )  # fmt: skip
+DARK = "--blink-settings=preferredColorScheme=0"
 MEASURE = """
 <script>
 window.onload = () => {
@@ -56,9 +58,12 @@ window.onload = () => {
     found[figure.id] = {width: box ? box.width : 0, height: box ? box.height : 0, overlaps, outside,
                         caption: figure.querySelector("figcaption").textContent};
   }
+  const colours = [getComputedStyle(document.querySelector("svg text")).fill,
+                   getComputedStyle(document.body).backgroundColor];
   const answer = document.createElement("pre");
   answer.id = "measured";
-  answer.textContent = JSON.stringify({figures: found, scrolls: document.body.scrollWidth > innerWidth});
+  const scrolls = document.body.scrollWidth > innerWidth;
+  answer.textContent = JSON.stringify({figures: found, colours, scrolls});
   document.body.append(answer);
 };
 </script>
@@ -94,13 +99,54 @@ def browse(path: Path, width: int, profile: Path, *flags: str) -> tuple[dict[str
     ), console
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures of a page empty, as it takes seconds to draw them: words are looked at."""
+    monkeypatch.setattr("aespa_pl.report.picture.Picture.svg", '<svg viewBox="0 0 1 1"></svg>')
+
+
+Simulated = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Simulated:
+    """Makes runs for tests that leave them as they are, each once."""
+    done: dict[tuple[int, int], Path] = {}
+
+    def get(blocks: int, seed: int = 0) -> Path:
+        if (blocks, seed) not in done:
+            folder = tmp_path_factory.mktemp("simulated")
+            done[blocks, seed] = simulate(folder / f"run_{seed}/version_0", blocks, seed=seed)
+        return done[blocks, seed]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def page_of_three(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run of three blocks."""
+    return write_page(tmp_path_factory.mktemp("page"), simulated(3))
+
+
 @in_browser
-@pytest.mark.parametrize(("blocks", "runs", "width"), [(3, 1, 1280), (60, 1, 1280), (60, 2, 2560)])
+@pytest.mark.parametrize(
+    ("blocks", "runs", "width", "flags", "dark"),
+    [(3, 1, 1280, (), False), (60, 1, 1280, (DARK,), True), (60, 2, 2560, (), False)],
+)
 def test_every_figure_is_seen_and_no_text_lies_on_another(
-    tmp_path: Path, blocks: int, runs: int, width: int
+    simulated: Simulated,
+    page_of_three: Path,
+    tmp_path: Path,
+    blocks: int,
+    runs: int,
+    width: int,
+    flags: tuple[str, ...],
+    dark: bool,
 ) -> None:
-    folders = [simulate(tmp_path / f"run_{n}/version_0", blocks, seed=n) for n in range(runs)]
-    seen, console = browse(write_page(tmp_path / "page", *folders), width, tmp_path / "profile")
+    """The page is dark where the reader wants it."""
+    folders = [simulated(blocks, seed) for seed in range(runs)]
+    written = page_of_three if blocks == 3 else write_page(tmp_path / "page", *folders)
+    seen, console = browse(written, width, tmp_path / "profile", *flags)
     assert console == []
     assert {name.removesuffix("-1").removesuffix("-2") for name in seen["figures"]} == (
         EVERY_FIGURE | ({"loss-by-depth"} if runs > 1 else set())
@@ -112,38 +158,15 @@ def test_every_figure_is_seen_and_no_text_lies_on_another(
         assert figure["height"] > 100, name
         assert re.search(r"\d", figure["caption"]), f"{name}: no number in its conclusion"
     assert not seen["scrolls"]
+    text, background = (sum(map(int, re.findall(r"\d+", c)[:3])) for c in seen["colours"])
+    if dark:
+        assert background < 200 < 500 < text
+    else:
+        assert text < 350 < 650 < background
 
 
-@in_browser
-def test_the_page_is_dark_where_the_reader_wants_it(tmp_path: Path) -> None:
-    path = write_page(tmp_path / "page", simulate(tmp_path / "run/version_0", 3))
-    colours = {}
-    script = (
-        "<script>onload=()=>{const s=getComputedStyle(document.querySelector('svg text'));"
-        "document.title=s.fill+' on '+getComputedStyle(document.body).backgroundColor}</script></body>"
-    )
-    path.write_text(path.read_text().replace("</body>", script))
-    for mode, flags in (("light", ()), ("dark", ("--blink-settings=preferredColorScheme=0",))):
-        command = [
-            BROWSER,
-            *FLAGS,
-            *flags,
-            f"--user-data-dir={tmp_path / mode}",
-            "--dump-dom",
-            path.as_uri(),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        colours[mode] = re.search(r"<title>(.*?) on (.*?)</title>", done.stdout).groups()
-    brightness = {
-        mode: [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in pair]
-        for mode, pair in colours.items()
-    }
-    assert brightness["light"][0] < 350 < 650 < brightness["light"][1]
-    assert brightness["dark"][1] < 200 < 500 < brightness["dark"][0]
-
-
-def test_the_page_needs_no_network_and_no_javascript(tmp_path: Path) -> None:
-    text = write_page(tmp_path / "page", simulate(tmp_path / "run/version_0", 2)).read_text()
+def test_the_page_needs_no_network_and_no_javascript(page_of_three: Path) -> None:
+    text = page_of_three.read_text()
     assert "<script" not in text
     addresses = set(re.findall(r'(?:src|href)="([^"#][^"]*)"', text)) | set(
         re.findall(r"url\(([^#)]+)", text)
@@ -153,6 +176,7 @@ def test_the_page_needs_no_network_and_no_javascript(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("options", [{"extras": False}, {"learned": False}, {"finished": False}])
 def test_what_a_run_has_not_stored_is_named_with_its_reason(
     tmp_path: Path, options: dict[str, bool]
@@ -176,6 +200,7 @@ def test_what_a_run_has_not_stored_is_named_with_its_reason(
     assert missing | set(re.findall(r'<figure id="([^"]*)"', text)) == EVERY_FIGURE
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_without_a_finished_block_still_gives_a_page(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 0, finished=False)
     text = write_page(tmp_path / "page", folder).read_text()
@@ -183,6 +208,7 @@ def test_a_run_without_a_finished_block_still_gives_a_page(tmp_path: Path) -> No
     assert "0 blocks are finished" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_settings_that_differ_come_first(tmp_path: Path) -> None:
     folders = [simulate(tmp_path / f"run_{bits}/version_0", 1, bits=bits) for bits in (2, 4)]
     table = page.differences([read_run(folder) for folder in folders])
@@ -268,6 +294,7 @@ def test_both_sublayers_of_a_tuning_are_told(tmp_path: Path) -> None:
     assert "In 0 of them" in during.caption
 
 
+@pytest.mark.usefixtures("undrawn")  # on the page; the files are drawn
 def test_figures_are_written_beside_the_page(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 2)
     report([str(folder)], figures="png")

@@ -1,12 +1,12 @@
 """A signal stops at once, or while a block is rounded after the iteration, with a checkpoint."""
 
 import hashlib
+import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,19 +157,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     return walk("opt", tmp_path_factory.mktemp("whole"))
 
 
+MOMENTS = [
+    ("on_train_batch_start", 0, 1),
+    ("on_train_batch_start", 7, 8),
+    ("on_train_batch_start", LAST - 1, LAST),
+    ("on_train_batch_end", 7, 8),  # after our callback: seen in the next iteration
+    ("on_train_batch_end", LAST, LAST),  # there is no next one
+    ("on_train_epoch_end", LAST, LAST),
+]
+"""Hooks and iterations in which a signal comes, and the iterations that its checkpoint has."""
+
+
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")  # as on the command line
 @pytest.mark.parametrize(
-    ("hook", "step", "saved"),
-    [
-        ("on_train_batch_start", 0, 1),
-        ("on_train_batch_start", 7, 8),
-        ("on_train_batch_start", LAST - 1, LAST),
-        ("on_train_batch_end", 7, 8),  # after our callback: seen in the next iteration
-        ("on_train_batch_end", LAST, LAST),  # there is no next one
-        ("on_train_epoch_end", LAST, LAST),
-    ],
+    ("number", "hook", "step", "saved"),
+    [(number, *moment) for number, moment in zip(itertools.cycle(SIGNALS), MOMENTS, strict=False)],
 )
-@both
 def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
     number: signal.Signals, hook: str, step: int, saved: int, whole: Quantized, tmp_path: Path
 ) -> None:
@@ -317,7 +320,7 @@ def test_saving_takes_a_small_share_of_the_time(
     output = OutputSettings(checkpoint_seconds=5.0)
     changes = {"rounding.iterations": 100}
     walk("opt", tmp_path, changes, options=options(Interruption(), [Slow()], [], output))
-    between = [b - (a + 2) for a, b in pairwise(saved)]  # from the end of a save
+    between = [b - (a + 2) for a, b in itertools.pairwise(saved)]  # from the end of a save
     assert between[0] == between[1] == 20 * 2
     assert saved[0] == 5
 

@@ -1,6 +1,7 @@
 """Tuning in a walk: what is stored is what was evaluated, on streams that are the model's own."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ BOTH = BLOCKS_ONLY | {
 }
 LEARNED = {"tuning.model.epochs": 6, "tuning.model.integer_rate": 0.08}
 """So that the integers move in the end-to-end tuning as well."""
-NEAREST = {"method": "rtn", "tuning.blocks.enabled": False}
+ROUNDED = {"method": "rtn"}
+NEAREST = ROUNDED | {"tuning.blocks.enabled": False}
+Walked = Callable[..., Quantized]
 
 
 def hidden_states(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
@@ -77,13 +80,29 @@ def divergence(found: Quantized) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("name", ["llama-grouped", "opt", "bloom"])
-@pytest.mark.parametrize("correction", [0.0, 0.5])
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
+    """Does the walks that several tests look at, each once."""
+    done: dict[str, Quantized] = {}
+
+    def get(name: str, changes: dict[str, Any]) -> Quantized:
+        key = f"{name} {changes}"
+        if key not in done:
+            done[key] = walk(name, tmp_path_factory.mktemp(name), changes)
+        return done[key]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("name", "correction"),
+    [("llama-grouped", 0.0), ("opt", 0.0), ("bloom", 0.0), ("llama-grouped", 0.5)],
+)
 def test_the_error_in_the_journal_is_that_of_the_exported_block(
-    name: str, correction: float, tmp_path: Path
+    name: str, correction: float, walked: Walked
 ) -> None:
     """So inputs and targets are the right streams at every block, and what is stored was evaluated."""
-    found = walk(name, tmp_path, BLOCKS_ONLY | {"input_correction": correction})
+    found = walked(name, BLOCKS_ONLY | ({"input_correction": correction} if correction else {}))
     records = [found.journal["blocks"][str(i)]["tuning"] for i in range(walks.BLOCKS)]
     assert [r["error"] for r in records] == pytest.approx(block_errors(found), rel=1e-3)
     for record in records:
@@ -95,13 +114,13 @@ def test_the_error_in_the_journal_is_that_of_the_exported_block(
 
 @pytest.mark.parametrize("name", ["llama-grouped", "opt", "bloom"])
 def test_the_divergence_in_the_journal_is_that_of_the_exported_model(
-    name: str, tmp_path: Path
+    name: str, walked: Walked
 ) -> None:
-    found = walk(name, tmp_path, BOTH)
+    found = walked(name, BOTH)
     record = found.journal["tuned"]
     assert record["error"] == pytest.approx(divergence(found), rel=1e-3)
     assert record["error"] <= record["start_error"]
-    before = walk(name, tmp_path / "blocks", BLOCKS_ONLY)
+    before = walked(name, BLOCKS_ONLY)
     assert record["start_error"] == pytest.approx(divergence(before), rel=1e-3)
     for index in range(walks.BLOCKS):
         for key, tensor in before.file(index).items():
@@ -109,9 +128,9 @@ def test_the_divergence_in_the_journal_is_that_of_the_exported_model(
                 assert torch.equal(found.file(index)[key], tensor)
 
 
-def test_integers_that_the_model_learns_are_those_that_are_stored(tmp_path: Path) -> None:
-    before = walk("llama-grouped", tmp_path / "before", BLOCKS_ONLY | NEAREST)
-    found = walk("llama-grouped", tmp_path / "found", BOTH | LEARNED | NEAREST)
+def test_integers_that_the_model_learns_are_those_that_are_stored(walked: Walked) -> None:
+    before = walked("llama-grouped", BLOCKS_ONLY | NEAREST)
+    found = walked("llama-grouped", BOTH | LEARNED | NEAREST)
     record = found.journal["tuned"]
     assert record["error"] == pytest.approx(divergence(found), rel=1e-3)
     assert record["error"] < record["start_error"]
@@ -124,8 +143,8 @@ def test_integers_that_the_model_learns_are_those_that_are_stored(tmp_path: Path
     assert 0 < changed == pytest.approx(record["changed"] * count)
 
 
-def test_the_exported_weights_are_scale_times_integer_minus_zero_point(tmp_path: Path) -> None:
-    found = walk("llama-grouped", tmp_path, BOTH | LEARNED | NEAREST)
+def test_the_exported_weights_are_scale_times_integer_minus_zero_point(walked: Walked) -> None:
+    found = walked("llama-grouped", BOTH | LEARNED | NEAREST)
     state = found.exported().state_dict()
     for index in range(walks.BLOCKS):
         tensors = found.file(index)
@@ -136,18 +155,18 @@ def test_the_exported_weights_are_scale_times_integer_minus_zero_point(tmp_path:
             assert torch.equal(state[f"{found.blocks_path}.{index}.{p.module}.weight"], expected)
 
 
-def test_recomputing_blocks_changes_nothing(tmp_path: Path) -> None:
-    kept = walk("llama-grouped", tmp_path / "kept", BOTH)
-    again = walk("llama-grouped", tmp_path / "again", BOTH, recompute=True)
+def test_recomputing_blocks_changes_nothing(walked: Walked, tmp_path: Path) -> None:
+    kept = walked("llama-grouped", BOTH)
+    again = walk("llama-grouped", tmp_path, BOTH, recompute=True).exported().state_dict()
     for name, tensor in kept.exported().state_dict().items():
-        assert torch.allclose(again.exported().state_dict()[name], tensor, atol=1e-5)
+        assert torch.allclose(again[name], tensor, atol=1e-5)
 
 
-def test_hidden_states_on_disk_change_nothing(tmp_path: Path) -> None:
-    memory = walk("opt", tmp_path / "memory", BOTH)
-    disk = walk("opt", tmp_path / "disk", BOTH, hidden_folder=tmp_path / "hidden")
+def test_hidden_states_on_disk_change_nothing(walked: Walked, tmp_path: Path) -> None:
+    memory = walked("opt", BOTH)
+    disk = walk("opt", tmp_path, BOTH, hidden_folder=tmp_path / "hidden").exported().state_dict()
     for name, tensor in memory.exported().state_dict().items():
-        assert torch.equal(disk.exported().state_dict()[name], tensor)
+        assert torch.equal(disk[name], tensor)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +188,9 @@ def test_hidden_states_on_disk_change_nothing(tmp_path: Path) -> None:
     ],
     ids=lambda change: list(change)[-1],
 )
-def test_every_setting_acts(change: dict[str, Any], base: Quantized, tmp_path: Path) -> None:
-    found = walk("bloom", tmp_path, BOTH | change)
+def test_every_setting_acts(change: dict[str, Any], walked: Walked, tmp_path: Path) -> None:
+    """Before the tuning nothing is learned, which would take longer."""
+    base, found = walked("bloom", BOTH | ROUNDED), walk("bloom", tmp_path, BOTH | ROUNDED | change)
     files = [
         q.journal["blocks"][str(i)]["files"] for q in (found, base) for i in range(walks.BLOCKS)
     ]
@@ -180,11 +200,6 @@ def test_every_setting_acts(change: dict[str, Any], base: Quantized, tmp_path: P
         for index in range(walks.BLOCKS):
             before = base.journal["blocks"][str(index)]["tuning"]
             assert found.journal["blocks"][str(index)]["tuning"] == before
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
-    return walk("bloom", tmp_path_factory.mktemp("base"), BOTH)
 
 
 class Poison(Callback):
@@ -199,17 +214,18 @@ class Poison(Callback):
 def test_a_tuning_that_is_not_finite_leaves_the_block_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = walk("opt", tmp_path / "plain")
+    plain = walk("opt", tmp_path / "plain", ROUNDED)
     monkeypatch.setattr(walks, "tuning_trainer", partial(_poisoned, walks.tuning_trainer))
-    found = walk("opt", tmp_path / "poisoned", BOTH)
+    found = walk("opt", tmp_path / "poisoned", BOTH | ROUNDED)
     for index in range(walks.BLOCKS):
         record = found.journal["blocks"][str(index)]["tuning"]
         assert (record["finite"], record["epoch"], record["changed"]) == (False, 0, 0)
         expected = plain.file(index)
         assert all(torch.equal(t, expected[name]) for name, t in found.file(index).items())
     assert not found.journal["tuned"]["finite"]
+    state = found.exported().state_dict()
     for name, tensor in plain.exported().state_dict().items():
-        assert torch.equal(found.exported().state_dict()[name], tensor)
+        assert torch.equal(state[name], tensor)
     assert found.said.count("it ended where the loss was not a finite number") == walks.BLOCKS + 1
 
 

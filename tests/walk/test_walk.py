@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from aespa_pl.errors import NumericalError, UserError
 from aespa_pl.models.family import FoldIntoNorm, Projection
 from aespa_pl.planning.partition import Portion
+from aespa_pl.resolve import resolved
 from aespa_pl.run.journal import Run
 from tests.models.examples import VOCABULARY, make_ids, make_model
 from tests.reference import optq_row
@@ -31,11 +32,11 @@ Walked = Callable[..., Quantized]
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
-    """Does the walks of this module, each once."""
+    """Does the walks of this module, each once, in whichever words the settings are."""
     done: dict[str, Quantized] = {}
 
     def get(name: str, changes: dict[str, Any] | None = None) -> Quantized:
-        key = f"{name} {changes}"
+        key = f"{name} {resolved(changed(changes or {}))}"
         if key not in done:
             done[key] = walk(name, tmp_path_factory.mktemp(name), changes)
         return done[key]
@@ -133,15 +134,11 @@ def test_what_is_not_quantized_is_the_originals_with_zeta_in_it(name: str, walke
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_keep_the_type_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    check_export(
-        walk("llama-grouped", tmp_path, model=shortened(make_model("llama-grouped", dtype))),
-        2,
-        dtype,
-    )
+    model = shortened(make_model("llama-grouped", dtype))
+    check_export(walk("llama-grouped", tmp_path, NOT_LEARNED, model=model), 2, dtype)
 
 
-@pytest.mark.parametrize("name", ["opt", "bloom"])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("name", "bits"), [("opt", 2), ("bloom", 3), ("opt", 4), ("bloom", 8)])
 def test_bits_give_the_range_of_the_integers(name: str, bits: int, walked: Walked) -> None:
     check_export(walked(name, {"bits": bits}), bits)
 
@@ -149,7 +146,7 @@ def test_bits_give_the_range_of_the_integers(name: str, bits: int, walked: Walke
 @pytest.mark.parametrize("bits", [2, 4])
 def test_symmetric_fixes_the_zero_point(bits: int, walked: Walked) -> None:
     for symmetric in (True, False):
-        quantized = walked("opt", {"bits": bits, "symmetric": symmetric})
+        quantized = walked("opt", {**NOT_LEARNED, "bits": bits, "symmetric": symmetric})
         check_export(quantized, bits)
         zeros = torch.cat(
             [t.flatten() for k, t in quantized.file(0).items() if k.endswith("zero_point")]
@@ -195,6 +192,14 @@ def inputs_of_block(
 def without_dead(W: Tensor, X: Tensor) -> Tensor:
     """Return the weight in float64, 0 where the input always is (behind a ReLU)."""
     return W.double() * (X != 0).any(dim=0)
+
+
+def nearest(quantized: Quantized, index: int, p: Projection, W: Tensor) -> Tensor:
+    """Return the integers nearest to a weight in float64, on the grid that a walk has found."""
+    tensors = quantized.file(index)
+    folded = W * quantized.row_factor(index, p).double() / quantized.zeta(index, p).double()
+    scale, zero = (tensors[f"{p.name}.{kind}"].double() for kind in ("scale", "zero_point"))
+    return (torch.round(folded / scale) + zero).clamp(0, 3)
 
 
 def damped_hessian(X: Tensor) -> Tensor:
@@ -248,6 +253,7 @@ def test_keep_best_takes_the_better_of_learned_and_optq(walked: Walked) -> None:
 
 POLISH = {"polish.enabled": True}
 CORRECT = {"input_correction": 0.5}
+NEAREST = {**NOT_LEARNED, "optq.enabled": False, "objective.value": "layer"}
 
 
 @pytest.mark.parametrize(
@@ -269,8 +275,7 @@ def test_correction_aims_at_the_output_of_the_original_model(name: str, walked: 
     Block 0 has nothing to make up for. With nearest rounding on the grid that was found, the
     integers of the second tell what their target was.
     """
-    plain = {**OFF, **NOT_LEARNED, "optq.enabled": False, "objective.value": "layer"}
-    off, on = walked(name, plain), walked(name, {**plain, **CORRECT})
+    off, on = walked(name, NEAREST), walked(name, {**NEAREST, **CORRECT})
     assert differing(off, on) == set()
     assert differing(off, on, 1)
     group = on.layout.groups[0]
@@ -281,33 +286,18 @@ def test_correction_aims_at_the_output_of_the_original_model(name: str, walked: 
     for p in group.projections:
         W = weight(on.original, on, 1, p).double()
         target = W + 0.5 * W @ shift @ torch.linalg.inv(H)
-        target = without_dead(target, X)
-        scale, zero = (tensors[f"{p.name}.{kind}"].double() for kind in ("scale", "zero_point"))
-        integers = (torch.round(target / scale) + zero).clamp(0, 3)
+        integers = nearest(on, 1, p, without_dead(target, X))
         assert float((integers == tensors[f"{p.name}.integers"]).double().mean()) > 0.99
-        missed = (torch.round(W / scale) + zero).clamp(0, 3)
-        assert not torch.equal(missed, integers)
+        assert not torch.equal(nearest(on, 1, p, W), integers)
 
 
-@pytest.mark.parametrize("changes", [NOT_LEARNED, {**CORRECT, **NOT_LEARNED}])
-def test_hidden_states_on_disk_give_the_same(
-    changes: dict[str, Any], walked: Walked, tmp_path: Path
-) -> None:
+def test_hidden_states_on_disk_give_the_same(walked: Walked, tmp_path: Path) -> None:
+    """The correction has two streams of them."""
+    changes = {**CORRECT, **NOT_LEARNED}
     expected = walked("llama-grouped", changes)
     found = walk("llama-grouped", tmp_path, changes, hidden_folder=tmp_path / "hidden")
     assert differing(expected, found) == differing(expected, found, 1) == set()
     assert list((tmp_path / "hidden").iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
-def test_block_after_replay_with_correction_is_the_same(name: str, tmp_path: Path) -> None:
-    """Both streams go through the complete blocks again."""
-    first = walk(name, tmp_path, {**CORRECT, **NOT_LEARNED})
-    tensors = first.file(1)
-    run = Run.open(first.run.folder)
-    del run.blocks[1]
-    again = walk(name, tmp_path, {**CORRECT, **NOT_LEARNED}, run=run)
-    assert all(torch.equal(tensor, tensors[key]) for key, tensor in again.file(1).items())
 
 
 class Precisions(Callback):
@@ -344,8 +334,11 @@ def test_coarse_products_find_nearly_the_same(
 
 @pytest.mark.parametrize(
     ("name", "others"),
-    [(name, others) for name in FAMILIES for others in ({}, NOT_LEARNED)]
-    + [("llama-grouped", {"group_size": 4})],
+    [
+        *((name, {}) for name in FAMILIES),
+        ("opt", NOT_LEARNED),
+        ("llama-grouped", {"group_size": 4}),
+    ],
 )
 def test_polish_lowers_the_losses_and_never_raises_one(
     name: str, others: dict[str, Any], walked: Walked
@@ -375,7 +368,7 @@ def test_polish_lowers_the_losses_and_never_raises_one(
         assert int((one != two).sum()) == on.losses(0)[projection]["polish_changed"]
 
 
-@pytest.mark.parametrize("name", ["opt", "bloom", "llama"])
+@pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
 def test_zfold_off_leaves_zeta_1_and_norms_alone(name: str, walked: Walked) -> None:
     for changes, fitted in (({}, True), (OFF, False)):
         quantized = walked(name, changes)
@@ -398,16 +391,14 @@ def test_zeta_is_only_where_it_can_be_folded(walked: Walked) -> None:
 
 @every_family
 def test_without_optq_and_learning_the_integers_are_the_nearest(name: str, walked: Walked) -> None:
-    quantized = walked(name, {"optq.enabled": False, **NOT_LEARNED})
+    quantized = walked(name, NEAREST)
     for index in range(BLOCKS):
         tensors, inputs = quantized.file(index), inputs_of_block(quantized, index)
         for p in quantized.layout.projections:
             X = inputs[quantized.group(p).name]
             W = without_dead(weight(quantized.original, quantized, index, p), X)
-            W = W * quantized.row_factor(index, p).double() / quantized.zeta(index, p).double()
-            scale = tensors[f"{p.name}.scale"].double()
-            nearest = torch.round(W / scale) + tensors[f"{p.name}.zero_point"]
-            assert torch.equal(nearest.clamp(0, 3), tensors[f"{p.name}.integers"].double())
+            expected = nearest(quantized, index, p, W)
+            assert torch.equal(expected, tensors[f"{p.name}.integers"].double())
             loss = quantized.losses(index)[p.name]
             assert loss["nearest"] == loss["optq"] == loss["final"]
 
@@ -502,16 +493,22 @@ def test_what_was_measured_is_in_journal_and_block_file(walked: Walked) -> None:
         assert f"block {index} of {BLOCKS}: loss {mean:.3f} of nearest" in quantized.said
 
 
-@pytest.mark.parametrize("name", ["opt", "bloom", "llama-grouped"])
-def test_block_after_replay_is_the_same(name: str, tmp_path: Path) -> None:
-    """The inputs of block 1 come from the block in memory first, then from its file."""
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("llama-grouped", {}), ("opt", CORRECT), ("bloom", CORRECT), ("llama-grouped", CORRECT)],
+)
+def test_block_after_replay_is_the_same(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """The inputs of block 1 come from the block in memory first, then from its file.
+
+    With correction both streams go through the complete blocks again.
+    """
     torch.manual_seed(1)
     model = shortened(make_model(name, torch.float16))  # the file holds less than float32 does
-    first = walk(name, tmp_path, model=model)
+    first = walk(name, tmp_path, changes, model=model)
     tensors, losses = first.file(1), first.losses(1)
     run = Run.open(first.run.folder)
     del run.blocks[1]
-    again = walk(name, tmp_path, model=model, run=run)
+    again = walk(name, tmp_path, changes, model=model, run=run)
     assert again.losses(1) == losses
     assert all(torch.equal(tensor, tensors[key]) for key, tensor in again.file(1).items())
     assert "1 of 2 blocks are complete already" in again.said
@@ -625,18 +622,18 @@ def test_learning_rate_without_bound_is_refused(tmp_path: Path) -> None:
 
 
 def test_damping_that_a_factorization_needed_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, walked: Walked
 ) -> None:
     """One word over and over: the Hessians of the first block have rank 1."""
     ids = torch.full((2, 3), VOCABULARY // 2)
     with caplog.at_level(logging.WARNING):
-        quantized = walk("llama", tmp_path, {"damping": 1e-12}, ids=ids)
+        quantized = walk("llama", tmp_path, {**NOT_LEARNED, "damping": 1e-12}, ids=ids)
     needed = {k: v["extra_damping"] for k, v in quantized.losses(0).items() if v["extra_damping"]}
     assert "q_proj" in needed
     for name, share in needed.items():
         line = f"block 0, {name}: the update needed {share:g} of the Hessian's mean diagonal"
         assert any(message.startswith(line) for message in caplog.messages)
-    assert all(v["extra_damping"] == 0 for v in walk("llama", tmp_path).losses(0).values())
+    assert all(v["extra_damping"] == 0 for v in walked("llama").losses(0).values())
 
 
 def test_hessian_that_cannot_be_factored_is_refused(
