@@ -81,7 +81,7 @@ def fit(
     Raises:
         UserError: The run, a text or the model can't be had; finished blocks stay on disk.
     """
-    began = time.perf_counter()
+    began, began_to_work = time.perf_counter(), time.process_time()
     with ExitStack() as locks:
         start = world.from_first(lambda: _start(job, resume, locks, progress))
         run = replace(start.run, writes=world.is_first)
@@ -104,6 +104,7 @@ def fit(
         )
         world.wait_for_all()  # for the files of the first
         quantized = before + time.perf_counter() - began
+        worked = time.process_time() - began_to_work
         nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
         kinds = ("original", *nearest, "quantized")
         texts = start.texts
@@ -120,6 +121,8 @@ def fit(
             "seconds": {
                 "total": before + time.perf_counter() - began,
                 "quantization": quantized,
+                # earlier processes of a continued run took theirs with them
+                **({} if before else {"processor": worked}),
                 **seconds,
             },
             "peak_bytes": peak_bytes(job.device),
