@@ -1,127 +1,161 @@
-r"""Measure all rows of ``docs/results.md`` and print them as a Markdown table.
+"""Write the tables of ``docs/results.md`` from the results of ``aespa-pl compare``.
 
-python benchmarks/results.py ROWS.jsonl --bits [2,3] --methods '["aespa + D", "Z-Fold + OPTQ"]'
-python benchmarks/results.py ROWS.jsonl --bits [2,3] --methods '["aespa + D"]' \
-    --models '{"tiny-opt": ["PATH", "EVAL", ["CALIB_0", "CALIB_1"]]}'
-python benchmarks/results.py ROWS.jsonl          # only the table of what has been measured
+python benchmarks/results.py
 
-The embedded models are the default; rows that the file has already are not measured again.
+``benchmarks/compared/MODEL/NAME.csv`` is the ``compare.csv`` of one comparison, and ``docs/results.md`` has the
+commands that make it. A table stands between ``<!-- KIND ARGUMENT -->`` and ``<!-- end -->``, and all other text of
+the page stays.
 """
 
-import json
-import statistics
-import subprocess
-import sys
+import csv
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import mean, stdev
 
 from jsonargparse import auto_cli
 
-CORRECTION = 0.5
+from aespa_pl.evaluation.table import ResultTable
+from aespa_pl.methods import METHODS
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "results.md"
+COMPARED = HERE / "compared"
+PAPER = HERE / "paper_opt125m.csv"
+"""Perplexities of OPT-125M on WikiText-2 as the paper prints them: three of its tables, by bit width."""
+MODELS = ("opt", "llama", "bloom", "babyllama105", "tiny-llama", "tiny-opt")
+"""Folders of ``compared/``, in the order of columns."""
+REFERENCES = ("original", "nearest")
+UNKNOWN = "."
+PLACE = re.compile(r"(<!-- (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+ABLATIONS = {
+    "strategy": {
+        "layers, on their own output": ("methods", "adaround"),
+        "attention as a whole, on its output": ("methods", "brecq"),
+        "layers, on the attention's output": ("strategy", "adaround"),
+    },
+    "hessian": {"H": ("methods", "zfold"), "H_V": ("hessian", "zfold")},
+}
+"""Rows of each ablation: a comparison's NAME and a method in it."""
+
+Row = dict[str, str]
 
 
-def options(
-    method: str, *, polish: bool = False, correction: float = 0, keep_best: bool = True
-) -> list[str]:
-    """Return the options of a row; none is left to its default."""
+def main() -> None:
+    """Write the tables of the page anew."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def filled(page: str) -> str:
+    """Return the page with its tables made from the stored files."""
+    tables = {"model": model_table, "orders": orders_table, "ablation": ablation_table}
+
+    def table(place: re.Match[str]) -> str:
+        return place[1] + tables[place[2]](place[3]).markdown() + place[4]
+
+    return PLACE.sub(table, page)
+
+
+def model_table(model: str) -> ResultTable:
+    """Return all methods on one model, a part for each bit width."""
+    rows = read(model, "methods")
+    lines = []
+    for bits in sorted({row["bits"] for row in rows}):
+        same_bits = [row for row in rows if row["bits"] == bits]
+        for kind in REFERENCES:
+            lines.append([kind, bits, shown(column(same_bits, kind)[:1]), "", "", ""])
+        for method in METHODS:
+            if runs := [row for row in same_bits if row["method"] == method]:
+                lines.append(method_line(method, bits, runs))
+    head = ["method", "bits", "perplexity", "loss / nearest", "processor s", "seeds"]
+    return ResultTable(head, lines)
+
+
+def method_line(method: str, bits: str, runs: Sequence[Row]) -> list[str]:
+    """Return means over the seeds, the perplexity's spread, and the reason where a run failed."""
+    perplexity = shown(column(runs, "perplexity"), spread=True)
+    failed = [row["state"] for row in runs if row["state"] != "finished"]
     return [
-        f"--quantization.method={method}",
-        f"--quantization.polish.enabled={str(polish).lower()}",
-        f"--quantization.input_correction={correction}",
-        f"--quantization.rounding.keep_best={str(keep_best).lower()}",
+        f"`{method}`",
+        bits,
+        "; ".join([perplexity, *failed]),
+        shown(column(runs, "loss / nearest")),
+        shown(column(runs, "seconds processor"), digits=0),
+        " ".join(row["seed"] for row in runs),
     ]
 
 
-METHODS = {
-    "Z-Fold + OPTQ": options("aespa-fast"),
-    "aespa (paper)": options("aespa", keep_best=False),
-    "aespa, keep_best": options("aespa"),
-    "aespa + D": options("aespa", polish=True),
-    "aespa + D + C": options("aespa", polish=True, correction=CORRECTION),
-    "aespa-hybrid + D + C": options("aespa-hybrid", polish=True, correction=CORRECTION),
-    "aespa-fast + D + C": options("aespa-fast", polish=True, correction=CORRECTION),
-    **{
-        f"aespa-fast + D + C {share}": options("aespa-fast", polish=True, correction=share)
-        for share in (0, 0.25, 0.75, 1)
-    },
-    **{
-        f"aespa + D + C, {products}": [
-            *options("aespa", polish=True, correction=CORRECTION), f"--quantization.products={products}",
+def orders_table(bits: str) -> ResultTable:
+    """Return the perplexity of each method on each model with seed 0, beside the paper's."""
+    runs = {model: of_seed_0(model, "methods", bits) for model in MODELS}
+    runs = {model: rows for model, rows in runs.items() if rows}
+    paper = published("main", bits)
+    lines = [
+        [kind, *(shown(column(rows, kind)[:1]) for rows in runs.values()), paper.get(kind, "")]
+        for kind in REFERENCES
+    ]
+    for method in METHODS:
+        measured = [
+            shown(column((row for row in rows if row["method"] == method), "perplexity"))
+            for rows in runs.values()
         ]
-        for products in ("float32", "tf32", "bfloat16")
-    },
-    "layer-wise": [
-        *options("aespa"), "--quantization.objective.query_key=layer", "--quantization.objective.value=layer",
-    ],
-}  # fmt: skip
-"""D: descent on the integers (polish); C: correction of earlier blocks' errors."""
-EMBEDDED = {
-    f"embedded:{family}": (
-        f"embedded:{family}", "embedded", [f"embedded@{seed}" for seed in range(3)],
-    )
-    for family in ("opt", "bloom", "llama")
-}  # fmt: skip
-BENCHMARK = Path(__file__).parent / "accuracy.py"
+        lines.append([f"`{method}`", *measured, paper.get(method, UNKNOWN)])
+    return ResultTable(["method", *runs, "OPT-125M in the paper"], lines)
 
 
-def main(
-    rows: Path,
-    *,
-    models: dict[str, tuple[str, str, list[str]]] | None = None,
-    methods: list[str] | None = None,
-    bits: list[int] | None = None,
-    threads: int = 1,
-) -> None:
-    """Measure the missing rows and print the table.
-
-    Args:
-        rows: JSON lines, one a row of the table; new ones are appended.
-        models: By name, the embedded ones by default: model, evaluation text or ids, calibration
-            texts or ids (a seed each).
-        methods: Some of METHODS; none by default.
-        bits: Of the rows to measure; 2 by default.
-        threads: Threads of torch.
-    """
-    chosen = EMBEDDED if models is None else models
-    known = {row["label"] for row in _read(rows)}
-    for width in bits or [2]:
-        for name, (model, evaluation, calibration) in chosen.items():
-            for method in methods or []:
-                label = f"{name}|{width}|{method}"
-                if label not in known:
-                    command = [sys.executable, str(BENCHMARK), model, evaluation]
-                    command += [json.dumps(calibration), *METHODS[method]]
-                    command += ["--quantization.bits", str(width), "--label", label]
-                    command += ["--threads", str(threads), "--output", str(rows)]
-                    command += ["--nearest", "true"]
-                    subprocess.run(command, check=True)
-    _print_table(rows)
+def ablation_table(name: str) -> ResultTable:
+    """Return the rows of an ablation at INT2 with seed 0, on the models that it was measured on."""
+    rows = ABLATIONS[name]
+    models = [model for model in MODELS if (COMPARED / model / f"{name}.csv").is_file()]
+    paper = published(name, "2")
+    lines = []
+    for label, (comparison, method) in rows.items():
+        measured = [
+            [row for row in of_seed_0(model, comparison, "2") if row["method"] == method]
+            for model in models
+        ]
+        cells = (shown(column(runs, "perplexity")) for runs in measured)
+        lines.append([label, *cells, paper[label]])
+    return ResultTable([name, *models, "OPT-125M in the paper"], lines)
 
 
-def _read(rows: Path) -> list[dict[str, Any]]:
-    if not rows.is_file():
+def read(model: str, comparison: str) -> list[Row]:
+    """Return the runs of a comparison; none where it was not made."""
+    file = COMPARED / model / f"{comparison}.csv"
+    if not file.is_file():
         return []
-    return [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    with file.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
 
 
-def _print_table(rows: Path) -> None:
-    print(
-        "| model | bits | original | nearest | method | mean | spread | seeds | seconds | rounding |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for row in sorted(_read(rows), key=lambda row: str(row["label"])):
-        name, width, method = str(row["label"]).split("|")
-        values = [float(value) for value in row["perplexity"]]
-        spread = f"{statistics.stdev(values):.3f}" if len(values) > 1 else "."
-        seconds, taken = row.get("seconds"), ". | ."  # none of a machine that did other things
-        if seconds:
-            rounding = seconds["rounding"] + seconds.get("polish", 0)
-            taken = f"{seconds['total']:.0f} | {rounding:.1f}"
-        each = " / ".join(f"{value:.3f}" for value in values)
-        print(
-            f"| {name} | {width} | {row['original']:.3f} | {row['nearest']:.3f} | {method} | "
-            f"{statistics.mean(values):.3f} | {spread} | {each} | {taken} |"
-        )
+def of_seed_0(model: str, comparison: str, bits: str) -> list[Row]:
+    """Return the runs of one bit width and the first seed."""
+    return [row for row in read(model, comparison) if (row["bits"], row["seed"]) == (bits, "0")]
+
+
+def published(table: str, bits: str) -> dict[str, str]:
+    """Return the figures of one of the paper's tables, by the names of its rows."""
+    with PAPER.open(encoding="utf-8", newline="") as lines:
+        return {row["method"]: row[bits] for row in csv.DictReader(lines) if row["table"] == table}
+
+
+def column(runs: Iterable[Row], name: str) -> list[float]:
+    """Return the numbers of a column, whose head may end with the name of the comparison's only text."""
+    values = []
+    for row in runs:
+        heads = [head for head in row if head == name or head.startswith(f"{name} ")]
+        if len(heads) > 1:
+            raise ValueError(f"one text was expected, found {', '.join(heads)}")
+        values += [float(row[head]) for head in heads if row[head]]
+    return values
+
+
+def shown(values: Sequence[float], *, digits: int = 3, spread: bool = False) -> str:
+    """Return the mean of the values, with their standard deviation if there are several."""
+    if not values:
+        return UNKNOWN
+    deviation = f" ± {stdev(values):.{digits}f}" if spread and len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{deviation}"
 
 
 if __name__ == "__main__":

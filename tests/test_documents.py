@@ -3,7 +3,6 @@
 import ast
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -113,12 +112,3 @@ def test_every_file_that_a_text_names_exists(name: str) -> None:
     assert {n for n in named if not list(ROOT.glob(n))} == set()
     links = {ROOT / Path(name).parent / link for link in LINK.findall(text)}
     assert {link for link in links if not link.exists()} == set()
-
-
-def test_the_table_of_results_is_what_its_command_prints() -> None:
-    document = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    shown = document.partition("<!-- rows -->")[2].partition("<!-- end -->")[0]
-    command = [sys.executable, "benchmarks/results.py", "benchmarks/results.jsonl"]
-    assert f"python {' '.join(command[1:])}" in document
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == shown.strip()

@@ -20,6 +20,7 @@ from aespa_pl.commands.arguments import Arguments, Option, nearest, read_configu
 from aespa_pl.commands.output import print_whole
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import ResultTable
+from aespa_pl.methods import METHODS
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
@@ -43,10 +44,8 @@ POLL_SECONDS = 0.2
 class CompareSettings:
     """Chooses the cells of the table."""
 
-    methods: list[MethodName] = field(
-        default_factory=lambda: ["rtn", "optq", "zfold", "adaround", "aespa-fast", "aespa"]
-    )
-    """Values of quantization.method."""
+    methods: list[MethodName] = field(default_factory=lambda: list(METHODS))
+    """Values of quantization.method; by default all of them."""
     bits: list[Bits] = field(default_factory=lambda: [2, 3, 4])
     """Values of quantization.bits."""
     seeds: list[Seed] = field(default_factory=lambda: [0])

@@ -24,19 +24,19 @@ from aespa_pl.methods.method import Method
 METHODS: dict[str, Method] = {
     module.METHOD.name: module.METHOD
     for module in (
-        aespa,
-        aespa_hybrid,
-        aespa_fast,
-        aespa_tuned,
         rtn,
         optq,
         zfold,
-        boa,
         awq,
         adaround,
         brecq,
         omniquant,
         affinequant,
+        boa,
+        aespa_fast,
+        aespa_hybrid,
+        aespa,
+        aespa_tuned,
     )
 }
-"""Each method by the value of quantization.method."""
+"""Each method by the value of quantization.method, in the order of tables."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PANEL = 4.2
 """Length of a panel's sides, in inches."""
+REFERENCES = ("original", "nearest")
+"""Models that the quantized one is measured by."""
 LEAST_SECONDS = 0.05
 """Smallest seconds of a phase that has a column."""
 
@@ -134,18 +136,23 @@ def _states(seeds: Sequence[Cell]) -> str:
 
 
 def cells_csv(cells: Sequence[Cell]) -> str:
-    """Return a line for each cell, with its numbers unrounded."""
+    """Return a line for each cell, with its numbers unrounded.
+
+    Beside the perplexity on each text stand those of the original model and of nearest rounding.
+    """
     texts, phases = texts_of(cells), phases_of(cells)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     head = ["method", "bits", "seed", "state"]
     for text in texts:
-        head += [f"perplexity {text}", f"loss / nearest {text}"]
+        columns = ("perplexity", *REFERENCES, "loss / nearest")
+        head += [f"{column} {text}" for column in columns]
     writer.writerow([*head, *(f"seconds {phase}" for phase in phases), "peak bytes"])
     for cell in cells:
         row: list[Any] = [cell.method, cell.bits, cell.seed, cell.state]
         for text in texts:
-            row += [cell.perplexity(text), cell.relative_loss(text)]
+            row += [cell.perplexity(text), *(cell.perplexity(text, kind) for kind in REFERENCES)]
+            row.append(cell.relative_loss(text))
         writer.writerow([*row, *(cell.seconds(phase) for phase in phases), cell.peak_bytes])
     return out.getvalue()
 

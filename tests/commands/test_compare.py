@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import aespa_pl
 from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.compare import CompareSettings, compare, failure, in_processes, run
 from aespa_pl.commands.evaluate import refuse_diverged
@@ -75,6 +76,13 @@ def silent() -> Console:
     return Console(file=io.StringIO(), width=40)
 
 
+def test_all_methods_are_compared_unless_some_are_named() -> None:
+    files = (Path(aespa_pl.__file__).parent / "methods").glob("*.py")
+    names = {file.stem.replace("_", "-") for file in files} - {"--init--", "method"}
+    assert sorted(CompareSettings().methods) == sorted(names)
+    assert CompareSettings().methods[0] == "rtn"  # the figure and the tables begin with it
+
+
 def never(words: Sequence[str]) -> str:
     raise AssertionError(f"run again: {words}")
 
@@ -90,6 +98,7 @@ def test_cells_become_one_row_for_each_method_with_mean_and_spread(tmp_path: Pat
     ]  # fmt: skip
     rows = list(csv.DictReader((folder / "compare.csv").read_text().splitlines()))
     assert [row["perplexity text"] for row in rows] == ["40.0", "40.0", "20.0", "22.0"]
+    assert {(row["original text"], row["nearest text"]) for row in rows} == {("10.0", "40.0")}
     assert {row["peak bytes"] for row in rows} == {"2000000000"}
     assert "seconds rounding" not in rows[0]
     assert (folder / "compare.svg").read_text().startswith("<?xml")

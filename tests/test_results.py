@@ -1,0 +1,95 @@
+"""The tables of docs/results.md: made from the stored comparisons, with the right numbers in them."""
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from aespa_pl.report.comparison import Cell, cells_csv
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def results() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("results", ROOT / "benchmarks/results.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def metrics(quantized: float, processor: float, text: str = "held out") -> dict[str, Any]:
+    perplexity = {"original": 10.0, "nearest": 1000.0, "quantized": quantized}
+    return {
+        "perplexity": {kind: {text: value} for kind, value in perplexity.items()},
+        "seconds": {"total": 99.0, "processor": processor},
+        "peak_bytes": {"host": 10**9},
+    }
+
+
+def store(folder: Path, name: str, cells: list[Cell]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.csv").write_text(cells_csv(cells))
+
+
+def test_the_page_has_the_tables_of_the_stored_comparisons(results: ModuleType) -> None:
+    page = results.PAGE.read_text(encoding="utf-8")
+    assert results.filled(page) == page
+    shown = {match[3] for match in results.PLACE.finditer(page) if match[2] == "model"}
+    assert shown == {folder.name for folder in results.COMPARED.iterdir()}
+
+
+def test_a_model_has_mean_spread_and_reasons_of_failure(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "COMPARED", tmp_path)
+    cells = [
+        Cell("optq", 2, 0, metrics(20.0, 3.0)),
+        Cell("optq", 2, 1, metrics(22.0, 5.0)),
+        Cell("rtn", 2, 0, metrics(1000.0, 1.0)),
+        Cell("brecq", 2, 0, failure="out of memory"),
+    ]
+    store(tmp_path / "opt", "methods", cells)
+    relative = (math.log(2) + math.log(2.2)) / 2 / math.log(100)
+    assert results.model_table("opt").rows == [
+        ["original", "2", "10.000", "", "", ""],
+        ["nearest", "2", "1000.000", "", "", ""],
+        ["`rtn`", "2", "1000.000", "1.000", "1", "0"],
+        ["`optq`", "2", "21.000 ± 1.414", f"{relative:.3f}", "4", "0 1"],
+        ["`brecq`", "2", ".; out of memory", ".", ".", "0"],
+    ]
+
+
+def test_orders_are_those_of_seed_0_beside_the_paper(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "COMPARED", tmp_path)
+    cells = [Cell("optq", 3, seed, metrics(20.0 + seed, 3.0)) for seed in (0, 1)]
+    store(tmp_path / "bloom", "methods", cells)
+    table = results.orders_table("3")
+    assert table.head == ["method", "bloom", "OPT-125M in the paper"]
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["`optq`"] == ["20.000", "52.95"]
+    assert rows["original"] == ["10.000", "27.65"]
+    assert rows["`awq`"] == [".", "."]
+
+
+def test_an_ablation_takes_each_row_from_its_comparison(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "COMPARED", tmp_path)
+    store(tmp_path / "opt", "methods", [Cell("zfold", 2, 0, metrics(30.0, 3.0))])
+    store(tmp_path / "opt", "hessian", [Cell("zfold", 2, 0, metrics(25.0, 3.0))])
+    assert results.ablation_table("hessian").rows == [
+        ["H", "30.000", "190.1"],
+        ["H_V", "25.000", "146.4"],
+    ]
+
+
+def test_a_second_text_is_refused(results: ModuleType) -> None:
+    with pytest.raises(ValueError, match="one text was expected, found perplexity a, perplexity b"):
+        results.column([{"perplexity a": "1", "perplexity b": "2"}], "perplexity")
