@@ -62,11 +62,11 @@ def model_table(model: str) -> ResultTable:
     lines = []
     for bits in sorted({row["bits"] for row in rows}):
         same_bits = [row for row in rows if row["bits"] == bits]
-        for kind in REFERENCES:
-            lines.append([kind, bits, shown(column(same_bits, kind)[:1]), "", "", ""])
-        for method in METHODS:
-            if runs := [row for row in same_bits if row["method"] == method]:
-                lines.append(method_line(method, bits, runs))
+        lines += [
+            [kind, bits, shown(column(same_bits, kind)[:1]), "", "", ""] for kind in REFERENCES
+        ]
+        measured = ((m, [row for row in same_bits if row["method"] == m]) for m in METHODS)
+        lines += [method_line(method, bits, runs) for method, runs in measured if runs]
     head = ["method", "bits", "perplexity", "loss / nearest", "processor s", "seeds"]
     return ResultTable(head, lines)
 

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def results() -> ModuleType:
     spec = importlib.util.spec_from_file_location("results", ROOT / "benchmarks/results.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
