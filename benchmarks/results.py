@@ -120,12 +120,12 @@ def ablation_table(name: str) -> ResultTable:
 
 
 def read(model: str, comparison: str) -> list[Row]:
-    """Return the runs of a comparison; none where it was not made."""
+    """Return the runs of a comparison that were begun; none where it was not made."""
     file = COMPARED / model / f"{comparison}.csv"
     if not file.is_file():
         return []
     with file.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
+        return [row for row in csv.DictReader(lines) if row["state"] != "not run"]
 
 
 def of_seed_0(model: str, comparison: str, bits: str) -> list[Row]:

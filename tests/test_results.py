@@ -53,6 +53,7 @@ def test_a_model_has_mean_spread_and_reasons_of_failure(
         Cell("optq", 2, 1, metrics(22.0, 5.0)),
         Cell("rtn", 2, 0, metrics(1000.0, 1.0)),
         Cell("brecq", 2, 0, failure="out of memory"),
+        Cell("awq", 2, 0),
     ]
     store(tmp_path / "opt", "methods", cells)
     relative = (math.log(2) + math.log(2.2)) / 2 / math.log(100)
