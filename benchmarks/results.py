@@ -23,8 +23,10 @@ PAGE = HERE.parent / "docs" / "results.md"
 COMPARED = HERE / "compared"
 PAPER = HERE / "paper_opt125m.csv"
 """Perplexities of OPT-125M on WikiText-2 as the paper prints them: three of its tables, by bit width."""
+EARLIER = HERE / "earlier.csv"
+"""Perplexities of an earlier version with three seeds, a line for each model, bit width and method."""
 MODELS = ("opt", "llama", "bloom", "babyllama105", "tiny-llama", "tiny-opt")
-"""Folders of ``compared/``, in the order of columns."""
+"""Possible folders of ``compared/``, in the order of columns."""
 REFERENCES = ("original", "nearest")
 UNKNOWN = "."
 PLACE = re.compile(r"(<!-- (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -48,7 +50,12 @@ def main() -> None:
 
 def filled(page: str) -> str:
     """Return the page with its tables made from the stored files."""
-    tables = {"model": model_table, "orders": orders_table, "ablation": ablation_table}
+    tables = {
+        "model": model_table,
+        "orders": orders_table,
+        "ablation": ablation_table,
+        "earlier": earlier_table,
+    }
 
     def table(place: re.Match[str]) -> str:
         return place[1] + tables[place[2]](place[3]).markdown() + place[4]
@@ -104,9 +111,9 @@ def orders_table(bits: str) -> ResultTable:
 
 
 def ablation_table(name: str) -> ResultTable:
-    """Return the rows of an ablation at INT2 with seed 0, on the models that it was measured on."""
+    """Return the rows of an ablation at INT2 with seed 0, on all models."""
     rows = ABLATIONS[name]
-    models = [model for model in MODELS if (COMPARED / model / f"{name}.csv").is_file()]
+    models = [model for model in MODELS if read(model, "methods")]
     paper = published(name, "2")
     lines = []
     for label, (comparison, method) in rows.items():
@@ -117,6 +124,20 @@ def ablation_table(name: str) -> ResultTable:
         cells = (shown(column(runs, "perplexity")) for runs in measured)
         lines.append([label, *cells, paper[label]])
     return ResultTable([name, *models, "OPT-125M in the paper"], lines)
+
+
+def earlier_table(bits: str) -> ResultTable:
+    """Return mean and spread over three seeds of an earlier version, a row for each model."""
+    with EARLIER.open(encoding="utf-8", newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["bits"] == bits]
+    methods = [method for method in METHODS if any(row["method"] == method for row in rows)]
+    table = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        same_model = {row["method"]: row for row in rows if row["model"] == model}
+        references = (shown(column(same_model.values(), kind)[:1]) for kind in REFERENCES)
+        seeds = ([float(same_model[m][f"seed {n}"]) for n in range(3)] for m in methods)
+        table.append([model, *references, *(shown(values, spread=True) for values in seeds)])
+    return ResultTable(["model", *REFERENCES, *methods], table)
 
 
 def read(model: str, comparison: str) -> list[Row]:
