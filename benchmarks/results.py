@@ -2,9 +2,9 @@
 
 python benchmarks/results.py
 
-``benchmarks/compared/MODEL/NAME.csv`` is the ``compare.csv`` of one comparison, and ``docs/results.md`` has
-the commands that make it. A table stands between ``<!-- KIND ARGUMENT -->`` and ``<!-- end -->``, and all
-other text of the page stays.
+``compared/MODEL/NAME.csv`` in this folder is the ``compare.csv`` of one comparison, and
+``docs/results.md`` has the commands that make it. A table stands between ``<!-- KIND ARGUMENT -->`` and
+``<!-- end -->``, and all other text of the page stays.
 """
 
 import csv
