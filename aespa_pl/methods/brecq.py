@@ -12,6 +12,6 @@ METHOD = Method(
     tune_blocks=True,
     parametrization="rounding",
     unit="sublayer",
-    epochs=4,
+    epochs=8,
     integer_rate=0.02,
 )
