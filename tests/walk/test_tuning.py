@@ -66,7 +66,9 @@ def block_errors(found: Quantized) -> list[float]:
         a, b = mine[-HELD:].double(), wanted[-HELD:].double()
         own = b.square().mean(-1)
         usual = own.quantile(0.5, dim=-1, keepdim=True, interpolation="lower")
-        errors.append(float(((a - b).square().mean(-1) / (own * own.minimum(10 * usual)).sqrt()).mean()))
+        errors.append(
+            float(((a - b).square().mean(-1) / (own * own.minimum(10 * usual)).sqrt()).mean())
+        )
     return errors
 
 
