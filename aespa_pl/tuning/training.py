@@ -143,19 +143,21 @@ class Tuning(LightningModule):
             self._log_held_back(error, 0)  # Lightning logs nothing in its check
             self._judge(error, 0)
 
-    @torch.no_grad()
     def on_fit_start(self) -> None:
         """Measure the epoch at whose last step the checkpoint was written: Lightning leaves it out."""
         pairs = cast(SegmentPairs, self.trainer.datamodule)  # type: ignore[attr-defined]
         epoch, rest = divmod(self.visited_steps, pairs.steps)
-        if rest or epoch <= self.judged:
-            return
-        self.enter_epoch(epoch)
-        for batch in pairs.val_dataloader():
-            self._errors.append(self.error(self.trainer.strategy.batch_to_device(batch)))
-        error = self._error_held_back()
-        self._log_held_back(error, self.visited_steps)
-        self._judge(error, epoch)
+        if not rest and epoch > self.judged:
+            self._measure(epoch, self.visited_steps)
+
+    def on_train_epoch_end(self) -> None:
+        """Measure an epoch that Lightning has left out.
+
+        It validates after a number of mini-batches, and counts them anew where a training goes on from the end
+        of an epoch; a second interruption inside the next epoch then leaves the count too low.
+        """
+        if self.judged <= self.current_epoch:
+            self._measure(self.current_epoch + 1, self.global_step)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the best epoch; leave out tensors that are not trained."""
@@ -198,6 +200,17 @@ class Tuning(LightningModule):
                 kind = 2 if "bias" in name.split(".") else 1
             kinds[kind].append(parameter)
         return kinds
+
+    @torch.no_grad()
+    def _measure(self, epoch: int, step: int) -> None:
+        """Judge an epoch, counted from 1, without Lightning's validation; ``step`` is its place in the curve."""
+        pairs = cast(SegmentPairs, self.trainer.datamodule)  # type: ignore[attr-defined]
+        self.enter_epoch(epoch)
+        for batch in pairs.val_dataloader():
+            self._errors.append(self.error(self.trainer.strategy.batch_to_device(batch)))
+        error = self._error_held_back()
+        self._log_held_back(error, step)
+        self._judge(error, epoch)
 
     def _log_held_back(self, error: float, step: int) -> None:
         for logger in self.loggers:

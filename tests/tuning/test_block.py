@@ -172,24 +172,28 @@ def test_any_number_of_steps_can_be_taken(steps: int) -> None:
     assert result.error <= result.start_error
 
 
-@pytest.mark.parametrize("step", [1, 4, 6, 11, 16])  # 4 steps are an epoch; after 16 the end
-def test_a_training_that_was_killed_goes_on_bit_for_bit(step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kills", [[1], [4], [6], [11], [16], [4, 5], [4, 8, 10], [8, 9, 15], [4, 13]]
+)
+def test_a_training_that_was_killed_goes_on_bit_for_bit(kills: list[int], tmp_path: Path) -> None:
+    """4 steps are an epoch; after 16 the end."""
+    torch.manual_seed(3)
+    example = Example.make()
+    whole = copy.deepcopy(example)
+    checkpoint = None
+    for step in kills:
+        file = tmp_path / f"{step}.ckpt"
+        with pytest.raises(KilledError):
+            tune(copy.deepcopy(example), checkpoint=checkpoint, callbacks=[SaveAndDie(step, file)])
+        torch.load(file, weights_only=True)  # holds no objects
+        checkpoint = file
     results = []
-    for killed in (False, True):
-        torch.manual_seed(3)
-        example = Example.make()
-        checkpoint = None
-        if killed:
-            other = copy.deepcopy(example)
-            with pytest.raises(KilledError):
-                tune(other, callbacks=[SaveAndDie(step, tmp_path / "x.ckpt")])
-            checkpoint = tmp_path / "x.ckpt"
-            torch.load(checkpoint, weights_only=True)  # holds no objects
-        result = tune(example, checkpoint=checkpoint)
-        results.append((result, state(example, result)))
-    (whole, expected), (resumed, found) = results
-    assert (whole.start_error, whole.error, whole.epoch) == (
+    for made, start in ((whole, None), (example, checkpoint)):
+        result = tune(made, checkpoint=start)
+        results.append((result, state(made, result)))
+    (wanted, expected), (resumed, found) = results
+    assert (wanted.start_error, wanted.error, wanted.epoch) == (
         resumed.start_error, resumed.error, resumed.epoch,
     )  # fmt: skip
-    assert whole.epoch > 1
+    assert wanted.epoch > 1
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
