@@ -1,14 +1,13 @@
 """A run that was killed in a tuning, of a block or of the model, goes on and ends with the same bytes."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from aespa_pl.run.fingerprint import checksum
-from tests.forks import started
+from tests.forks import Forks
 from tests.run.test_resume import LAST, Bench, check, copied, flip, results
 from tests.walks import BLOCKS, save_short
 
@@ -33,11 +32,10 @@ BLOCK, MODEL = "checkpoints/block_000/tuning", f"checkpoints/block_{BLOCKS:03}/t
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("bench")
     save_short("opt", folder / "model")
-    with started(folder) as forks:
-        yield Bench(folder, forks)
+    return Bench(folder, forks)
 
 
 @pytest.fixture(scope="module")
