@@ -91,7 +91,7 @@ class DataSettings:
     """Segments that run through a block at once; changes memory and speed, and the order of sums. auto: 4 on
     a CPU; on an accelerator as many as have 8192 tokens."""
     hidden_states: Literal["auto", "device", "memory", "disk"] = "auto"
-    """Where the hidden states of all segments wait for the next block: in the device's memory, in host
+    """Place where hidden states of all segments wait for the next block: in the device's memory, in host
     memory, or in a file in output.folder that is gone with the process. One stream takes segments *
     segment_length * hidden size numbers of model.dtype. auto: the first of them that has room for all
     streams beside what a block needs; on a CPU memory. The result is the same."""

@@ -11,7 +11,7 @@ from aespa_pl.settings.types import (
 
 @dataclass(frozen=True)
 class OutputSettings:
-    """Where the results go."""
+    """Folders of the results, and checkpoints on the way to them."""
 
     folder: str = "lightning_logs"
     """Folder of all runs; the one to give to tensorboard --logdir."""

@@ -79,8 +79,8 @@ class RoundingSettings:
     beta_end: PenaltyExponent = 2.0
     """Exponent of the rounding loss at the last iteration (AdaRound)."""
     keep_best: bool | None = None
-    """For each row (each head for Q and K) keep the better of the learned and the OPTQ rounding; off:
-    as in the paper; null: as the method does."""
+    """Keep the better of the learned and the OPTQ rounding in each row (each head for Q and K); off: as
+    in the paper; null: as the method does."""
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,8 @@ class Tuning(LightningModule):
     def on_train_epoch_end(self) -> None:
         """Measure an epoch that Lightning has left out.
 
-        It validates after a number of mini-batches, and counts them anew where a training goes on from the end
-        of an epoch; a second interruption inside the next epoch then leaves the count too low.
+        It validates after a number of mini-batches, and counts them anew where a training goes on from the
+        end of an epoch; a second interruption inside the next epoch then leaves the count too low.
         """
         if self.judged <= self.current_epoch:
             self._measure(self.current_epoch + 1, self.global_step)
@@ -203,7 +203,7 @@ class Tuning(LightningModule):
 
     @torch.no_grad()
     def _measure(self, epoch: int, step: int) -> None:
-        """Judge an epoch, counted from 1, without Lightning's validation; ``step`` is its place in the curve."""
+        """Judge an epoch, counted from 1, and log its error at a step."""
         pairs = cast(SegmentPairs, self.trainer.datamodule)  # type: ignore[attr-defined]
         self.enter_epoch(epoch)
         for batch in pairs.val_dataloader():
