@@ -192,7 +192,7 @@ def _check_shares(devices: int, settings: TuningSettings, work: Work) -> None:
             except UserError as error:
                 raise UserError(
                     f"{error}. One of {devices} devices has so few: {work.segments} segments are divided in "
-                    f"batches of {work.batch_size} (data.batch_size, which may be lowered too)"
+                    f"batches of {work.batch_size}: lower trainer.devices or data.batch_size"
                 ) from error
 
 

@@ -82,9 +82,8 @@ def _curves(run: StoredRun) -> dict[str, dict[int, Curve]]:
                 continue
             if curve.steps[0] == 0:
                 found.setdefault(unit, {})[block] = curve
-            elif (
-                unit != ATTENTION
-            ):  # older runs have the start in the journal alone: the last unit's
+            # older runs have the start in the journal alone, where it is the last unit's
+            elif unit != ATTENTION:
                 steps, values = np.append(0, curve.steps), np.append(float(start), curve.values)
                 found.setdefault(unit, {})[block] = Curve(steps, values)
     return found

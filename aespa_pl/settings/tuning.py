@@ -19,13 +19,14 @@ class BlockTuningSettings:
     """Train each block on the original block's output, after step 4 and the polish (docs/tuning.md); null:
     as the method does."""
     parametrization: Parametrization | None = None
-    """Parameters that are learned. straight-through: integers, scales, norms and biases; rounding: whether each weight
-    is rounded up or down (BRECQ); clipping: the range of each grid, and a factor of each column
+    """Parameters that are learned. straight-through: integers, scales, norms and biases; rounding: whether
+    each weight is rounded up or down (BRECQ); clipping: the range of each grid, and a factor of each column
     (OmniQuant); affine: the same, with a matrix for each value head (AffineQuant). null: as the method
     does."""
     unit: Unit | None = None
-    """Modules that are trained together: the block, or one sublayer after the other (attention, then feed-forward
-    network; one more stream of hidden states waits in data.hidden_states). null: as the method does."""
+    """Modules that are trained together: the block, or one sublayer after the other (attention, then
+    feed-forward network; one more stream of hidden states waits in data.hidden_states). null: as the method
+    does."""
     epochs: PositiveInt | None = None
     """Visits of all calibration segments, for each unit; null: as the method does."""
     batch_size: PositiveInt = 1
