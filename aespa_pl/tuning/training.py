@@ -145,8 +145,7 @@ class Tuning(LightningModule):
 
     def on_fit_start(self) -> None:
         """Measure the epoch at whose last step the checkpoint was written: Lightning leaves it out."""
-        pairs = cast(SegmentPairs, self.trainer.datamodule)  # type: ignore[attr-defined]
-        epoch, rest = divmod(self.visited_steps, pairs.steps)
+        epoch, rest = divmod(self.visited_steps, self._pairs.steps)
         if not rest and epoch > self.judged:
             self._measure(epoch, self.visited_steps)
 
@@ -201,12 +200,15 @@ class Tuning(LightningModule):
             kinds[kind].append(parameter)
         return kinds
 
+    @property
+    def _pairs(self) -> SegmentPairs:
+        return cast(SegmentPairs, self.trainer.datamodule)  # type: ignore[attr-defined]
+
     @torch.no_grad()
     def _measure(self, epoch: int, step: int) -> None:
         """Judge an epoch, counted from 1, and log its error at a step."""
-        pairs = cast(SegmentPairs, self.trainer.datamodule)  # type: ignore[attr-defined]
         self.enter_epoch(epoch)
-        for batch in pairs.val_dataloader():
+        for batch in self._pairs.val_dataloader():
             self._errors.append(self.error(self.trainer.strategy.batch_to_device(batch)))
         error = self._error_held_back()
         self._log_held_back(error, step)
