@@ -6,9 +6,12 @@ from aespa_pl.processors import threads
 
 __version__ = "0.1.0"
 
-# OpenMP reads this when torch is imported. A thread that waits for the others sleeps: one that spins
-# takes the core of a thread that it waits for where other processes run (benchmarks/busy_machine.py).
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# OpenMP reads this when torch is imported. A thread that waits for the others spins for some microseconds,
+# which bridges the gap between two operations, and then sleeps: one that spins on takes the core of a thread
+# that it waits for where other processes run (benchmarks/busy_machine.py).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 # A container's quota of processor time, of which OpenMP knows nothing.
 if (quota := threads()) is not None:

@@ -1,4 +1,4 @@
-"""Threads that wait for each other sleep, unless the user says otherwise."""
+"""Threads that wait for each other spin for a moment and then sleep, unless the user says otherwise."""
 
 import os
 import subprocess
@@ -6,20 +6,26 @@ import sys
 
 import pytest
 
-SHOW = "import aespa_pl, os; print(os.environ['OMP_WAIT_POLICY'])"
+VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+SHOW = f"import aespa_pl, os; print([os.environ.get(name) for name in {VARIABLES}])"
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "passive"), ("active", "active")])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["passive", "2000"]),
+        ({"OMP_WAIT_POLICY": "active"}, ["active", None]),
+        ({"GOMP_SPINCOUNT": "7"}, ["passive", "7"]),
+    ],
+)
 def test_waiting_threads_sleep_unless_the_environment_says_otherwise(
-    given: str | None, expected: str
+    given: dict[str, str], expected: list[str | None]
 ) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-    if given is not None:
-        environment["OMP_WAIT_POLICY"] = given
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES} | given
     shown = subprocess.run(
         [sys.executable, "-c", SHOW], env=environment, capture_output=True, text=True, check=True
     )
-    assert shown.stdout.strip() == expected
+    assert shown.stdout.strip() == str(expected)
 
 
 def test_torch_is_not_imported_before_the_setting() -> None:
