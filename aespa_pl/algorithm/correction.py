@@ -6,7 +6,8 @@ that the output of some is added to from R_fp to R. The weights W' with the leas
 
     W' = W + (W E[(X_fp - X) X^T] + E[(R_fp - R) X^T]) H^-1,  H = E[X X^T].
 
-A share alpha of that change is taken. All of it is worse than none: it is a regression, which shrinks
+With the outputs Y = R + W X and Y_fp = R_fp + W X_fp, the matrix before ``H^-1`` is ``E[(Y_fp - Y) X^T]``.
+A share alpha of the change is taken. All of it is worse than none: it is a regression, which shrinks
 what it predicts, and every block would shrink again what the blocks before it have left.
 
 Source: GPTAQ (arXiv 2504.02692) and QEP for the term with the inputs; the one with the residual stream
@@ -22,28 +23,22 @@ from aespa_pl.algorithm.hessian import solve
 
 def corrected_weights(
     W: Float[Tensor, "heads rows d_in"],
-    shift: Float[Tensor, "#heads d_in d_in"],
+    shift: Float[Tensor, "heads rows d_in"],
     H: Float[Tensor, "#heads d_in d_in"],
     share: float,
-    residual_shift: Float[Tensor, "heads rows d_in"] | None = None,
 ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]]:
-    """Return ``W + share (W shift + residual_shift) H^-1``, and the extra damping of each H.
+    """Return ``W + share shift H^-1``, and the extra damping of each H.
 
     Args:
         W: Original weights.
-        shift: ``E[(X_fp - X) X^T]``, scaled as H.
+        shift: ``E[(Y_fp - Y) X^T]``, scaled as H; without a residual stream it is
+            ``W E[(X_fp - X) X^T]``.
         H: Damped Hessian.
         share: alpha, 0 to 1.
-        residual_shift: ``E[(R_fp - R) X^T]``, scaled as H; None: the output is added to nothing.
 
     Raises:
         NumericalError: H cannot be factored, whatever the damping.
     """
-    shape = W.shape
-    if H.shape[0] == 1:  # one problem with the rows of all heads
-        W = W.flatten(0, 1)[None]
-    change = W @ shift
-    if residual_shift is not None:
-        change += residual_shift
-    solved, added = solve(H, change)
-    return torch.add(W, solved, alpha=share).view(shape), added
+    # where heads share H, there is one problem with the rows of all
+    solved, added = solve(H, shift.flatten(0, 1)[None] if len(H) == 1 else shift)
+    return torch.add(W, solved.view_as(W), alpha=share), added

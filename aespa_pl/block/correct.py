@@ -18,7 +18,7 @@ def correct(block: QuantizedBlock, shifts: Shifts, share: float) -> None:
 
     Args:
         block: The block, with damped Hessians.
-        shifts: How inputs and residual stream differ from the original model's.
+        shifts: How inputs and outputs differ from the original model's.
         share: Share alpha of the difference that is made up for, 0 to 1.
 
     Raises:
@@ -31,16 +31,14 @@ def correct(block: QuantizedBlock, shifts: Shifts, share: float) -> None:
 
 
 def _corrected(p: QuantizedProjection, group: InputGroup, shifts: Shifts, share: float) -> Tensor:
-    residual = shifts.residuals.get(group.name)
     if p.projection.role is Role.VALUE and shifts.attended is not None:
-        slices = [slice(None)] if p.hessian.in_memory else _single_heads(p.heads)
-        found = [
-            corrected_weights(p.weight[s], shifts.attended[s], p.hessian[s], share) for s in slices
-        ]
+        shift = shifts.attended
+    elif group.name in shifts.outputs:
+        shift = shifts.outputs[group.name].view_as(p.weight)
     else:
-        shift = shifts.inputs[group.name][None]
-        residual = None if residual is None else residual[None]
-        found = [corrected_weights(p.weight, shift, p.hessian[:], share, residual)]
+        shift = p.weight @ shifts.inputs[group.name]
+    slices = [slice(None)] if p.hessian.in_memory else _single_heads(p.heads)
+    found = [corrected_weights(p.weight[s], shift[s], p.hessian[s], share) for s in slices]
     weights, added = zip(*found, strict=True)
     p.measured["correction_damping"] = float(torch.cat(added).max())
     return torch.cat(weights)

@@ -23,7 +23,7 @@ from aespa_pl.calibration.observe import Observation
 from aespa_pl.calibration.statistics import BlockStatistics, Shifts
 from aespa_pl.models.family import Attention, BlockLayout, InputGroup
 
-INPUT, SHIFT, RESIDUAL, MAGNITUDE = "input ", "shift ", "residual ", "magnitude "
+INPUT, SHIFT, OUTPUT_SHIFT, MAGNITUDE = "input ", "shift ", "output shift ", "magnitude "
 """Prefixes of the sums of an input group."""
 ATTENDED, ATTENDED_SHIFT, KEYS, QUERIES = "attended", "attended shift", "keys", "queries"
 QUERY_GAIN, KEY_GAIN = "query gain", "key gain"
@@ -68,8 +68,10 @@ class StatisticsCollector:
 
     @property
     def groups(self) -> tuple[InputGroup, ...]:
-        """Return the input groups to observe; the first is the attention's, which H_V needs in any case."""
-        return self.layout.groups if self.inputs else self.layout.groups[:1]
+        """Return the input groups to observe; H_V and its shift need what goes into and out of attention."""
+        if self.inputs:
+            return self.layout.groups
+        return (self.layout.groups[0], self.layout.attended_group)
 
     def add(self, seen: Observation, original: Observation | None = None) -> None:
         """Add one batch.
@@ -116,7 +118,7 @@ class StatisticsCollector:
         attended = sums.get(ATTENDED)
         for total in (*inputs.values(), *(() if attended is None else attended)):
             mirror(total)
-        shifts = Shifts(_named(sums, SHIFT), sums.get(ATTENDED_SHIFT), _named(sums, RESIDUAL))
+        shifts = Shifts(_named(sums, SHIFT), _named(sums, OUTPUT_SHIFT), sums.get(ATTENDED_SHIFT))
         return BlockStatistics(
             {name: Hessian(total[None]) for name, total in inputs.items()},
             None if attended is None else Hessian(attended),
@@ -136,24 +138,36 @@ class StatisticsCollector:
             self._sum(MAGNITUDE + name, X, X.shape[1]).add_(X.abs().sum(0), alpha=0.5)
         if original is None:
             return
-        shift = operand(_rows(original.inputs[name]) - X)
-        self._sum(SHIFT + name, X, X.shape[1], X.shape[1]).addmm_(shift.T, factor)
-        if name in seen.residuals:
-            shift = operand(_rows(original.residuals[name]) - _rows(seen.residuals[name]))
-            total = self._sum(RESIDUAL + name, X, shift.shape[1], X.shape[1])
-            total.addmm_(shift.T, factor)
+        if name in seen.outputs:
+            kind, shift = OUTPUT_SHIFT, _rows(original.residuals[name])
+            shift = shift - _rows(seen.residuals[name])
+            shift += _rows(original.outputs[name]) - _rows(seen.outputs[name])
+        else:
+            kind, shift = SHIFT, _rows(original.inputs[name]) - X
+        self._sum(kind + name, X, shift.shape[1], X.shape[1]).addmm_(operand(shift).T, factor)
 
     def _add_values(self, seen: Observation, original: Observation | None) -> None:
         d = seen.inputs[self.layout.groups[0].name].shape[-1]
         share = self.layout.key_value_heads / self.layout.heads
-        originals = None if original is None else self._weighted_inputs(original)
+        outputs = None if original is None else self._attention_shifts(seen, original)
         for i, AX in enumerate(self._weighted_inputs(seen)):
             factor = operand(AX)
             add_gram(self._sum(ATTENDED, AX, len(self.heads), d, d)[i], factor, factor=share)
-            if originals is not None:
-                shift = operand(next(originals).sub_(AX))
-                total = self._sum(ATTENDED_SHIFT, AX, len(self.heads), d, d)
+            if outputs is not None:
+                shift = operand(outputs[self.heads[i]])
+                total = self._sum(ATTENDED_SHIFT, AX, len(self.heads), shift.shape[1], d)
                 total[i].addmm_(shift.T, factor, alpha=share)
+
+    def _attention_shifts(self, seen: Observation, original: Observation) -> Tensor:
+        """Return ``Y_fp - Y`` of the attention's outputs, ``[n_kv, B * query heads * L, d_h]``.
+
+        The bias of V is in both, as the probabilities add up to 1.
+        """
+        name, heads = self.layout.attended_group.name, self.layout.key_value_heads
+        shift = original.inputs[name].float() - seen.inputs[name].float()
+        B, L = seen.inputs[self.layout.groups[0].name].shape[:2]
+        shift = shift.reshape(B, L, heads, -1, self.layout.head_dim)  # [B, L, n_kv, shared, d_h]
+        return shift.permute(2, 0, 3, 1, 4).flatten(1, 3)
 
     def _weighted_inputs(self, seen: Observation) -> Iterator[Tensor]:
         attention = cast(Attention, seen.attention)  # observed, because H_V was asked for

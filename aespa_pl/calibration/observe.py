@@ -20,6 +20,8 @@ class Observation:
     """``X [B, L, d_in]`` by input group."""
     residuals: dict[str, Tensor] = field(default_factory=dict)
     """The residual stream ``[B, L, d]`` that a group's output is added to, by input group."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """Output ``[B, L, d]`` that is added to the residual stream, by input group."""
     attention: Attention | None = None
     """Queries and keys of the attention; None where they were not asked for."""
 
@@ -37,7 +39,7 @@ def observing(
     Args:
         block: A block of the model.
         groups: Input groups to look at.
-        residuals: Whether the residual stream is looked at as well.
+        residuals: Whether the residual stream and what is added to it are looked at as well.
         attention: Observes the block's attention; None: its queries and keys are not wanted.
     """
     seen = Observation()
@@ -54,11 +56,18 @@ def observing(
             handle = block.get_submodule(module).register_forward_pre_hook(hook)
             stack.callback(handle.remove)
 
+        def keep_output(module: str, name: str) -> None:
+            def hook(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Tensor) -> None:
+                seen.outputs[name] = output
+
+            stack.callback(block.get_submodule(module).register_forward_hook(hook).remove)
+
         for group in groups:
             first = group.projections[0]
             keep_input(first.module, seen.inputs, group.name)
             if residuals and first.residual is not None:
                 keep_input(first.residual, seen.residuals, group.name)
+                keep_output(first.module, group.name)
         if attention is not None:
             stack.enter_context(attention(see_attention))
         yield seen

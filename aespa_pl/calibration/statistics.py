@@ -25,15 +25,18 @@ from aespa_pl.storage.matrices import Matrices
 class Shifts:
     """Holds the shifts that the correction of earlier blocks' errors needs (docs/correction.md).
 
-    X_fp is the input in the original model, R the residual stream and R_fp the original model's.
+    X_fp is the input in the original model. Y is an output with the original weights, and Y_fp the original
+    model's. A shift of outputs has their rows, so it is smaller than one of inputs where they are fewer.
     """
 
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """``2 E[(X_fp - X) X^T] [d_in, d_in]`` by input group."""
-    attended: Matrices | None = None
-    """``2 E[(X_fp A_fp^T - X A^T) A X^T] [n_kv, d, d]``; the mean over the query heads of a value head."""
-    residuals: Mapping[str, Tensor] = field(default_factory=dict)
-    """``2 E[(R_fp - R) X^T] [d, d_in]`` by input group whose output is added to the residual stream."""
+    """``2 E[(X_fp - X) X^T] [d_in, d_in]`` by input group whose output is added to nothing."""
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """``2 E[(Y_fp - Y) X^T] [d, d_in]`` by input group whose output is added to the residual stream R:
+    ``Y = R + W X``."""
+    attended: Tensor | None = None
+    """``2 E[(Y_fp - Y) A X^T] [n_kv, d_h, d]`` with a head's attention output ``Y = W X A^T``; the mean over
+    the query heads of a value head. None: H_V is not collected."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,8 @@ class BlockStatistics:
         named = {"H_V": self.attended, "G_Q": self.keys, "G_K": self.queries}
         if self.shifts is not None:
             named |= {f"the shift of {k}": v for k, v in self.shifts.inputs.items()}
-            named |= {f"the residual shift of {k}": v for k, v in self.shifts.residuals.items()}
-            named["the shift of H_V"] = self.shifts.attended
+            named |= {f"the output's shift of {k}": v for k, v in self.shifts.outputs.items()}
+            named["the shift of the attention output"] = self.shifts.attended
         for name, tensor in named.items():
             if isinstance(tensor, Tensor):
                 yield name, tensor

@@ -82,6 +82,11 @@ class BlockLayout:
         """Return all projections of the block."""
         return tuple(projection for group in self.groups for projection in group.projections)
 
+    @property
+    def attended_group(self) -> InputGroup:
+        """Return the group whose input is the attention's output, the query heads side by side."""
+        return next(group for group in self.groups if self.values_before(group) is not None)
+
     def values_before(self, group: InputGroup) -> Projection | None:
         """Return the value projection whose rows, mixed over positions alone, a group sees; None for most."""
         for before, after in pairwise(self.groups):

@@ -117,18 +117,30 @@ def block_flops(
     }
 
 
+def input_shifts(shape: Shape) -> int:
+    """Return the numbers in the shifts of a block's inputs, and of the outputs that join the residual."""
+    outputs = {m.group: shape.hidden for m in shape.matrices if m.adds_to_residual}
+    return sum(outputs.get(name, columns) * columns for name, columns in shape.inputs.items())
+
+
+def attended_shifts(shape: Shape, settings: QuantizationSettings) -> int:
+    """Return the numbers in the shifts of the attention's output, which are those of V's weights."""
+    layout = shape.layout
+    attention = settings.objective.value == "attention"
+    return layout.key_value_heads * layout.head_dim * shape.hidden if attention else 0
+
+
 def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> float:
     """Return the operations of the statistics of a block, without its forward passes."""
     layout, d = shape.layout, shape.hidden
     originals = 1 if settings.input_correction else 0
     products = sum(computed_share(c) * c**2 for c in shape.inputs.values())
-    products += originals * sum(c**2 for c in shape.inputs.values())
-    products += originals * sum(d * m.columns for m in shape.matrices if m.adds_to_residual)
+    products += originals * input_shifts(shape)
     if settings.objective.value == "attention":
         # of the columns of A, those that are not behind a chunk's last row
         columns = min(work.length, (work.length + chunk_rows(work.length)) / 2)
-        attended = (1 + originals) * columns * (layout.head_dim + d)
-        products += layout.heads * (attended + (computed_share(d) + originals) * d**2)
+        products += layout.heads * (columns * (layout.head_dim + d) + computed_share(d) * d**2)
+        products += originals * layout.heads * layout.head_dim * d
     if settings.objective.query_key == "attention":
         products += (layout.heads + layout.key_value_heads) * layout.head_dim**2
     return 2.0 * work.segments * work.length * products

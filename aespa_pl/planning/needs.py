@@ -11,7 +11,7 @@ from aespa_pl.algorithm import candidates, optq
 from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
-from aespa_pl.planning.arithmetic import candidates_of, learned
+from aespa_pl.planning.arithmetic import attended_shifts, candidates_of, input_shifts, learned
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
@@ -62,13 +62,11 @@ def hessian_bytes(
     return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
 
 
-def shift_bytes(shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE) -> int:
+def shift_bytes(shape: Shape, settings: QuantizationSettings) -> int:
     """Return the bytes of what only the correction of earlier errors needs."""
     if not settings.input_correction:
         return 0
-    numbers = sum(columns**2 for columns in shape.inputs.values())
-    numbers += sum(shape.hidden * m.columns for m in shape.matrices if m.adds_to_residual)
-    return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
+    return FLOAT * (input_shifts(shape) + attended_shifts(shape, settings))
 
 
 def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
@@ -78,14 +76,16 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     heads = (layout.heads + layout.key_value_heads) * layout.head_dim
     # also the next batch of each stream, which a GPU is sent ahead of its use
     activations = (5 + original) * shape.hidden + 3 * shape.widest_input
-    activations += original * (sum(shape.inputs.values()) + 2 * shape.hidden)
+    # also the inputs of the original's groups, its residual streams, and what is added to those of both
+    activations += original * (sum(shape.inputs.values()) + 6 * shape.hidden)
     # Not at the same time: an input group in float32, with its original and their difference;
     in_group = work.tokens * (1 + 2 * original) * shape.widest_input
     # queries and keys, X and A X of a value head, and for a chunk of it scores, A and A X;
     in_attention = formed = 0
     if settings.objective.value == "attention":
         rows = min(work.length, chunk_rows(work.length))
-        in_attention = (1 + original) * work.tokens * (heads + (1 + shared) * shape.hidden)
+        in_attention = work.tokens * (heads + (1 + shared) * shape.hidden)
+        in_attention += 3 * original * work.tokens * layout.heads * layout.head_dim
         in_attention += work.batch_size * shared * rows * (2 * work.length + shape.hidden)
     # scores, scores with the mask, and A, where they are formed for all heads.
     if shape.forms_probabilities:
@@ -115,7 +115,7 @@ def device_bytes(
     stem = shape.stem_weights * work.dtype_bytes
     block = shape.block_weights * work.dtype_bytes
     hessians = hessian_bytes(shape, settings, partition)
-    shifts = shift_bytes(shape, settings, partition)
+    shifts = shift_bytes(shape, settings)
     largest = max(matrix.size for matrix in shape.matrices)
     widest = max(columns**2 for columns in shape.inputs.values())
     coupled = sum(m.size for m in shape.matrices if m.role in (Role.QUERY, Role.KEY))  # together
@@ -269,7 +269,6 @@ def disk_bytes(
     values = 0
     if partition.heads:
         values = shape.layout.key_value_heads * value_bytes(shape, settings)
-        values *= 2 if settings.input_correction else 1
     checkpoints = 2 * CHECKPOINT_BYTES * learning
     if settings.tuning.blocks.enabled:  # beside its checkpoints wait the integers that were learned
         tuned = 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning

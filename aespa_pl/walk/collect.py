@@ -87,12 +87,15 @@ class StatisticsPasses:
         statistics = self._run_through(index, module, streams, first, last=not others)
         if not others:
             return statistics
-        values, shifts = (MatricesOnDisk(self.folder, self.source.device) for _ in range(2))
-        statistics = _move_values(statistics, values, shifts)
+        values = MatricesOnDisk(self.folder, self.source.device)
+        shifts = _move_values(statistics, values)
+        statistics = replace(statistics, attended=None)  # and with it the memory of H_V
         for group in others:
             more = self._run_through(index, module, streams, group, last=group is others[-1])
-            _move_values(more, values, shifts)
-        found = statistics.shifts and replace(statistics.shifts, attended=shifts)
+            shifts += _move_values(more, values)
+        found = statistics.shifts
+        if found is not None:
+            found = replace(found, attended=torch.cat(shifts))
         return replace(statistics, attended=Hessian(values), shifts=found)
 
     @property
@@ -114,7 +117,6 @@ class StatisticsPasses:
             precision="float32" if self.settings.precision == "float32" else "tf32",
         )
         attention = partial(self._observe_attention, module)
-        value = attention if collector.value else None
         either = attention if collector.value or collector.query_key else None
         # before block 0 both streams are equal, and so are what comes out and the statistics
         differ = streams.original is not None and index > 0
@@ -124,9 +126,7 @@ class StatisticsPasses:
             for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
                 original = None
                 if compare:
-                    with observing(
-                        module, collector.groups, residuals=True, attention=value
-                    ) as original:
+                    with observing(module, collector.groups, residuals=True) as original:
                         after = self.source.run_block(module, next(originals))
                 elif differ and last:
                     after = self.source.run_block(module, next(originals))
@@ -162,13 +162,8 @@ class StatisticsPasses:
             )
 
 
-def _move_values(
-    statistics: BlockStatistics, values: MatricesOnDisk, shifts: MatricesOnDisk
-) -> BlockStatistics:
-    """Append H_V and its shift to files, and return the statistics without them."""
+def _move_values(statistics: BlockStatistics, values: MatricesOnDisk) -> list[Tensor]:
+    """Append H_V to a file, and return the shift of the attention's output, if there is one."""
     values.append(cast(Hessian, statistics.attended)[:])
     found = statistics.shifts
-    if found is not None and found.attended is not None:
-        shifts.append(found.attended[:])
-        found = replace(found, attended=None)
-    return replace(statistics, attended=None, shifts=found)
+    return [] if found is None or found.attended is None else [found.attended]

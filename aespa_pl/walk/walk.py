@@ -223,7 +223,7 @@ class Walk:
         """Say so where the correction has few tokens to learn from."""
         if statistics.shifts is None:
             return
-        widest = max(len(shift) for shift in statistics.shifts.inputs.values())
+        widest = max(len(hessian.dead[0]) for hessian in statistics.inputs.values())
         if statistics.tokens < TOKENS_PER_INPUT * widest:
             self.progress.say(
                 f"{statistics.tokens} calibration tokens are few for projections with up to {widest} "

@@ -23,32 +23,31 @@ def samples(heads: int = 1) -> tuple[Tensor, Tensor]:
     return X, X + 0.4 * torch.randn_like(X)
 
 
-def statistics(X: Tensor, original: Tensor) -> tuple[Tensor, Tensor]:
-    return (original - X) @ X.transpose(1, 2) / TOKENS, X @ X.transpose(1, 2) / TOKENS
+def statistics(W: Tensor, X: Tensor, original: Tensor) -> tuple[Tensor, Tensor]:
+    shift = (W @ original - W @ X) @ X.transpose(1, 2) / TOKENS
+    return shift, X @ X.transpose(1, 2) / TOKENS
 
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_the_whole_correction_is_the_least_squares_fit_of_the_originals_output(heads: int) -> None:
     X, original = samples(heads)
     W = torch.randn(heads, 4, D, dtype=torch.float64)
-    target = corrected_weights(W, *statistics(X, original), share=1.0)
+    target = corrected_weights(W, *statistics(W, X, original), share=1.0)
     for head in range(heads):
         expected = torch.linalg.lstsq(X[head].T, (W[head] @ original[head]).T).solution.T
         torch.testing.assert_close(target[head], expected)
 
 
 def test_one_hessian_serves_all_heads() -> None:
-    X, original = samples()
-    shift, H = statistics(X, original)
     W = torch.randn(3, 4, D, dtype=torch.float64)
-    each = corrected_weights(W, shift.expand(3, D, D), H.expand(3, D, D), share=0.7)
+    shift, H = statistics(W, *samples())
+    each = corrected_weights(W, shift, H.expand(3, D, D), share=0.7)
     torch.testing.assert_close(corrected_weights(W, shift, H, share=0.7), each)
 
 
 def test_a_share_is_that_share_of_the_change() -> None:
-    X, original = samples()
-    shift, H = statistics(X, original)
     W = torch.randn(1, 4, D, dtype=torch.float64)
+    shift, H = statistics(W, *samples())
     whole = corrected_weights(W, shift, H, share=1.0)
     torch.testing.assert_close(corrected_weights(W, shift, H, share=0.25) - W, 0.25 * (whole - W))
 
@@ -57,8 +56,8 @@ def test_with_a_residual_it_is_the_fit_of_the_originals_sum() -> None:
     X, original = samples()
     R, original_R = torch.randn(2, 4, TOKENS, dtype=torch.float64)
     W = torch.randn(1, 4, D, dtype=torch.float64)
-    residual_shift = (original_R - R) @ X[0].T / TOKENS
-    target = corrected_weights(W, *statistics(X, original), 1.0, residual_shift[None])
+    shift, H = statistics(W, X, original)
+    target = corrected_weights(W, shift + (original_R - R) @ X.mT / TOKENS, H, share=1.0)
     missing = W[0] @ original[0] + original_R - R
     expected = torch.linalg.lstsq(X[0].T, missing.T).solution.T
     torch.testing.assert_close(target[0], expected)
@@ -66,13 +65,13 @@ def test_with_a_residual_it_is_the_fit_of_the_originals_sum() -> None:
 
 def test_without_a_shift_nothing_changes() -> None:
     X, _ = samples()
-    _, H = statistics(X, X)
     W = torch.randn(1, 4, D, dtype=torch.float64)
-    assert torch.equal(corrected_weights(W, torch.zeros_like(H), H, share=1.0), W)
+    _, H = statistics(W, X, X)
+    assert torch.equal(corrected_weights(W, torch.zeros_like(W), H, share=1.0), W)
 
 
 def test_solution_times_hessian_is_the_right_hand_side() -> None:
-    _, H = statistics(*samples(3))
+    _, H = statistics(torch.ones(3, 1, D, dtype=torch.float64), *samples(3))
     B = torch.randn(3, 5, D, dtype=torch.float64)
     torch.testing.assert_close(solve(H, B)[0] @ H, B)
 

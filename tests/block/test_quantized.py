@@ -206,26 +206,28 @@ def test_queries_are_weighed_with_keys_and_keys_with_queries(name: str, *, query
 def test_targets_are_the_formula_with_the_hessian_of_the_role(name: str) -> None:
     block, layout = example(name)
     statistics = make_statistics(block, layout)
-    inputs = {key: torch.randn_like(H[:][0]) for key, H in statistics.inputs.items()}
-    d = inputs["attention_input"].shape[0]
-    residuals = {
-        key: torch.randn(d, inputs[key].shape[1]) for key in ("attention_output", "mlp_hidden")
+    d = len(statistics.inputs["attention_input"][:][0])
+    inputs = {key: torch.randn(d, d) for key in ("attention_input", "mlp_input")}
+    outputs = {
+        key: torch.randn(d, len(statistics.inputs[key][:][0]))
+        for key in ("attention_output", "mlp_hidden")
     }
     assert statistics.attended is not None
     raw = copy.deepcopy(statistics)
-    attended = torch.randn_like(statistics.attended[:])
+    attended = torch.randn(layout.key_value_heads, layout.head_dim, d)
     quantized = begin(block, layout, statistics, damping=0.02)
-    correct(quantized, Shifts(inputs, attended, residuals), 0.3)
+    correct(quantized, Shifts(inputs, outputs, attended), 0.3)
     for group in layout.groups:
         for p in group.projections:
             W = rows_by_hand(block, layout, p.name, p.module).double()
             for head in range(W.shape[0]):
-                H, shift = raw.inputs[group.name][:][0], inputs[group.name]
+                H = raw.inputs[group.name][:][0]
                 if role(p.name) == "value":
-                    H, shift = raw.attended[:][head], attended[head]
-                change = W[head] @ shift.double()
-                if group.name in residuals:
-                    change += residuals[group.name].double()
+                    H, change = raw.attended[:][head], attended[head].double()
+                elif group.name in outputs:
+                    change = outputs[group.name].double()
+                else:
+                    change = W[head] @ inputs[group.name].double()
                 expected = W[head] + 0.3 * change @ torch.linalg.inv(damped(H, 0.02))
                 torch.testing.assert_close(
                     quantized.projections[p.name].weight[head].double(),

@@ -28,7 +28,8 @@ from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import Observation, observing
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Attention, BlockLayout, Family
+from aespa_pl.models.family import Attention, BlockLayout, Family, Role
+from aespa_pl.models.weights import projection_weight
 from tests import reference
 
 LENGTH, SEGMENTS, HEADS, HEAD_SIZE = 7, 8, 4, 6
@@ -399,8 +400,9 @@ def test_shifts_are_the_mean_product_of_difference_and_input(
     model, ids, other = make(model_of), tokens(), tokens()
     plain, _, _ = collect(model, ids, 3)
     statistics, inputs, _ = collect_both(model, ids, other, 3)
-    assert statistics.shifts.inputs.keys() == statistics.inputs.keys()
-    for name, seen in inputs.items():
+    assert statistics.shifts.inputs.keys() == {"attention_input", "mlp_input"}
+    for name in statistics.shifts.inputs:
+        seen = inputs[name]
         original, X = (torch.cat([x.flatten(0, -2) for x in seen[i::2]]).T for i in (0, 1))
         expected = (
             2
@@ -416,7 +418,11 @@ def test_shifts_are_the_mean_product_of_difference_and_input(
 def test_value_shift_is_that_of_the_attention_output(
     model_of: Callable[[], PreTrainedModel],
 ) -> None:
+    """The shift is V's weights times the mean product of what A X differs by and A X."""
     model = make(model_of)
+    _, block, layout = first_block(model)
+    value = next(p for p in layout.projections if p.role is Role.VALUE)
+    weight = projection_weight(block, layout, value).unflatten(0, (-1, HEAD_SIZE))
     statistics, inputs, seen = collect_both(model, tokens(), tokens(), SEGMENTS)
     original, X = inputs["attention_input"]
     A_original, A = (attention.probabilities() for attention in seen)
@@ -431,25 +437,40 @@ def test_value_shift_is_that_of_the_attention_output(
                 expected += (AX_original - AX).T @ AX
         expected *= 2 / (SEGMENTS * LENGTH) / shared
         torch.testing.assert_close(
-            statistics.shifts.attended[head : head + 1][0].double(), expected, rtol=1e-4, atol=1e-3
+            statistics.shifts.attended[head].double(),
+            weight[head].double() @ expected,
+            rtol=1e-4,
+            atol=1e-3,
         )
 
 
 @pytest.mark.parametrize("model_of", MODELS)
-def test_residual_shifts_are_those_of_what_the_outputs_are_added_to(
+def test_output_shifts_are_those_of_the_residual_stream(
     model_of: Callable[[], PreTrainedModel],
 ) -> None:
-    """In the residual stream before the attention, which is the block's input in these models."""
+    """The first ends where the feed-forward network begins, the second is the block's output."""
     model, ids, other = make(model_of), tokens(), tokens()
-    family = family_of(model.config)
+    family, block, layout = first_block(model)
     statistics, inputs, _ = collect_both(model, ids, other, SEGMENTS)
-    R_original, R = (family.embed(model, words)[0].flatten(0, 1) for words in (other, ids))
-    X = inputs["attention_output"][1].flatten(0, 1)
-    expected = 2 / X.shape[0] * (R_original - R).T @ X
-    found = statistics.shifts.residuals
+    found = statistics.shifts.outputs
     assert found.keys() == {"attention_output", "mlp_hidden"}
-    torch.testing.assert_close(found["attention_output"].double(), expected, rtol=1e-4, atol=1e-3)
-    assert found["mlp_hidden"].shape == (WIDTH, inputs["mlp_hidden"][1].shape[-1])
+    for group in layout.groups:
+        if group.name not in found:
+            continue
+        (p,) = group.projections
+        weight = projection_weight(block, layout, p)
+        X_original, X = (x.flatten(0, -2) for x in inputs[group.name][:2])
+        R_original, R = (run_through(model, words).residuals[group.name] for words in (other, ids))
+        Y = X_original @ weight.T + R_original.flatten(0, -2) - X @ weight.T - R.flatten(0, -2)
+        expected = 2 / X.shape[0] * Y.T @ X
+        torch.testing.assert_close(found[group.name].double(), expected, rtol=1e-4, atol=1e-3)
+    after = []
+    for words in (other, ids):
+        hidden, _ = family.embed(model, words)
+        after.append(family.run_block(block, hidden, family.arguments(model, hidden)).flatten(0, 1))
+    X = inputs["mlp_hidden"][1].flatten(0, -2)
+    expected = 2 / X.shape[0] * (after[0] - after[1]).T @ X
+    torch.testing.assert_close(found["mlp_hidden"].double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_without_the_original_stream_there_are_no_shifts() -> None:
@@ -461,4 +482,4 @@ def test_layerwise_values_have_no_shift_of_their_own() -> None:
     statistics, _, _ = collect_both(make(opt), tokens(), tokens(), 3, value=False)
     assert statistics.attended is None
     assert statistics.shifts.attended is None
-    assert len(statistics.shifts.inputs) == 4
+    assert len(statistics.shifts.inputs) == len(statistics.shifts.outputs) == 2

@@ -69,9 +69,10 @@ def test_statistics_are_counted_one_by_one() -> None:
     layer = replace(PAPER, objective=ObjectiveSettings("layer", "layer"))
     assert hessian_bytes(s, layer) == 4 * plain
     assert shift_bytes(s, PAPER) == 0
-    residual = d * (layout.heads * layout.head_dim + wide)
+    inputs, outputs = 2 * d**2, d * (layout.heads * layout.head_dim + wide)
+    values = layout.key_value_heads * layout.head_dim * d
     assert shift_bytes(s, resolved(QuantizationSettings(method="aespa"))) == 4 * (
-        plain + H_V + residual
+        inputs + outputs + values
     )
 
 
@@ -87,12 +88,12 @@ def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
     square = batch_bytes(s, twice, PAPER) - 2 * batch_bytes(s, long, PAPER)
     assert square == 4 * 2 * (twice.length**2 // 8 - 2 * (long.length**2 // 8))
     d = s.hidden
-    # queries, keys, X and A X, once more for the original model, and its inputs as they are
+    # shifts of the attention's output, the original's inputs and residual streams, what is added to both
     both = batch_bytes(s, long, resolved(QuantizationSettings(method="aespa"))) - batch_bytes(
         s, long, PAPER
     )
-    inputs = sum(s.inputs.values()) + 3 * d
-    assert both == 4 * long.length * (2 * d + 2 * d) + 2 * long.length * inputs
+    inputs = sum(s.inputs.values()) + 7 * d
+    assert both == 4 * long.length * 3 * d + 2 * long.length * inputs
 
 
 def test_arithmetic_of_the_statistics_is_that_of_the_products() -> None:
@@ -104,7 +105,7 @@ def test_arithmetic_of_the_statistics_is_that_of_the_products() -> None:
     count = 3 * (1024 * inputs + heads * (A * (d_h + d) + 1024 * d**2) + 1024 * 2 * heads * d_h**2)
     assert gram_flops(s, work, PAPER) == 2 * count
     residual = d * sum(m.columns for m in s.matrices if m.adds_to_residual)
-    count += 3 * (1024 * (inputs + residual) + heads * (A * (d_h + d) + 1024 * d**2))
+    count += 3 * 1024 * (2 * d**2 + residual + heads * d_h * d)
     assert gram_flops(s, work, resolved(QuantizationSettings(method="aespa"))) == 2 * count
     layer = replace(PAPER, objective=ObjectiveSettings("layer", "layer"))
     assert gram_flops(s, work, layer) == 2 * 3 * 1024 * inputs
