@@ -4,7 +4,8 @@ python benchmarks/block_statistics.py --model opt-125m --length 512
 
 A block of random weights on random hidden states. *forward* is the block alone; *plain* the block and
 the same statistics with one einsum over all heads for each, ``A X`` of all of them in memory at once.
-Medians.
+*corrected* also runs the original model's hidden states through the block, and collects the shifts that the
+correction of earlier errors needs; it stands beside two forward passes. Medians.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,10 @@ from aespa_pl.calibration.observe import observing
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Attention, Family
 
-COLUMNS = ["model", "batch", "ours, s", "plain, s", "ratio", "forward, s", "ours / forward"]
+COLUMNS = [
+    "model", "batch", "ours, s", "plain, s", "ratio", "forward, s", "ours / forward",
+    "corrected, s", "corrected / 2 forward",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +50,20 @@ def main(options: StatisticsOptions) -> None:
     whole = AutoModelForCausalLM.from_config(settings).eval().to(where)
     block = whole.get_submodule(family.blocks_path)[0]
     hidden = torch.randn(segments, length, whole.config.hidden_size, device=where)
-    works = [partial(work, whole, family, block, hidden) for work in (_ours, _plain, _forward)]
+    works = [
+        partial(work, whole, family, block, hidden) for work in (_ours, _plain, _forward, _corrected)
+    ]
     with torch.inference_mode():
         seconds = median_of_each(works, options.repeats, where)
-    ours, plain, forward = seconds
+    ours, plain, forward, corrected = seconds
     report.row(
         [
             options.model, f"{segments} x {length}", f"{ours:.3f}", f"{plain:.3f}", f"{plain / ours:.2f}",
-            f"{forward:.3f}", f"{ours / forward:.2f}",
+            f"{forward:.3f}", f"{ours / forward:.2f}", f"{corrected:.3f}", f"{corrected / forward / 2:.2f}",
         ],
         segments=segments,
         length=length,
-        **dict(zip(("ours", "plain", "forward"), seconds, strict=True)),
+        **dict(zip(("ours", "plain", "forward", "corrected"), seconds, strict=True)),
     )  # fmt: skip
 
 
@@ -71,6 +77,17 @@ def _ours(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tens
     with observing(block, collector.groups, attention=attention) as seen:
         _forward(model, family, block, hidden)
     collector.add(seen)
+    collector.finish()
+
+
+def _corrected(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
+    collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
+    with observing(block, collector.groups, residuals=True) as original:
+        _forward(model, family, block, hidden)
+    attention = partial(family.observe_attention, model, block)
+    with observing(block, collector.groups, residuals=True, attention=attention) as seen:
+        _forward(model, family, block, 1.1 * hidden)
+    collector.add(seen, original)
     collector.finish()
 
 
