@@ -51,7 +51,8 @@ def main(options: StatisticsOptions) -> None:
     block = whole.get_submodule(family.blocks_path)[0]
     hidden = torch.randn(segments, length, whole.config.hidden_size, device=where)
     works = [
-        partial(work, whole, family, block, hidden) for work in (_ours, _plain, _forward, _corrected)
+        partial(work, whole, family, block, hidden)
+        for work in (_ours, _plain, _forward, _corrected)
     ]
     with torch.inference_mode():
         seconds = median_of_each(works, options.repeats, where)

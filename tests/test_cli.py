@@ -904,15 +904,16 @@ def test_tasks_are_keys_of_test(
     assert re.search(message, err)
 
 
-def test_packed_model_is_measured_on_tasks_alone(aespa: CommandLine, model: Path) -> None:
+def test_packed_model_without_texts_or_tasks_is_refused(aespa: CommandLine, model: Path) -> None:
     shutil.copytree(model, "packed")
     config = json.loads((model / "config.json").read_text())
     packed = {"quant_method": "compressed-tensors", "dequantize": True}
     Path("packed/config.json").write_text(json.dumps(config | {"quantization_config": packed}))
-    status, _, err = aespa("test", "--model.pretrained", "packed", "--trainer.accelerator", "cpu")
+    status, _, err = aespa(
+        "test", "--model.pretrained", "packed", "--trainer.accelerator", "cpu", *NO_TEXTS
+    )
     assert (status, err.count("\n")) == (2, 1)
-    assert "the weights of packed are packed" in err
-    assert "--tasks" in err
+    assert "data.evaluation.texts is empty: name at least one text, or tasks with --tasks" in err
 
 
 def test_histograms_of_chosen_projections(aespa: CommandLine, model: Path) -> None:

@@ -189,7 +189,8 @@ class AespaCLI(LightningCLI):
         tasks = TaskSettings(**{key.name: self.settings[key.name] for key in fields(TaskSettings)})
         if (exported := quantized_folder(self.settings.model)) is not None:
             device = self.trainer.strategy.root_device
-            metrics = measure_exported(exported, self.settings.model, tasks, device)
+            s = self.settings
+            metrics = measure_exported(exported, s.model, s.data, tasks, device)
             print_results(PipeConsole(), metrics, exported.name)
             return
         job = self._job()

@@ -1,4 +1,4 @@
-"""Run ``aespa-pl test --tasks`` on a model that is packed already, such as an export.
+"""Run ``aespa-pl test`` on a model that is packed already, such as an export.
 
 The blocks of such a model can't be streamed: transformers loads it whole, as an application would.
 """
@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import AutoTokenizer
 
 from aespa_pl.commands.job import block_dtype
+from aespa_pl.commands.limits import check_length, evaluation_length
+from aespa_pl.data import evaluation_tokens
 from aespa_pl.errors import UserError
+from aespa_pl.evaluation.perplexity import whole_perplexity
 from aespa_pl.evaluation.table import result_table
 from aespa_pl.evaluation.tasks import find_tasks, measure_tasks
+from aespa_pl.evaluation.whole import load_whole, unpacked_config
+from aespa_pl.models import family_of
 from aespa_pl.models.headers import shards
-from aespa_pl.settings import ModelSettings, TaskSettings
+from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
+from aespa_pl.storage.cache import default_cache
 from aespa_pl.storage.files import write_json, write_text
 
 
@@ -24,13 +32,13 @@ def quantized_folder(model: ModelSettings) -> Path | None:
     """Return the folder of a model whose weights are packed; None for any other model.
 
     Raises:
-        UserError: They are packed for llama.cpp, which is not asked for accuracies.
+        UserError: They are packed for llama.cpp, which is not asked.
     """
     folder = Path(model.pretrained).expanduser()
     if (folder / "model.gguf").is_file():
         raise UserError(
-            f"model.pretrained: {folder} holds a model for llama.cpp; tasks run in transformers: test the "
-            "run that it was exported from, or its export as compressed-tensors"
+            f"model.pretrained: {folder} holds a model for llama.cpp, but test runs in transformers: test "
+            "the run that it was exported from, or its export as compressed-tensors"
         )
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -41,32 +49,58 @@ def quantized_folder(model: ModelSettings) -> Path | None:
 
 
 def measure_exported(
-    folder: Path, model: ModelSettings, tasks: TaskSettings, device: torch.device
+    folder: Path,
+    model: ModelSettings,
+    data: DataSettings,
+    tasks: TaskSettings,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Return metrics as in ``test.json``, and write them with their table into the folder.
 
     Args:
         folder: Folder of the packed model, from :func:`quantized_folder`.
         model: Settings that say in which type it runs.
+        data: Texts whose perplexities are measured.
         tasks: Tasks and their limits.
         device: Device that the model runs on.
 
     Raises:
-        UserError: No task is given, a task can't be had, or transformers can't load the model.
+        UserError: There is nothing to measure, a text or a task can't be had, or transformers can't load
+            the model.
     """
-    if not tasks.tasks:
+    if not tasks.tasks and not data.evaluation.names:
         raise UserError(
-            f"model.pretrained: the weights of {folder} are packed, so its blocks can't be streamed for a "
-            "perplexity: give --tasks '[...]', or test the run that it was exported from"
+            "data.evaluation.texts is empty: name at least one text, or tasks with --tasks"
         )
-    found, start = find_tasks(tasks), time.perf_counter()
+    found, start = find_tasks(tasks) if tasks.tasks else None, time.perf_counter()
+    texts = _tokens(folder, data)
     dtype = block_dtype(model, device, torch.float16)
-    scores = measure_tasks(folder, found, tasks, device=device, dtype=dtype)
-    metrics = {
-        "tasks": {"quantized": {name: asdict(score) for name, score in scores.items()}},
-        "size": {"quantized": {"bytes": sum(path.stat().st_size for path in shards(folder))}},
-        "test_seconds": {"quantized": time.perf_counter() - start},
+    metrics: dict[str, Any] = {
+        "size": {"quantized": {"bytes": sum(path.stat().st_size for path in shards(folder))}}
     }
+    if texts:
+        whole = load_whole(folder, device, dtype)
+        measured = {name: whole_perplexity(whole, tokens) for name, tokens in texts.items()}
+        metrics["perplexity"] = {"quantized": measured}
+        del whole  # the harness loads its own
+    if found is not None:
+        scores = measure_tasks(folder, found, tasks, device=device, dtype=dtype)
+        metrics["tasks"] = {"quantized": {name: asdict(score) for name, score in scores.items()}}
+        metrics["test_seconds"] = {"quantized": time.perf_counter() - start}
     write_json(folder / "test.json", metrics)
     write_text(folder / "test.md", result_table(metrics, folder.name).markdown())
     return metrics
+
+
+def _tokens(folder: Path, data: DataSettings) -> dict[str, Tensor]:
+    """Return the segments of each text, by its name."""
+    config = unpacked_config(folder)
+    positions = family_of(config).positions(config)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    cache = Path(data.cache).expanduser() if data.cache else default_cache()
+    length, limit = evaluation_length(data, positions), data.evaluation.max_segments
+    check_length("evaluation", length, positions, str(folder))
+    return {
+        name: evaluation_tokens(name, tokenizer, length, limit, cache)
+        for name in data.evaluation.names
+    }

@@ -48,17 +48,20 @@ def evaluation_length(data: DataSettings, positions: int | None) -> int:
 
 
 def check_lengths(data: DataSettings, positions: int | None, model: str) -> None:
+    """Raise UserError if a segment of either kind of text can't be used with the model."""
+    check_length("calibration", calibration_length(data, positions), positions, model)
+    check_length("evaluation", evaluation_length(data, positions), positions, model)
+
+
+def check_length(section: str, length: int, positions: int | None, model: str) -> None:
     """Raise UserError if a segment is too short to predict anything or too long for the model."""
-    for key, length in (
-        ("data.calibration.segment_length", calibration_length(data, positions)),
-        ("data.evaluation.segment_length", evaluation_length(data, positions)),
-    ):
-        if length < 2:
-            raise UserError(f"{key} is {length}: at least 2 tokens, one predicts the next")
-        if positions is not None and length > positions:
-            raise UserError(
-                f"{key} is {length}, but {model} has {positions} positions: choose {positions} or less"
-            )
+    key = f"data.{section}.segment_length"
+    if length < 2:
+        raise UserError(f"{key} is {length}: at least 2 tokens, one predicts the next")
+    if positions is not None and length > positions:
+        raise UserError(
+            f"{key} is {length}, but {model} has {positions} positions: choose {positions} or less"
+        )
 
 
 def check_groups(shape: Shape, settings: QuantizationSettings) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from aespa_pl.commands.job import Job
-from aespa_pl.evaluation.tasks import Tasks, in_blocks, measure_tasks, refuse_too_large
+from aespa_pl.evaluation.tasks import Tasks, in_blocks, measure_tasks
+from aespa_pl.evaluation.whole import refuse_too_large
 from aespa_pl.settings import TaskSettings
 
 

@@ -10,11 +10,13 @@ mean negative log likelihood of positions 2 .. L of every segment is exponentiat
 
 import math
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
+from transformers import PreTrainedModel
 
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
@@ -64,24 +66,50 @@ def perplexity(
     return found
 
 
+@torch.inference_mode()
+def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
+    """Return the perplexity of a model that is in memory as a whole.
+
+    Args:
+        model: A causal language model.
+        tokens: Token ids, ``[segments, L]``.
+
+    Raises:
+        UserError: The perplexity is not a finite number.
+    """
+    mean = _mean(model.device)
+    for segment in tokens.to(model.device):
+        mean.update(_losses(model(segment[None], use_cache=False).logits[0], segment))
+    return _perplexity(float(mean.compute()), model.name_or_path, model.dtype)
+
+
 def _head_perplexity(
     source: StreamedModel, batches: Batches, tokens: Tensor, batch_size: int
 ) -> float:
-    mean = MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(source.device)
+    mean = _mean(source.device)
     for i, ids in zip(range(len(batches)), tokens.split(batch_size), strict=False):
         hidden = batches[i]
         # Logits of a batch would take more memory than a block: a segment at a time.
         for segment, segment_ids in zip(hidden, ids, strict=True):
             logits = source.family.head(source.model, segment[None].to(source.device))[0]
-            labels = segment_ids.to(source.device)
-            mean.update(cross_entropy(logits[:-1].float(), labels[1:], reduction="none"))
+            mean.update(_losses(logits, segment_ids.to(source.device)))
     if not len(batches):
         mean.update(torch.zeros(0))  # the other processes have all segments of the text
     average = float(mean.compute())  # over all processes: the metric adds up its sums
+    return _perplexity(average, str(source.pretrained.folder), source.dtype)
+
+
+def _mean(device: torch.device) -> MeanMetric:
+    return cast(MeanMetric, MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(device))
+
+
+def _losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the cross entropy of each token of a segment but the first."""
+    return cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
+
+
+def _perplexity(average: float, model: str, dtype: torch.dtype) -> float:
     if not average < LARGEST_EXPONENT:
-        advice = "" if source.dtype == torch.float32 else ": try --model.dtype float32"
-        raise UserError(
-            f"the perplexity of {source.pretrained.folder} is not a finite number in {source.dtype}"
-            f"{advice}"
-        )
+        advice = "" if dtype == torch.float32 else ": try --model.dtype float32"
+        raise UserError(f"the perplexity of {model} is not a finite number in {dtype}{advice}")
     return math.exp(average)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import yaml
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.measure import free_bytes
-from aespa_pl.models.skeleton import skeleton
+from aespa_pl.evaluation.whole import load_whole
 from aespa_pl.settings import TaskSettings
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ METRICS = ("acc_norm", "acc", "exact_match")
 """Shares of solved items; the first that a task has is its accuracy. acc_norm divides the log likelihood of
 an answer by its length."""
 SUFFIXES = (".yaml", ".yml")
-GB = 10**9
 
 ModelChange = Callable[[PreTrainedModel], None]
 
@@ -105,8 +103,7 @@ def measure_tasks(
     from lm_eval import simple_evaluate  # noqa: PLC0415
     from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
 
-    refuse_too_large(folder, device, dtype)
-    model = _load_model(folder, device, dtype)
+    model = load_whole(folder, device, dtype)
     if change is not None:
         change(model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -125,27 +122,6 @@ def measure_tasks(
     return {name: _score(name, results) for name in _reported(tasks, results)}
 
 
-def refuse_too_large(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a model that does not fit into the memory that is free; nothing is loaded.
-
-    Raises:
-        UserError: It needs more than is free.
-    """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if hasattr(config, "quantization_config"):  # the shapes are the original model's
-        del config.quantization_config
-    parameters = skeleton(config).parameters()
-    needed = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
-    free = free_bytes(device)
-    if needed > free:
-        raise UserError(
-            f"--tasks: {folder} takes {needed / GB:.1f} GB in {str(dtype).removeprefix('torch.')}, but "
-            f"{free / GB:.1f} GB are free on {device}, and tasks need the whole model in memory: choose "
-            "another device, --model.dtype float16, or leave --tasks out (perplexity needs one block at a "
-            "time)"
-        )
-
-
 def in_blocks(path: str, change: Callable[[nn.Module], None]) -> ModelChange:
     """Return the change of a model that changes each of its blocks.
 
@@ -159,16 +135,6 @@ def in_blocks(path: str, change: Callable[[nn.Module], None]) -> ModelChange:
             change(block)
 
     return change_all
-
-
-def _load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, local_files_only=True
-        )
-    except Exception as error:  # what it raises depends on the format
-        raise UserError(f"model.pretrained: transformers cannot load {folder} ({error})") from error
-    return cast(PreTrainedModel, model.to(device).eval())
 
 
 class _TaskLoader(yaml.SafeLoader):
