@@ -392,6 +392,10 @@ def test_without_texts_nothing_is_evaluated(unmeasured: Done) -> None:
             r"trainer\.callbacks: there is no EarlyStoping: did you mean EarlyStopping\? give the name of",
         ),
         (
+            ["--trainer.callbacks", "EarlyStopping"],
+            r"trainer\.callbacks .* \(EarlyStopping: the following arguments are required: monitor\)",
+        ),
+        (
             ["--trainer.callbacks", "[LearningRateMonitor, mine.Callback]"],
             r"trainer\.callbacks: there is no mine\.Callback: give .*such as my_package\.MyClass",
         ),

@@ -71,9 +71,12 @@ def value_refused(error: ArgumentError, arguments: Arguments, command: str) -> s
     mistakes = [m for name in EXAMPLES if (m := _unknown_classes(name, arguments))]
     if mistakes:
         return "; ".join(mistakes)
+    # of the reasons of all types that a key may have, the one of the class that was named
+    named = re.search(r"Problem with given class_path '([^']*)':\s*(.*)", str(error))
+    cause = f"{named[1].rpartition('.')[2]}: {named[2]}" if named else first_cause(error)
     return (
-        f"{key[1] if key else FREE} can't have this value ({first_cause(error)}): aespa-pl {command} --help "
-        "shows what it can be"
+        f"{key[1] if key else FREE} can't have this value ({cause}): aespa-pl {command} --help shows what "
+        "it can be"
     )
 
 
