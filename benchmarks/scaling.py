@@ -13,29 +13,20 @@ knows nothing of how much slower small matrices are, of reading weights and of w
 """
 
 import json
-import math
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import auto_cli
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, PreTrainedConfig
+from predicted_scaling import Assumed, curve, llama_30b, opt_175b
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from aespa_pl.data.texts import EMBEDDED
-from aespa_pl.models import family_of
-from aespa_pl.models.family import Role
-from aespa_pl.planning.arithmetic import TYPICAL_ZFOLD_ROUNDS, block_flops, learned
-from aespa_pl.planning.needs import device_bytes, hessian_bytes, shift_bytes
-from aespa_pl.planning.shape import Matrix, Shape, Work
-from aespa_pl.resolve import resolved
-from aespa_pl.settings import QuantizationSettings
 
 PROGRAM = """
 import atexit
@@ -66,21 +57,6 @@ from aespa_pl.__main__ import main
 main()
 """
 """The command line, with what torch.distributed sends of tensors counted and printed at the end."""
-DEVICES = (1, 2, 4, 8, 16, 32, 64)
-CALLS_AN_ITERATION = 3
-"""Number of calls: Lightning's two broadcasts, of SIGTERM and of the time for a checkpoint, and our own."""
-RECORDED_PRODUCTS = 5
-"""Number of products for the losses of whole projections that each process computes for itself: two to keep
-the better rounding, three for the journal."""
-
-
-@dataclass(frozen=True)
-class Assumed:
-    """Holds the numbers that a prediction rests on."""
-
-    tflops: float
-    gigabytes: float
-    call_seconds: float
 
 
 def main(
@@ -154,8 +130,8 @@ def main(
         "| model | devices | hours | speed-up | hours of communication | GB sent | GB on a device |"
     )
     print("|---|---|---|---|---|---|---|")
-    for name, config in (("LLaMA-30B", _llama_30b()), ("175B (OPT)", _opt_175b())):
-        for row in _curve(name, config, assumed):
+    for name, config in (("LLaMA-30B", llama_30b()), ("175B (OPT)", opt_175b())):
+        for row in curve(name, config, assumed):
             rows.append(row)
             print(
                 f"| {name} | {row['devices']} | {row['seconds'] / 3600:.1f} | {row['speed_up']:.1f} "
@@ -220,100 +196,6 @@ def _make_model(config: LlamaConfig, folder: Path) -> None:
     for path in (EMBEDDED / "llama").iterdir():
         if path.name.startswith("tokenizer"):
             (folder / path.name).write_bytes(path.read_bytes())
-
-
-def _curve(name: str, config: PreTrainedConfig, assumed: Assumed) -> Iterator[dict[str, Any]]:
-    settings = resolved(QuantizationSettings(method="aespa"))  # a tuning works on one device only
-    shape = Shape.of(config, family_of(config))
-    work = Work(segments=128, length=2048, batch_size=1, dtype_bytes=2)
-    alone = 0.0
-    for count in DEVICES:
-        flops = _flops(shape, work, settings, count)
-        sent = _bytes(shape, settings, count)
-        computing = flops / (1e12 * assumed.tflops)
-        calls = settings.rounding.iterations * CALLS_AN_ITERATION if count > 1 else 0
-        talking = sent / (1e9 * assumed.gigabytes) + calls * assumed.call_seconds
-        seconds = shape.blocks * (computing + talking)
-        alone = alone or seconds
-        yield {
-            "kind": "predicted",
-            "model": name,
-            "devices": count,
-            "tflops": assumed.tflops,
-            "gigabytes": assumed.gigabytes,
-            "call_seconds": assumed.call_seconds,
-            "seconds": seconds,
-            "speed_up": alone / seconds,
-            "communication_seconds": shape.blocks * talking,
-            "bytes": shape.blocks * sent,
-            "device_bytes": max(device_bytes(shape, work, settings).values()),
-        }
-
-
-def _flops(shape: Shape, work: Work, settings: QuantizationSettings, count: int) -> float:
-    """Return the operations of one block on the device that has most to do."""
-    phases = block_flops(shape, work, settings)
-    batches = math.ceil(work.segments / work.batch_size)
-    total = (phases["forward"] + phases["statistics"]) * math.ceil(batches / count) / batches
-    heads = shape.layout.key_value_heads
-    largest = math.ceil(heads / count) / heads
-    product = sum(m.product_flops for m in shape.matrices)
-    # the search and OPTQ know no G: of them only V goes by heads
-    searched, descended = (
-        sum(m.product_flops * _share(m, shape, count, coupled=by) for m in shape.matrices) / product
-        for by in (False, True)
-    )
-    total += (phases["grid"] + product) * searched
-    factors = sum(3 * columns**3 for columns in shape.inputs.values())  # everywhere
-    total += factors + 3 * heads * shape.hidden**3 * largest
-    learning = [m for m in shape.matrices if learned(m, settings)]
-    for m in learning:
-        coupled = m.role in (Role.QUERY, Role.KEY)
-        step = m.product_flops + (2 * m.size * shape.layout.head_dim if coupled else 0)
-        total += settings.rounding.iterations * step * _share(m, shape, count, coupled=True)
-    total += phases["polish"] * descended
-    total += RECORDED_PRODUCTS * product
-    if settings.input_correction:  # every process does all of it
-        total += product + sum(2 * m.size * m.columns for m in shape.matrices)
-        total += sum(columns**3 for columns in shape.inputs.values()) / 3
-        total += heads * shape.hidden**3 / 3
-    return total
-
-
-def _share(matrix: Matrix, shape: Shape, count: int, *, coupled: bool) -> float:
-    """Return the largest share of a matrix's rows that a process gets."""
-    units = matrix.rows
-    if matrix.role is Role.VALUE or (coupled and matrix.role is Role.KEY):
-        units = shape.layout.key_value_heads
-    elif coupled and matrix.role is Role.QUERY:
-        units = shape.layout.heads
-    return math.ceil(units / count) / units
-
-
-def _bytes(shape: Shape, settings: QuantizationSettings, count: int) -> float:
-    """Return what a process sends for one block, without checkpoints."""
-    rows = sum(m.rows for m in shape.matrices)
-    searches = 1 + TYPICAL_ZFOLD_ROUNDS
-    learning = sum(m.size for m in shape.matrices if learned(m, settings))
-    sums = hessian_bytes(shape, settings) + shift_bytes(shape, settings)
-    gathered = searches * 8 * rows  # scales and zero points
-    gathered += 5 * shape.weights  # OPTQ's weights and integers
-    gathered += learning + shape.weights  # integers, learned and after the descent
-    return float((2 * sums + gathered) * (count - 1) / count)
-
-
-def _llama_30b() -> PreTrainedConfig:
-    return LlamaConfig(
-        hidden_size=6656, intermediate_size=17920, num_attention_heads=52, num_hidden_layers=60,
-        num_key_value_heads=52, vocab_size=32_000, max_position_embeddings=2048,
-    )  # fmt: skip
-
-
-def _opt_175b() -> PreTrainedConfig:
-    return OPTConfig(
-        hidden_size=12288, ffn_dim=49152, num_attention_heads=96, num_hidden_layers=96,
-        word_embed_proj_dim=12288, vocab_size=50272, max_position_embeddings=2048,
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

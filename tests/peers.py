@@ -1,4 +1,4 @@
-"""Check what only several processes together can check; ``tests/test_devices.py`` starts them."""
+"""Check what only several processes together can check; ``tests/distributed/test_devices.py`` starts them."""
 
 import os
 import signal
@@ -23,8 +23,8 @@ from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import NumericalError
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch
 from aespa_pl.tuning import Reconstruction, SegmentPairs, reconstruct
-from tests.block.test_quantized import FEW, begin, example, gridded, make_statistics
-from tests.rounding.test_module import SETTINGS, module_of, problems
+from tests.block.blocks import FEW, begin, example, gridded, make_statistics
+from tests.rounding.problems import SETTINGS, module_of, problems
 from tests.tuning.tuned import RATES, Example, silent_trainer
 
 

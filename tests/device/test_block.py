@@ -20,7 +20,8 @@ from aespa_pl.algorithm.products import Precision, multiplying_in, operand
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, quantize
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.measure import Stopwatch
-from tests.device.simulated import Tally, counting, simulated, strategy
+from tests.device.simulated import simulated, strategy
+from tests.device.tally import Tally, counting
 from tests.walks import Quantized, walk
 
 ITERATIONS, CURVES, BATCHES = 3, 1, 2

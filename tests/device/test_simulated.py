@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.device.simulated import Stream, counting, simulated
+from tests.device.simulated import simulated
+from tests.device.streams import Stream
+from tests.device.tally import counting
 
 
 def test_tensors_of_two_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

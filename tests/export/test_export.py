@@ -1,28 +1,19 @@
-"""``aespa-pl export``: what a user sees, what is refused, and what an interruption leaves."""
+"""The command ``export`` writes a folder that is complete and the run's, or none."""
 
-import json
 import os
 import shutil
-import sys
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import yaml
 from jsonargparse import auto_cli
 
-from aespa_pl.commands import export as command
 from aespa_pl.commands.export import export
 from aespa_pl.errors import UserError
-from aespa_pl.export import engines, formats, proof
+from aespa_pl.export import formats, proof
 from tests.export.conftest import MakeRun
+from tests.export.folders import files
 from tests.export.runs import Known
-
-
-def files(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_command_line_writes_a_folder_and_tells_about_it(
@@ -98,78 +89,6 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         export("nowhere", **options)
 
 
-def missing(*names: str) -> Callable[[str], object]:
-    return lambda name: None if name in names else object()
-
-
-def test_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "find_spec", missing("gguf", "compressed_tensors"))
-    for name in ("gguf", "compressed-tensors", "awq"):
-        with pytest.raises(
-            UserError, match=r"needs the library .*: pip install 'aespa-pl\[export\]'"
-        ):
-            export("nowhere", format=name)
-
-
-def test_hf_and_gptq_need_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are imported where gguf and compressed-tensors are not installed."""
-    for name in [name for name in sys.modules if name.startswith("aespa_pl.")]:
-        if name.startswith(("aespa_pl.export", "aespa_pl.commands.export")):
-            monkeypatch.delitem(sys.modules, name)
-    for name in ("gguf", "compressed_tensors"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for name in ("commands.export", "export.hf", "export.gptq"):
-        import_module(f"aespa_pl.{name}")
-    with pytest.raises(ModuleNotFoundError):
-        import_module("aespa_pl.export.gguf")
-    assert {"hf", "gptq"} == formats.CLASSES.keys() - formats.LIBRARIES.keys()
-
-
-def test_engine_that_is_not_installed_is_named(
-    fresh: Known, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(engines, "find_spec", missing("xllamacpp", "vllm"))
-    with pytest.raises(
-        UserError, match=r"--verify llama.cpp: xllamacpp is not installed: pip install"
-    ):
-        export(str(fresh.folder), format="gguf", verify="llama.cpp")
-    export(str(fresh.folder), format="gguf")
-    assert "llama.cpp: not checked, not installed" in capsys.readouterr().out
-
-
-def test_engine_that_cannot_run_here_is_told_apart_from_one_that_differs(
-    fresh: Known, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As vLLM's CPU build on a processor that it has no kernel for."""
-
-    def fail(*_: object) -> None:
-        raise AttributeError("no attribute\n'cpu_gemm_wna16'")
-
-    monkeypatch.setattr(engines.Transformers, "logits", fail)
-    with pytest.raises(
-        UserError,
-        match=r"--verify transformers: it cannot run .* here \(AttributeError: no attribute",
-    ):
-        export(str(fresh.folder), format="hf", verify="transformers")
-    assert not (fresh.folder / "export" / "hf").exists()
-    monkeypatch.setattr(engines, "find_spec", missing("vllm"))
-    export(str(fresh.folder), format="hf")
-    said = capsys.readouterr().out
-    assert "transformers: not checked, it failed (AttributeError: no attribute 'cpu_gemm" in said
-    assert "No engine was run" in card(fresh.folder / "export" / "hf")[1]
-
-
-def test_model_larger_than_the_memory_is_not_run_unasked(
-    fresh: Known, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Little:
-        available = 1000
-
-    monkeypatch.setattr("psutil.virtual_memory", Little)
-    export(str(fresh.folder), format="hf")
-    assert "transformers: not checked, the whole model takes" in capsys.readouterr().out
-
-
 def test_full_disk_is_refused_before_anything_is_written(
     fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,150 +120,6 @@ def test_export_again_after_a_kill(fresh: Known, tmp_path: Path) -> None:
     export(str(fresh.folder), format="hf", output=str(tmp_path / "out" / "hf"), verify="bytes")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["hf"]
     assert "model-00009-of-00009.safetensors" not in files(tmp_path / "out" / "hf")
-
-
-class Hub:
-    """Stands in for the hub's client."""
-
-    calls: list[tuple[str, object]]
-    known = True
-
-    def __init__(self) -> None:
-        Hub.calls = getattr(Hub, "calls", [])
-
-    def whoami(self) -> None:
-        if not self.known:
-            raise OSError("401")
-
-    def create_repo(self, name: str, *, exist_ok: bool) -> None:
-        Hub.calls.append(("create", (name, exist_ok)))
-
-    def upload_folder(self, *, folder_path: Path, repo_id: str) -> None:
-        if repo_id == "me/broken":
-            raise OSError("no network")
-        Hub.calls.append(("upload", (files(folder_path), repo_id)))
-
-
-def test_folder_is_pushed(
-    fresh: Known,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(command, "HfApi", Hub)
-    Hub.calls = []
-    out = tmp_path / "out"
-    export(
-        str(fresh.folder), format="gguf", output=str(out), verify="bytes", push_to_hub="me/small"
-    )
-    assert Hub.calls == [
-        ("create", ("me/small", True)),
-        ("upload", ({"model.gguf", "README.md"}, "me/small")),
-    ]
-    assert "pushed to https://huggingface.co/me/small" in capsys.readouterr().out
-
-
-def test_upload_that_fails_leaves_the_folder(
-    fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "HfApi", Hub)
-    out = tmp_path / "out"
-    with pytest.raises(
-        UserError, match=r"me/broken cannot be uploaded .no network.*complete in .*out"
-    ):
-        export(
-            str(fresh.folder),
-            format="gguf",
-            output=str(out),
-            verify="bytes",
-            push_to_hub="me/broken",
-        )
-    assert (out / "model.gguf").is_file()
-
-
-def test_push_without_login_is_refused_before_anything_is_written(
-    fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Hub, "known", False)
-    monkeypatch.setattr(command, "HfApi", Hub)
-    with pytest.raises(
-        UserError, match=r"--push_to_hub me/small: the hub does not know who you are"
-    ):
-        export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), push_to_hub="me/small")
-    assert not (tmp_path / "out").exists()
-
-
-def card(folder: Path) -> tuple[dict[str, Any], str]:
-    _, header, text = (folder / "README.md").read_text().split("---\n", 2)
-    return yaml.safe_load(header), text
-
-
-def test_model_card_says_what_it_is_and_how_it_was_made(fresh: Known, tmp_path: Path) -> None:
-    (fresh.original / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
-    export(str(fresh.folder), format="compressed-tensors", output=str(tmp_path / "out"))
-    header, text = card(tmp_path / "out")
-    assert header["license"] == "apache-2.0"
-    assert "base_model" not in header  # a folder of this machine means nothing to others
-    assert str(tmp_path) not in text
-    for part in (
-        "# original, 4 bits, groups of 32, asymmetric, compressed-tensors",
-        "Licence of the base model: apache-2.0.",
-        "aespa: 4 bits, groups of 32, asymmetric; calibrated on 32 segments of 64 tokens of embedded",
-        "| original | 25.730 |",
-        "| quantized | 31.134 |",
-        "  group_size: 32\n",
-        "aespa-pl fit --config settings.yaml --model.pretrained original\n",
-        "aespa-pl export last --format compressed-tensors\n",
-        "transformers (transformers 5",
-    ):
-        assert part in text
-    assert "vllm serve" not in text  # it was not run
-
-
-def test_model_card_of_a_model_from_the_hub(
-    fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
-    settings["model"]["pretrained"] = "org/name"
-    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    out = tmp_path / "out"
-    export(
-        str(fresh.folder),
-        format="hf",
-        output=str(out),
-        verify="bytes",
-        original=str(fresh.original),
-    )
-    header, text = card(out)
-    assert header["base_model"] == "org/name"
-    assert "license" not in header
-    assert "Licence of the base model: not stated" in text
-    assert "No engine was run" in text
-
-
-def test_model_card_names_files_of_this_machine_without_their_folders(
-    fresh: Known, tmp_path: Path
-) -> None:
-    text = tmp_path / "mine.jsonl"
-    text.write_text("{}")
-    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
-    settings["data"]["calibration"]["source"] = str(text)
-    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    (fresh.folder / "metrics.json").write_text(
-        json.dumps({"perplexity": {"original": {str(text): 25.73}}})
-    )
-    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
-    _, content = card(tmp_path / "out")
-    assert str(tmp_path) not in content
-    for part in ("| mine.jsonl |", "    source: mine.jsonl", "tokens of mine.jsonl;"):
-        assert part in content
-
-
-def test_unmeasured_perplexity_is_not_made_up(fresh: Known, tmp_path: Path) -> None:
-    (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {}}))
-    (fresh.folder / "test.json").write_text(json.dumps({"tasks": {}}))  # test without texts
-    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
-    assert "Not measured." in card(tmp_path / "out")[1]
 
 
 def test_exports_are_the_same_bytes_each_time(known: MakeRun, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from aespa_pl.settings import (
     TuningSettings,
 )
 from tests.models.examples import LENGTH, make_ids, make_model
-from tests.planning.test_planning import PAPER, shape
+from tests.planning.shapes import PAPER, shape
 from tests.walks import changed
 
 

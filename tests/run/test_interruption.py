@@ -1,12 +1,9 @@
 """A signal stops at once, or while a block is rounded after the iteration, with a checkpoint."""
 
-import hashlib
 import itertools
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +11,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from aespa_pl.planning.partition import HeadRange, Portion
-from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import SIGNALS, Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
-from aespa_pl.settings import OutputSettings
-from tests.disks import files, full, refused
-from tests.walks import BASE, Quantized, walk
+from tests.run.stopping import LAST, options, whole_block
+from tests.walks import Quantized, walk
 
-LAST = BASE.rounding.iterations
 both = pytest.mark.parametrize("number", SIGNALS)
-
-
-HEADS = 4
-"""Number of heads of the tests' OPT."""
-
-
-def whole_block(index: int) -> Portion:
-    """Return what the tests' OPT learns together: all projections of a block."""
-    names = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-    heads = {"q_proj": HEADS, "k_proj": HEADS, "v_proj": HEADS}
-    ranges = (HeadRange(name, 0, heads.get(name, 1), heads.get(name, 1)) for name in names)
-    return Portion(index, 0, tuple(ranges))
 
 
 def send(number: int) -> None:
@@ -109,9 +90,6 @@ def test_other_threads_leave_signals_alone() -> None:
     assert inside == before
 
 
-EVERY_FIVE = OutputSettings(checkpoint_iterations=5, checkpoint_seconds=None)
-
-
 class SignalAt(Callback):
     """Sends a signal in a hook of the block ``index`` at ``step``."""
 
@@ -128,28 +106,6 @@ class SignalAt(Callback):
     def _send(self, trainer: Trainer, *_: object) -> None:
         if self.trainings == self.index + 1 and trainer.global_step == self.step:
             send(self.number)
-
-
-def options(
-    interruption: Interruption,
-    before: list[Callback],
-    after: list[Callback],
-    output: OutputSettings = EVERY_FIVE,
-) -> Callable[[Run, Portion], dict[str, Any]]:
-    """Return what the command line adds to each block's Trainer, and callbacks around it."""
-
-    def make(run: Run, portion: Portion) -> dict[str, Any]:
-        folder = run.checkpoint_folder(portion.block)
-        stop = StopAtIteration(interruption, folder)
-        saving = checkpoints(output, folder)
-        plugins = [JournaledCheckpointIO(run, portion)]
-        return {
-            "callbacks": [*before, stop, *after, *saving],
-            "plugins": plugins,
-            "enable_checkpointing": bool(saving),
-        }
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -258,92 +214,3 @@ def test_error_lets_signals_through_again(tmp_path: Path) -> None:
     with pytest.raises(KeyError), interruption.watching():
         walk("opt", tmp_path, options=options(interruption, [], [Fails()]))
     assert not interruption._deferred
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        (EVERY_FIVE, [5, 10, 15, 20]),
-        (
-            OutputSettings(checkpoint_iterations=None, checkpoint_seconds=1e-9),
-            list(range(1, LAST + 1)),
-        ),
-        (OutputSettings(checkpoint_iterations=None, checkpoint_seconds=3600.0), []),
-        (OutputSettings(checkpoint_iterations=7, checkpoint_seconds=3600.0), [7, 14, 21]),
-        (OutputSettings(checkpoint_iterations=None, checkpoint_seconds=None), []),
-    ],
-)
-def test_checkpoints_come_by_iterations_and_time(
-    output: OutputSettings, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("aespa_pl.run.checkpointing.REST", 0)
-
-    class Watch(Callback):
-        def __init__(self) -> None:
-            self.steps: list[int] = []
-
-        def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
-            self._look()
-
-        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            self._look()
-
-        def _look(self) -> None:
-            run = Run.open(tmp_path / "runs" / "version_0")
-            if run.checkpoint is not None and run.checkpoint.block == 0:
-                file = run.usable_checkpoint(whole_block(0))
-                assert file is not None
-                self.steps.append(torch.load(file, weights_only=True)["global_step"])
-                assert len(list(run.checkpoint_folder(0).iterdir())) == 1  # the older is removed
-
-    watch = Watch()
-    walk("opt", tmp_path, options=options(Interruption(), [watch], [], output))
-    assert sorted(set(watch.steps)) == expected
-
-
-def test_saving_takes_a_small_share_of_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An iteration takes 1 s and a save 2 s on this clock; 5 s between saves are asked for."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    saved: list[float] = []
-
-    class Slow(Callback):
-        def on_train_batch_start(self, *_: object) -> None:
-            clock[0] += 1
-
-        def on_save_checkpoint(self, *_: object) -> None:
-            saved.append(clock[0])
-            clock[0] += 2
-
-    output = OutputSettings(checkpoint_seconds=5.0)
-    changes = {"rounding.iterations": 100}
-    walk("opt", tmp_path, changes, options=options(Interruption(), [Slow()], [], output))
-    between = [b - (a + 2) for a, b in itertools.pairwise(saved)]  # from the end of a save
-    assert between[0] == between[1] == 20 * 2
-    assert saved[0] == 5
-
-
-def test_checksum_made_while_writing_is_that_of_the_file(tmp_path: Path) -> None:
-    run, portion = Run.create(tmp_path, {}), whole_block(0)
-    path = run.checkpoint_folder(0) / "step_1.ckpt"
-    content: dict[str, Any] = {"a": torch.randn(1000), "b": {"c": 3}}
-    JournaledCheckpointIO(run, portion).save_checkpoint(content, path)
-    assert run.checkpoint is not None
-    assert run.checkpoint.checksum == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert torch.equal(JournaledCheckpointIO(run, portion).load_checkpoint(path)["a"], content["a"])
-
-
-def test_checkpoint_is_named_after_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the disk fills on the way, the journal keeps the one before, which is still there."""
-    run, portion = Run.create(tmp_path, {}), whole_block(0)
-    writer, folder = JournaledCheckpointIO(run, portion), run.checkpoint_folder(0)
-    writer.save_checkpoint({"a": 1}, folder / "step_1.ckpt")
-    monkeypatch.setattr(torch, "save", full)
-    with refused(folder):
-        writer.save_checkpoint({"a": 2}, folder / "step_2.ckpt")
-    assert Run.open(run.folder).usable_checkpoint(portion) == folder / "step_1.ckpt"
-    assert files(folder) == ["step_1.ckpt"]

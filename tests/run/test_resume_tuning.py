@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from aespa_pl.run.fingerprint import checksum
-from tests.forks import Forks
-from tests.run.test_resume import LAST, Bench, check, copied, flip, results
-from tests.walks import BLOCKS, save_short
+from tests.run.bench import LAST, Bench, check, copied, flip, results
+from tests.walks import BLOCKS
 
 TUNED = (
     "--quantization.method=aespa",  # which learns something before
@@ -29,13 +28,6 @@ TUNED = (
 )
 """Options of a tuning that holds back 4 of 24 segments: 12 steps for a block, 8 for the model."""
 BLOCK, MODEL = "checkpoints/block_000/tuning", f"checkpoints/block_{BLOCKS:03}/tuning"
-
-
-@pytest.fixture(scope="module")
-def bench(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    folder = tmp_path_factory.mktemp("bench")
-    save_short("opt", folder / "model")
-    return Bench(folder, forks)
 
 
 @pytest.fixture(scope="module")

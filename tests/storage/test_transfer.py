@@ -8,7 +8,8 @@ from torch import Tensor
 
 from aespa_pl.storage.batches import Batches, BatchesOnDisk
 from aespa_pl.storage.transfer import in_turn, sending_back
-from tests.device.simulated import counting, simulated
+from tests.device.simulated import simulated
+from tests.device.tally import counting
 
 
 def make(where: str, batches: list[Tensor], folder: Path, device: torch.device) -> Batches:

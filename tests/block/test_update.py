@@ -1,0 +1,98 @@
+"""The update is OPTQ's, and its loss is that of the weights that are left."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from aespa_pl.errors import NumericalError
+from tests import reference
+from tests.block.blocks import (
+    begin,
+    example,
+    gridded,
+    make_block,
+    make_statistics,
+    next_zeta,
+    updated,
+)
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_before_the_update_the_integers_are_the_nearest(*, searched: bool) -> None:
+    problem = gridded("llama-grouped") if searched else make_block("llama-grouped")
+    for p in problem.projections.values():
+        assert p.updated is None
+        for head in range(p.weight.shape[0]):
+            for row in range(p.weight.shape[1]):
+                step = p.grid.scale[head, row, 0].double() * p.grid.zeta.double()
+                zero = float(p.grid.zero_point[head, row, 0])
+                expected = reference.nearest(p.weight[head, row].double() / step, 1.0, zero, 3)
+                assert torch.equal(p.integers[head, row].double(), expected)
+
+
+def test_optq_updates_each_head_with_its_own_hessian_on_the_exported_grid() -> None:
+    problem = updated(make_block("llama"))
+    prepared = problem.projections
+    for name in ("q_proj", "v_proj", "up_proj"):
+        p = prepared[name]
+        heads = p.weight.shape[0]
+        H = p.hessian[:].double().expand(heads, -1, -1)
+        scale = p.folded_grid.scale.double() / next_zeta(problem.layout, prepared, name)
+        for head in range(heads):
+            row = head + 1
+            expected, integers = reference.optq_row(
+                p.weight[head, row].double(),
+                H[head],
+                scale[head, row] * p.grid.zeta.double(),
+                p.grid.zero_point[head, row].double().expand(24),
+                3,
+            )
+            torch.testing.assert_close(p.updated[head, row].double(), expected, rtol=0, atol=1e-4)
+            assert torch.equal(p.integers[head, row].double(), integers)
+        assert not torch.equal(p.updated, p.weight)
+
+
+def test_loss_is_the_quadratic_form_of_the_error() -> None:
+    """Entry by entry, of any integers, against the original weights."""
+    prepared = updated(make_block("llama-grouped")).projections
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        p = prepared[name]
+        q = torch.randint(0, 4, p.weight.shape).float()
+        found = p.loss(q)
+        heads, rows, d_in = p.weight.shape
+        assert found.shape == ((heads, 1) if p.other_side is not None else (heads, rows))
+        dW = (p.grid.scale * p.grid.zeta * (q - p.grid.zero_point) - p.weight).double()
+        H = p.hessian[:].double().expand(heads, -1, -1)
+        for head in range(heads):
+            # dw_i H dw_k for all pairs of rows
+            pairs = torch.zeros(rows, rows, dtype=torch.float64)
+            for j in range(d_in):
+                for l in range(d_in):
+                    pairs += H[head, j, l] * torch.outer(dW[head, :, j], dW[head, :, l])
+            if p.other_side is None:
+                expected = pairs.diagonal()
+            else:
+                G = p.other_side[head].double()
+                terms = [G[i, k] * pairs[k, i] for i in range(rows) for k in range(rows)]
+                expected = torch.stack(terms).sum()[None]
+            torch.testing.assert_close(found[head].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_damping_that_a_factorization_needs_is_reported() -> None:
+    block, layout = example("opt")
+    singular = 1 + torch.eye(20) - 2.2 * torch.eye(20).fliplr()
+    statistics = make_statistics(block, layout, change=lambda m: m["mlp_hidden"].copy_(singular))
+    prepared = updated(begin(block, layout, statistics)).projections
+    needed = {name for name, p in prepared.items() if p.measured["extra_damping"] > 0}
+    assert needed == {"fc2"}
+
+
+def test_a_hessian_that_cannot_be_factored_is_named() -> None:
+    block, layout = example("opt")
+
+    def change(matrices: dict[str, Tensor]) -> None:
+        matrices["mlp_hidden"][[3, 4], [4, 3]] = torch.nan
+
+    problem = begin(block, layout, make_statistics(block, layout, change=change))
+    with pytest.raises(NumericalError, match=r"^block 0, fc2: the Hessian cannot be factored"):
+        updated(problem)

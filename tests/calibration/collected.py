@@ -1,0 +1,151 @@
+"""The tests of the statistics collect those of a tiny model of each kind, in float64."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from aespa_pl.algorithm.products import Precision
+from aespa_pl.calibration.collector import StatisticsCollector
+from aespa_pl.calibration.hessian import Hessian
+from aespa_pl.calibration.observe import Observation, observing
+from aespa_pl.calibration.statistics import BlockStatistics
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Attention, BlockLayout, Family
+
+LENGTH, SEGMENTS, HEADS, HEAD_SIZE = 7, 8, 4, 6
+WIDTH = HEADS * HEAD_SIZE
+LLAMA = {
+    "hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 20, "vocab_size": 50,
+    "num_hidden_layers": 1, "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def opt() -> PreTrainedModel:
+    return OPTForCausalLM(
+        OPTConfig(
+            hidden_size=WIDTH, num_attention_heads=HEADS, ffn_dim=20, vocab_size=50, num_hidden_layers=1,
+            max_position_embeddings=16, word_embed_proj_dim=WIDTH, dropout=0.0, attention_dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def bloom() -> PreTrainedModel:
+    return BloomForCausalLM(BloomConfig(hidden_size=WIDTH, n_head=HEADS, n_layer=1, vocab_size=50))
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA, num_key_value_heads=HEADS))
+
+
+def grouped() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA, num_key_value_heads=2))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=HEAD_SIZE))
+
+
+def window() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**LLAMA, num_key_value_heads=2, sliding_window=3))
+
+
+MODELS = [opt, bloom, llama, grouped, window, qwen3]
+
+
+def make(model_of: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    model = model_of().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.4 if parameter.dim() > 1 else 1.0))
+    return model.requires_grad_(requires_grad=False)
+
+
+def first_block(model: PreTrainedModel) -> tuple[Family, nn.Module, BlockLayout]:
+    family = family_of(model.config)
+    return family, model.get_submodule(family.blocks_path)[0], family.layout(model.config)
+
+
+def run_through(model: PreTrainedModel, words: Tensor) -> Observation:
+    """Return what the first block does with some segments, everything that can be observed."""
+    family, block, layout = first_block(model)
+    attention = partial(family.observe_attention, model, block)
+    with observing(block, layout.groups, residuals=True, attention=attention) as seen:
+        hidden, _ = family.embed(model, words)
+        family.run_block(block, hidden, family.arguments(model, hidden))
+    return seen
+
+
+def collect(
+    model: PreTrainedModel,
+    ids: Tensor,
+    batch_size: int,
+    before_the_end: Callable[[StatisticsCollector], None] = lambda _: None,
+    precision: Precision = "float32",
+) -> tuple[BlockStatistics, list[Attention], Tensor]:
+    """Return the statistics, what the attention did, and its input ``[tokens, d]``.
+
+    The input is seen by a hook of its own.
+    """
+    family, block, layout = first_block(model)
+    seen: list[Attention] = []
+    inputs: list[Tensor] = []
+    collector = StatisticsCollector(layout, value=True, query_key=True, precision=precision)
+    module = block.get_submodule(layout.groups[0].projections[0].module)
+    handle = module.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
+    for part in ids.split(batch_size):
+        observation = run_through(model, part)
+        collector.add(observation)
+        seen.append(observation.attention)
+    handle.remove()
+    before_the_end(collector)
+    statistics = collector.finish(family.norm_weights(block))
+    return statistics, seen, torch.cat([x.flatten(0, 1) for x in inputs])
+
+
+def whole(hessian: Hessian) -> Tensor:
+    """Return the matrices ``[heads, d_in, d_in]`` of all heads."""
+    return hessian[:]
+
+
+def shared_by_all(hessian: Hessian) -> Tensor:
+    """Return the one matrix ``[d_in, d_in]`` of an input group."""
+    assert len(hessian) == 1
+    return hessian[:][0]
+
+
+def attention_statistics(statistics: BlockStatistics) -> dict[str, Tensor]:
+    """Return H_V, G_Q and G_K by name."""
+    return {
+        "attended": whole(statistics.attended),
+        "keys": statistics.keys,
+        "queries": statistics.queries,
+    }
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, 50, (SEGMENTS, LENGTH))
+
+
+def assert_close(one: BlockStatistics, other: BlockStatistics) -> None:
+    """Check that two blocks' statistics agree, but for their shifts."""
+    for name, H in one.inputs.items():
+        torch.testing.assert_close(whole(H), whole(other.inputs[name]))
+    found = attention_statistics(other)
+    for kind, expected in attention_statistics(one).items():
+        torch.testing.assert_close(found[kind], expected)
+    assert one.tokens == other.tokens

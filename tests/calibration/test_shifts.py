@@ -1,0 +1,144 @@
+"""Shifts are mean products of what the original stream differs by and the quantized stream."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    PreTrainedModel,
+)
+
+from aespa_pl.calibration.collector import StatisticsCollector
+from aespa_pl.calibration.statistics import BlockStatistics
+from aespa_pl.models.family import Attention, Role
+from aespa_pl.models.weights import projection_weight
+from tests.calibration.collected import (
+    HEAD_SIZE,
+    HEADS,
+    LENGTH,
+    MODELS,
+    SEGMENTS,
+    WIDTH,
+    assert_close,
+    collect,
+    first_block,
+    make,
+    opt,
+    run_through,
+    tokens,
+)
+
+
+def collect_both(
+    model: PreTrainedModel, ids: Tensor, other: Tensor, batch_size: int, *, value: bool = True
+) -> tuple[BlockStatistics, Mapping[str, list[Tensor]], list[Attention]]:
+    """Return the statistics of ids as the quantized and of ``other`` as the original stream.
+
+    Also the inputs of each group, in pairs of original and quantized, and what attention did.
+    """
+    family, block, layout = first_block(model)
+    collector = StatisticsCollector(layout, value=value, query_key=True)
+    inputs: dict[str, list[Tensor]] = {group.name: [] for group in layout.groups}
+    seen: list[Attention] = []
+    for group in layout.groups:
+        block.get_submodule(group.projections[0].module).register_forward_pre_hook(
+            lambda _, x, name=group.name: inputs[name].append(x[0])
+        )
+    for part, words in zip(ids.split(batch_size), other.split(batch_size), strict=True):
+        original, quantized = run_through(model, words), run_through(model, part)
+        collector.add(quantized, original)
+        seen += [original.attention, quantized.attention]
+    return collector.finish(family.norm_weights(block)), inputs, seen
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_shifts_are_the_mean_product_of_difference_and_input(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    model, ids, other = make(model_of), tokens(), tokens()
+    plain, _, _ = collect(model, ids, 3)
+    statistics, inputs, _ = collect_both(model, ids, other, 3)
+    assert statistics.shifts.inputs.keys() == {"attention_input", "mlp_input"}
+    for name in statistics.shifts.inputs:
+        seen = inputs[name]
+        original, X = (torch.cat([x.flatten(0, -2) for x in seen[i::2]]).T for i in (0, 1))
+        expected = (
+            2
+            / X.shape[1]
+            * sum(torch.outer(original[:, t] - X[:, t], X[:, t]) for t in range(X.shape[1]))
+        )
+        found = statistics.shifts.inputs[name].double()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    assert_close(statistics, plain)  # those of the quantized stream, as without
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_value_shift_is_that_of_the_attention_output(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    """The shift is V's weights times the mean product of what A X differs by and A X."""
+    model = make(model_of)
+    _, block, layout = first_block(model)
+    value = next(p for p in layout.projections if p.role is Role.VALUE)
+    weight = projection_weight(block, layout, value).unflatten(0, (-1, HEAD_SIZE))
+    statistics, inputs, seen = collect_both(model, tokens(), tokens(), SEGMENTS)
+    original, X = inputs["attention_input"]
+    A_original, A = (attention.probabilities() for attention in seen)
+    value_heads = len(statistics.shifts.attended)
+    shared = HEADS // value_heads
+    for head in range(value_heads):
+        expected = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+        for segment in range(SEGMENTS):
+            for h in range(head * shared, (head + 1) * shared):
+                AX_original = A_original[segment, h] @ original[segment]
+                AX = A[segment, h] @ X[segment]
+                expected += (AX_original - AX).T @ AX
+        expected *= 2 / (SEGMENTS * LENGTH) / shared
+        torch.testing.assert_close(
+            statistics.shifts.attended[head].double(),
+            weight[head].double() @ expected,
+            rtol=1e-4,
+            atol=1e-3,
+        )
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_output_shifts_are_those_of_the_residual_stream(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    """The first ends where the feed-forward network begins, the second is the block's output."""
+    model, ids, other = make(model_of), tokens(), tokens()
+    family, block, layout = first_block(model)
+    statistics, inputs, _ = collect_both(model, ids, other, SEGMENTS)
+    found = statistics.shifts.outputs
+    assert found.keys() == {"attention_output", "mlp_hidden"}
+    for group in layout.groups:
+        if group.name not in found:
+            continue
+        (p,) = group.projections
+        weight = projection_weight(block, layout, p)
+        X_original, X = (x.flatten(0, -2) for x in inputs[group.name][:2])
+        R_original, R = (run_through(model, words).residuals[group.name] for words in (other, ids))
+        Y = X_original @ weight.T + R_original.flatten(0, -2) - X @ weight.T - R.flatten(0, -2)
+        expected = 2 / X.shape[0] * Y.T @ X
+        torch.testing.assert_close(found[group.name].double(), expected, rtol=1e-4, atol=1e-3)
+    after = []
+    for words in (other, ids):
+        hidden, _ = family.embed(model, words)
+        after.append(family.run_block(block, hidden, family.arguments(model, hidden)).flatten(0, 1))
+    X = inputs["mlp_hidden"][1].flatten(0, -2)
+    expected = 2 / X.shape[0] * (after[0] - after[1]).T @ X
+    torch.testing.assert_close(found["mlp_hidden"].double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_without_the_original_stream_there_are_no_shifts() -> None:
+    statistics, _, _ = collect(make(opt), tokens(), 3)
+    assert statistics.shifts is None
+
+
+def test_layerwise_values_have_no_shift_of_their_own() -> None:
+    statistics, _, _ = collect_both(make(opt), tokens(), tokens(), 3, value=False)
+    assert statistics.attended is None
+    assert statistics.shifts.attended is None
+    assert len(statistics.shifts.inputs) == len(statistics.shifts.outputs) == 2

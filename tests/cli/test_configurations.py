@@ -1,0 +1,74 @@
+"""A configuration file is read as it was printed, and its mistakes are told together."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.commands import CONFIGS, CommandLine
+
+MODELS = [path for path in CONFIGS if path.stem != "paper"]
+
+
+@pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
+def test_shipped_configurations_are_valid_and_the_paper_changes_the_algorithm_alone(
+    aespa: CommandLine, path: Path
+) -> None:
+    """The four things that are ours are off, lambda is the paper's; the rest is the model's own."""
+    status, out, err = aespa("fit", "--config", path, "--print_config")
+    assert (status, err) == (0, "")
+    printed = yaml.safe_load(out)
+    assert printed["model"]["pretrained"] == yaml.safe_load(path.read_text())["model"]["pretrained"]
+    quantization = printed["quantization"]
+    assert quantization["bits"] in (2, 3)
+    assert quantization["method"] == "aespa-tuned"
+    quantization["method"] = "aespa"
+    quantization["polish"]["enabled"] = False
+    quantization["input_correction"] = 0.0
+    quantization["rounding"] |= {"keep_best": False, "penalty_other": 1.5}
+    printed["output"]["name"] = "paper"
+    both = ("--config", path.name, "--config", "paper.yaml")
+    assert yaml.safe_load(aespa("fit", *both, "--print_config")[1]) == printed
+
+
+def test_printed_configuration_is_one(aespa: CommandLine) -> None:
+    out = aespa("fit", "--config", CONFIGS[0], "--print_config")[1]
+    Path("again.yaml").write_text(out)
+    again = aespa("fit", "--config", "again.yaml", "--print_config")[1]
+    assert yaml.safe_load(again) == yaml.safe_load(out)
+
+
+def test_required_key_and_yaml_mistakes(aespa: CommandLine, model: Path) -> None:
+    assert aespa("fit")[0] == 2
+    Path("wrong.yaml").write_text(f"model:\n  pretrained: {model}\nquantization:\n  bit: 3\n")
+    status, _, err = aespa("fit", "--config", "wrong.yaml")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "quantization.bit" in err
+    Path("broken.yaml").write_text("model: [\n")
+    status, _, err = aespa("fit", "--config", "broken.yaml")
+    assert (status, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\x00", r"wrong\.yaml is no YAML"),
+        (b"model: [", r"wrong\.yaml is no YAML"),
+        (b"[" * 5000, r"wrong\.yaml is nested too deeply"),
+        (b"- model", r"wrong\.yaml has no keys"),
+        (b"quantization: 3\n", r"quantization is unknown \(wrong\.yaml\)|quantization is 3"),
+        (
+            b"quantization: {bits: 1, grup_size: 4}\ndata: {batch_size: 0}\n",
+            r"bits is 1: 2 to 8 \(wrong\.yaml\); .*grup_size is unknown \(wrong\.yaml\): did you mean "
+            r"quantization\.group_size\?; data\.batch_size is 0: .*; model\.pretrained is missing",
+        ),
+    ],
+)
+def test_mistakes_in_a_file_are_told_together(
+    aespa: CommandLine, content: bytes, message: str
+) -> None:
+    Path("wrong.yaml").write_bytes(content)
+    status, out, err = aespa("fit", "--config", "wrong.yaml")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message, err)

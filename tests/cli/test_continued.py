@@ -1,0 +1,83 @@
+"""A run is continued and measured only if it is whole and its inputs are the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.cli.commands import LAST, NO_TEXTS, CommandLine, Done, small
+
+
+def test_unfinished_run_is_not_measured(aespa: CommandLine, model: Path, unmeasured: Done) -> None:
+    (unmeasured.copied() / "metrics.json").unlink()
+    status, _, err = aespa("test", *small(model))
+    assert status == 2
+    assert "not finished: continue it" in err
+
+
+def test_run_of_another_model_is_not_measured(
+    aespa: CommandLine, model: Path, unmeasured: Done
+) -> None:
+    unmeasured.copied()
+    status, _, err = aespa("test", *small(model), "--model.pretrained", "embedded:llama")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "made from another model than embedded:llama" in err
+
+
+def test_run_alone_is_continued_and_measured(
+    aespa: CommandLine, finished: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's folder, or any file in it, is enough from another folder, without another key."""
+    run = finished.copied("mine").absolute()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for path in (run, run / "journal.json"):
+        status, out, err = aespa("fit", "--ckpt_path", path)
+        assert (status, err) == (0, "")
+        assert "finished already" in " ".join(out.split())
+    status, out, err = aespa("test", "--ckpt_path", run / "config.yaml")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1] == str(run)
+    assert not list(Path().glob("lightning_logs"))
+
+
+def test_changed_weights_are_not_measured(
+    aespa: CommandLine, model: Path, unmeasured: Done
+) -> None:
+    shard = sorted((unmeasured.copied() / "model").glob("*.safetensors"))[-1]
+    tensors = load_file(shard)
+    save_file({name: -tensor for name, tensor in tensors.items()}, shard, {"format": "pt"})
+    status, out, err = aespa("test", *small(model))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert re.search(rf"damaged .*{shard.name} is missing or changed.*fit --ckpt_path", err)
+
+
+def test_upgraded_package_does_not_continue_a_run(
+    aespa: CommandLine, model: Path, finished: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished.copied()
+    monkeypatch.setattr("aespa_pl.__version__", "9.0")
+    status, _, err = aespa("fit", *small(model), *LAST)
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(r"version of aespa-pl was \S+ and is 9\.0", err)
+
+
+def test_model_dtype_may_change_in_a_continued_run(aespa: CommandLine, model: Path) -> None:
+    arguments = [*small(model), *NO_TEXTS, "--quantization.method", "aespa-fast"]
+    assert aespa("fit", *arguments, "--model.dtype", "bfloat16")[0] == 0
+    Path("lightning_logs/aespa/version_0/metrics.json").unlink()
+    arguments += ["--model.dtype", "float32", *LAST]
+    assert aespa("fit", *arguments)[0] == 0
+
+
+def test_finished_run_is_not_done_again(aespa: CommandLine, model: Path, finished: Done) -> None:
+    run = finished.copied()
+    status, out, _ = aespa("fit", *small(model), *LAST)
+    assert status == 0
+    assert "finished already" in out
+    assert out.splitlines()[-1] == str(run)
+
+
+def test_last_without_a_run_begins_the_first(unmeasured: Done) -> None:
+    assert "this is the first" in unmeasured.out

@@ -1,0 +1,71 @@
+"""A run that fails on its way says in one line what failed, and how to go on."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.commands import LAST, NO_TEXTS, CommandLine, small
+
+
+def test_write_that_fails_in_a_checkpoint_is_one_line(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*small(model), *NO_TEXTS, "--output.checkpoint_iterations", 4]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail_to_write)
+        status, _, err = aespa("fit", *arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(r"cannot write to .*checkpoints.*continue with: aespa-pl fit --ckpt_path", err)
+    assert aespa("fit", *arguments, *LAST)[0] == 0
+
+
+def test_disk_that_fills_under_tensorboard_is_one_line(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard writes in a thread of its own, whose traceback nobody needs."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
+    status, _, err = aespa("fit", *small(model), *NO_TEXTS)
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(r"No space left on device; continue with: aespa-pl fit --ckpt_path", err)
+
+
+def fail_to_write(*_: object) -> None:
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5440 vs 5334")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        MemoryError(),
+    ],
+)
+def test_lack_of_memory_names_what_needs_less(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("aespa_pl.walk.walk.Walk.quantize", fail)
+    status, _, err = aespa("fit", *small(model), *NO_TEXTS)
+    assert (status, err.count("\n")) == (2, 1)
+    for word in ("data.memory_gb", "data.hidden_states", "data.batch_size", "fit --ckpt_path"):
+        assert word in err
+
+
+def test_other_errors_keep_their_traceback(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("aespa_pl.walk.walk.Walk.quantize", fail)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        aespa("fit", *small(model), *NO_TEXTS)

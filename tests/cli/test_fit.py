@@ -1,0 +1,113 @@
+"""The command ``fit`` leaves the same model whatever the clock, the memory and the disk are like."""
+
+import itertools
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from aespa_pl.data.texts import EMBEDDED
+from tests.cli.commands import LAST, NO_TEXTS, CommandLine, Done, small
+
+
+def test_fit_test_and_the_saved_configuration(
+    aespa: CommandLine, model: Path, finished: Done
+) -> None:
+    assert finished.out.splitlines()[-1] == "lightning_logs/aespa/version_0"
+    for row in ("original", "round-to-nearest", "aespa"):
+        assert re.search(rf"{row} +│ +\d+\.\d+", finished.out)
+    run = finished.copied()
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert set(metrics) == {"perplexity", "seconds", "peak_bytes"}
+    assert set(metrics["perplexity"]) == {"original", "nearest", "quantized"}
+    assert {"total", "statistics", "grid", "optq", "rounding"} <= set(metrics["seconds"])
+    AutoModelForCausalLM.from_pretrained(run / "model")
+    description = json.loads((run / "model" / "quantization.json").read_text())
+    assert description["quantization"]["bits"] == 2
+    assert set(description["losses"]) == {"0", "1"}
+    assert {"aespa_pl", "torch", "transformers"} <= set(description["versions"])
+
+    status, out, _ = aespa("test", *small(model))
+    assert status == 0
+    assert Path(out.splitlines()[-1]) == run
+    assert f"{metrics['perplexity']['quantized']['embedded']:.3f}" in out
+
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert saved["output"]["checkpoint_seconds"] is None  # whose default is a number
+    assert saved["trainer"]["log_every_n_steps"] == 5
+    status, out, err = aespa("fit", "--config", run / "config.yaml")
+    assert (status, err) == (0, "")
+    again = Path(out.splitlines()[-1])
+    assert again.name == "version_1"
+    for file in sorted((run / "blocks").iterdir()):
+        assert file.read_bytes() == (again / "blocks" / file.name).read_bytes()
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    aespa: CommandLine, model: Path, finished: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock goes back by a day at every look; time between checkpoints is the monotonic clock's."""
+    now = itertools.count(time.time(), -86400)
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    options = ("--output.checkpoint_seconds", 0.001, "--output.name", "jumping")
+    for resume in ((), LAST):
+        status, out, err = aespa("fit", *small(model), *options, *resume)
+        assert (status, err) == (0, "")
+    jumping = Path(out.splitlines()[-1])
+    for file in sorted((finished.run / "blocks").iterdir()):
+        assert file.read_bytes() == (jumping / "blocks" / file.name).read_bytes()
+    seconds = json.loads((jumping / "metrics.json").read_text())["seconds"]
+    assert all(value >= 0 for value in seconds.values())
+
+
+def test_little_memory_gives_the_same_in_parts(
+    aespa: CommandLine, model: Path, finished: Done
+) -> None:
+    options = ("--data.memory_gb", 1e-6, "--output.checkpoint_seconds", 1, "--output.name", "parts")
+    status, out, err = aespa("fit", *small(model), *NO_TEXTS, *options)
+    assert (status, err) == (0, "")
+    assert "H_V of 1 of 2 heads at once, in 2 passes over the segments" in " ".join(out.split())
+    assert "learning in portions of at most" in " ".join(out.split())
+    divided = Path(out.splitlines()[-1])
+    for file in sorted((divided / "blocks").iterdir()):
+        whole = load_file(finished.run / "blocks" / file.name)
+        found = load_file(file)
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert not (divided / "portions").exists()
+
+
+def test_hidden_states_on_disk(aespa: CommandLine, model: Path, finished: Done) -> None:
+    status, out, _ = aespa("fit", *small(model), "--data.hidden_states", "disk")
+    assert status == 0
+    run = Path(out.splitlines()[-1])
+    metrics = [
+        json.loads((folder / "metrics.json").read_text())["perplexity"]
+        for folder in (run, finished.run)
+    ]
+    assert metrics[0] == metrics[1]
+    assert sorted(path.name for path in run.parent.iterdir()) == ["version_0"]
+
+
+def test_without_texts_nothing_is_evaluated(unmeasured: Done) -> None:
+    assert "perplexity" not in unmeasured.out
+    assert (unmeasured.run / "model" / "model.safetensors.index.json").is_file()
+
+
+def test_method_names_the_row_of_the_table_and_one_text_may_stand_alone(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = f"{'a' * 90}.txt"
+    Path(long).write_text(EMBEDDED.joinpath("heldout.txt").read_text(encoding="utf-8"))
+    monkeypatch.setenv("COLUMNS", "60")
+    options = ("--quantization.method", "aespa-fast", "--data.evaluation.texts", long)
+    status, out, err = aespa("fit", *small(model), *options)
+    assert (status, err) == (0, "")
+    assert long in out
+    assert re.search(r"│ aespa-fast +│ +\d+\.\d+ │$", out, re.M)

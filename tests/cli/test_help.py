@@ -1,0 +1,109 @@
+"""The help explains every key and command, and comes without a large import."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+
+from aespa_pl import cli, settings
+from tests.cli.commands import CommandLine
+
+
+def all_keys(kind: Any, prefix: str) -> list[str]:
+    """Return the keys of a section."""
+    found = []
+    for field in fields(kind):
+        inner = field.default_factory if is_dataclass(field.default_factory) else None
+        key = f"{prefix}.{field.name}"
+        found += all_keys(inner, key) if inner else [key]
+    return found
+
+
+KEYS = (
+    all_keys(settings.ModelSettings, "model")
+    + all_keys(settings.DataSettings, "data")
+    + all_keys(settings.QuantizationSettings, "quantization")
+    + all_keys(settings.OutputSettings, "output")
+    + ["ckpt_path", "trainer.precision"]
+)
+
+
+def test_help_explains_every_key(aespa: CommandLine) -> None:
+    status, out, _ = aespa("fit", "--help")
+    assert status == 0
+    assert len(KEYS) > 35
+    explained = re.findall(r"^  --([\w.]+)[^\n]*?(?:\n {8,}|  +)(?!\(type)([A-Za-z].*)$", out, re.M)
+    assert not set(KEYS) - {key for key, _ in explained}
+
+
+LIGHT = """
+import sys
+from aespa_pl.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    large = ("torch", "lightning", "transformers", "datasets", "tensorboard")
+    print([name for name in large if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--help"], r"fit +Quantize(.*\n)+  test (.*\n)+  plan (.*\n)+  export (.*\n)+  report "),
+        (["--version"], r"^aespa-pl \d"),
+        (["plan", "--help"], r"--model\.pretrained"),
+        (["fti"], r"fti is no command: did you mean fit\?"),
+        (["quantize"], r"quantize is no command: expected one of fit, test, compare, plan"),
+        (["fit", "--quantization.bit", "3"], r"did you mean quantization\.bits"),
+        (["plan"], r"model\.pretrained is missing"),
+    ],
+)
+def test_nothing_large_is_imported_for_an_answer(words: list[str], expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, *words], capture_output=True, text=True, check=False
+    )
+    assert re.search(expected, done.stdout + done.stderr)
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert len(done.stdout.splitlines()) < 65  # a screen
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "last"], "format is missing: aespa-pl export --help shows what to give"),
+        (
+            ["export", "last", "--format", "ggml"],
+            "--format is ggml: hf, compressed-tensors, awq, gptq, gguf",
+        ),
+    ],
+)
+def test_missing_or_unknown_word_is_named(
+    words: list[str], message: str, aespa: CommandLine
+) -> None:
+    assert aespa(*words) == (2, "", f"aespa-pl: {message}\n")
+
+
+def test_command_that_is_not_there_breaks_no_other(
+    aespa: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = cli.Command("aespa_pl.commands.of_tomorrow:run", "Does more.")
+    monkeypatch.setitem(cli.COMMANDS, "tomorrow", command)
+    assert "tomorrow  Does more." in aespa("--help")[1]
+    status, _, err = aespa("tomorrow")
+    assert (status, err) == (2, "aespa-pl: tomorrow does not come with this version of aespa-pl\n")
+
+
+def test_keys_that_the_walk_decides_are_not_offered(aespa: CommandLine) -> None:
+    out = aespa("fit", "--help")[1]
+    assert "--trainer.log_every_n_steps" in out
+    for key in ("max_steps", "max_epochs", "overfit_batches", "fast_dev_run"):
+        assert f"--trainer.{key}" not in out
+
+
+def test_help_of_plan_is_one_screen(aespa: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert 24 <= aespa("plan", "--help")[1].count("\n") <= 40

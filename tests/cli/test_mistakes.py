@@ -1,0 +1,153 @@
+"""A mistake in the arguments is one line that says what to do, and status 2."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.commands import NO_TEXTS, CommandLine, small
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quantization.bits", 1], r"quantization\.bits is [19]: 2 to 8$"),
+        (["--quantization.bits", 9], r"quantization\.bits is [19]: 2 to 8$"),
+        (
+            ["--quantization.bit", 3],
+            r"quantization\.bit is unknown: did you mean quantization\.bits\?",
+        ),
+        (
+            ["--quantization.rounding.iterations", 0],
+            r"rounding\.iterations is 0: a whole number, 1 or more$",
+        ),
+        (
+            ["--quantization.group_size", 7],
+            r"group_size is 7, but the projections have columns 16 \(.*, 24 \(",
+        ),
+        (["--data.calibration.segment_length", 64], r"segment_length is 64, but .* has 32 posi"),
+        (["--data.evaluation.segment_length", 64], r"segment_length is 64, but .* has 32 posi"),
+        (["--data.calibration.segments", 100000], r"too short: 100000 segments"),
+        (["--data.calibration.source", "no.txt"], r"calibration\.source: no\.txt is neither"),
+        (["--data.evaluation.texts", "[no.txt]"], r"evaluation\.texts: no\.txt is neither"),
+        (["--model.pretrained", "./no"], r"model\.pretrained: there is no folder no:"),
+        (["--config", "no.yaml"], r"no file no\.yaml here.* one of .*opt125m_w2\.yaml"),
+        (["--trainer.log_every_n_steps", 0], r"trainer\.log_every_n_steps: 1 or more"),
+        (["--trainer.max_steps", 5], r"trainer\.max_steps.*rounding\.iterations instead"),
+        (["--trainer.limit_train_batches", 0], r"limit_train_batches.*rounding\.iterations"),
+        (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true.*model\.dtype"),
+        (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
+        (["--data.evaluation.segment_length", 1], r"segment_length is 1: at least 2"),
+        (
+            ["--trainer.devices", 2, "--trainer.strategy", "ddp_spawn"],
+            r"trainer\.strategy is ddp_spawn.*set it to ddp",
+        ),
+        (["--output.folder", "file"], r"cannot write to file/aespa.*--output\.folder"),
+        (["--ckpt_path", "no"], r"no is not the folder of a run"),
+        (
+            ["--output.folder", "s3://runs"],
+            r"output\.folder is s3://runs: a folder of this machine",
+        ),
+        (["--output.name", "../.."], r"output\.name is '\.\./\.\.': a name inside"),
+        (
+            ["--output.histograms", "[q_proj, gate_prj]"],
+            r"histograms has gate_prj: did you mean gate_proj\? the projections .* are q_proj, k_proj, ",
+        ),
+        (["--quantization.rounding.learning_rate", "inf"], r"rate is inf: a finite number above 0"),
+        (["--quantization.rounding.penalty_other", "nan"], r"other is nan: a finite number, 0 or"),
+        (
+            ["--quantization.rounding.beta_start", "inf"],
+            r"start is inf: a finite number, 2 or more",
+        ),
+        (
+            ["--quantization.method", "aesop"],
+            r"method is aesop: rtn, optq, zfold, .*, aespa-tuned$",
+        ),
+        (["--quantization.symmetric", "maybe"], r"symmetric is maybe: true or false$"),
+        (["--seed_everything", 2**32], r"seed_everything is 4294967296: true or false, or 0 to"),
+        (["--bits", 3], r"bits is unknown: did you mean quantization\.bits\?"),
+        (["--quantization.bits"], r"quantization\.bits has no value"),
+        (["opt.yaml"], r"opt\.yaml stands alone.*--config opt\.yaml"),
+        (["--trainer.devises", 2], r"trainer\.devises is unknown: did you mean trainer\.devices\?"),
+        (
+            ["--trainer.logger", "NoLogger"],
+            r"trainer\.logger: there is no NoLogger: give the name of",
+        ),
+        (
+            ["--trainer.callbacks", "EarlyStoping"],
+            r"trainer\.callbacks: there is no EarlyStoping: did you mean EarlyStopping\? give the name of",
+        ),
+        (
+            ["--trainer.callbacks", "EarlyStopping"],
+            r"trainer\.callbacks .* \(EarlyStopping: the following arguments are required: monitor\)",
+        ),
+        (
+            ["--trainer.callbacks", "[LearningRateMonitor, mine.Callback]"],
+            r"trainer\.callbacks: there is no mine\.Callback: give .*such as my_package\.MyClass",
+        ),
+        (["--trainer.accelerator", "gpu"], r"trainer\.accelerator is gpu: set it to cpu"),
+        (["--trainer.logger", "WandbLogger"], r"trainer: .*wandb"),
+        (
+            ["--trainer.callbacks+", "RichProgressBar"],
+            r"trainer\.callbacks has RichProgressBar: remove it",
+        ),
+        (
+            ["--trainer.callbacks+", "Timer"],
+            r"\(the type Interval\): give it as a text, such as step",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    aespa: CommandLine, model: Path, arguments: list[object], message: str
+) -> None:
+    Path("file").write_text("not a folder")
+    status, out, err = aespa("fit", *small(model), *arguments)
+    assert status == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("aespa-pl: ")
+    assert re.search(message, err)
+    assert not list(Path().glob("lightning_logs/aespa/*"))
+
+
+def test_accelerator_that_is_no_cpu_and_no_cuda_is_refused(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is that of a Mac, where Lightning's auto is MPS."""
+    monkeypatch.setattr(
+        "lightning.pytorch.strategies.SingleDeviceStrategy.root_device", torch.device("mps")
+    )
+    status, out, err = aespa("fit", *small(model), "--trainer.accelerator", "auto")
+    assert (status, out) == (2, "")
+    assert re.search(r"trainer\.accelerator is auto, which is mps here: .*set it to cpu", err)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("fit", ["--tasks", "[piqa]"], r"tasks is a key of aespa-pl test alone"),
+        ("test", ["--tasks", "[piqa]", "--task_limit", 0], r"task_limit is 0: a whole number"),
+        ("test", ["--task_limits", 1], r"task_limits is unknown: did you mean task_limit\?"),
+    ],
+)
+def test_tasks_are_keys_of_test(
+    aespa: CommandLine, model: Path, command: str, arguments: list[object], message: str
+) -> None:
+    status, _, err = aespa(command, *small(model), *arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(message, err)
+
+
+def test_packed_model_without_texts_or_tasks_is_refused(aespa: CommandLine, model: Path) -> None:
+    shutil.copytree(model, "packed")
+    config = json.loads((model / "config.json").read_text())
+    packed = {"quant_method": "compressed-tensors", "dequantize": True}
+    Path("packed/config.json").write_text(json.dumps(config | {"quantization_config": packed}))
+    status, _, err = aespa(
+        "test", "--model.pretrained", "packed", "--trainer.accelerator", "cpu", *NO_TEXTS
+    )
+    assert (status, err.count("\n")) == (2, 1)
+    assert "data.evaluation.texts is empty: name at least one text, or tasks with --tasks" in err

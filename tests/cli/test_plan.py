@@ -1,0 +1,47 @@
+"""The command ``plan`` needs no weights, and refuses what ``fit`` refuses."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from aespa_pl.commands import plan
+from tests.cli.commands import LENGTH, ROOT, CommandLine
+
+
+def test_plan_needs_the_configuration_alone(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
+    Path("bare").mkdir()
+    Path("bare/config.json").write_bytes((model / "config.json").read_bytes())
+    status, out, err = aespa(
+        "plan", "--config", ROOT / "configs/llama30b_w2.yaml", "--model.pretrained", "bare",
+        "--data.calibration.segment_length", LENGTH, "--trainer.accelerator", "cpu",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    for word in ("device memory", "host memory", "disk", "arithmetic", "time", "2 blocks"):
+        assert word in out
+    assert not Path("lightning_logs").exists()
+    status, _, err = aespa("plan", "--model.pretrained", "nowhere/")
+    assert (status, err.count("\n")) == (2, 1)
+
+
+def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
+    words = ["plan", "--model.pretrained", model, "--trainer.accelerator", "cpu"]
+    status, _, err = aespa(*words)
+    assert status == 2
+    assert "segment_length is 2048, but" in err
+    words += ["--data.calibration.segment_length", LENGTH]
+    status, _, err = aespa(*words, "--quantization.group_size", 7)
+    assert status == 2
+    assert "group_size is 7, but" in err
+    assert "too little" not in aespa(*words)[1]
+    usage = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    out = " ".join(aespa(*words)[1].split())
+    assert re.search(r"too little here: disk: 1\.0 KB are free here, [\d.]+ KB are needed", out)

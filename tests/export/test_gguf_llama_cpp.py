@@ -1,0 +1,125 @@
+"""A GGUF file runs in llama.cpp as the model does in transformers."""
+
+import ctypes
+import json
+from importlib import import_module
+from pathlib import Path
+from urllib.request import ProxyHandler, Request, build_opener
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import AutoTokenizer
+
+from aespa_pl.export.agreement import compare
+from aespa_pl.export.engines import LlamaCpp
+from aespa_pl.export.gguf_blocks import BLOCK_TYPES, BlockType
+from aespa_pl.export.quantized import QuantizedMatrix
+from tests.export.conftest import MakeRun
+from tests.export.gguf_files import llama_cpp, write
+from tests.export.runs import VOCABULARY, Known, dequantized
+
+
+@llama_cpp
+@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=lambda kind: kind.type.name)
+def test_llama_cpps_own_dequantizer_agrees(kind: BlockType) -> None:
+    """Every q with every z, at scales with all eleven bits; the C code runs on the bytes themselves."""
+    xllamacpp = import_module("xllamacpp")
+    library = ctypes.CDLL(xllamacpp.xllamacpp.__file__)
+    bits = {"Q2_K": 2, "Q4_K": 4, "Q4_0": 3, "Q5_0": 4, "Q8_0": 7}[kind.type.name]
+    levels = 2**bits
+    q = torch.arange(256).repeat(levels, 1).remainder(levels).to(torch.uint8)
+    zero = torch.arange(levels, dtype=torch.uint8)[:, None]
+    scale = (torch.rand(levels, 1) + 0.01).half()
+    encoded = kind.encode(QuantizedMatrix(q, scale, zero))
+    result = np.zeros(q.shape, np.float32)
+    name = kind.type.name.replace("Q", "q")  # q4_0, q4_K
+    getattr(library, f"dequantize_row_{name}")(
+        encoded.ctypes.data_as(ctypes.c_void_p),
+        result.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_int64(result.size),
+    )
+    assert torch.equal(torch.from_numpy(result), dequantized(q, scale, zero))
+
+
+@llama_cpp
+@pytest.mark.parametrize(
+    ("name", "bits", "group_size"),
+    [
+        ("llama", 4, 32),
+        ("llama-biased", 3, 32),
+        ("llama-wide", 4, None),
+        ("llama3", 4, 32),
+        ("llama-linear", 4, 32),
+        ("mistral", 4, 32),
+        ("qwen2", 4, 32),
+        ("qwen3", 4, 32),
+        ("bloom", 4, 32),
+    ],
+)
+def test_llama_cpp_gives_the_same_distributions(
+    name: str, bits: int, group_size: int | None, known: MakeRun, tmp_path: Path
+) -> None:
+    run = known(name, bits, group_size)
+    write(run, tmp_path)
+    ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        reference = run.model(ids[None], use_cache=False).logits[0]
+    found = LlamaCpp().logits(tmp_path, ids, VOCABULARY)
+    assert compare(LlamaCpp(), reference, found, ids).divergence < 0.005
+
+
+@llama_cpp
+def test_llama_cpp_splits_text_as_the_tokenizer_does(known: MakeRun, tmp_path: Path) -> None:
+    xllamacpp = import_module("xllamacpp")
+    run = known("llama", 4, 32)
+    write(run, tmp_path)
+    text = "The cat's 123 hats in the\n\n  theatre, naïve 日本 </s> over"
+    ids = AutoTokenizer.from_pretrained(run.original)(text)["input_ids"]
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.warmup, settings.verbosity = (
+        str(tmp_path / "model.gguf"),
+        False,
+        0,
+    )
+    settings.n_ctx, settings.n_parallel = 128, 1
+    server = xllamacpp.Server(settings)
+    answers = [
+        server.handle_completions({"prompt": prompt, "max_tokens": 8, "temperature": 0})
+        for prompt in (text, ids)
+    ]
+    assert answers[0]["usage"]["prompt_tokens"] == len(ids)
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+
+
+def tokenized(file: Path, text: str) -> list[int]:
+    """Return the token ids that llama.cpp's server gives a text."""
+    xllamacpp = import_module("xllamacpp")
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.warmup, settings.verbosity = str(file), False, 0
+    settings.n_ctx, settings.n_parallel = 128, 1
+    server = xllamacpp.Server(settings)
+    request = Request(
+        f"{server.listening_address}/tokenize", json.dumps({"content": text}).encode()
+    )
+    with build_opener(ProxyHandler({})).open(request) as answer:
+        found: list[int] = json.load(answer)["tokens"]
+        return found
+
+
+@llama_cpp
+def test_llama_cpp_splits_text_as_sentencepiece_does(fresh: Known, tmp_path: Path) -> None:
+    """As transformers 5 writes a tokenizer.model: spaces are Metaspace's, bytes stand for the unknown."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("a", "t"), ("▁", "c"), ("▁c", "at")]
+    pieces = ["<unk>", *byte_tokens, *"▁theca", *map("".join, merges)]
+    bpe = BPE({t: i for i, t in enumerate(pieces)}, merges, byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)
+    tokenizer.save(str(fresh.original / "tokenizer.json"))
+    write(fresh, tmp_path / "out")
+    text = "the cat's hats  at the\n theatre, naïve 日本 "
+    assert tokenized(tmp_path / "out" / "model.gguf", text) == tokenizer.encode(text).ids

@@ -1,0 +1,87 @@
+"""What is not quantized keeps its values in a GGUF file, and its metadata describe the model."""
+
+from pathlib import Path
+
+import gguf
+import torch
+from gguf import GGUFReader
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from aespa_pl.export.gguf import Gguf
+from tests.export.conftest import MakeRun
+from tests.export.gguf_files import Q, write
+from tests.export.runs import VOCABULARY
+
+
+def test_other_tensors_keep_their_values(known: MakeRun, tmp_path: Path) -> None:
+    run = known("llama-untied", 3, 32)
+    tensors = {tensor.name: tensor for tensor in write(run, tmp_path).tensors}
+    state = run.model.state_dict()
+    for ours, theirs, kind in (
+        ("model.embed_tokens.weight", "token_embd.weight", Q.F16),
+        ("lm_head.weight", "output.weight", Q.F16),
+        ("model.norm.weight", "output_norm.weight", Q.F32),
+        ("model.layers.1.input_layernorm.weight", "blk.1.attn_norm.weight", Q.F32),
+    ):
+        assert tensors[theirs].tensor_type == kind
+        value = torch.tensor(gguf.dequantize(tensors[theirs].data, kind))
+        assert torch.equal(value, state[ours].half().float())
+
+
+def test_tied_head_is_not_written(known: MakeRun, tmp_path: Path) -> None:
+    names = {tensor.name for tensor in write(known("llama", 3, 32), tmp_path).tensors}
+    assert "token_embd.weight" in names
+    assert "output.weight" not in names
+
+
+def test_embedding_in_q8_0_is_within_half_a_step(known: MakeRun, tmp_path: Path) -> None:
+    run = known("llama-untied", 3, 32)
+    reader = write(run, tmp_path, Gguf("q8_0"))
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for ours, theirs in (
+        ("model.embed_tokens.weight", "token_embd.weight"),
+        ("lm_head.weight", "output.weight"),
+    ):
+        tensor = tensors[theirs]
+        assert tensor.tensor_type == Q.Q8_0
+        value = torch.tensor(gguf.dequantize(tensor.data, Q.Q8_0))
+        original = run.model.state_dict()[ours].half().float()
+        blocks = original.unflatten(1, (-1, 32))
+        step = blocks.abs().amax(-1, keepdim=True) / 127
+        # the scale itself is rounded to float16: 127 steps of 2 ** -11
+        assert ((value.unflatten(1, (-1, 32)) - blocks).abs() <= step * (0.5 + 127 * 2**-11)).all()
+
+
+def field(reader: GGUFReader, name: str) -> object:
+    return reader.get_field(name).contents()
+
+
+def test_hyperparameters(known: MakeRun, tmp_path: Path) -> None:
+    reader = write(known("mistral", 4, 32), tmp_path)
+    expected = {
+        "general.architecture": "llama",
+        "general.file_type": gguf.LlamaFileType.MOSTLY_Q5_0,
+        "llama.context_length": 100,  # the window: llama.cpp has none for this architecture
+        "llama.embedding_length": 128,
+        "llama.block_count": 2,
+        "llama.feed_forward_length": 256,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.rope.freq_base": 10000.0,
+        "llama.rope.dimension_count": 32,
+        "llama.vocab_size": VOCABULARY,
+        "tokenizer.ggml.bos_token_id": 256,
+        "tokenizer.ggml.eos_token_id": 257,
+        "tokenizer.ggml.pre": "gpt-2",
+    }
+    assert {name: field(reader, name) for name in expected} == expected
+
+
+def test_frequency_factors_of_llama_3(known: MakeRun, tmp_path: Path) -> None:
+    run = known("llama3", 4, 32)
+    tensors = {tensor.name: tensor.data for tensor in write(run, tmp_path).tensors}
+    config: PreTrainedConfig = run.model.config
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = torch.tensor([10000.0 ** (-2 * i / 32) for i in range(16)])
+    assert torch.allclose(plain / torch.tensor(tensors["rope_freqs.weight"]), scaled, rtol=1e-6)

@@ -1,0 +1,85 @@
+"""A library or engine that is not installed, or cannot run here, is named."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
+
+from aespa_pl.commands.export import export
+from aespa_pl.errors import UserError
+from aespa_pl.export import engines, formats
+from tests.export.folders import card
+from tests.export.runs import Known
+
+
+def missing(*names: str) -> Callable[[str], object]:
+    return lambda name: None if name in names else object()
+
+
+def test_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "find_spec", missing("gguf", "compressed_tensors"))
+    for name in ("gguf", "compressed-tensors", "awq"):
+        with pytest.raises(
+            UserError, match=r"needs the library .*: pip install 'aespa-pl\[export\]'"
+        ):
+            export("nowhere", format=name)
+
+
+def test_hf_and_gptq_need_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are imported where gguf and compressed-tensors are not installed."""
+    for name in [name for name in sys.modules if name.startswith("aespa_pl.")]:
+        if name.startswith(("aespa_pl.export", "aespa_pl.commands.export")):
+            monkeypatch.delitem(sys.modules, name)
+    for name in ("gguf", "compressed_tensors"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("commands.export", "export.hf", "export.gptq"):
+        import_module(f"aespa_pl.{name}")
+    with pytest.raises(ModuleNotFoundError):
+        import_module("aespa_pl.export.gguf")
+    assert {"hf", "gptq"} == formats.CLASSES.keys() - formats.LIBRARIES.keys()
+
+
+def test_engine_that_is_not_installed_is_named(
+    fresh: Known, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engines, "find_spec", missing("xllamacpp", "vllm"))
+    with pytest.raises(
+        UserError, match=r"--verify llama.cpp: xllamacpp is not installed: pip install"
+    ):
+        export(str(fresh.folder), format="gguf", verify="llama.cpp")
+    export(str(fresh.folder), format="gguf")
+    assert "llama.cpp: not checked, not installed" in capsys.readouterr().out
+
+
+def test_engine_that_cannot_run_here_is_told_apart_from_one_that_differs(
+    fresh: Known, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As vLLM's CPU build on a processor that it has no kernel for."""
+
+    def fail(*_: object) -> None:
+        raise AttributeError("no attribute\n'cpu_gemm_wna16'")
+
+    monkeypatch.setattr(engines.Transformers, "logits", fail)
+    with pytest.raises(
+        UserError,
+        match=r"--verify transformers: it cannot run .* here \(AttributeError: no attribute",
+    ):
+        export(str(fresh.folder), format="hf", verify="transformers")
+    assert not (fresh.folder / "export" / "hf").exists()
+    monkeypatch.setattr(engines, "find_spec", missing("vllm"))
+    export(str(fresh.folder), format="hf")
+    said = capsys.readouterr().out
+    assert "transformers: not checked, it failed (AttributeError: no attribute 'cpu_gemm" in said
+    assert "No engine was run" in card(fresh.folder / "export" / "hf")[1]
+
+
+def test_model_larger_than_the_memory_is_not_run_unasked(
+    fresh: Known, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Little:
+        available = 1000
+
+    monkeypatch.setattr("psutil.virtual_memory", Little)
+    export(str(fresh.folder), format="hf")
+    assert "transformers: not checked, the whole model takes" in capsys.readouterr().out

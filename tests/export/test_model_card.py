@@ -1,0 +1,79 @@
+"""The model card says what the model is, how it was made, and nothing that was not measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aespa_pl.commands.export import export
+from tests.export.folders import card
+from tests.export.runs import Known
+
+
+def test_model_card_says_what_it_is_and_how_it_was_made(fresh: Known, tmp_path: Path) -> None:
+    (fresh.original / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
+    export(str(fresh.folder), format="compressed-tensors", output=str(tmp_path / "out"))
+    header, text = card(tmp_path / "out")
+    assert header["license"] == "apache-2.0"
+    assert "base_model" not in header  # a folder of this machine means nothing to others
+    assert str(tmp_path) not in text
+    for part in (
+        "# original, 4 bits, groups of 32, asymmetric, compressed-tensors",
+        "Licence of the base model: apache-2.0.",
+        "aespa: 4 bits, groups of 32, asymmetric; calibrated on 32 segments of 64 tokens of embedded",
+        "| original | 25.730 |",
+        "| quantized | 31.134 |",
+        "  group_size: 32\n",
+        "aespa-pl fit --config settings.yaml --model.pretrained original\n",
+        "aespa-pl export last --format compressed-tensors\n",
+        "transformers (transformers 5",
+    ):
+        assert part in text
+    assert "vllm serve" not in text  # it was not run
+
+
+def test_model_card_of_a_model_from_the_hub(
+    fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
+    settings["model"]["pretrained"] = "org/name"
+    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    out = tmp_path / "out"
+    export(
+        str(fresh.folder),
+        format="hf",
+        output=str(out),
+        verify="bytes",
+        original=str(fresh.original),
+    )
+    header, text = card(out)
+    assert header["base_model"] == "org/name"
+    assert "license" not in header
+    assert "Licence of the base model: not stated" in text
+    assert "No engine was run" in text
+
+
+def test_model_card_names_files_of_this_machine_without_their_folders(
+    fresh: Known, tmp_path: Path
+) -> None:
+    text = tmp_path / "mine.jsonl"
+    text.write_text("{}")
+    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
+    settings["data"]["calibration"]["source"] = str(text)
+    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (fresh.folder / "metrics.json").write_text(
+        json.dumps({"perplexity": {"original": {str(text): 25.73}}})
+    )
+    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
+    _, content = card(tmp_path / "out")
+    assert str(tmp_path) not in content
+    for part in ("| mine.jsonl |", "    source: mine.jsonl", "tokens of mine.jsonl;"):
+        assert part in content
+
+
+def test_unmeasured_perplexity_is_not_made_up(fresh: Known, tmp_path: Path) -> None:
+    (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {}}))
+    (fresh.folder / "test.json").write_text(json.dumps({"tasks": {}}))  # test without texts
+    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
+    assert "Not measured." in card(tmp_path / "out")[1]

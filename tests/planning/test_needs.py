@@ -1,0 +1,126 @@
+"""Memory and disk are counted byte by byte, from the shape of a model."""
+
+from dataclasses import replace
+
+from aespa_pl.models.family import Role
+from aespa_pl.planning.arithmetic import block_flops
+from aespa_pl.planning.needs import (
+    batch_bytes,
+    device_bytes,
+    disk_bytes,
+    hessian_bytes,
+    host_bytes,
+    shift_bytes,
+)
+from aespa_pl.planning.shape import Work
+from aespa_pl.resolve import resolved
+from aespa_pl.settings import (
+    ObjectiveSettings,
+    QuantizationSettings,
+)
+from tests.planning.shapes import PAPER, WORK, shape
+
+
+def test_statistics_are_counted_one_by_one() -> None:
+    s = shape()  # 24 wide, 4 query and 2 key heads of 6, feed-forward of 20 or 32
+    d, wide = s.hidden, s.inputs["mlp_hidden"]
+    layout = s.layout
+    plain = sum(c**2 for c in (d, layout.heads * layout.head_dim, d, wide))
+    G = (layout.heads + layout.key_value_heads) * layout.head_dim**2
+    H_V = layout.key_value_heads * d**2
+    assert hessian_bytes(s, PAPER) == 4 * (plain + G + H_V)
+    layer = replace(PAPER, objective=ObjectiveSettings("layer", "layer"))
+    assert hessian_bytes(s, layer) == 4 * plain
+    assert shift_bytes(s, PAPER) == 0
+    inputs, outputs = 2 * d**2, d * (layout.heads * layout.head_dim + wide)
+    values = layout.key_value_heads * layout.head_dim * d
+    assert shift_bytes(s, resolved(QuantizationSettings(method="aespa"))) == 4 * (
+        inputs + outputs + values
+    )
+
+
+def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
+    """Not of the probabilities of all heads, but where the model forms them itself."""
+    s, layout = shape("llama"), shape("llama").layout
+    long = Work(segments=1, length=1 << 15, batch_size=1, dtype_bytes=2)
+    all_heads = 4 * layout.heads * long.length**2
+    assert batch_bytes(s, long, PAPER) < 0.5 * all_heads
+    assert batch_bytes(shape("bloom"), long, PAPER) > 3 * all_heads
+    # an eighth of the rows of one head, scores and probabilities, and all else grows with L
+    twice = replace(long, length=2 * long.length)
+    square = batch_bytes(s, twice, PAPER) - 2 * batch_bytes(s, long, PAPER)
+    assert square == 4 * 2 * (twice.length**2 // 8 - 2 * (long.length**2 // 8))
+    d = s.hidden
+    # shifts of the attention's output, the original's inputs and residual streams, what is added to both
+    both = batch_bytes(s, long, resolved(QuantizationSettings(method="aespa"))) - batch_bytes(
+        s, long, PAPER
+    )
+    inputs = sum(s.inputs.values()) + 7 * d
+    assert both == 4 * long.length * 3 * d + 2 * long.length * inputs
+
+
+def test_less_is_learned_with_a_faster_method() -> None:
+    s, found = shape(), {}
+    for method in ("aespa", "aespa-hybrid", "aespa-fast"):
+        settings = resolved(QuantizationSettings(method=method, input_correction=0))
+        found[method] = (
+            device_bytes(s, WORK, settings)["rounding"],
+            block_flops(s, WORK, settings)["rounding"],
+            disk_bytes(s, WORK, settings, stored_bytes=2, on_disk=False),
+        )
+    for one, two in (("aespa", "aespa-hybrid"), ("aespa-hybrid", "aespa-fast")):
+        assert all(a > b for a, b in zip(found[one], found[two], strict=True))
+    assert found["aespa-fast"][1] == 0
+
+
+def test_products_in_bfloat16_need_the_statistics_in_it() -> None:
+    exact = device_bytes(shape(), WORK, PAPER)
+    lower = device_bytes(shape(), WORK, replace(PAPER, products="bfloat16"))
+    assert lower["rounding"] - exact["rounding"] == hessian_bytes(shape(), PAPER) // 2
+    assert {**lower, "rounding": 0} == {**exact, "rounding": 0}
+
+
+def test_hidden_states_are_in_memory_or_on_disk() -> None:
+    s, settings = shape(), resolved(QuantizationSettings(method="aespa"))
+    stream = 10 * 32 * s.hidden * 2
+    host = [host_bytes(s, WORK, settings, on_cpu=False, on_disk=d) for d in (False, True)]
+    assert host[0] - host[1] == 2 * stream  # the original's and the quantized model's
+    disk = [disk_bytes(s, WORK, settings, stored_bytes=2, on_disk=d) for d in (False, True)]
+    assert disk[1] - disk[0] == 2 * stream
+    largest = max(device_bytes(s, WORK, settings).values())
+    assert host_bytes(s, WORK, settings, on_cpu=True, on_disk=True) == host[1] + largest
+
+
+def test_accelerators_need_more_workspace() -> None:
+    s = replace(shape(), matrices=tuple(replace(m, rows=2**16) for m in shape().matrices))
+    one, other = (device_bytes(s, WORK, PAPER, accelerator=yes) for yes in (False, True))
+    largest = max(m.size for m in s.matrices)
+    assert other["rounding"] - one["rounding"] == (20 - 8) * largest
+    assert other["grid"] - one["grid"] == 12 * (2**26 - 2**18)
+    assert other["statistics"] == one["statistics"]
+
+
+def test_optq_factors_as_many_heads_as_fit_a_chunk() -> None:
+    """LLaMA-7B: 16 of 32 heads at once on an accelerator, none but one on a CPU."""
+    heads, d = 32, 4096
+    layout = replace(shape().layout, heads=heads, key_value_heads=heads)
+    matrices = tuple(replace(m, columns=d, rows=d) for m in shape().matrices)
+    s = replace(shape(), layout=layout, matrices=matrices)
+    one, other = (device_bytes(s, WORK, PAPER, accelerator=yes)["OPTQ"] for yes in (False, True))
+    assert other - one == 6 * 4 * (16 - 1) * d**2
+
+
+def test_grids_of_groups_need_memory_for_their_candidates() -> None:
+    s = shape()
+    found = [device_bytes(s, WORK, replace(PAPER, group_size=size))["grid"] for size in (None, 4)]
+    most = max(m.rows for m in s.matrices), max(m.size // 4 for m in s.matrices)
+    assert found[1] - found[0] == 12 * 200 * (most[1] - most[0])
+
+
+def test_polish_needs_memory_for_query_and_key_together() -> None:
+    s = shape()
+    off = replace(PAPER, polish=replace(PAPER.polish, enabled=False))
+    on = replace(PAPER, polish=replace(PAPER.polish, enabled=True))
+    needs = [device_bytes(s, WORK, settings)["polish"] for settings in (off, on)]
+    together = sum(m.size for m in s.matrices if m.role in (Role.QUERY, Role.KEY))
+    assert needs[1] - needs[0] == 36 * max(together, *(m.size for m in s.matrices))

@@ -1,0 +1,103 @@
+"""A bench has a small model, runs it in forks, and compares what the runs leave."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.forks import Forks, Outcome
+from tests.models.examples import LENGTH
+from tests.walks import SEGMENTS
+
+ITERATIONS, EVERY = 40, 8
+"""Iterations of each block, and between two checkpoints."""
+LAST = ("--ckpt_path", "last")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Has a small model, and runs it."""
+
+    folder: Path
+    forks: Forks
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    def arguments(self, name: str, *more: str) -> list[str]:
+        options: dict[str, Any] = {
+            "model.pretrained": self.folder / "model",
+            "data.calibration.source": self.folder / "words.txt",
+            "data.calibration.segments": SEGMENTS,
+            "data.calibration.segment_length": LENGTH,
+            "data.evaluation.texts": [],
+            "data.cache": self.folder / "cache",
+            "quantization.method": "aespa",
+            "quantization.rounding.iterations": ITERATIONS,
+            "quantization.rounding.learning_rate": 0.05,
+            "output.folder": self.runs,
+            "output.name": name,
+            "output.checkpoint_iterations": EVERY,
+            "trainer.accelerator": "cpu",
+        }
+        return ["fit", *(f"--{key}={value}" for key, value in options.items()), *more]
+
+    def fit(
+        self, name: str, *more: str, number: int = 0, when: str = "", delay: float = 0.0
+    ) -> Outcome:
+        """Run ``fit`` in a fork; ``when`` is a glob in the folder of the name's runs."""
+        when = str(self.runs / name / when) if when else ""
+        return self.forks.run(self.arguments(name, *more), number, when, delay)
+
+    def run_of(self, name: str) -> Path:
+        """Return the only run of a name; of one killed before its first journal only a folder is left."""
+        (journal,) = (self.runs / name).glob("version_*/journal.json")
+        return journal.parent
+
+    def journal(self, name: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.run_of(name) / "journal.json").read_text())
+        return content
+
+
+def results(run: Path) -> dict[str, bytes]:
+    """Return every file under blocks/ and model/, hidden ones as well."""
+    return {
+        path.relative_to(run).as_posix(): path.read_bytes()
+        for folder in ("blocks", "model")
+        for path in sorted((run / folder).rglob("*"))
+    }
+
+
+def check(bench: Bench, name: str, outcome: Outcome, whole: dict[str, bytes]) -> None:
+    """Check that a run is finished, equals the undisturbed one, and left nothing else behind."""
+    assert outcome.status == 0, outcome.text
+    run = bench.run_of(name)
+    assert outcome.text.splitlines()[-1] == str(run)
+    found = results(run)
+    assert sorted(found) == sorted(whole)
+    assert [path for path in whole if found[path] != whole[path]] == []
+    assert (run / "metrics.json").is_file()
+    assert not (run / "checkpoints").exists()
+    assert not list(run.glob(".*"))
+
+
+def copied(stopped: Path, bench: Bench, name: str) -> Path:
+    """Return the interrupted run under another name."""
+    return Path(shutil.copytree(stopped, bench.runs / name / "version_0"))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    """Change the last bit, which leaves the shapes right."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def remove(path: Path) -> None:
+    path.unlink()

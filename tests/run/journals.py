@@ -1,0 +1,34 @@
+"""The tests of the journal note the same small files in it."""
+
+import hashlib
+from pathlib import Path
+
+from aespa_pl.planning.partition import HeadRange, Portion
+from aespa_pl.run.journal import Run
+
+FINGERPRINT = {"model": "a" * 64, "dtype": "float32", "quantization": {"bits": 2, "grid": {"z": 1}}}
+
+
+RECORD = {"losses": {"q": {"final": 1.5, "polish_passes": 2}}, "seconds": {"grid": 3}}
+
+
+def portion_of(index: int, number: int = 0) -> Portion:
+    """Return a portion of a block; those with other numbers have other heads."""
+    return Portion(index, number, (HeadRange("q", number, number + 1, 4), HeadRange("k", 0, 2, 2)))
+
+
+def sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def note_checkpoint(run: Run, index: int, name: str = "a.ckpt") -> Path:
+    """Write a checkpoint of a block, and note it."""
+    file = make_file(run.checkpoint_folder(index) / name)
+    run.note_checkpoint(portion_of(index), file, sha(file))
+    return file
+
+
+def make_file(path: Path, content: str = "content") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    return path

@@ -1,0 +1,108 @@
+"""Checkpoints come by iterations and time, and are named once they are on the disk."""
+
+import hashlib
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from aespa_pl.run.checkpointing import JournaledCheckpointIO
+from aespa_pl.run.interruption import Interruption
+from aespa_pl.run.journal import Run
+from aespa_pl.settings import OutputSettings
+from tests.disks import files, full, refused
+from tests.run.stopping import EVERY_FIVE, LAST, options, whole_block
+from tests.walks import walk
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (EVERY_FIVE, [5, 10, 15, 20]),
+        (
+            OutputSettings(checkpoint_iterations=None, checkpoint_seconds=1e-9),
+            list(range(1, LAST + 1)),
+        ),
+        (OutputSettings(checkpoint_iterations=None, checkpoint_seconds=3600.0), []),
+        (OutputSettings(checkpoint_iterations=7, checkpoint_seconds=3600.0), [7, 14, 21]),
+        (OutputSettings(checkpoint_iterations=None, checkpoint_seconds=None), []),
+    ],
+)
+def test_checkpoints_come_by_iterations_and_time(
+    output: OutputSettings, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aespa_pl.run.checkpointing.REST", 0)
+
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+            self._look()
+
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self._look()
+
+        def _look(self) -> None:
+            run = Run.open(tmp_path / "runs" / "version_0")
+            if run.checkpoint is not None and run.checkpoint.block == 0:
+                file = run.usable_checkpoint(whole_block(0))
+                assert file is not None
+                self.steps.append(torch.load(file, weights_only=True)["global_step"])
+                assert len(list(run.checkpoint_folder(0).iterdir())) == 1  # the older is removed
+
+    watch = Watch()
+    walk("opt", tmp_path, options=options(Interruption(), [watch], [], output))
+    assert sorted(set(watch.steps)) == expected
+
+
+def test_saving_takes_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An iteration takes 1 s and a save 2 s on this clock; 5 s between saves are asked for."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    saved: list[float] = []
+
+    class Slow(Callback):
+        def on_train_batch_start(self, *_: object) -> None:
+            clock[0] += 1
+
+        def on_save_checkpoint(self, *_: object) -> None:
+            saved.append(clock[0])
+            clock[0] += 2
+
+    output = OutputSettings(checkpoint_seconds=5.0)
+    changes = {"rounding.iterations": 100}
+    walk("opt", tmp_path, changes, options=options(Interruption(), [Slow()], [], output))
+    between = [b - (a + 2) for a, b in itertools.pairwise(saved)]  # from the end of a save
+    assert between[0] == between[1] == 20 * 2
+    assert saved[0] == 5
+
+
+def test_checksum_made_while_writing_is_that_of_the_file(tmp_path: Path) -> None:
+    run, portion = Run.create(tmp_path, {}), whole_block(0)
+    path = run.checkpoint_folder(0) / "step_1.ckpt"
+    content: dict[str, Any] = {"a": torch.randn(1000), "b": {"c": 3}}
+    JournaledCheckpointIO(run, portion).save_checkpoint(content, path)
+    assert run.checkpoint is not None
+    assert run.checkpoint.checksum == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert torch.equal(JournaledCheckpointIO(run, portion).load_checkpoint(path)["a"], content["a"])
+
+
+def test_checkpoint_is_named_after_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the disk fills on the way, the journal keeps the one before, which is still there."""
+    run, portion = Run.create(tmp_path, {}), whole_block(0)
+    writer, folder = JournaledCheckpointIO(run, portion), run.checkpoint_folder(0)
+    writer.save_checkpoint({"a": 1}, folder / "step_1.ckpt")
+    monkeypatch.setattr(torch, "save", full)
+    with refused(folder):
+        writer.save_checkpoint({"a": 2}, folder / "step_2.ckpt")
+    assert Run.open(run.folder).usable_checkpoint(portion) == folder / "step_1.ckpt"
+    assert files(folder) == ["step_1.ckpt"]

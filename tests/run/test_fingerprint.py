@@ -1,0 +1,59 @@
+"""A run goes on with the same inputs only, and names all that differ."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aespa_pl.errors import UserError
+from aespa_pl.run.fingerprint import MEBIBYTE, differences, model_fingerprint
+from aespa_pl.run.journal import Run
+from tests.run.journals import FINGERPRINT, make_file
+
+
+def test_run_with_the_same_inputs_goes_on(run: Run) -> None:
+    Run.open(run.folder).refuse_changes(FINGERPRINT)
+
+
+def test_all_that_differs_is_listed(run: Run) -> None:
+    now: dict[str, Any] = {
+        "model": "b" * 64,
+        "dtype": "float32",
+        "quantization": {"bits": 3, "grid": {"z": 2}},
+        "more": 1,
+    }
+    with pytest.raises(UserError) as caught:
+        Run.open(run.folder).refuse_changes(now)
+    assert str(caught.value) == (
+        f"{run.folder} cannot be continued, because model was aaaaaaaa... and is bbbbbbbb...; "
+        "more was None and is 1; quantization.bits was 2 and is 3; quantization.grid.z was 1 and "
+        "is 2: restore these, or start a new run without --ckpt_path"
+    )
+
+
+def test_differences_of_equal_fingerprints_are_none() -> None:
+    assert differences(FINGERPRINT, json.loads(json.dumps(FINGERPRINT))) == []
+    assert differences({"a": {"b": 1}}, {"a": 1}) == ["a was {'b': 1} and is 1"]
+    assert differences({"a": None}, {}) == []
+
+
+@pytest.mark.parametrize("place", ["start", "end", "name", "length"])
+def test_model_fingerprint_sees_other_weights(place: str, tmp_path: Path) -> None:
+    content = bytearray(3 * MEBIBYTE)
+    path = tmp_path / "a"
+    path.write_bytes(content)
+    before = model_fingerprint([path])
+    assert model_fingerprint([path]) == before
+    if place == "name":
+        path = path.rename(tmp_path / "b")
+    else:
+        content[0 if place == "start" else -1] = place != "length"
+        path.write_bytes(bytes(content) + b"\0" * (place == "length"))
+    assert model_fingerprint([path]) != before
+
+
+def test_model_fingerprint_does_not_depend_on_the_order(tmp_path: Path) -> None:
+    paths = [make_file(tmp_path / name, name) for name in "ab"]
+    assert model_fingerprint(paths) == model_fingerprint(reversed(paths))
+    assert model_fingerprint(paths) != model_fingerprint(paths[:1])

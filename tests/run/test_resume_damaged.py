@@ -1,0 +1,84 @@
+"""A stopped run whose files were damaged does again what they held, and ends with the same bytes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from aespa_pl.run.fingerprint import checksum
+from tests.run.bench import ITERATIONS, LAST, Bench, check, copied, flip, remove, results, truncate
+from tests.walks import BLOCKS
+
+BLOCK, SHARD = "blocks/block_000.safetensors", "model/model-00002-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(("file", "damage"), [(BLOCK, truncate), (SHARD, flip), (SHARD, remove)])
+def test_damaged_block_is_named_and_done_again(
+    file: str,
+    damage: Callable[[Path], None],
+    bench: Bench,
+    stopped: Path,
+    whole: dict[str, bytes],
+) -> None:
+    name = f"{damage.__name__}_{Path(file).name}"
+    run = copied(stopped, bench, name)
+    damage(run / file)
+    outcome = bench.fit(name, *LAST)
+    message = (
+        f"block 0 of {BLOCKS}: {run / file} is damaged or missing: the block is quantized again"
+    )
+    assert message in outcome.text.splitlines()
+    check(bench, name, outcome, whole)
+
+
+@pytest.mark.parametrize("damage", [truncate, remove])
+def test_damaged_checkpoint_is_named_and_not_used(
+    damage: Callable[[Path], None], bench: Bench, stopped: Path, whole: dict[str, bytes]
+) -> None:
+    name = f"{damage.__name__}_checkpoint"
+    run = copied(stopped, bench, name)
+    file = run / bench.journal(name)["checkpoint"]["file"]
+    damage(file)
+    outcome = bench.fit(name, *LAST)
+    assert f"block 1: {file} is damaged or missing: it is not used" in outcome.text.splitlines()
+    check(bench, name, outcome, whole)
+
+
+def test_checkpoint_is_used(bench: Bench, stopped: Path, whole: dict[str, bytes]) -> None:
+    """The end is another with a checkpoint of other rounding variables in its place."""
+    name = "other_checkpoint"
+    run = copied(stopped, bench, name)
+    journal = bench.journal(name)
+    file = run / journal["checkpoint"]["file"]
+    content = torch.load(file, weights_only=True)
+    assert 0 < content["global_step"] <= ITERATIONS
+    for variables in content["state_dict"].values():
+        variables.neg_()
+    torch.save(content, file)
+    text = (run / "journal.json").read_text()
+    (run / "journal.json").write_text(
+        text.replace(journal["checkpoint"]["checksum"], checksum(file))
+    )
+    assert bench.fit(name, *LAST).status == 0
+    found = results(run)
+    assert found["blocks/block_000.safetensors"] == whole["blocks/block_000.safetensors"]
+    assert found["blocks/block_001.safetensors"] != whole["blocks/block_001.safetensors"]
+
+
+def test_checkpoint_of_a_newer_lightning_is_used(
+    bench: Bench, stopped: Path, whole: dict[str, bytes]
+) -> None:
+    """The file is like one after a downgrade; its content counts."""
+    name = "newer_lightning"
+    run = copied(stopped, bench, name)
+    journal = bench.journal(name)
+    file = run / journal["checkpoint"]["file"]
+    content = torch.load(file, weights_only=True)
+    content["pytorch-lightning_version"] = "99.0.0"
+    torch.save(content, file)
+    text = (run / "journal.json").read_text()
+    (run / "journal.json").write_text(
+        text.replace(journal["checkpoint"]["checksum"], checksum(file))
+    )
+    check(bench, name, bench.fit(name, *LAST), whole)

@@ -1,0 +1,23 @@
+"""The tests of a module share their walks."""
+
+from typing import Any
+
+import pytest
+
+from aespa_pl.resolve import resolved
+from tests.walk.by_hand import Walked
+from tests.walks import Quantized, changed, walk
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
+    """Does the walks of a module, each once, in whichever words the settings are."""
+    done: dict[str, Quantized] = {}
+
+    def get(name: str, changes: dict[str, Any] | None = None) -> Quantized:
+        key = f"{name} {resolved(changed(changes or {}))}"
+        if key not in done:
+            done[key] = walk(name, tmp_path_factory.mktemp(name), changes)
+        return done[key]
+
+    return get

@@ -1,0 +1,109 @@
+"""A walk stores what it did, and goes on from it to the same bits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from safetensors import safe_open
+
+from aespa_pl.planning.partition import Portion
+from aespa_pl.run.journal import Run
+from tests.models.examples import make_model
+from tests.walk.by_hand import CORRECT, NOT_LEARNED, POLISH, Walked, differing
+from tests.walks import BLOCKS, shortened, walk
+
+
+def test_hidden_states_on_disk_give_the_same(walked: Walked, tmp_path: Path) -> None:
+    """The correction has two streams of them."""
+    changes = {**CORRECT, **NOT_LEARNED}
+    expected = walked("llama-grouped", changes)
+    found = walk("llama-grouped", tmp_path, changes, hidden_folder=tmp_path / "hidden")
+    assert differing(expected, found) == differing(expected, found, 1) == set()
+    assert list((tmp_path / "hidden").iterdir()) == []
+
+
+def test_what_was_measured_is_in_journal_and_block_file(walked: Walked) -> None:
+    quantized = walked("opt")
+    for index in range(BLOCKS):
+        record = quantized.journal["blocks"][str(index)]
+        with safe_open(quantized.run.block_file(index), "pt") as file:
+            block = json.loads(file.metadata()["block"])
+        assert block["losses"] == record["losses"]
+        assert block["tuning"] is None  # these settings tune nothing
+        for loss in record["losses"].values():
+            assert loss.keys() == {
+                "nearest", "optq", "final", "share_not_nearest", "extra_damping",
+            }  # fmt: skip
+        for phase in ("statistics", "grid", "optq", "rounding"):
+            assert record["seconds"][phase] > 0
+        shares = [x["final"] / x["nearest"] for x in record["losses"].values()]
+        mean = sum(shares) / len(shares)
+        assert f"block {index} of {BLOCKS}: loss {mean:.3f} of nearest" in quantized.said
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("llama-grouped", {}), ("opt", CORRECT), ("bloom", CORRECT), ("llama-grouped", CORRECT)],
+)
+def test_block_after_replay_is_the_same(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """The inputs of block 1 come from the block in memory first, then from its file.
+
+    With correction both streams go through the complete blocks again.
+    """
+    torch.manual_seed(1)
+    model = shortened(make_model(name, torch.float16))  # the file holds less than float32 does
+    first = walk(name, tmp_path, changes, model=model)
+    tensors, losses = first.file(1), first.losses(1)
+    run = Run.open(first.run.folder)
+    del run.blocks[1]
+    again = walk(name, tmp_path, changes, model=model, run=run)
+    assert again.losses(1) == losses
+    assert all(torch.equal(tensor, tensors[key]) for key, tensor in again.file(1).items())
+    assert "1 of 2 blocks are complete already" in again.said
+
+
+def test_what_polish_did_is_in_journal_and_printed(walked: Walked) -> None:
+    quantized = walked("opt", POLISH)
+    for index in range(BLOCKS):
+        record = quantized.journal["blocks"][str(index)]
+        losses = record["losses"].values()
+        for loss in losses:
+            assert loss.keys() == {
+                "nearest", "optq", "final", "share_not_nearest", "extra_damping",
+                "before_polish", "polish_passes", "polish_changed",
+            }  # fmt: skip
+        assert record["seconds"]["polish"] > 0
+        changed = sum(x["polish_changed"] for x in losses)
+        passes = max(x["polish_passes"] for x in losses)
+        line = f"block {index} of {BLOCKS}: polish changed {changed} integers in {passes} passes; "
+        assert line in quantized.said
+    assert "polish" not in walked("opt").journal["blocks"]["0"]["seconds"]
+
+
+class Stop(Callback):
+    """Ends the second training."""
+
+    def __init__(self) -> None:
+        self.trainings = 0
+
+    def options(self, _run: Run, _portion: Portion) -> dict[str, Any]:
+        return {"callbacks": [self]}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trainings += 1
+        if self.trainings == 2:
+            raise InterruptedError
+
+
+def test_run_with_polish_goes_on_to_the_same_bits(tmp_path: Path, walked: Walked) -> None:
+    with pytest.raises(InterruptedError):
+        walk("opt", tmp_path, POLISH, options=Stop().options)
+    run = Run.open(tmp_path / "runs" / "version_0")
+    assert set(run.blocks) == {0}
+    continued, whole = walk("opt", tmp_path, POLISH, run=run), walked("opt", POLISH)
+    for index in range(BLOCKS):
+        assert not differing(continued, whole, index)
+        assert continued.losses(index) == whole.losses(index)
