@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -73,7 +74,21 @@ class Learner:
         ]
         found: dict[str, list[Tensor]] = {name: [] for name in learned}
         for portion in learning_portions(block.index, divisible, self.partition):
-            integers = self._integers_of(portion, block)
+            integers = self.world.from_first(partial(self._learned_before, portion))
+            if integers is None:
+                release_memory()
+                module, trainer = self._module(portion, block), self.make_trainer(portion)
+                trainer.fit(
+                    module,
+                    datamodule=StatisticsDataModule(self._statistics(portion, block)),
+                    ckpt_path=self.world.from_first(
+                        partial(self.journal.checkpoint_to_continue, portion)
+                    ),
+                )
+                self._refuse_early_end(trainer, f"block {block.index}")
+                integers = self._integers(module, portion, block)
+                del module, trainer
+                self._keep(portion, integers)
             for heads in portion.ranges:
                 found[heads.name].append(integers[heads.key].to(self.device))
         for name, p in learned.items():
@@ -85,13 +100,28 @@ class Learner:
     def _learns(self, p: QuantizedProjection) -> bool:
         return self.settings.learns(attention=p.projection.role is not Role.OTHER)
 
-    def _integers_of(self, portion: Portion, block: QuantizedBlock) -> dict[str, Tensor]:
-        """Return the integers of a portion by head range; what an interrupted run has learned is read."""
-        integers = self.world.from_first(lambda: self._learned_before(portion))
-        if integers is not None:
-            return integers
-        release_memory()
-        integers = self._fit(portion, block)
+    def _module(self, portion: Portion, block: QuantizedBlock) -> BlockRounding:
+        projections = {heads.key: self._rounding(heads, block) for heads in portion.ranges}
+        settings = self.settings
+        return BlockRounding(
+            projections, settings.rounding, f"block {block.index}", settings.precision
+        )
+
+    def _integers(
+        self, module: BlockRounding, portion: Portion, block: QuantizedBlock
+    ) -> dict[str, Tensor]:
+        """Return the integers of all processes' rows, by head range."""
+        with self.world.failing_together():
+            found = module.integers()
+        return {
+            heads.key: self._share(heads, block.projections[heads.name]).whole(
+                found[heads.key].to(self.device)
+            )
+            for heads in portion.ranges
+        }
+
+    def _keep(self, portion: Portion, integers: dict[str, Tensor]) -> None:
+        """Write down what a portion has learned where an interruption may follow."""
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()
         # there may be a next portion, or the tuning of the block, to be interrupted in
@@ -100,24 +130,6 @@ class Learner:
             file = self.journal.portion_file(portion)
             write_tensors(file, integers, {})
             self.journal.note_portion(portion, file)
-        return integers
-
-    def _fit(self, portion: Portion, block: QuantizedBlock) -> dict[str, Tensor]:
-        """Run one Trainer.fit; each process learns its rows, and all get all integers."""
-        label, settings = f"block {block.index}", self.settings
-        projections = {heads.key: self._rounding(heads, block) for heads in portion.ranges}
-        shares = {key: rounding.share for key, rounding in projections.items()}
-        module = BlockRounding(projections, settings.rounding, label, settings.precision)
-        trainer = self.make_trainer(portion)
-        trainer.fit(
-            module,
-            datamodule=StatisticsDataModule(self._statistics(portion, block)),
-            ckpt_path=self.world.from_first(lambda: self.journal.checkpoint_to_continue(portion)),
-        )
-        self._refuse_early_end(trainer, label)
-        with self.world.failing_together():
-            found = module.integers()
-        return {key: shares[key].whole(q.to(self.device)) for key, q in found.items()}
 
     def _rounding(self, heads: HeadRange, block: QuantizedBlock) -> ProjectionRounding:
         """Return the soft rounding of this process's rows; W' goes when its last heads have begun."""

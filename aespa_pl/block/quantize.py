@@ -61,7 +61,18 @@ class BlockQuantizer:
         Raises:
             UserError: The loss is not finite even with ten times the damping.
         """
-        self._choose_integers(block)
+        damping = self.learner.journal.damping.get(block.index, self.settings.damping)
+        while True:
+            block.damp(damping)
+            try:
+                with self._measure("grid"):
+                    fit_grids(block, self.settings, self.learner.world)
+                self._update(block)
+                with self._measure("rounding"):
+                    self.learner.learn(block)
+                break
+            except NumericalError as error:
+                damping = self._more_damping(block.index, damping, error)
         if self.settings.polish.enabled:
             with self._measure("polish"):
                 polish(block, self.settings.polish.passes, self.learner.world)
@@ -72,33 +83,22 @@ class BlockQuantizer:
         except NumericalError as error:
             raise UserError(f"{error}; raise quantization.damping in a new run") from error
 
-    def _choose_integers(self, block: QuantizedBlock) -> None:
-        """Run steps 2 to 4; once more with ten times the damping where the loss is not finite."""
-        journal, damping = self.learner.journal, self.settings.damping
-        used = journal.damping.get(block.index, damping)
-        block.damp(used)
-        try:
-            self._attempt(block)
-        except NumericalError as error:
-            stronger = DAMPING_GROWTH * used
-            if used != damping or stronger >= 1:
-                raise UserError(f"{error}; raise quantization.damping in a new run") from error
-            log.warning("%s; again with damping %g", error, stronger)
-            journal.damping[block.index] = stronger
-            journal.forget_learning()
-            self._choose_integers(block)
-
-    def _attempt(self, block: QuantizedBlock) -> None:
-        settings, world = self.settings, self.learner.world
-        with self._measure("grid"):
-            fit_grids(block, settings, world)
-        if settings.optq.enabled:
+    def _update(self, block: QuantizedBlock) -> None:
+        if self.settings.optq.enabled:
             with self._measure("optq"):
-                update(block, world, rows=bool(settings.optq.rows))
+                update(block, self.learner.world, rows=bool(self.settings.optq.rows))
         for p in block.projections.values():
             p.measured["optq"] = float(p.loss(p.integers).sum())
-        with self._measure("rounding"):
-            self.learner.learn(block)
+
+    def _more_damping(self, index: int, used: float, error: NumericalError) -> float:
+        """Return the damping of the second attempt; there is no third."""
+        stronger = DAMPING_GROWTH * used
+        if used != self.settings.damping or stronger >= 1:
+            raise UserError(f"{error}; raise quantization.damping in a new run") from error
+        log.warning("%s; again with damping %g", error, stronger)
+        self.learner.journal.damping[index] = stronger
+        self.learner.journal.forget_learning()
+        return stronger
 
     def _measure(self, phase: str) -> AbstractContextManager[None]:
         return self.stopwatch.measure(phase, self.learner.device)
