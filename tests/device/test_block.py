@@ -127,7 +127,7 @@ def test_learning_waits_once_a_curve(counted: Counted) -> None:
         # Lightning copies numbers to the device for the loss that is logged
         assert all(w.startswith(("tolist", "copy to the device")) for w in reported)
         assert not waits(
-            found, "BlockRounding._report", "BlockRounding._decide", "Learner._fit", "<dictcomp>"
+            found, "BlockRounding._report", "BlockRounding._decide", "Learner.learn", "<dictcomp>"
         )
 
 
