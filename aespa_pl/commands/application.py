@@ -188,8 +188,7 @@ class AespaCLI(LightningCLI):
         """Measure, and print the results."""
         tasks = TaskSettings(**{key.name: self.settings[key.name] for key in fields(TaskSettings)})
         if (exported := quantized_folder(self.settings.model)) is not None:
-            device = self.trainer.strategy.root_device
-            s = self.settings
+            s, device = self.settings, self.trainer.strategy.root_device
             metrics = measure_exported(exported, s.model, s.data, tasks, device)
             print_results(PipeConsole(), metrics, exported.name)
             return

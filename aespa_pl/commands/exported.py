@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from aespa_pl.commands.job import block_dtype
+from aespa_pl.commands.job import block_dtype, held_out_texts
 from aespa_pl.commands.limits import check_length, evaluation_length
-from aespa_pl.data import evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import whole_perplexity
 from aespa_pl.evaluation.table import result_table
@@ -24,7 +23,6 @@ from aespa_pl.evaluation.whole import load_whole, unpacked_config
 from aespa_pl.models import family_of
 from aespa_pl.models.headers import shards
 from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
-from aespa_pl.storage.cache import default_cache
 from aespa_pl.storage.files import write_json, write_text
 
 
@@ -96,11 +94,7 @@ def _tokens(folder: Path, data: DataSettings) -> dict[str, Tensor]:
     """Return the segments of each text, by its name."""
     config = unpacked_config(folder)
     positions = family_of(config).positions(config)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    cache = Path(data.cache).expanduser() if data.cache else default_cache()
-    length, limit = evaluation_length(data, positions), data.evaluation.max_segments
+    length = evaluation_length(data, positions)
     check_length("evaluation", length, positions, str(folder))
-    return {
-        name: evaluation_tokens(name, tokenizer, length, limit, cache)
-        for name in data.evaluation.names
-    }
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return held_out_texts(data, tokenizer, length, config.vocab_size)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 import aespa_pl
 from aespa_pl.block.quantized import nearest_weight
@@ -62,9 +63,9 @@ class Job:
             UserError: The model can't be found, read or quantized with these settings.
         """
         resolved(quantization, device.type)  # refuses what can't work before a model is downloaded
-        cache = Path(data.cache).expanduser() if data.cache else None
         check_output(output)
-        pretrained = PretrainedFolder.open(resolve(model.pretrained, model.revision), cache)
+        folder = resolve(model.pretrained, model.revision)
+        pretrained = PretrainedFolder.open(folder, cache_folder(data))
         family = family_of(pretrained.config)
         width = Shape.of(pretrained.config, family).hidden
         quantization = resolved(quantization, device.type, width)
@@ -141,16 +142,8 @@ class Job:
 
     def evaluation(self) -> dict[str, Tensor]:
         """Return the segments of each held-out text, by its name."""
-        settings, tokenizer = self.data.evaluation, self.pretrained.tokenizer()
-        texts = {
-            text: evaluation_tokens(
-                text, tokenizer, self.evaluation_length, settings.max_segments, self.cache
-            )
-            for text in settings.names
-        }
-        for tokens in texts.values():
-            check_vocabulary(tokens, self.pretrained.config.vocab_size)
-        return texts
+        tokenizer, vocabulary = self.pretrained.tokenizer(), self.pretrained.config.vocab_size
+        return held_out_texts(self.data, tokenizer, self.evaluation_length, vocabulary)
 
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
         """Return everything that the result depends on; a resume with anything else is refused.
@@ -191,11 +184,40 @@ class Job:
     @property
     def cache(self) -> Path:
         """Return the folder of tokens, weights and perplexities that later runs need again."""
-        return Path(self.data.cache).expanduser() if self.data.cache else default_cache()
+        return cache_folder(self.data)
 
     @property
     def _positions(self) -> int | None:
         return self.family.positions(self.pretrained.config)
+
+
+def cache_folder(data: DataSettings) -> Path:
+    """Return the folder of tokens, weights and perplexities that later runs need again."""
+    return Path(data.cache).expanduser() if data.cache else default_cache()
+
+
+def held_out_texts(
+    data: DataSettings, tokenizer: PreTrainedTokenizerBase, length: int, vocabulary: int
+) -> dict[str, Tensor]:
+    """Return the segments ``[segments, length]`` of each held-out text, by its name.
+
+    Args:
+        data: Names of the texts, number of segments, and the folder that keeps the tokens.
+        tokenizer: Tokenizer of the model.
+        length: Tokens in a segment.
+        vocabulary: Number of tokens that the model knows.
+
+    Raises:
+        UserError: A text can't be had, or has fewer tokens than a segment or others than the model knows.
+    """
+    limit, cache = data.evaluation.max_segments, cache_folder(data)
+    texts = {
+        name: evaluation_tokens(name, tokenizer, length, limit, cache)
+        for name in data.evaluation.names
+    }
+    for tokens in texts.values():
+        check_vocabulary(tokens, vocabulary)
+    return texts
 
 
 def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:

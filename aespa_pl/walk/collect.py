@@ -126,12 +126,12 @@ class StatisticsPasses:
             for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
                 original = None
                 if compare:
-                    with observing(module, collector.groups, residuals=True) as original:
+                    with observing(module, collector.groups, residuals=first) as original:
                         after = self.source.run_block(module, next(originals))
                 elif differ and last:
                     after = self.source.run_block(module, next(originals))
                 with observing(
-                    module, collector.groups, residuals=compare, attention=either
+                    module, collector.groups, residuals=compare and first, attention=either
                 ) as seen:
                     output = self.source.run_block(module, quantized)
                 if streams.original is not None and last:

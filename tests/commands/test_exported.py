@@ -1,23 +1,13 @@
-"""Folders that hold packed weights are told from others, and measured."""
+"""Folders that hold packed weights are told from others."""
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from aespa_pl.commands.export import export
-from aespa_pl.commands.exported import measure_exported, quantized_folder
-from aespa_pl.data import evaluation_tokens
+from aespa_pl.commands.exported import quantized_folder
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.perplexity import perplexity
-from aespa_pl.models import family_of
-from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.models.streamed import StreamedModel
-from aespa_pl.settings import DataSettings, EvaluationSettings, ModelSettings, TaskSettings
-from tests.export.conftest import MakeRun, known
-
-__all__ = ["known"]
+from aespa_pl.settings import ModelSettings
 
 
 def test_packed_weights_are_told_from_others(tmp_path: Path) -> None:
@@ -34,26 +24,3 @@ def test_gguf_is_refused_with_what_can_be_tested(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"for llama\.cpp.*or its export as compressed-tensors"):
         quantized_folder(ModelSettings(pretrained=str(tmp_path)))
-
-
-def test_perplexity_of_an_export_is_that_of_the_runs_own_folder(
-    known: MakeRun, tmp_path: Path
-) -> None:
-    """One is streamed and rounded to float16, the other loaded whole: scales times integers."""
-    run, folder = known("llama", 4, 32), tmp_path / "packed"
-    export(str(run.folder), format="compressed-tensors", output=str(folder), verify="bytes")
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat and looked at the dog. " * 40)
-    model = ModelSettings(pretrained=str(folder), dtype="float32")
-    evaluation = EvaluationSettings(texts=[str(text)], segment_length=16)
-    data = DataSettings(evaluation=evaluation, cache=str(tmp_path / "cache"))
-    metrics = measure_exported(folder, model, data, TaskSettings(), torch.device("cpu"))
-    pretrained = PretrainedFolder.open(run.folder / "model")
-    source = StreamedModel.open(
-        pretrained, family_of(pretrained.config), torch.device("cpu"), torch.float32
-    )
-    tokens = evaluation_tokens(str(text), pretrained.tokenizer(), 16, None, tmp_path / "cache")
-    expected = perplexity(source, {"text": tokens}, batch_size=4)["text"]
-    assert metrics["perplexity"]["quantized"] == {str(text): pytest.approx(expected, rel=1e-3)}
-    assert json.loads((folder / "test.json").read_text()) == metrics
-    assert f"perplexity, {text}" in (folder / "test.md").read_text()
