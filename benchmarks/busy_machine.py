@@ -2,10 +2,10 @@
 
 python benchmarks/busy_machine.py --threads 2
 
-Each line is a process of its own, because OpenMP reads its settings once. *ours* is what ``aespa_pl`` sets:
-a thread that waits for the others spins 2,000 turns, and then sleeps. In *passive* it sleeps at once.
-*default* is GNU OpenMP's own: it spins 300,000 turns, and takes the core of the thread that it waits for.
-Shapes of the embedded models.
+Each line is a process of its own, because OpenMP reads its settings once. *turns* is how often a thread that
+waits for the others looks again before it sleeps: ``aespa_pl`` sets 2,000. With 0 it sleeps at once; GNU's
+OpenMP takes 300,000 where nothing is set, and such a thread takes the core of the one that it waits for.
+Shapes of the embedded models, for the descent of SmolLM2-135M's query heads.
 """
 
 import json
@@ -21,52 +21,55 @@ from jsonargparse import auto_cli
 from report import Report
 
 from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss
-from aespa_pl.algorithm.grid import search_grid
-from aespa_pl.algorithm.quantizer import GridFormat
+from aespa_pl.algorithm.descent import descend
+from aespa_pl.algorithm.grid import min_max_grid, search_grid
+from aespa_pl.algorithm.quantizer import GridFormat, quantize
 from aespa_pl.algorithm.second_moments import add_gram
 from aespa_pl.algorithm.workspace import Workspace
 
 ROWS, COLUMNS, TOKENS = 128, 512, 4096
 BUSY = "while True: pass"
-WAITING = {
-    "ours": {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"},
-    "passive": {"OMP_WAIT_POLICY": "passive"},
-    "default": {"GOMP_SPINCOUNT": "300000"},
-}
-"""Variables for the process, set from outside because this file imports torch first."""
+HEADS, HEAD_ROWS, WIDTH, PASSES = 9, 64, 576, 4
+"""Query heads of the descent, and its passes."""
 
 
 def main(
-    threads: int = 2, *, seconds: float = 3.0, busy: int = 1, output: Path | None = None
+    threads: int = 2,
+    *,
+    turns: list[int] | None = None,
+    seconds: float = 3.0,
+    busy: int = 1,
+    output: Path | None = None,
 ) -> None:
-    """Measure learning, grid and statistics, alone and beside busy processes, and print a table.
+    """Measure learning, grid, statistics and descent, alone and beside busy processes, and print a table.
 
     Args:
         threads: Threads of torch.
+        turns: Turns that a waiting thread spins before it sleeps; null: 0, 2000 and 300000.
         seconds: Seconds of each measurement.
         busy: Number of busy processes.
         output: JSON lines are appended to this file.
     """
     report = Report(
-        ["waiting", "busy processes", "learning, ms", "grid, ms", "statistics, ms"],
+        ["turns", "busy processes", "learning, ms", "grid, ms", "statistics, ms", "descent, ms"],
         output,
         benchmark="busy_machine",
         threads=threads,
     )
-    for waiting in WAITING:
+    for spins in turns or [0, 2000, 300_000]:
         for count in (0, busy):
             others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
             try:
-                found = _measured(waiting, threads, seconds)
+                found = _measured(spins, threads, seconds)
             finally:
                 for other in others:
                     other.kill()
                     other.wait()
             cells = [f"{milliseconds:.2f}" for milliseconds in found.values()]
-            report.row([waiting, count, *cells], waiting=waiting, busy=count, **found)
+            report.row([spins, count, *cells], turns=spins, busy=count, **found)
 
 
-def _measured(waiting: str, threads: int, seconds: float) -> dict[str, float]:
+def _measured(turns: int, threads: int, seconds: float) -> dict[str, float]:
     """Return milliseconds of each piece of work in a process of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     command = f"import busy_machine; busy_machine.work({threads}, {seconds})"
@@ -75,7 +78,9 @@ def _measured(waiting: str, threads: int, seconds: float) -> dict[str, float]:
         [sys.executable, "-c", command],
         env={
             **environment,
-            **WAITING[waiting],
+            # set from outside, because this file imports torch before aespa_pl
+            "OMP_WAIT_POLICY": "passive",
+            "GOMP_SPINCOUNT": str(turns),
             "PYTHONPATH": f"{folder}{os.pathsep}{folder.parent}",
         },
         stdout=subprocess.PIPE,
@@ -101,6 +106,7 @@ def work(threads: int, seconds: float) -> None:
         ),
         "grid": lambda: search_grid(W, H, torch.ones(COLUMNS), two_bits),
         "statistics": lambda: add_gram(total, X),
+        "descent": _descent(two_bits),
     }
     found = {}
     for name, call in works.items():
@@ -111,6 +117,15 @@ def work(threads: int, seconds: float) -> None:
             calls += 1
         found[name] = 1000 * (time.perf_counter() - began) / calls
     print(json.dumps(found))
+
+
+def _descent(form: GridFormat) -> Callable[[], object]:
+    W, X = torch.randn(HEADS, HEAD_ROWS, WIDTH), torch.randn(TOKENS, WIDTH)
+    K = torch.randn(HEADS, TOKENS, HEAD_ROWS) @ torch.randn(HEAD_ROWS, HEAD_ROWS)
+    H, G = (X.T @ X / TOKENS)[None], K.mT @ K / TOKENS
+    grid = min_max_grid(W, torch.ones(WIDTH), form)
+    integers = quantize(W, grid)
+    return lambda: descend(integers, W, grid, H, G, passes=PASSES)
 
 
 if __name__ == "__main__":
