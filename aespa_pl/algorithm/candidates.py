@@ -30,8 +30,9 @@ COLUMNS_PER_RANK = 24
 """Columns of H for each column of A, where that makes more than ``LEAST_RANK``."""
 ITERATIONS = 2
 """Products with H that turn the columns of A into its leading directions."""
-SHORTLIST = 4
-"""Candidates of a row with exact losses; 1 to 16 were tried (docs/performance.md)."""
+SHORTLIST, QUICK_SHORTLIST = 4, 1
+"""Candidates of a row with exact losses, in a thorough search and in one that is not; 1 to 16 were tried
+(docs/performance.md)."""
 STRIDE, BASINS = 4, 4
 """A search that is not thorough compares every fourth candidate, and the neighbours of the best four."""
 
@@ -73,14 +74,17 @@ def best_grids(
     candidates: Candidates,
     *,
     thorough: bool = True,
-) -> tuple[Float[Tensor, "groups rows"], Float[Tensor, "groups rows"]]:
-    """Return a scale and a zero point with nearly the least ``dv H dv^T`` for each row.
+) -> tuple[
+    Float[Tensor, "groups rows"], Float[Tensor, "groups rows"], Float[Tensor, "groups rows"]
+]:
+    """Return a scale and a zero point with nearly the least ``dv H dv^T`` for each row, and its loss.
 
     Args:
         V: Weights over zeta.
         H: Hessian of each group of columns.
         candidates: Grids to choose from; neighbours differ little.
-        thorough: Compare all candidates; otherwise every STRIDE-th, and the neighbours of the best.
+        thorough: Compare all candidates; otherwise every STRIDE-th, and the neighbours of the best, of
+            which one gets its exact loss.
     """
     A, D = leading_part(H)
     among = torch.arange(candidates.scale.shape[-1], device=V.device)
@@ -92,13 +96,21 @@ def best_grids(
         near = torch.arange(STRIDE, device=V.device) - STRIDE // 2
         among = (best[..., None] + near).flatten(-2).clamp(0, candidates.scale.shape[-1] - 1)
     approximate = approximate_losses(V, A, D, candidates.take(among))
-    few = min(SHORTLIST, approximate.shape[-1])
+    few = min(_shortlist(thorough=thorough), approximate.shape[-1])
     shortlist = candidates.take(among.gather(-1, approximate.topk(few, largest=False).indices))
     loss, best = exact_losses(V, H, shortlist).min(-1, keepdim=True)
     chosen = shortlist.take(best)
     moved = _lowest_point(V, H, chosen)
-    scale = torch.where(exact_losses(V, H, moved) < loss, moved.scale, chosen.scale)
-    return scale[..., 0], chosen.zero[..., 0]
+    moved_loss = exact_losses(V, H, moved)
+    better = moved_loss < loss
+    scale, loss = (
+        torch.where(better, *pair) for pair in ((moved.scale, chosen.scale), (moved_loss, loss))
+    )
+    return scale[..., 0], chosen.zero[..., 0], loss[..., 0]
+
+
+def _shortlist(*, thorough: bool) -> int:
+    return SHORTLIST if thorough else QUICK_SHORTLIST
 
 
 def compared(candidates: int, *, thorough: bool = True) -> int:
@@ -111,7 +123,9 @@ def compared(candidates: int, *, thorough: bool = True) -> int:
 
 def products_of_a_search(columns: int, candidates: int, *, thorough: bool = True) -> float:
     """Return how many products ``e H`` of a row, or what takes as much arithmetic, a search makes."""
-    exact = min(SHORTLIST, candidates) + 2  # two more for the lowest point of the parabola
+    exact = (
+        min(_shortlist(thorough=thorough), candidates) + 2
+    )  # two more for the lowest point of the parabola
     return exact + compared(candidates, thorough=thorough) * leading_rank(columns) / columns
 
 

@@ -140,7 +140,8 @@ class _Units:
             here = (slice(None), rows, columns)
             q, step = self.integers[here], self.step[here]
             H = self.H[:, columns, columns]
-            moves = _moves(P[..., columns], step, -q, self.levels - q, H=H, G=G)
+            tile = P[..., columns], step, -q, self.levels - q
+            moves = _moves(*tile, H=H) if G is None else _coupled_moves(*tile, H=H, G=G)
             moved = moves.flatten(1).any(-1).nonzero()[:, 0]
             if not moved.numel():
                 continue
@@ -150,7 +151,7 @@ class _Units:
             if G is not None:
                 change = _times(delta, self.H[:, columns])
                 self.R[:, rows] += change
-                P.baddbmm_(G, change)
+                P[..., columns.stop :].baddbmm_(G, change[..., columns.stop :])
             elif 2 * len(moved) > len(P) or len(self.H) > 1:
                 P.add_(_times(delta, self.H[:, columns]))
             else:  # most units are still
@@ -166,9 +167,8 @@ def _moves(
     up: Float[Tensor, "units rows columns"],
     *,
     H: Float[Tensor, "#units columns columns"],
-    G: Float[Tensor, "units rows rows"] | None,
 ) -> Float[Tensor, "units rows columns"]:
-    """Return the moves of a visit of weight after weight, row by row.
+    """Return the moves of a visit of weight after weight, where rows don't depend on each other.
 
     Each depends on those before it. All are found at once, again and again, with the effects of the moves
     that were found before: so the first is right at once, the second when the first is, and so on. As few
@@ -180,31 +180,20 @@ def _moves(
         down: The least moves that stay in the range.
         up: The largest moves that stay in the range.
         H: Damped Hessian between these columns.
-        G: Second moment of the other side between these rows, or None.
     """
-    curvature, later = H.diagonal(dim1=1, dim2=2)[:, None], H.triu(1)
-    if G is not None:
-        own, below = G.diagonal(dim1=1, dim2=2)[..., None], G.tril(-1)
-        # where G_ii is 0, so is P: nothing moves
-        curvature = curvature * own.clamp(min=torch.finfo(G.dtype).tiny)
-    newton = -1 / (step * curvature)
-
+    newton, later = -1 / (step * H.diagonal(dim1=1, dim2=2)[:, None]), H.triu(1)
     found = moves = _nearest(P * newton, down, up)
     among = unsettled = moves.flatten(1).any(-1).nonzero()[:, 0]
     for _ in range(P[0].numel()):  # NaN would go on for ever
         if not unsettled.numel():
             break
-        if G is None and len(H) == 1 and 2 * len(unsettled) <= len(moves):
+        if len(H) == 1 and 2 * len(unsettled) <= len(moves):
             among = unsettled if moves is found else among[unsettled]
             P, newton, down, up, step, moves = (
                 x.index_select(0, unsettled) for x in (P, newton, down, up, step, moves)
             )
-        delta, before = moves * step, moves
-        if G is None:
-            gradient = P + _times(delta, later)
-        else:
-            gradient = torch.baddbmm(P, below, _times(delta, H))
-            gradient.addcmul_(own, _times(delta, later))
+        before = moves
+        gradient = P + _times(moves * step, later)
         moves = _nearest(gradient.mul_(newton), down, up)
         if len(moves) == len(found):
             found = moves
@@ -212,6 +201,42 @@ def _moves(
             found.index_copy_(0, among, moves)
         unsettled = (moves != before).flatten(1).any(-1).nonzero()[:, 0]
     return found
+
+
+def _coupled_moves(
+    P: Float[Tensor, "units rows columns"],
+    step: Float[Tensor, "units rows columns"],
+    down: Float[Tensor, "units rows columns"],
+    up: Float[Tensor, "units rows columns"],
+    *,
+    H: Float[Tensor, "#units columns columns"],
+    G: Float[Tensor, "units rows rows"],
+) -> Float[Tensor, "units rows columns"]:
+    """Return the moves of a visit of weight after weight, row by row, where G couples the rows.
+
+    They are found as in ``_moves``. These tensors are so small that the number of calls is what counts.
+
+    Args:
+        P: Half the gradient with respect to ``dW``.
+        step: Distance of two neighbouring values of each weight.
+        down: The least moves that stay in the range.
+        up: The largest moves that stay in the range.
+        H: Damped Hessian between these columns.
+        G: Second moment of the other side between these rows.
+    """
+    own, below = G.diagonal(dim1=1, dim2=2)[..., None], G.tril(-1)
+    # where G_ii is 0, so is P: nothing moves
+    curvature = H.diagonal(dim1=1, dim2=2)[:, None] * own.clamp(min=torch.finfo(G.dtype).tiny)
+    newton, both = -1 / (step * curvature), torch.cat([H, H.triu(1)], -1)
+    moves = _nearest(P * newton, down, up)
+    for _ in range(P[0].numel()):  # NaN would go on for ever
+        before = moves
+        of_rows_above, of_this_row = _times(moves * step, both).chunk(2, -1)
+        gradient = torch.baddbmm(P, below, of_rows_above).addcmul_(own, of_this_row)
+        moves = _nearest(gradient.mul_(newton), down, up)
+        if torch.equal(moves, before):
+            break
+    return moves
 
 
 def _nearest(value: Tensor, least: Tensor, most: Tensor) -> Tensor:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.awq import candidate_zetas, nearest_loss
-from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.grid import min_max_grid, search_with_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
-from aespa_pl.algorithm.zfold import search_with_loss
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, grid_format
 from aespa_pl.distributed.processes import World
 from aespa_pl.models.family import InputGroup
@@ -54,7 +53,7 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
         scale = torch.cat([part.scale for part in parts])
         zero_point = torch.cat([part.zero_point for part in parts])
         whole = share.whole_grid(Grid(scale, zero_point, zeta, form.bits))
-        return whole, share.sum(sum(losses))
+        return whole, share.sum(float(sum(losses)))
 
     form = grid_format(settings)
     for group in block.layout.groups:

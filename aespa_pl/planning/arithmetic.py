@@ -17,8 +17,9 @@ from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Matrix, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
-TYPICAL_ZFOLD_ROUNDS = 5
-"""Number of Z-Fold's rounds in the estimate of the time; 3 to 9 were seen, the settings allow up to 30."""
+TYPICAL_ZFOLD_ROUNDS, TYPICAL_ROUNDS_OF_MORE_BITS = 6, 9
+"""Number of Z-Fold's rounds in the estimate of the time, at 2 bits and at more; 4 to 21 and 5 to 13 were
+seen, the settings allow up to 30."""
 LATER_PASSES = 0.5
 """Mean time of a pass of the descent as a share of the first pass: less and less moves."""
 
@@ -54,7 +55,9 @@ def searches(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> di
     folds = any(g.name == matrix.group and g.fold is not None for g in shape.layout.groups)
     if not (settings.grid.zfold and folds):
         return {True: 1}
-    return {True: 2, False: min(TYPICAL_ZFOLD_ROUNDS, settings.grid.max_rounds)}
+    typical = TYPICAL_ZFOLD_ROUNDS if settings.bits == 2 else TYPICAL_ROUNDS_OF_MORE_BITS
+    # all searches but the last are quick: the one without zeta, and one a round
+    return {True: 1, False: 1 + min(typical, settings.grid.max_rounds)}
 
 
 def block_visits(shape: Shape, settings: QuantizationSettings) -> Visits:

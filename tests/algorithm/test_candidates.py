@@ -82,7 +82,7 @@ def strong_directions(columns: int) -> Tensor:
 
 def share_of_least(V: Tensor, H: Tensor, candidates: Candidates) -> float:
     """Return the loss of the choice of all rows over the least loss of their candidates."""
-    scale, zero = best_grids(V, H, candidates)
+    scale, zero, _ = best_grids(V, H, candidates)
     found, least = 0.0, 0.0
     for row in range(V.shape[1]):
         grid = float(scale[0, row]), float(zero[0, row])
@@ -111,7 +111,7 @@ def test_choice_is_the_best_where_the_approximation_is_exact(bits: int) -> None:
     """A diagonal Hessian is its own approximation; the scale may be better than any candidate's."""
     V, _, candidates = problem("identity", bits)
     H = torch.diag(torch.rand(40, dtype=torch.float64) + 0.1)[None]
-    scale, zero = best_grids(V, H, candidates)
+    scale, zero, _ = best_grids(V, H, candidates)
     for row in range(6):
         found = loss_of(V[0, row], H[0], float(scale[0, row]), float(zero[0, row]), 2**bits - 1)
         assert found <= float(every_loss(V, H, candidates, row).min()) * (1 + 1e-9)
@@ -154,7 +154,7 @@ def test_scale_moves_to_the_lowest_point_of_the_parabola() -> None:
     H = torch.eye(5, dtype=torch.float64)[None] + 0.3
     scale, zero = (torch.full((1, 1, 1), x, dtype=torch.float64) for x in (0.97, 1.0))
     one = Candidates(scale, zero, 3)
-    scale, zero = best_grids(integers, H, one)
+    scale, zero, _ = best_grids(integers, H, one)
     assert float(scale) == pytest.approx(1)
     assert float(zero) == 1
 
@@ -191,7 +191,7 @@ def test_rows_that_round_without_error_and_rows_of_zeros() -> None:
     _, H, _ = problem("typical", bits=2)
     V = torch.stack([torch.zeros(40), torch.full((40,), 2.0)]).double()[None]
     scale = torch.tensor([[[3.0, 1.0, 2.0], [3.0, 1.5, 2.0]]], dtype=torch.float64)
-    found, _ = best_grids(V, H, Candidates(scale, torch.zeros_like(scale), 3))
+    found, *_ = best_grids(V, H, Candidates(scale, torch.zeros_like(scale), 3))
     assert float(found[0, 0]) in (3.0, 1.0, 2.0)
     assert float(found[0, 1]) in (1.0, 2.0)  # both reach 2 exactly
 
@@ -212,7 +212,7 @@ def test_a_quick_search_is_nearly_as_good_as_a_thorough_one(bits: int) -> None:
     H = strong_directions(96)
     losses = []
     for thorough in (True, False):
-        scale, zero = best_grids(V, H, candidates, thorough=thorough)
+        scale, zero, _ = best_grids(V, H, candidates, thorough=thorough)
         grids = zip(scale[0].tolist(), zero[0].tolist(), strict=True)
         losses.append(sum(loss_of(V[0, i], H[0], *g, 2**bits - 1) for i, g in enumerate(grids)))
     assert losses[1] < 1.03 * losses[0]  # some tenths of a percent on a real model
@@ -222,5 +222,5 @@ def test_a_quick_search_is_nearly_as_good_as_a_thorough_one(bits: int) -> None:
 def test_a_quick_search_chooses_one_of_the_candidates(count: int) -> None:
     V, H, candidates = problem("typical", 3)
     some = Candidates(candidates.scale[..., :count], candidates.zero[..., :count], 7)
-    _, zero = best_grids(V, H, some, thorough=False)
+    _, zero, _ = best_grids(V, H, some, thorough=False)
     assert all(z in some.zero[0, i] for i, z in enumerate(zero[0]))
