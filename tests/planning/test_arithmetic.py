@@ -71,7 +71,7 @@ def test_rates_are_measured(precision: Precision) -> None:
 
 
 def test_visits_are_counted_one_by_one() -> None:
-    """A search compares 200 grids; a quick one 50, then 4 beside each of the best 4: 1 without zeta, 6 rounds."""
+    """A search compares 200 grids; a quick one (without zeta, and 6 rounds) 50, then 4 beside the best 4."""
     s = shape()
     settings = resolved(QuantizationSettings(method="aespa-fast"))
     q, k, v, o, *others = (m.size for m in s.matrices)
