@@ -39,7 +39,7 @@ from aespa_pl.walk.end_to_end import ModelTuner
 from aespa_pl.walk.tuning import BlockTuner
 from aespa_pl.walk.walk import Walk
 
-PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish", "tuning")
+PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish", "tuning", "forward")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Walk:
         last = missing[-1] if missing else -1
         end = self.source.block_count - 1 if self._tunes_model else last
         for index in range(end + 1):
-            complete = index in self.run.blocks
+            complete, forward = index in self.run.blocks, self.stopwatch.seconds["forward"]
             if not complete or index < last:
                 origin = self._quantized(index, writer) if complete else self.source.pretrained
                 with self.source.block(index, origin) as module:
@@ -127,6 +127,10 @@ class Walk:
                     if index < last:
                         with self._measure("forward"):
                             self.source.advance(module, streams.quantized)
+                    if index < last and not complete:
+                        seconds = self.run.blocks[index]["seconds"]
+                        seconds["forward"] = self.stopwatch.seconds["forward"] - forward
+                        self.run.add_to_block(index, {"seconds": seconds})
             if complete and streams.original is not None and (index < last or self._tunes_model):
                 with self._measure("forward"), self.source.block(index) as module:
                     self.source.advance(module, streams.original)

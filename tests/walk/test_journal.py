@@ -39,6 +39,8 @@ def test_what_was_measured_is_in_journal_and_block_file(walked: Walked) -> None:
             }  # fmt: skip
         for phase in ("statistics", "grid", "optq", "rounding"):
             assert record["seconds"][phase] > 0
+        # nothing runs through the last block once it is quantized
+        assert (record["seconds"].get("forward", 0) > 0) == (index < BLOCKS - 1)
         shares = [x["final"] / x["nearest"] for x in record["losses"].values()]
         mean = sum(shares) / len(shares)
         assert f"block {index} of {BLOCKS}: loss {mean:.3f} of nearest" in quantized.said
