@@ -23,9 +23,6 @@ from aespa_pl.errors import UserError
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.storage.batches import Batches
 
-HEAD_TOKENS = 64
-"""Tokens whose logits are in memory at once. With a vocabulary of 49,152 those of 512 take 100 MB, and new
-memory of that size each time took a tenth of the head's time."""
 LARGEST_EXPONENT = 700
 """exp() of more than 709 is no double."""
 
@@ -82,8 +79,7 @@ def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
     """
     mean = _mean(model.device)
     for segment in tokens.to(model.device):
-        logits = model(segment[None], use_cache=False).logits[0]
-        mean.update(_losses(logits[:-1], segment[1:]))
+        mean.update(_losses(model(segment[None], use_cache=False).logits[0], segment))
     return _perplexity(float(mean.compute()), model.name_or_path, model.dtype)
 
 
@@ -93,13 +89,10 @@ def _head_perplexity(
     mean = _mean(source.device)
     for i, ids in zip(range(len(batches)), tokens.split(batch_size), strict=False):
         hidden = batches[i]
+        # Logits of a batch would take more memory than a block: a segment at a time.
         for segment, segment_ids in zip(hidden, ids, strict=True):
-            parts = zip(
-                segment[:-1].split(HEAD_TOKENS), segment_ids[1:].split(HEAD_TOKENS), strict=True
-            )
-            for part, next_ids in parts:
-                logits = source.family.head(source.model, part[None].to(source.device))[0]
-                mean.update(_losses(logits, next_ids.to(source.device)))
+            logits = source.family.head(source.model, segment[None].to(source.device))[0]
+            mean.update(_losses(logits, segment_ids.to(source.device)))
     if not len(batches):
         mean.update(torch.zeros(0))  # the other processes have all segments of the text
     average = float(mean.compute())  # over all processes: the metric adds up its sums
@@ -110,9 +103,9 @@ def _mean(device: torch.device) -> MeanMetric:
     return cast(MeanMetric, MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(device))
 
 
-def _losses(logits: Tensor, next_ids: Tensor) -> Tensor:
-    """Return the cross entropy ``[tokens]`` of the tokens that follow."""
-    return cross_entropy(logits.float(), next_ids, reduction="none")
+def _losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the cross entropy of each token of a segment but the first."""
+    return cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
 
 
 def _perplexity(average: float, model: str, dtype: torch.dtype) -> float:
