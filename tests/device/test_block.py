@@ -136,7 +136,7 @@ def test_steps_before_the_learning_wait_once_a_factorization_or_search(counted: 
         assert not waits(found, "inverse_factor", "update")
         assert found.waits.total() <= 3 * len(counted.result.layout.projections)
     for found in counted.phases["grid"]:
-        assert not waits(found, "_search", "search_with_loss")
+        assert not waits(found, "grid._search", "_search_grids.<locals>.search")
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,16 @@ def test_zfold_off_leaves_zeta_1_and_norms_alone(name: str, walked: Walked) -> N
         assert all(bool((zeta > 0).all()) for zeta in zetas)
         assert any(bool((zeta != 1).all()) for zeta in zetas) is fitted
         assert all(bool((zeta == 1).all()) for zeta in zetas) is not fitted
-        norm = quantized.layout.groups[0].fold
-        assert isinstance(norm, FoldIntoNorm)
-        before = module_weight(quantized.original, quantized, 0, norm.module)
-        after = module_weight(quantized.exported(), quantized, 0, norm.module)
-        assert torch.equal(before, after) is not fitted
+        folds = [group.fold for group in quantized.layout.groups]
+        norms = [fold.module for fold in folds if isinstance(fold, FoldIntoNorm)]
+        exported = quantized.exported()
+        changed = [
+            not torch.equal(
+                *(module_weight(m, quantized, 0, norm) for m in (quantized.original, exported))
+            )
+            for norm in norms
+        ]  # a zeta of 1 may be the best of a group
+        assert any(changed) is fitted
 
 
 def test_zeta_is_only_where_it_can_be_folded(walked: Walked) -> None:

@@ -31,7 +31,12 @@ SWITCHES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("bloom", {"objective.query_key": "layer"}, {}, {"query", "key"}),
     ("opt", {"objective.query_key": "layer"}, NOT_LEARNED, set()),
     ("opt", {"rounding.penalty_attention": 90.0}, {}, {"q_proj", "k_proj", "v_proj"}),
-    ("opt", {"rounding.penalty_other": 90.0}, {}, {"out_proj", "fc1", "fc2"}),
+    (
+        "opt",
+        {"rounding.penalty_other": 90.0},
+        {"rounding.keep_best": False},
+        {"out_proj", "fc1", "fc2"},
+    ),
 ]
 
 
