@@ -123,9 +123,8 @@ def compared(candidates: int, *, thorough: bool = True) -> int:
 
 def products_of_a_search(columns: int, candidates: int, *, thorough: bool = True) -> float:
     """Return how many products ``e H`` of a row, or what takes as much arithmetic, a search makes."""
-    exact = (
-        min(_shortlist(thorough=thorough), candidates) + 2
-    )  # two more for the lowest point of the parabola
+    # two more for the lowest point of the parabola
+    exact = min(_shortlist(thorough=thorough), candidates) + 2
     return exact + compared(candidates, thorough=thorough) * leading_rank(columns) / columns
 
 

@@ -214,15 +214,8 @@ def _coupled_moves(
 ) -> Float[Tensor, "units rows columns"]:
     """Return the moves of a visit of weight after weight, row by row, where G couples the rows.
 
-    They are found as in ``_moves``. These tensors are so small that the number of calls is what counts.
-
-    Args:
-        P: Half the gradient with respect to ``dW``.
-        step: Distance of two neighbouring values of each weight.
-        down: The least moves that stay in the range.
-        up: The largest moves that stay in the range.
-        H: Damped Hessian between these columns.
-        G: Second moment of the other side between these rows.
+    They are found as in ``_moves``, which says what the arguments are; G is the second moment of the other
+    side between these rows. These tensors are so small that the number of calls is what counts.
     """
     own, below = G.diagonal(dim1=1, dim2=2)[..., None], G.tril(-1)
     # where G_ii is 0, so is P: nothing moves
