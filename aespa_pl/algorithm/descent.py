@@ -20,11 +20,14 @@ from torch import Tensor
 
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize
+from aespa_pl.algorithm.threads import one_thread
 
 COLUMNS = 32
 """Columns of a tile, whose moves are found together and reach the other columns with one product."""
 COUPLED_ROWS, COUPLED_COLUMNS = 16, 16
 """Rows and columns of a tile with G. A larger one takes fewer calls, and more rounds to settle."""
+ONE_THREAD = 2**20
+"""Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
 LEAST_GAIN = 1e-3
 """Share of its loss that a unit must gain in a pass, or the pass was its last."""
 
@@ -63,6 +66,20 @@ def descend(
         G: Second moment of the other side (query and key projections), or None.
         passes: Visits of an integer at most.
     """
+    small = G is not None and len(W) * COUPLED_ROWS * W.shape[-1] <= ONE_THREAD
+    with one_thread(where=small and W.device.type == "cpu"):
+        return _descend(integers, W, grid, H, G, passes=passes)
+
+
+def _descend(
+    integers: Real[Tensor, "heads rows d_in"],
+    W: Float[Tensor, "heads rows d_in"],
+    grid: Grid,
+    H: Float[Tensor, "#heads d_in d_in"],
+    G: Float[Tensor, "heads rows rows"] | None,
+    *,
+    passes: int,
+) -> Descent:
     dW = dequantize(integers, grid) - W
     units = _Units(
         integers.to(W.dtype, copy=True), dW, grid.step(), _times(dW, H), H, G, grid.levels

@@ -1,0 +1,56 @@
+"""Small operations use one thread, and the others come back."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from aespa_pl.algorithm import descent
+from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.quantizer import GridFormat, quantize
+from aespa_pl.algorithm.threads import one_thread
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("where", "expected"), [(True, 1), (False, 2)])
+def test_one_thread_where_it_is_wanted(where: bool, expected: int) -> None:
+    with one_thread(where=where):
+        assert torch.get_num_threads() == expected
+    assert torch.get_num_threads() == 2
+
+
+def test_the_threads_come_back_after_an_error() -> None:
+    with pytest.raises(KeyError), one_thread(where=True):
+        raise KeyError
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(
+    ("coupled", "most", "expected"), [(True, 2**20, 1), (True, 1, 2), (False, 2**20, 2)]
+)
+def test_a_descent_of_small_coupled_tiles_uses_one_thread(
+    monkeypatch: pytest.MonkeyPatch, coupled: bool, most: int, expected: int
+) -> None:
+    seen = []
+    descend_as_ever = descent._descend
+
+    def noted(*arguments: Any, **more: Any) -> descent.Descent:
+        seen.append(torch.get_num_threads())
+        return descend_as_ever(*arguments, **more)
+
+    monkeypatch.setattr(descent, "_descend", noted)
+    monkeypatch.setattr(descent, "ONE_THREAD", most)
+    W, H = torch.randn(1, 4, 8), torch.eye(8)[None]
+    grid = min_max_grid(W, torch.ones(8), GridFormat(2, symmetric=False, group_size=None))
+    G = torch.eye(4)[None] if coupled else None
+    descent.descend(quantize(W, grid), W, grid, H, G, passes=1)
+    assert seen == [expected]
+    assert torch.get_num_threads() == 2
