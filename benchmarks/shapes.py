@@ -2,20 +2,35 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
 
-SHAPES: dict[str, tuple[int, int, int, bool]] = {
-    "embedded": (128, 512, 4, False),
-    "opt-125m": (768, 3072, 12, False),
-    "opt-1.3b": (2048, 8192, 32, False),
-    "opt-6.7b": (4096, 16384, 32, False),
-    "llama-7b": (4096, 11008, 32, True),
-    "llama-30b": (6656, 17920, 52, True),
+
+class Shape(NamedTuple):
+    """Says how large a block is."""
+
+    hidden: int
+    wide: int
+    """Width of the feed-forward part."""
+    heads: int
+    gated: bool
+    """Whether the feed-forward part is gated, as LLaMA's is; the others are OPT's."""
+    kv_heads: int | None = None
+    """Key and value heads; null: as many as query heads."""
+
+
+SHAPES = {
+    "embedded": Shape(128, 512, 4, gated=False),
+    "opt-125m": Shape(768, 3072, 12, gated=False),
+    "opt-1.3b": Shape(2048, 8192, 32, gated=False),
+    "opt-6.7b": Shape(4096, 16384, 32, gated=False),
+    "smollm2-135m": Shape(576, 1536, 9, gated=True, kv_heads=3),
+    "llama-7b": Shape(4096, 11008, 32, gated=True),
+    "llama-30b": Shape(6656, 17920, 52, gated=True),
 }
-"""Hidden size, feed-forward size, heads, and whether the feed-forward part is gated."""
 SHARED_DIRECTIONS = 64
 
 
@@ -62,24 +77,24 @@ def hessian(columns: int, device: torch.device) -> Tensor:
 
 def config(model: str, length: int) -> PreTrainedConfig:
     """Return the configuration of a model of one block and a few words."""
-    hidden, wide, heads, gated = SHAPES[model]
+    hidden, wide, heads, gated, kv_heads = SHAPES[model]
     options = {
         "hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": 1, "vocab_size": 64,
         "max_position_embeddings": length,
     }  # fmt: skip
     if gated:
-        return LlamaConfig(intermediate_size=wide, num_key_value_heads=heads, **options)
+        return LlamaConfig(intermediate_size=wide, num_key_value_heads=kv_heads or heads, **options)
     return OPTConfig(ffn_dim=wide, word_embed_proj_dim=hidden, **options)
 
 
 def _projections(model: str) -> dict[str, tuple[int, int, int, str]]:
     """Return heads, rows of a head, columns and the kind of objective of each projection."""
-    hidden, wide, heads, gated = SHAPES[model]
-    head = hidden // heads
+    hidden, wide, heads, gated, kv_heads = SHAPES[model]
+    head, kv_heads = hidden // heads, kv_heads or heads
     found = {
         "q_proj": (heads, head, hidden, "G"),
-        "k_proj": (heads, head, hidden, "G"),
-        "v_proj": (heads, head, hidden, "H_V"),
+        "k_proj": (kv_heads, head, hidden, "G"),
+        "v_proj": (kv_heads, head, hidden, "H_V"),
         "out_proj": (1, hidden, hidden, "H"),
     }
     if gated:
