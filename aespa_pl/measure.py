@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-CGROUP = Path("/sys/fs/cgroup")
-"""Linux tells a container its limits in this folder."""
+from aespa_pl.processors import CGROUP
 
 
 class Stopwatch:
@@ -54,17 +53,38 @@ def peak_bytes(device: torch.device) -> dict[str, int]:
 def free_bytes(device: torch.device) -> int:
     """Return the memory of a device that is free now; of the CPU, what can be had without swapping.
 
-    In a container with a limit of its own (cgroup v2) that limit counts.
+    In a container with a limit of its own (cgroup version 2 or 1) that limit counts.
     """
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
+    for folder, limit, used, cached in (
+        (CGROUP, "memory.max", "memory.current", "inactive_file"),
+        (
+            CGROUP / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ):
+        try:
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+        except (OSError, ValueError):  # none, or "max"
+            continue
+        return max(0, min(free, left + _statistic(folder / "memory.stat", cached)))
+    return free
+
+
+def _statistic(file: Path, name: str) -> int:
+    """Return the bytes that a container's statistics have under a name, 0 where there are none.
+
+    Files that were read count as used memory, and make room where it is needed.
+    """
     try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # none, or "max"
-        return free
-    return min(free, limit - used)
+        lines = (line.split() for line in file.read_text().splitlines())
+        return int(dict(lines).get(name, 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def release_memory() -> None:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+"""Linux tells a container its limits in this folder."""
 
 
 def seen() -> int:

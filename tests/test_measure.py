@@ -51,5 +51,21 @@ def test_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
     assert free_bytes(CPU) == 3000
+    (tmp_path / "memory.stat").write_text("anon 800\ninactive_file 1200\nactive_file 0\n")
+    assert free_bytes(CPU) == 4200  # files that were read make room
+    (tmp_path / "memory.current").write_text("9000\n")
+    assert free_bytes(CPU) == 0
     (tmp_path / "memory.max").write_text("max\n")
     assert free_bytes(CPU) > 5000
+
+
+def test_limit_of_a_container_of_version_1_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aespa_pl.measure.CGROUP", tmp_path)
+    (tmp_path / "memory").mkdir()
+    for name, text in (
+        ("limit_in_bytes", "5000"), ("usage_in_bytes", "3000"), ("stat", "total_inactive_file 500"),
+    ):  # fmt: skip
+        (tmp_path / "memory" / f"memory.{name}").write_text(text + "\n")
+    assert free_bytes(CPU) == 2500

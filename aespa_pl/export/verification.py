@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from aespa_pl.export.engines import ENGINES, Engine
 from aespa_pl.export.format import Format
 from aespa_pl.export.formats import FormatName
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.measure import free_bytes
 from aespa_pl.storage.cache import default_cache
 
 Verify = Literal["auto", "bytes", "transformers", "llama.cpp", "vllm", "gptqmodel"]
@@ -74,7 +74,7 @@ def that_fit(model: QuantizedModel, questions: Questions) -> Questions:
     """Leave out all engines where the whole model in float32 does not fit half of the free memory."""
     tensors = set(model.pretrained.tensors.values())
     needed = sum(torch.Size(tensor.shape).numel() * 4 for tensor in tensors)
-    if questions.insist or needed < psutil.virtual_memory().available / 2:
+    if questions.insist or needed < free_bytes(torch.device("cpu")) / 2:
         return questions
     reason = (
         f"the whole model takes {needed / 1e9:.0f} GB of memory: --verify ENGINE asks it anyway"

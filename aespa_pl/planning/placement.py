@@ -61,7 +61,7 @@ def hidden_place(
         return "memory"
     streams = hidden_bytes(shape, work, quantization)
     free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
-    if streams + max(device_bytes(shape, work, quantization).values()) <= free:
+    if streams + max(device_bytes(shape, work, quantization, accelerator=True).values()) <= free:
         return "device"
     host = RESERVE * free_bytes(torch.device("cpu"))
     return "memory" if PROCESS_BYTES + streams <= host else "disk"

@@ -52,7 +52,8 @@ def test_a_batch_has_four_segments_on_a_cpu_and_8192_tokens_elsewhere(
 def test_hidden_states_wait_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = hidden_bytes(shape(), WORK, QUANTIZATION)
     assert streams == 2 * 128 * 512 * 64 * 2  # both streams in half precision
-    needs = max(device_bytes(shape(), WORK, QUANTIZATION).values())
+    needs = max(device_bytes(shape(), WORK, QUANTIZATION, accelerator=True).values())
+    assert needs > max(device_bytes(shape(), WORK, QUANTIZATION).values())  # larger chunks of work
     for device, host, place in (
         (needs + streams + 1, 0.0, "device"),
         (needs + streams - 1, PROCESS_BYTES + streams + 1, "memory"),
