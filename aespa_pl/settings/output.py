@@ -19,7 +19,7 @@ class OutputSettings:
     """Name of the run. Every run gets a folder NAME/version_N of its own."""
     checkpoint_seconds: FinitePositive | None = 60.0
     """Seconds between two checkpoints of the block under way; null: none by time. One takes 12 bytes
-    for each weight of the block, and the time to write them."""
+    for each weight of the block, and the time to write them; the next waits at least 20 times that time."""
     checkpoint_iterations: PositiveInt | None = None
     """Iterations between two checkpoints of the block under way; null: none by iterations."""
     histograms: list[str] = field(default_factory=list)
