@@ -4,7 +4,7 @@ With ``dW = step (q - zero) - W`` and ``P = G dW H``, changing integer ``q_ij`` 
 objective ``tr(G dW H dW^T)`` by ``2 m s_ij P_ij + m^2 s_ij^2 G_ii H_jj`` and P by
 ``m s_ij G[:, i] H[j, :]``. So the best integer is ``q_ij + round(-P_ij / (G_ii H_jj s_ij))``, clipped.
 Rounding takes a half to 0 and clipping makes a move smaller, so a move that is not 0 always lowers
-the objective; a pass that moves nothing ends the descent, in a minimum of each integer alone.
+the objective. The descent nears a minimum of each integer alone, and ends where a pass gains little.
 
 Source: coordinate descent on the integer least-squares problem that rounding is (closest vector
 problem; Eq. 17, 21 and 22 of the paper are its quadratic forms). Tiles of columns are an idea of OPTQ's.

@@ -43,8 +43,9 @@ def fit_grids(
         grid_format: Bits, symmetry and groups, the same for all.
         with_zeta: Alternate between zeta and the search; otherwise zeta is 1 and one search is made.
         max_rounds: Alternations at most. They end when the loss of all projections together,
-            ``tr(dW H dW^T)`` under nearest rounding, no longer falls; the best zeta is kept. From 3 bits on
-            zeta's steps are longer than least squares says, as long as that lowers the loss.
+            ``tr(dW H dW^T)`` under nearest rounding, falls by less than a thousandth; the best zeta is
+            kept. From 3 bits on zeta's steps are longer than least squares says, as long as that lowers
+            the loss.
         search_one: Returns the best grid of one projection for a zeta, and its loss. Only the last search
             is thorough, whose grids are returned: that with the best zeta of all, which may be 1.
     """

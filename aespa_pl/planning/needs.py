@@ -125,7 +125,11 @@ def device_bytes(
     waiting = learning - at_once
     kept = shape.weights - at_once
     steady = block + hessians
-    operands = hessians // 2 if settings.products == "bfloat16" else 0
+    operands = 0
+    if settings.products == "bfloat16" and accelerator:
+        operands = hessians // 2
+    elif settings.products in ("bfloat16", "tf32") and not accelerator:
+        operands = hessians  # a CPU rounds a copy
     return {
         "embedding and head": stem
         + work.tokens * shape.hidden * work.dtype_bytes

@@ -1,6 +1,9 @@
 """Memory and disk are counted byte by byte, from the shape of a model."""
 
 from dataclasses import replace
+from typing import Literal
+
+import pytest
 
 from aespa_pl.models.family import Role
 from aespa_pl.planning.arithmetic import block_flops
@@ -73,10 +76,17 @@ def test_less_is_learned_with_a_faster_method() -> None:
     assert found["aespa-fast"][1] == 0
 
 
-def test_products_in_bfloat16_need_the_statistics_in_it() -> None:
-    exact = device_bytes(shape(), WORK, PAPER)
-    lower = device_bytes(shape(), WORK, replace(PAPER, products="bfloat16"))
-    assert lower["rounding"] - exact["rounding"] == hessian_bytes(shape(), PAPER) // 2
+@pytest.mark.parametrize(
+    ("products", "accelerator", "share"),
+    [("bfloat16", True, 0.5), ("tf32", True, 0), ("bfloat16", False, 1), ("tf32", False, 1)],
+)
+def test_products_of_less_precision_need_the_statistics_in_it(
+    products: Literal["bfloat16", "tf32"], accelerator: bool, share: float
+) -> None:
+    """A CPU holds a rounded copy in float32, an accelerator one in bfloat16, and reads TF32 from float32."""
+    exact = device_bytes(shape(), WORK, PAPER, accelerator=accelerator)
+    lower = device_bytes(shape(), WORK, replace(PAPER, products=products), accelerator=accelerator)
+    assert lower["rounding"] - exact["rounding"] == share * hessian_bytes(shape(), PAPER)
     assert {**lower, "rounding": 0} == {**exact, "rounding": 0}
 
 
