@@ -4,7 +4,8 @@ import os
 
 from aespa_pl.processors import threads
 
-__version__ = "0.1.0"
+# A run is continued, and a perplexity remembered, by the same version alone: it rises where results change.
+__version__ = "0.2.0.dev0"
 
 # OpenMP reads this when torch is imported. A thread that waits for the others spins for some microseconds,
 # which bridges the gap between two operations, and then sleeps: one that spins on takes the core of a thread
