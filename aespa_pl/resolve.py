@@ -13,6 +13,8 @@ Products = Literal["auto", "float32", "tf32", "bfloat16"]
 RATE_WIDTH, LEAST_SHARE = 192, 0.2
 """Hidden size up to which the method's learning rate of integers holds in the tuning of blocks, and the share
 of it that is left at five times that and more (docs/tuning.md)."""
+MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003
+"""Learning rates of the end-to-end tuning at 2 bits."""
 
 
 def resolved(
@@ -34,7 +36,7 @@ def resolved(
     if method is None:
         raise UserError(f"quantization.method is {settings.method}: {', '.join(METHODS)}")
     grid, objective, rounding = settings.grid, settings.objective, settings.rounding
-    blocks, model = settings.tuning.blocks, settings.tuning.model
+    blocks, model, share = settings.tuning.blocks, settings.tuning.model, _share(settings.bits)
     found = replace(
         settings,
         products=_products(settings.products, device),
@@ -69,10 +71,17 @@ def resolved(
                 parametrization=_either(blocks.parametrization, method.parametrization),
                 unit=_either(blocks.unit, method.unit),
                 epochs=_either(blocks.epochs, method.epochs),
-                integer_rate=_either(blocks.integer_rate, _integer_rate(method, width)),
+                integer_rate=_either(
+                    blocks.integer_rate, _integer_rate(method, settings.bits, width)
+                ),
                 scale_rate=_either(blocks.scale_rate, method.scale_rate),
             ),
-            model=replace(model, enabled=_either(model.enabled, method.tune_model)),
+            model=replace(
+                model,
+                enabled=_either(model.enabled, method.tune_model),
+                integer_rate=_either(model.integer_rate, MODEL_INTEGER_RATE * share),
+                scale_rate=_either(model.scale_rate, MODEL_SCALE_RATE * share),
+            ),
         ),
     )
     _refuse_contradictions(found)
@@ -112,11 +121,19 @@ def _refuse_contradictions(settings: QuantizationSettings) -> None:
         )
 
 
-def _integer_rate(method: Method, width: int) -> float:
+def _integer_rate(method: Method, bits: int, width: int) -> float:
     """Return the method's learning rate of integers; rows of more weights move further in each step."""
     if method.parametrization != "straight-through":
         return method.integer_rate
-    return method.integer_rate * min(1.0, max(LEAST_SHARE, RATE_WIDTH / width))
+    return method.integer_rate * _share(bits) * min(1.0, max(LEAST_SHARE, RATE_WIDTH / width))
+
+
+def _share(bits: int) -> float:
+    """Return the share of a learning rate at 2 bits that holds for others: the same share of the range.
+
+    With more integers in a range the error to mend is smaller, and so is what a step may do to it.
+    """
+    return 3 / (2**bits - 1)
 
 
 def _products(given: Products, device: str) -> Products:

@@ -107,7 +107,7 @@ def refuse_tuning(
             continue
         divided(work.segments, section.batch_size, tuning.held_back)
         if needed > free:
-            smaller = key == "model" and tuning.model.integer_rate > 0
+            smaller = key == "model" and bool(tuning.model.integer_rate)
             raise UserError(
                 f"quantization.tuning.{key} needs about {human(needed)}B of the {device.type}'s memory, of "
                 f"which {human(max(free, 0.0))}B may be taken: lower quantization.tuning.{key}.batch_size "

@@ -33,7 +33,8 @@ class BlockTuningSettings:
     """Segments in a mini-batch; there is one optimizer step for each."""
     integer_rate: FinitePositive | None = None
     """Largest learning rate of the latent values of integers, in distances of two integers, or of the
-    rounding variables; null: as the method does, less in models that are wider than 192."""
+    rounding variables; null: as the method does, less in models that are wider than 192 and with more than 2
+    bits (docs/tuning.md)."""
     scale_rate: FinitePositive | None = None
     """Largest learning rate of the logarithms of scales, and of the weights of norms, or of the clipping
     strengths; null: as the method does."""
@@ -57,11 +58,12 @@ class ModelTuningSettings:
     """Visits of all calibration segments."""
     batch_size: PositiveInt = 1
     """Segments in a mini-batch; there is one optimizer step for each."""
-    integer_rate: FiniteNonNegative = 0.02
-    """Largest learning rate of the latent values of integers, in distances of two integers. 0: the integers
-    stay, which takes about a fourth of the memory."""
-    scale_rate: FinitePositive = 0.003
-    """Largest learning rate of the logarithms of scales, and of the weights of norms."""
+    integer_rate: FiniteNonNegative | None = None
+    """Largest learning rate of the latent values of integers, in distances of two integers; null:
+    0.06 / (2^bits - 1). 0: the integers stay, which takes about a fourth of the memory."""
+    scale_rate: FinitePositive | None = None
+    """Largest learning rate of the logarithms of scales, and of the weights of norms; null:
+    0.009 / (2^bits - 1)."""
     bias_rate: FinitePositive = 0.0003
     """Largest learning rate of biases."""
 

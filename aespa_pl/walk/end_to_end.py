@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from safetensors.torch import load_file
@@ -75,7 +76,11 @@ class ModelTuner:
                 tunable,
                 pairs,
                 head=lambda states: self.source.family.head(self.source.model, states),
-                rates=LearningRates(settings.integer_rate, settings.scale_rate, settings.bias_rate),
+                rates=LearningRates(
+                    cast(float, settings.integer_rate),
+                    cast(float, settings.scale_rate),
+                    settings.bias_rate,
+                ),
                 trainer=self.make_trainer(portion, settings.epochs),
                 checkpoint=world.from_first(lambda: self.run.checkpoint_to_continue(portion)),
                 recompute=self.recompute,

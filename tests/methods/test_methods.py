@@ -12,6 +12,7 @@ from aespa_pl.methods import METHODS
 from aespa_pl.methods.method import Method
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
+    Bits,
     BlockTuningSettings,
     GridSettings,
     ModelTuningSettings,
@@ -67,23 +68,36 @@ def test_nulls_become_what_the_method_says(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "width", "rate"),
+    ("method", "bits", "width", "rate"),
     [
-        ("aespa-tuned", 192, 0.005),
-        ("aespa-tuned", 576, 0.005 / 3),
-        ("aespa-tuned", 960, 0.001),
-        ("aespa-tuned", 8192, 0.001),
-        ("brecq", 8192, 0.02),  # learns rounding variables
+        ("aespa-tuned", 2, 192, 0.005),
+        ("aespa-tuned", 2, 576, 0.005 / 3),
+        ("aespa-tuned", 2, 960, 0.001),
+        ("aespa-tuned", 2, 8192, 0.001),
+        ("aespa-tuned", 3, 192, 0.015 / 7),
+        ("aespa-tuned", 4, 960, 0.0002),
+        ("brecq", 4, 8192, 0.02),  # learns rounding variables
     ],
 )
-def test_integers_of_wide_models_are_learned_at_a_lower_rate(
-    method: str, width: int, rate: float
+def test_integers_of_wide_models_and_more_bits_are_learned_at_a_lower_rate(
+    method: str, bits: Bits, width: int, rate: float
 ) -> None:
-    found = resolved(QuantizationSettings(method=method), width=width)
+    found = resolved(QuantizationSettings(method=method, bits=bits), width=width)
     assert found.tuning.blocks.integer_rate == pytest.approx(rate)
     assert resolved(found, width=64) == found
     given = changed({"tuning.blocks.integer_rate": 0.7}, QuantizationSettings(method=method))
     assert resolved(given, width=width).tuning.blocks.integer_rate == 0.7
+
+
+@pytest.mark.parametrize(("bits", "integers", "scales"), [(2, 0.02, 0.003), (4, 0.004, 0.0006)])
+def test_the_end_to_end_tuning_learns_more_bits_at_a_lower_rate(
+    bits: Bits, integers: float, scales: float
+) -> None:
+    found = resolved(QuantizationSettings(bits=bits)).tuning.model
+    assert found.integer_rate == pytest.approx(integers)
+    assert found.scale_rate == pytest.approx(scales)
+    kept = changed({"tuning.model.integer_rate": 0.0}, QuantizationSettings(bits=bits))
+    assert resolved(kept).tuning.model.integer_rate == 0
 
 
 @pytest.mark.parametrize("field", OVERRIDES)
