@@ -125,7 +125,7 @@ def _integer_rate(method: Method, bits: int, width: int) -> float:
     """Return the method's learning rate of integers; rows of more weights move further in each step."""
     if method.parametrization != "straight-through":
         return method.integer_rate
-    return method.integer_rate * _share(bits) * min(1.0, max(LEAST_SHARE, RATE_WIDTH / width))
+    return _share(bits) * method.integer_rate * min(1.0, max(LEAST_SHARE, RATE_WIDTH / width))
 
 
 def _share(bits: int) -> float:
@@ -133,7 +133,8 @@ def _share(bits: int) -> float:
 
     With more integers in a range the error to mend is smaller, and so is what a step may do to it.
     """
-    return 3 / (2**bits - 1)
+    largest = 2.0**bits - 1
+    return 3 / largest
 
 
 def _products(given: Products, device: str) -> Products:

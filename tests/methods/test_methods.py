@@ -118,7 +118,7 @@ def test_a_false_of_the_user_is_no_null() -> None:
         objective=ObjectiveSettings("layer", "layer"),
         tuning=TuningSettings(
             BlockTuningSettings(False, "rounding", "sublayer", 1, 1, 0.1, 0.1),
-            ModelTuningSettings(enabled=False),
+            ModelTuningSettings(enabled=False, integer_rate=0.1, scale_rate=0.1),
         ),
     )
     found = resolved(off)
@@ -176,7 +176,9 @@ def test_only_what_a_method_decides_may_be_null_in_addition() -> None:
         for k, kind in keys_of(QuantizationSettings, "").items()
         if type(None) in getattr(kind, "__args__", ())
     }
-    assert nullable == {f".{key}" for key, _ in OVERRIDES.values()} | {".group_size"}
+    assert nullable == {f".{key}" for key, _ in OVERRIDES.values()} | {
+        ".group_size", ".tuning.model.integer_rate", ".tuning.model.scale_rate"
+    }  # fmt: skip
 
 
 FREE: dict[str, object] = {
