@@ -231,11 +231,6 @@ def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
     }
 
 
-def projection_weights(layout: BlockLayout) -> set[str]:
-    """Return the names of the quantized parameters of a block."""
-    return {f"{projection.module}.weight" for projection in layout.projections}
-
-
 def _folded_target(p: QuantizedProjection) -> Tensor:
     """Return the weight that is aimed at, as it is where zeta is folded, ``[rows, d_in]``."""
     return (p.weight / p.grid.zeta * p.row_factor[..., None]).flatten(0, 1)
