@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from safetensors.torch import load_file
@@ -61,7 +61,8 @@ class ModelTuner:
         self.world.wait_for_all()  # for the files of the last block
         settings, count, world = self.settings.model, self.source.block_count, self.world
         portion = tuning_portion(count, "model", world)
-        tunable = self._load(self._quantized(writer))
+        files = {index: writer.block_file(index) for index in range(count)}
+        tunable = self._load(self.source.pretrained.with_blocks(self.source.family, files))
         pairs = SegmentPairs(
             list(world.segments(tokens, batch_size).split(batch_size)),
             hidden,
@@ -98,18 +99,12 @@ class ModelTuner:
         stem = {name: pretrained.tensor(name) for name in pretrained.stem_names(family)}
         writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
 
-    def _quantized(self, writer: ModelWriter) -> PretrainedFolder:
-        """Return the model's folder with the tensors of all blocks where their quantized values lie."""
-        pretrained, family = self.source.pretrained, self.source.family
-        moved = {
-            name: replace(pretrained.tensors[name], file=writer.block_file(index), name=name)
-            for index in range(self.source.block_count)
-            for name in pretrained.block_names(family, index)
-        }
-        return replace(pretrained, tensors={**pretrained.tensors, **moved})
-
     def _load(self, pretrained: PretrainedFolder) -> TunableModel:
-        """Return the quantized model in float32, on the device."""
+        """Return the quantized model in float32, on the device.
+
+        Args:
+            pretrained: The model's folder, with the tensors of all blocks where their quantized values lie.
+        """
         family, device = self.source.family, self.source.device
         model: PreTrainedModel = pretrained.skeleton()
         pretrained.load_stem(model, family, device, torch.float32)

@@ -14,6 +14,7 @@ from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.distributed.processes import World
 from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunedModel
 from aespa_pl.walk.collect import Streams
+from aespa_pl.walk.tuning import stored_weights
 
 log = logging.getLogger(__name__)
 
@@ -63,17 +64,12 @@ def artifact(block: QuantizedBlock) -> dict[str, Tensor]:
 
     The weights are ``scale * (integers - zero_point)``: zeta is folded into them already.
     """
-    tensors = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
-    for name, p in block.projections.items():
-        grid = p.folded_grid
-        tensors[f"{name}.integers"] = p.integers.flatten(0, 1)
-        tensors[f"{name}.scale"] = grid.scale.flatten(0, 1).to(torch.float16)
-        tensors[f"{name}.zero_point"] = grid.zero_point.flatten(0, 1).to(torch.uint8)
-    return tensors
+    zetas = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
+    return zetas | weight_tensors(stored_weights(block))
 
 
-def tuned_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
-    """Return the tensors of a block's file that a tuning has changed, from its weights by projection."""
+def weight_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
+    """Return the tensors of a block's file that hold its weights, which are given by projection."""
     tensors = {}
     for name, q in weights.items():
         tensors[f"{name}.integers"] = q.integers

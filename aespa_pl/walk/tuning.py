@@ -100,10 +100,8 @@ class BlockTuner:
         targets = {name: _folded_target(p) for name, p in block.projections.items()}
         module.float()
         replace_weights(block, module)
-        weights = {name: _quantized_weight(p) for name, p in block.projections.items()}
-        return TunableBlock(
-            module, block.layout, weights, targets, stored_types(self.source, block.index)
-        )
+        types = stored_types(self.source, block.index)
+        return TunableBlock(module, block.layout, stored_weights(block), targets, types)
 
     def tune(
         self,
@@ -221,6 +219,16 @@ def replace_weights(block: QuantizedBlock, module: nn.Module) -> None:
         set_projection_weight(module, block.layout, p.projection, weight)
 
 
+def stored_weights(block: QuantizedBlock) -> dict[str, QuantizedWeight]:
+    """Return what engines store of a block's weights, by projection."""
+    weights = {}
+    for name, p in block.projections.items():
+        grid = p.folded_grid
+        scale, zero_point = grid.scale.flatten(0, 1), grid.zero_point.flatten(0, 1)
+        weights[name] = QuantizedWeight(p.integers.flatten(0, 1), scale, zero_point, grid.bits)
+    return weights
+
+
 def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
     """Return the types that the parameters of a block are stored in, by their names in the block."""
     pretrained, family = source.pretrained, source.family
@@ -234,13 +242,3 @@ def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
 def _folded_target(p: QuantizedProjection) -> Tensor:
     """Return the weight that is aimed at, as it is where zeta is folded, ``[rows, d_in]``."""
     return (p.weight / p.grid.zeta * p.row_factor[..., None]).flatten(0, 1)
-
-
-def _quantized_weight(p: QuantizedProjection) -> QuantizedWeight:
-    grid = p.folded_grid
-    return QuantizedWeight(
-        p.integers.flatten(0, 1),
-        grid.scale.flatten(0, 1),
-        grid.zero_point.flatten(0, 1),
-        grid.bits,
-    )

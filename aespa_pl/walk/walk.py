@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,6 @@ from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes, release_memory
 from aespa_pl.models.family import BlockLayout
-from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
@@ -120,7 +119,9 @@ class Walk:
         for index in range(end + 1):
             complete, forward = index in self.run.blocks, self.stopwatch.seconds["forward"]
             if not complete or index < last:
-                origin = self._quantized(index, writer) if complete else self.source.pretrained
+                origin, files = self.source.pretrained, {index: writer.block_file(index)}
+                if complete:
+                    origin = origin.with_blocks(self.source.family, files)
                 with self.source.block(index, origin) as module:
                     if not complete:
                         self._quantize_block(index, module, streams, writer)
@@ -164,15 +165,6 @@ class Walk:
         if run.blocks:
             self.progress.say(f"{len(run.blocks)} of {count} blocks are complete already")
 
-    def _quantized(self, index: int, writer: ModelWriter) -> PretrainedFolder:
-        """Return the model's folder, with a block's tensors where their quantized values lie."""
-        pretrained = self.source.pretrained
-        moved = {
-            name: replace(pretrained.tensors[name], file=writer.block_file(index), name=name)
-            for name in pretrained.block_names(self.source.family, index)
-        }
-        return replace(pretrained, tensors={**pretrained.tensors, **moved})
-
     def _quantize_block(
         self, index: int, module: nn.Module, streams: Streams, writer: ModelWriter
     ) -> None:
@@ -200,7 +192,7 @@ class Walk:
                 tuned = self.block_tuner.tune(
                     index, tunable, streams.quantized, between, cast(Batches, streams.original)
                 )
-            tensors |= record.tuned_tensors(tuned.weights)
+            tensors |= record.weight_tensors(tuned.weights)
         known: dict[str, Any] = {
             "losses": measured,
             "tuning": None if tuned is None else record.tuning(tuned),
