@@ -13,6 +13,7 @@ from aespa_pl.algorithm.adaround import (
 )
 from aespa_pl.algorithm.quantizer import Grid, quantize
 from aespa_pl.algorithm.workspace import Workspace
+from aespa_pl.curve_names import NOT_NEAREST, UNDECIDED
 from aespa_pl.distributed.rows import RowShare
 
 
@@ -108,4 +109,4 @@ class ProjectionRounding(nn.Module):
     def decisions(self) -> dict[str, Tensor]:
         """Return the share of variables still undecided, and of integers that are not the nearest."""
         differs = (self.integers() != self.nearest).count_nonzero() / self.variables.numel()
-        return {"share_undecided": undecided(self.variables), "share_not_nearest": differs}
+        return {UNDECIDED: undecided(self.variables), NOT_NEAREST: differs}

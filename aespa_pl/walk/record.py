@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.block.quantized import QuantizedBlock
+from aespa_pl.curve_names import NOT_NEAREST
 from aespa_pl.distributed.processes import World
 from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunedModel
 from aespa_pl.walk.collect import Streams
@@ -36,7 +37,7 @@ def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
         found[name] = {
             "nearest": float(p.loss(nearest).sum()),
             "final": float(p.loss(p.integers).sum()),
-            "share_not_nearest": int((p.integers != nearest).count_nonzero()) / nearest.numel(),
+            NOT_NEAREST: int((p.integers != nearest).count_nonzero()) / nearest.numel(),
             **p.measured,
         }
     return found

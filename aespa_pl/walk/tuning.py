@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.observe import observing
+from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, InputGroup
@@ -137,8 +138,8 @@ class BlockTuner:
         groups = layout.groups
         end = 1 + next(i for i, group in enumerate(groups) if layout.values_before(group))
         return [
-            Unit("attention", groups[:end], self._run_attention, between),
-            Unit("feed_forward", groups[end:], self._run_block, targets),
+            Unit(ATTENTION, groups[:end], self._run_attention, between),
+            Unit(FEED_FORWARD, groups[end:], self._run_block, targets),
         ]
 
     def _tune_before(
