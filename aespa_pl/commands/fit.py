@@ -25,7 +25,7 @@ from aespa_pl.commands.limits import check_space, refuse_tuning
 from aespa_pl.commands.resuming import LAST
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes
-from aespa_pl.planning.budget import described, divide, free_to_plan
+from aespa_pl.planning.budget import divide, free_to_plan, portions_in_words
 from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import Portion
 from aespa_pl.planning.tuning import tuning_fits
@@ -209,7 +209,7 @@ def _quantize(
     source = job.stream(job.pretrained)
     trainer = partial(make_trainer, run)
     partition = divide(job.shape, job.work, job.data, job.quantization, job.device, world=world)
-    for words in described(partition, job.shape):
+    for words in portions_in_words(partition, job.shape):
         progress.say(words)
     free = free_to_plan(job.shape, job.work, job.data, job.quantization, job.device)
     recompute = not tuning_fits(job.shape, job.work, job.quantization, free, recompute=False)
