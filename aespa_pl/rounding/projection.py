@@ -51,7 +51,7 @@ class ProjectionRounding(nn.Module):
         """
         super().__init__()
         fixed, variables = start(weight, updated, grid)
-        self.levels = fixed.levels
+        self.largest = fixed.largest
         self.penalty = penalty
         self.share = share or RowShare(weight.shape[0], weight.shape[1], by_heads=True)
         self.variables = nn.Parameter(variables)
@@ -67,7 +67,7 @@ class ProjectionRounding(nn.Module):
     @property
     def fixed(self) -> SoftRounding:
         """Return everything that stays fixed while the variables are learned."""
-        return SoftRounding(self.lower, self.base, self.gain, self.scale, self.zeta, self.levels)
+        return SoftRounding(self.lower, self.base, self.gain, self.scale, self.zeta, self.largest)
 
     @torch.no_grad()
     def loss(
