@@ -221,7 +221,7 @@ def _quantize(
         run=run,
         settings=job.quantization,
         batch_size=job.data.batch,
-        quantizer=BlockQuantizer(job.quantization, learner, stopwatch),
+        quantizer=BlockQuantizer(job.quantization, learner, stopwatch, run, job.device, world),
         passes=StatisticsPasses(source, job.quantization, run.folder, partition, world),
         progress=progress,
         stopwatch=stopwatch,

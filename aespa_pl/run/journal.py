@@ -105,7 +105,7 @@ class Run(RunFolder):
             tuned=self.tuned,
             model=self.model,
         )
-        write_json(self.journal, content.model_dump(exclude_unset=True))
+        write_json(self.journal_file, content.model_dump(exclude_unset=True))
 
     def metrics(self) -> dict[str, Any] | None:
         """Return what was measured at the end; None where it is not there yet, or damaged."""
