@@ -82,8 +82,10 @@ def factor_columns(H: Float[Tensor, "heads d_in d_in"]) -> FactoredColumns:
     return FactoredColumns(order, U, added)
 
 
-def visit(W: Tensor, factored: FactoredColumns, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Return each weight as it was about to be rounded, and its integer, ``[heads, rows, d_in]``."""
+def visit(
+    W: Float[Tensor, "heads rows d_in"], factored: FactoredColumns, grid: Grid
+) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"]]:
+    """Return each weight as it was about to be rounded, and its integer."""
     heads, rows, d_in = W.shape
     columns = factored.order[:, None].expand(heads, rows, d_in)
     visited, integers = _visit(
