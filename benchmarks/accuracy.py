@@ -176,7 +176,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
         spent = {"total": time.perf_counter() - start, "processor": time.process_time() - processor}
         seconds = spent | stopwatch.seconds
         value = evaluate(job, PretrainedFolder.open(run.model_folder), {"": ids})[""]
-        losses = {str(i): record["losses"] for i, record in run.blocks.items()}
+        losses = {str(i): record.losses for i, record in run.blocks.items()}
     return Measured(value, seconds, losses)
 
 

@@ -91,7 +91,7 @@ def fit(
         if world.is_first:
             save_config(run.folder)
         progress.say(f"run folder: {run.folder}")
-        before = sum(sum(record["seconds"].values()) for record in run.blocks.values())
+        before = sum(sum(record.seconds.values()) for record in run.blocks.values())
         _quantize(
             job,
             run,
@@ -266,13 +266,13 @@ def _write_description(job: Job, run: Run) -> None:
                 "transformers": transformers.__version__,
                 "python": platform.python_version(),
             },
-            "losses": {str(i): record["losses"] for i, record in sorted(run.blocks.items())},
+            "losses": {str(i): record.losses for i, record in sorted(run.blocks.items())},
         },
     )
 
 
 def _total(run: Run, phase: str) -> float:
-    return sum(float(record["seconds"].get(phase, 0)) for record in run.blocks.values())
+    return sum(float(record.seconds.get(phase, 0)) for record in run.blocks.values())
 
 
 def _bytes_to_write(job: Job, run: Run | None) -> float:

@@ -94,7 +94,7 @@ class ModelTuner:
         learned = load_file(self.run.tuned_file)
         pretrained, family = self.source.pretrained, self.source.family
         for index in range(self.source.block_count):
-            if not self.run.blocks[index].get("end_to_end"):
+            if not self.run.blocks[index].end_to_end:
                 self._rewrite_block(index, learned, writer)
         stem = {name: pretrained.tensor(name) for name in pretrained.stem_names(family)}
         writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
@@ -165,7 +165,8 @@ class ModelTuner:
             name = f"{path}.weight"
             shard[prefix + name] = merged(weights, layout, path).to(types[name])
         files = (run.block_file(index), writer.block_file(index))
-        write_tensors(run.staged(files[0]), tensors, record.metadata(run.blocks[index]))
+        metadata = record.metadata(run.blocks[index].losses, run.blocks[index].tuning)
+        write_tensors(run.staged(files[0]), tensors, metadata)
         write_tensors(run.staged(files[1]), shard, {"format": "pt"})
         run.replace_block(index, files)
 

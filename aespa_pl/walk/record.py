@@ -13,6 +13,7 @@ from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.curve_names import NOT_NEAREST
 from aespa_pl.distributed.processes import World
+from aespa_pl.run.schema import TuningRecord
 from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunedModel
 from aespa_pl.walk.collect import Streams
 from aespa_pl.walk.tuning import stored_weights
@@ -79,21 +80,21 @@ def weight_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
     return tensors
 
 
-def metadata(known: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of a block's file; ``known`` is what the journal has of the block."""
-    # one key: safetensors writes several in any order
-    return {"block": json.dumps({name: known[name] for name in ("losses", "tuning")})}
+def metadata(measured: Mapping[str, Any], tuned: TuningRecord | None) -> dict[str, str]:
+    """Return the metadata of a block's file, from what ``losses`` and ``tuning`` returned."""
+    known = {"losses": measured, "tuning": None if tuned is None else tuned.model_dump()}
+    return {"block": json.dumps(known)}  # one key: safetensors writes several in any order
 
 
-def tuning(found: Reconstruction | TunedModel) -> dict[str, Any]:
+def tuning(found: Reconstruction | TunedModel) -> TuningRecord:
     """Return what the journal tells of a tuning."""
-    return {
-        "start_error": found.start_error if math.isfinite(found.start_error) else None,
-        "error": found.error if math.isfinite(found.error) else None,
-        "epoch": found.epoch,
-        "changed": found.changed,
-        "finite": found.finite,
-    }
+    return TuningRecord(
+        start_error=found.start_error if math.isfinite(found.start_error) else None,
+        error=found.error if math.isfinite(found.error) else None,
+        epoch=found.epoch,
+        changed=found.changed,
+        finite=found.finite,
+    )
 
 
 def tuning_curves(found: Reconstruction | TunedModel | None) -> dict[str, float]:

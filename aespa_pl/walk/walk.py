@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from lightning.pytorch.loggers import Logger
@@ -19,7 +19,7 @@ from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
-from aespa_pl.run.schema import TunedModelRecord
+from aespa_pl.run.schema import BlockRecord, TunedModelRecord
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import remove_leftovers, write_tensors
@@ -91,9 +91,7 @@ class Walk:
     def _tunes_model(self) -> bool:
         return self.model_tuner is not None and self.run.tuned is None
 
-    def _begin(
-        self, writer: ModelWriter
-    ) -> tuple[dict[int, dict[str, Any]], TunedModelRecord | None]:
+    def _begin(self, writer: ModelWriter) -> tuple[dict[int, BlockRecord], TunedModelRecord | None]:
         """Write what lies outside the blocks; return what is complete: blocks, end-to-end tuning."""
         pretrained, family = self.source.pretrained, self.source.family
         self.run.finish_replacing()
@@ -129,15 +127,15 @@ class Walk:
                         with self._measure("forward"):
                             self.source.advance(module, streams.quantized)
                     if index < last and not complete:
-                        seconds = self.run.blocks[index]["seconds"]
-                        seconds["forward"] = self.stopwatch.seconds["forward"] - forward
+                        passed = self.stopwatch.seconds["forward"] - forward
+                        seconds = self.run.blocks[index].seconds | {"forward": passed}
                         self.run.add_to_block(index, {"seconds": seconds})
             if complete and streams.original is not None and (index < last or self._tunes_model):
                 with self._measure("forward"), self.source.block(index) as module:
                     self.source.advance(module, streams.original)
             if streams.original is not None and not complete and index < last:
                 error = record.output_error(streams, self.world)
-                stage = "tuned" if self.run.blocks[index].get("tuning") else "rounded"
+                stage = "tuned" if self.run.blocks[index].tuning else "rounded"
                 if math.isfinite(error):  # JSON has no other numbers
                     self.run.add_to_block(index, {"output_error": {stage: error}})
             release_memory()
@@ -193,15 +191,13 @@ class Walk:
                     index, tunable, streams.quantized, between, cast(Batches, streams.original)
                 )
             tensors |= record.weight_tensors(tuned.weights)
-        known: dict[str, Any] = {
-            "losses": measured,
-            "tuning": None if tuned is None else record.tuning(tuned),
-        }
+        tuning = None if tuned is None else record.tuning(tuned)
         with self._measure("writing"):
-            self._store(index, module, tensors, known, writer)
+            self._store(index, module, tensors, record.metadata(measured, tuning), writer)
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
         files = (self.run.block_file(index), writer.block_file(index))
-        known |= {"seconds": seconds, "peak_bytes": peak_bytes(self.source.device)}
+        peak = peak_bytes(self.source.device)
+        known = {"losses": measured, "tuning": tuning, "seconds": seconds, "peak_bytes": peak}
         self.run.finish_block(index, known, files)
         if not self.world.is_first:
             return
@@ -234,7 +230,7 @@ class Walk:
         index: int,
         module: nn.Module,
         tensors: Mapping[str, Tensor],
-        known: Mapping[str, Any],
+        metadata: Mapping[str, str],
         writer: ModelWriter,
     ) -> None:
         """Write a block that is quantized, and give the module the stored values back.
@@ -249,7 +245,7 @@ class Walk:
             stored[prefix + name] = tensor.to(dtype)
             tensor.copy_(stored[prefix + name])
         if self.world.is_first:
-            write_tensors(self.run.block_file(index), tensors, record.metadata(known))
+            write_tensors(self.run.block_file(index), tensors, metadata)
             writer.write_block(index, stored)
 
     def _finish(self, writer: ModelWriter) -> None:

@@ -24,7 +24,7 @@ def test_journal_comes_back_as_it_was(run: Run) -> None:
     run.note_checkpoint(portion_of(4, 1), checkpoint, sha(checkpoint))
     again = Run.open(run.folder)
     assert again == run
-    assert again.blocks[3]["losses"] == RECORD["losses"]
+    assert again.blocks[3].losses == RECORD["losses"]
     assert again.damaged_files(3) == again.all_damaged_files() == []
     assert again.checkpoint == LearnedFile(
         block=4,
