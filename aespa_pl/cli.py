@@ -16,7 +16,7 @@ from rich.console import Console
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, nearest, refuse_mistakes
-from aespa_pl.commands.ending import ENDINGS, described, interrupted_by_closed_pipe, stop
+from aespa_pl.commands.ending import ENDINGS, interrupted_by_closed_pipe, message_and_status, stop
 from aespa_pl.commands.resuming import with_run
 from aespa_pl.errors import UserError
 from aespa_pl.run.interruption import Interruption
@@ -166,7 +166,7 @@ def _imported(name: str, command: Command):  # type: ignore[no-untyped-def]
 
 
 def _end(error: BaseException, interruption: Interruption) -> None:
-    known = described(error, interruption.how_to_continue)
+    known = message_and_status(error, interruption.how_to_continue)
     if known is None:
         raise error
     stop(*known)

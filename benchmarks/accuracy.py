@@ -158,6 +158,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
 
         progress = WalkProgress(Console(quiet=not says))
         source, settings = job.stream(job.pretrained), job.quantization
+        learner = Learner(settings, trainer, run, job.device)
         blocks = BlockTuner(source, run, settings, trainer)
         model = ModelTuner(source, run, settings.tuning, settings.bits, trainer, recompute=False)
         Walk(
@@ -165,7 +166,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
             run,
             settings,
             job.data.batch,
-            BlockQuantizer(settings, Learner(settings, trainer, run, job.device), stopwatch),
+            BlockQuantizer(settings, learner, stopwatch, run, job.device),
             StatisticsPasses(source, settings, run.folder),
             progress,
             stopwatch,
@@ -175,7 +176,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
         spent = {"total": time.perf_counter() - start, "processor": time.process_time() - processor}
         seconds = spent | stopwatch.seconds
         value = evaluate(job, PretrainedFolder.open(run.model_folder), {"": ids})[""]
-        losses = {str(i): record["losses"] for i, record in run.blocks.items()}
+        losses = {str(i): record.losses for i, record in run.blocks.items()}
     return Measured(value, seconds, losses)
 
 

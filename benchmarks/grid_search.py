@@ -99,15 +99,15 @@ def main(
 
 def plain_search(W: Tensor, H: Tensor, zeta: Tensor, bits: int) -> Grid:
     """Return the best grid of each row, computing the loss of every candidate."""
-    V, H, levels = W / zeta, zeta[:, None] * H * zeta, 2**bits - 1
+    V, H, largest = W / zeta, zeta[:, None] * H * zeta, 2**bits - 1
     low, high = V.amin(-1, keepdim=True).clamp(max=0), V.amax(-1, keepdim=True).clamp(min=0)
-    full = (high - low) / levels
+    full = (high - low) / largest
     least = torch.full_like(full, torch.inf)
     scale, zero = full.clone(), torch.zeros_like(full)
-    for z in ((-low / full).floor(), (-low / full).clamp(max=levels).ceil()):
+    for z in ((-low / full).floor(), (-low / full).clamp(max=largest).ceil()):
         for percent in range(100, 0, -1):
             s = full * (percent / 100)
-            error = s * (torch.clamp(torch.round(V / s) + z, 0, levels) - z) - V
+            error = s * (torch.clamp(torch.round(V / s) + z, 0, largest) - z) - V
             loss = ((error @ H) * error).sum(-1, keepdim=True)
             better = loss < least
             least = torch.where(better, loss, least)

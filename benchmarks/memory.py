@@ -25,7 +25,7 @@ from transformers import AutoConfig, LlamaConfig
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.models import family_of
 from aespa_pl.models.skeleton import skeleton
-from aespa_pl.planning.budget import described
+from aespa_pl.planning.budget import portions_in_words
 from aespa_pl.planning.needs import device_bytes, host_bytes, partition_for
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.resolve import resolved
@@ -121,7 +121,7 @@ def main(
             "parameters": shape.blocks * shape.block_weights + shape.stem_weights,
             "peak_gb": round(peak / 1e9, 3),
             "predicted_gb": round(predicted / 1e9, 3),
-            "in_portions": described(partition, shape),
+            "in_portions": portions_in_words(partition, shape),
             "largest_phase": max(phases, key=lambda phase: phases[phase]),
             "seconds": round(seconds),
         }

@@ -71,7 +71,7 @@ def plain_update(W: Tensor, H: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         found = torch.empty_like(pending)
         for j in range(len(order)):
             w = pending[:, j]
-            found[:, j] = torch.clamp(torch.round(w / s[:, j]) + z[:, j], 0, grid.levels)
+            found[:, j] = torch.clamp(torch.round(w / s[:, j]) + z[:, j], 0, grid.largest)
             error = (w - s[:, j] * (found[:, j] - z[:, j])) / U[j, j]
             pending[:, j + 1 :] -= error[:, None] * U[j, j + 1 :]
         visited[heads, :, order] = pending.view_as(W[heads])

@@ -48,27 +48,27 @@ def rotation_matrix(position: int, head_size: int, base: float) -> Tensor:
     return R
 
 
-def nearest(W: Tensor, scale: float, zero: float, levels: int) -> Tensor:
+def nearest(W: Tensor, scale: float, zero: float, largest: int) -> Tensor:
     """Round one row to the nearest."""
     return torch.tensor(
-        [min(max(round(float(w) / scale) + zero, 0), levels) for w in W], dtype=torch.float64
+        [min(max(round(float(w) / scale) + zero, 0), largest) for w in W], dtype=torch.float64
     )
 
 
 def best_rounding(
-    low: Tensor, step: Tensor, zero: Tensor, W: Tensor, H: Tensor, levels: int
+    low: Tensor, step: Tensor, zero: Tensor, W: Tensor, H: Tensor, largest: int
 ) -> float:
     """Return the least ``dw H dw^T`` over all ``2 ** d`` choices between ``low`` and ``low + 1``."""
     best = math.inf
     for ups in itertools.product((0, 1), repeat=W.numel()):
-        q = (low + torch.tensor(ups, dtype=W.dtype)).clamp(0, levels)
+        q = (low + torch.tensor(ups, dtype=W.dtype)).clamp(0, largest)
         error = step * (q - zero) - W
         best = min(best, float(error @ H @ error))
     return best
 
 
 def optq_row(
-    w: Tensor, H: Tensor, step: Tensor, zero: Tensor, levels: int
+    w: Tensor, H: Tensor, step: Tensor, zero: Tensor, largest: int
 ) -> tuple[Tensor, Tensor]:
     """Return OPTQ of one row by its definition: the optimal update of all columns left after each rounding.
 
@@ -80,7 +80,7 @@ def optq_row(
     left = list(order)
     for j in order:
         left.remove(j)
-        q = min(max(round(float(current[j] / step[j])) + float(zero[j]), 0), levels)
+        q = min(max(round(float(current[j] / step[j])) + float(zero[j]), 0), largest)
         integers[j] = q
         error = current[j] - step[j] * (q - zero[j])
         if left:
@@ -90,10 +90,10 @@ def optq_row(
     return current, integers
 
 
-def best_integers(step: Tensor, zero: Tensor, W: Tensor, H: Tensor, levels: int) -> float:
-    """Return the least ``dw H dw^T`` of one row over all ``(levels + 1) ** d`` integers."""
+def best_integers(step: Tensor, zero: Tensor, W: Tensor, H: Tensor, largest: int) -> float:
+    """Return the least ``dw H dw^T`` of one row over all ``(largest + 1) ** d`` integers."""
     candidates = torch.tensor(
-        list(itertools.product(range(levels + 1), repeat=W.numel())), dtype=W.dtype
+        list(itertools.product(range(largest + 1), repeat=W.numel())), dtype=W.dtype
     )
     error = step * (candidates - zero) - W
     return float(((error @ H) * error).sum(1).min())
@@ -106,7 +106,7 @@ def coordinate_descent(
     W: Tensor,
     H: Tensor,
     G: Tensor,
-    levels: int,
+    largest: int,
     passes: int,
     order: Sequence[tuple[int, int]],
 ) -> tuple[Tensor, int]:
@@ -126,7 +126,7 @@ def coordinate_descent(
     while done < passes and (before is None or not torch.equal(current, before)):
         before, done = current.clone(), done + 1
         for i, j in order:
-            for value in range(levels + 1):
+            for value in range(largest + 1):
                 other = current.clone()
                 other[i, j] = value
                 if objective(other) < least * (1 - 1e-12):

@@ -101,7 +101,7 @@ class Quantized:
 
     @property
     def journal(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self.run.journal.read_text())
+        content: dict[str, Any] = json.loads(self.run.journal_file.read_text())
         return content
 
     def losses(self, index: int) -> dict[str, dict[str, float]]:
@@ -187,7 +187,7 @@ def walk(
         run=run,
         settings=settings,
         batch_size=4,
-        quantizer=BlockQuantizer(settings, learner, stopwatch),
+        quantizer=BlockQuantizer(settings, learner, stopwatch, run, device),
         passes=StatisticsPasses(source, settings, run.folder, partition),
         progress=WalkProgress(Console(file=said, width=200)),
         stopwatch=stopwatch,

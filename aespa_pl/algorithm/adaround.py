@@ -26,13 +26,13 @@ CPU_CHUNK = 2**16
 class SoftRounding:
     """Holds everything that stays fixed while the rounding of one projection is learned.
 
-    ``clamp(lower + h, 0, levels)`` is either linear in h or does not depend on it, since lower is an
+    ``clamp(lower + h, 0, largest)`` is either linear in h or does not depend on it, since lower is an
     integer. So the error is ``dW = base + gain * h``, with gain 0 where the clamp holds the weight.
     """
 
     lower: Int[Tensor, "heads rows d_in"]
     """The integer below each weight, ``floor(W' / step) + zero_point``, int16; -1 where it lies below the
-    range, ``levels`` where it lies above."""
+    range, ``largest`` where it lies above."""
     base: Float[Tensor, "heads rows d_in"]
     """Error of the weight at h = 0, against the original weight W."""
     gain: Float[Tensor, "heads rows d_in"] | None
@@ -41,12 +41,12 @@ class SoftRounding:
     scale: Float[Tensor, "heads rows groups"]
     zeta: Float[Tensor, " d_in"]
     """The step of a weight is the scale of its group times the zeta of its column."""
-    levels: int
+    largest: int
 
-    def step(self) -> dict[str, Any]:
+    def kernel_arguments(self) -> dict[str, Any]:
         """Return what the two kernels make the gain of."""
         return {
-            "lower": self.lower, "scale": self.scale, "zeta": self.zeta, "levels": self.levels
+            "lower": self.lower, "scale": self.scale, "zeta": self.zeta, "largest": self.largest
         }  # fmt: skip
 
 
@@ -75,13 +75,13 @@ def start(
     step, zero = grid.step(), grid.zero()
     ratio = updated / step
     below = ratio.floor()
-    lower = (below + zero).clamp_(-1, grid.levels)
-    base = step * (lower.clamp(0, grid.levels) - zero) - W
+    lower = (below + zero).clamp_(-1, grid.largest)
+    base = step * (lower.clamp(0, grid.largest) - zero) - W
     lower = lower.to(torch.int16)
     gain = None
     if W.device.type == "cpu":
-        gain = weight_gain(lower, grid.scale, grid.zeta, grid.levels)
-    rounding = SoftRounding(lower, base, gain, grid.scale, grid.zeta, grid.levels)
+        gain = weight_gain(lower, grid.scale, grid.zeta, grid.largest)
+    rounding = SoftRounding(lower, base, gain, grid.scale, grid.zeta, grid.largest)
     return rounding, rounding_variables(ratio - below)
 
 
@@ -225,7 +225,7 @@ def _loss_in_two_kernels(
     product (B, base, lower, dW), 14 after it (B, lower, product, gradient).
     """
     dW = workspace.like("error", B)
-    soft_error(B, rounding.base, **rounding.step(), out=dW)
+    soft_error(B, rounding.base, **rounding.kernel_arguments(), out=dW)
     _product(dW, H, G, workspace, gradient)
     reconstruction, penalty = B.new_zeros(()), B.new_zeros(())
     if wanted:
@@ -234,7 +234,9 @@ def _loss_in_two_kernels(
             penalty = -(2 * rectified_sigmoid(B) - 1).abs().pow(beta).sum()
     # a tensor, because a kernel is compiled for each value of a number
     exponent = None if beta is None else B.new_full((), beta)
-    soft_gradient(B, **rounding.step(), exponent=exponent, weight=weight, gradient=gradient)
+    soft_gradient(
+        B, **rounding.kernel_arguments(), exponent=exponent, weight=weight, gradient=gradient
+    )
     return reconstruction, penalty
 
 
@@ -253,4 +255,4 @@ def decide(
     B: Float[Tensor, "heads rows d_in"], rounding: SoftRounding
 ) -> UInt8[Tensor, "heads rows d_in"]:
     """Return the integers: h(B) rounded to 0 or 1, and h is 0.5 at 0."""
-    return (rounding.lower + (B >= 0)).clamp_(0, rounding.levels).to(torch.uint8)
+    return (rounding.lower + (B >= 0)).clamp_(0, rounding.largest).to(torch.uint8)

@@ -43,7 +43,7 @@ class Candidates:
 
     scale: Float[Tensor, "groups rows candidates"]
     zero: Float[Tensor, "groups rows candidates"]
-    levels: int
+    largest: int
     """The largest integer."""
 
     def centred(self, V: Float[Tensor, "groups rows columns"]) -> Tensor:
@@ -53,7 +53,7 @@ class Candidates:
         Q.round_()  # all that follows in place: new memory costs more than what it holds
         # a quarter of the time of clamp with tensors
         torch.maximum(Q, -zero, out=Q)
-        return torch.minimum(Q, self.levels - zero, out=Q)
+        return torch.minimum(Q, self.largest - zero, out=Q)
 
     def errors(self, V: Float[Tensor, "groups rows columns"]) -> Tensor:
         """Return the errors of nearest rounding, ``[groups, rows, candidates, columns]``."""
@@ -61,11 +61,11 @@ class Candidates:
 
     def part(self, rows: slice, some: slice) -> "Candidates":
         """Return some candidates of some rows."""
-        return Candidates(self.scale[:, rows, some], self.zero[:, rows, some], self.levels)
+        return Candidates(self.scale[:, rows, some], self.zero[:, rows, some], self.largest)
 
     def take(self, index: Tensor) -> "Candidates":
         """Return the candidates at ``[groups, rows, some]``."""
-        return Candidates(self.scale.gather(-1, index), self.zero.gather(-1, index), self.levels)
+        return Candidates(self.scale.gather(-1, index), self.zero.gather(-1, index), self.largest)
 
 
 def best_grids(
@@ -142,8 +142,8 @@ def leading_part(
     variances; nothing is random, because each process must find the same.
     """
     diagonal, columns = H.diagonal(dim1=1, dim2=2), H.shape[-1]
-    largest = diagonal.topk(leading_rank(columns)).indices
-    Y = H.gather(2, largest[:, None].expand(-1, columns, -1))  # [groups, columns, rank]
+    leading = diagonal.topk(leading_rank(columns)).indices
+    Y = H.gather(2, leading[:, None].expand(-1, columns, -1))  # [groups, columns, rank]
     for _ in range(ITERATIONS):
         basis = torch.linalg.qr(Y).Q
         Y = H @ basis
@@ -183,7 +183,7 @@ def _lowest_point(V: Tensor, H: Tensor, chosen: Candidates) -> Candidates:
     slope = (QH * (chosen.scale * Q - V)).sum(-1, keepdim=True)
     scale = chosen.scale - slope / (QH * Q).sum(-1, keepdim=True)
     usable = (scale > 0) & scale.isfinite()  # not where all integers stand for 0
-    return Candidates(torch.where(usable, scale, chosen.scale), chosen.zero, chosen.levels)
+    return Candidates(torch.where(usable, scale, chosen.scale), chosen.zero, chosen.largest)
 
 
 def _of_each(

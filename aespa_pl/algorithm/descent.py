@@ -82,7 +82,7 @@ def _descend(
 ) -> Descent:
     dW = dequantize(integers, grid) - W
     units = _Units(
-        integers.to(W.dtype, copy=True), dW, grid.step(), _times(dW, H), H, G, grid.levels
+        integers.to(W.dtype, copy=True), dW, grid.step(), _times(dW, H), H, G, grid.largest
     )
     if G is None and H.shape[0] == 1:
         units = units.rows_alone()
@@ -115,7 +115,7 @@ class _Units:
     """``dW H``."""
     H: Float[Tensor, "#units d_in d_in"]
     G: Float[Tensor, "units rows rows"] | None
-    levels: int
+    largest: int
     """The largest integer."""
 
     def rows_alone(self) -> "_Units":
@@ -123,7 +123,7 @@ class _Units:
         q, errors, step, R = (
             x.flatten(0, 1)[:, None] for x in (self.integers, self.errors, self.step, self.R)
         )
-        return _Units(q, errors, step, R, self.H, None, self.levels)
+        return _Units(q, errors, step, R, self.H, None, self.largest)
 
     def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
         """Return some of the units, in their order."""
@@ -134,7 +134,7 @@ class _Units:
         )
         H = self.H if len(self.H) == 1 else self.H[chosen]
         G = None if self.G is None else self.G[chosen]
-        return _Units(q, errors, step, R, H, G, self.levels)
+        return _Units(q, errors, step, R, H, G, self.largest)
 
     def loss(self) -> Float[Tensor, "units separable"]:
         """Return the objective of each unit in its independent parts: rows, or with G the head."""
@@ -157,7 +157,7 @@ class _Units:
             here = (slice(None), rows, columns)
             q, step = self.integers[here], self.step[here]
             H = self.H[:, columns, columns]
-            tile = P[..., columns], step, -q, self.levels - q
+            tile = P[..., columns], step, -q, self.largest - q
             moves = _moves(*tile, H=H) if G is None else _coupled_moves(*tile, H=H, G=G)
             moved = moves.flatten(1).any(-1).nonzero()[:, 0]
             if not moved.numel():

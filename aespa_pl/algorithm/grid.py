@@ -89,12 +89,12 @@ def _blocks(H: Tensor, zeta: Tensor, group_size: int | None) -> Tensor:
 
 def _range(V: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
     """Return scale and (not yet rounded) zero point of the min-max range."""
-    levels = grid_format.levels
+    largest = grid_format.largest
     low, high = min_max_range(V, symmetric=grid_format.symmetric)
-    scale = (high - low) / levels
+    scale = (high - low) / largest
     if grid_format.symmetric:
         return scale, torch.full_like(scale, 2 ** (grid_format.bits - 1))
-    return scale, (-low / scale).clamp(max=levels)  # the quotient may be a rounding error above
+    return scale, (-low / scale).clamp(max=largest)  # the quotient may be a rounding error above
 
 
 def _search(
@@ -110,7 +110,7 @@ def _search(
     candidates = Candidates(
         (scale.T.contiguous()[..., None] * ratios).repeat(1, 1, zero_points.shape[-1]),
         zero_points.transpose(0, 1).contiguous().repeat_interleave(CLIP_RATIOS, -1),
-        grid_format.levels,
+        grid_format.largest,
     )
     scale, zero_point, loss = best_grids(V, H, candidates, thorough=thorough)
     return scale.T, zero_point.T, loss.T

@@ -82,8 +82,10 @@ def factor_columns(H: Float[Tensor, "heads d_in d_in"]) -> FactoredColumns:
     return FactoredColumns(order, U, added)
 
 
-def visit(W: Tensor, factored: FactoredColumns, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Return each weight as it was about to be rounded, and its integer, ``[heads, rows, d_in]``."""
+def visit(
+    W: Float[Tensor, "heads rows d_in"], factored: FactoredColumns, grid: Grid
+) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"]]:
+    """Return each weight as it was about to be rounded, and its integer."""
     heads, rows, d_in = W.shape
     columns = factored.order[:, None].expand(heads, rows, d_in)
     visited, integers = _visit(
@@ -91,13 +93,13 @@ def visit(W: Tensor, factored: FactoredColumns, grid: Grid) -> tuple[Tensor, Ten
         factored.upper,
         grid.step().gather(2, columns),
         grid.zero().gather(2, columns),
-        grid.levels,
+        grid.largest,
     )
     back = columns.argsort(-1)
     return visited.gather(2, back), integers.gather(2, back)
 
 
-def _visit(W: Tensor, U: Tensor, step: Tensor, zero: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+def _visit(W: Tensor, U: Tensor, step: Tensor, zero: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """Do the work of ``update_weights`` on columns that are in order already."""
     pending, integers = W.clone(), torch.empty_like(W)
     for start in range(0, W.shape[-1], LAZY_COLUMNS):
@@ -105,7 +107,7 @@ def _visit(W: Tensor, U: Tensor, step: Tensor, zero: Tensor, levels: int) -> tup
         errors = torch.empty_like(W[..., start:end])
         for j in range(start, end):
             w, s, z = pending[..., j], step[..., j], zero[..., j]
-            q = torch.clamp(torch.round(w / s) + z, 0, levels)
+            q = torch.clamp(torch.round(w / s) + z, 0, largest)
             error = (w - s * (q - z)) / U[:, j, j, None]
             # Column j itself must stay as it was about to be rounded.
             pending[..., j + 1 : end] -= error[..., None] * U[:, None, j, j + 1 : end]

@@ -18,7 +18,7 @@ class GridFormat:
     """Columns that share a scale and a zero point; None: all columns of a row."""
 
     @property
-    def levels(self) -> int:
+    def largest(self) -> int:
         """Return the largest integer."""
         return int(2**self.bits - 1)
 
@@ -36,7 +36,7 @@ class Grid:
     bits: int
 
     @property
-    def levels(self) -> int:
+    def largest(self) -> int:
         """Return the largest integer."""
         return int(2**self.bits - 1)
 
@@ -59,7 +59,7 @@ class Grid:
 
 def quantize(W: Float[Tensor, "heads rows d_in"], grid: Grid) -> Float[Tensor, "heads rows d_in"]:
     """Return the nearest integers (round-to-nearest; halves go to the even neighbour)."""
-    return torch.clamp(torch.round(W / grid.step()) + grid.zero(), 0, grid.levels)
+    return torch.clamp(torch.round(W / grid.step()) + grid.zero(), 0, grid.largest)
 
 
 def dequantize(

@@ -1,19 +1,24 @@
 """Compute second moments of queries and keys as they act before RoPE and before a norm on heads."""
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 
-def rotate_back(G: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_back(
+    G: Float[Tensor, "heads d_head d_head"],
+    cos: Float[Tensor, "L d_head"],
+    sin: Float[Tensor, "L d_head"],
+) -> Float[Tensor, "heads d_head d_head"]:
     """Return ``mean_t R_t^T G R_t``: G as it acts on queries (keys) before the rotation.
 
     The error of a query is rotated with the query, so ``R_t dq`` meets the rotated keys.
 
     Args:
-        G: ``[heads, d_h, d_h]``, from rotated keys (queries).
-        cos: ``[L, d_h]``; with sin, R_t is ``diag(cos_t) + diag(sin_t) J``, J being the matrix of
-            ``rotate_half(x) = (-x[d_h / 2:], x[:d_h / 2])``.
-        sin: ``[L, d_h]``.
+        G: Second moment of the rotated keys (queries).
+        cos: Cosines by position. R_t is ``diag(cos_t) + diag(sin_t) J``, J being the matrix of
+            ``rotate_half(x) = (-x[d_head / 2:], x[:d_head / 2])``.
+        sin: Sines by position.
     """
     # R^T G R has four terms; the mean over t of cos_i cos_j and so on can be taken beforehand.
     cos, sin = cos.to(G), sin.to(G)
@@ -26,16 +31,20 @@ def rotate_back(G: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return G * cc + cross + cross.transpose(-1, -2) + J.T @ (G * ss) @ J
 
 
-def through_norm(G: Tensor, weight: Tensor, inverse_square: Tensor) -> Tensor:
+def through_norm(
+    G: Float[Tensor, "heads d_head d_head"],
+    weight: Float[Tensor, " d_head"],
+    inverse_square: Float[Tensor, " heads"],
+) -> Float[Tensor, "heads d_head d_head"]:
     """Return G as it acts on queries (keys) before their norm.
 
     The paper's families have no such norm. To first order the norm multiplies an error by
-    ``weight / rms`` of its token; the part that changes rms itself (one direction of d_h) is left
+    ``weight / rms`` of its token; the part that changes rms itself (one direction of d_head) is left
     out, and ``1 / rms ** 2`` is averaged over the tokens as the Kronecker approximation does for G.
 
     Args:
-        G: ``[heads, d_h, d_h]``.
-        weight: ``[d_h]``.
-        inverse_square: ``[heads]``: mean of ``1 / rms ** 2`` over the tokens.
+        G: Second moment of the other side, as it acts behind the norm.
+        weight: Weight of the norm.
+        inverse_square: Mean of ``1 / rms ** 2`` over the tokens.
     """
     return inverse_square[:, None, None] * weight[:, None] * G * weight

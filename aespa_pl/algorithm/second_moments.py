@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+from jaxtyping import Float
 from torch import Tensor
 
 STRIPES = 4
@@ -11,20 +12,20 @@ NARROW = 256
 """Columns below which the products are too small: with 64 columns stripes take longer than all at once."""
 
 
-def add_gram(total: Tensor, X: Tensor, *, factor: float = 1.0) -> None:
+def add_gram(total: Float[Tensor, "d d"], X: Float[Tensor, "N d"], *, factor: float = 1.0) -> None:
     """Add ``factor X^T X`` to a sum, in place and without a copy; ``mirror`` makes it whole.
 
     Args:
-        total: ``[d, d]``; the elements below the diagonal have no meaning.
-        X: ``[N, d]``.
+        total: The sum so far; the elements below the diagonal have no meaning.
+        X: Inputs, one a row.
         factor: Factor of the product.
     """
     for start, stop in _stripes(X.shape[1]):
         total[start:stop, start:].addmm_(X[:, start:stop].T, X[:, start:], alpha=factor)
 
 
-def mirror(total: Tensor) -> None:
-    """Copy the elements above the diagonal of ``[d, d]`` below it, in place: it is exactly symmetric then.
+def mirror(total: Float[Tensor, "d d"]) -> None:
+    """Copy the elements above the diagonal below it, in place: the sum is exactly symmetric then.
 
     It is so within the squares on the diagonal too, whose products need not be symmetric to the last bit.
     """

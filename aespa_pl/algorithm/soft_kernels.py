@@ -15,10 +15,10 @@ TINY = 1e-30
 """Its logarithm is finite, and any power of it 0 for all that follows."""
 
 
-def weight_gain(lower: Tensor, scale: Tensor, zeta: Tensor, levels: int) -> Tensor:
+def weight_gain(lower: Tensor, scale: Tensor, zeta: Tensor, largest: int) -> Tensor:
     """Return the step of each weight, 0 where the clamp holds it, ``[heads, rows, d_in]``."""
     step = (scale[..., None] * zeta.view(scale.shape[-1], -1)).flatten(-2)
-    return step * ((lower >= 0) & (lower < levels))
+    return step * ((lower >= 0) & (lower < largest))
 
 
 @fused
@@ -29,12 +29,12 @@ def soft_error(
     lower: Int[Tensor, "heads rows d_in"],
     scale: Float[Tensor, "heads rows groups"],
     zeta: Float[Tensor, " d_in"],
-    levels: int,
+    largest: int,
     out: Float[Tensor, "heads rows d_in"],
 ) -> None:
     """Write the error ``dW`` of the soft rounding to ``out``."""
     h = (STRETCH * torch.sigmoid(B) - (STRETCH - 1) / 2).clamp(0, 1)
-    out.copy_(base + weight_gain(lower, scale, zeta, levels) * h)
+    out.copy_(base + weight_gain(lower, scale, zeta, largest) * h)
 
 
 @fused
@@ -44,7 +44,7 @@ def soft_gradient(
     lower: Int[Tensor, "heads rows d_in"],
     scale: Float[Tensor, "heads rows groups"],
     zeta: Float[Tensor, " d_in"],
-    levels: int,
+    largest: int,
     exponent: Float[Tensor, ""] | None,
     weight: float,
     gradient: Float[Tensor, "heads rows d_in"],
@@ -55,7 +55,7 @@ def soft_gradient(
     """
     sigmoid = torch.sigmoid(B)
     centred = 2 * STRETCH * sigmoid - STRETCH
-    g = gradient * weight_gain(lower, scale, zeta, levels)
+    g = gradient * weight_gain(lower, scale, zeta, largest)
     if exponent is not None:
         cut = centred.clamp(-1, 1)
         power = (cut.abs().clamp(min=TINY).log2() * (exponent - 2)).exp2() * cut

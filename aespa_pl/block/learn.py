@@ -53,7 +53,7 @@ class Learner:
 
     settings: QuantizationSettings
     make_trainer: MakeTrainer
-    journal: Run
+    run: Run
     """Knows the checkpoint of the block under way, and which portions are learned already."""
     device: torch.device
     partition: Partition = WHOLE
@@ -82,7 +82,7 @@ class Learner:
                     module,
                     datamodule=StatisticsDataModule(self._statistics(portion, block)),
                     ckpt_path=self.world.from_first(
-                        partial(self.journal.checkpoint_to_continue, portion)
+                        partial(self.run.checkpoint_to_continue, portion)
                     ),
                 )
                 self._refuse_early_end(trainer, f"block {block.index}")
@@ -127,9 +127,9 @@ class Learner:
         # there may be a next portion, or the tuning of the block, to be interrupted in
         more = self.partition != WHOLE or self.settings.tuning.blocks.enabled
         if more and self.world.is_first:
-            file = self.journal.portion_file(portion)
+            file = self.run.portion_file(portion)
             write_tensors(file, integers, {})
-            self.journal.note_portion(portion, file)
+            self.run.note_portion(portion, file)
 
     def _rounding(self, heads: HeadRange, block: QuantizedBlock) -> ProjectionRounding:
         """Return the soft rounding of this process's rows; W' goes when its last heads have begun."""
@@ -195,5 +195,5 @@ class Learner:
 
     def _learned_before(self, portion: Portion) -> dict[str, Tensor] | None:
         """Return the integers that a portion had learned before an interruption, if it had."""
-        file = self.journal.portion_to_continue(portion)
+        file = self.run.portion_to_continue(portion)
         return None if file is None else load_file(file)

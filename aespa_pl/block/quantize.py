@@ -4,6 +4,7 @@ import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from aespa_pl.block.correct import correct
@@ -13,9 +14,11 @@ from aespa_pl.block.polish import polish
 from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.block.update import update
 from aespa_pl.calibration.statistics import BlockStatistics, Shifts
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import NumericalError, UserError
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models.family import BlockLayout
+from aespa_pl.run.journal import Run
 from aespa_pl.settings import QuantizationSettings
 
 DAMPING_GROWTH = 10
@@ -31,6 +34,11 @@ class BlockQuantizer:
     settings: QuantizationSettings
     learner: Learner
     stopwatch: Stopwatch
+    run: Run
+    """Knows the damping of second attempts."""
+    device: torch.device
+    world: World = ALONE
+    """All processes call the same methods; each gets all integers."""
 
     def start(
         self, index: int, module: nn.Module, layout: BlockLayout, statistics: BlockStatistics
@@ -61,12 +69,12 @@ class BlockQuantizer:
         Raises:
             UserError: The loss is not finite even with ten times the damping.
         """
-        damping = self.learner.journal.damping.get(block.index, self.settings.damping)
+        damping = self.run.damping.get(block.index, self.settings.damping)
         while True:
             block.damp(damping)
             try:
                 with self._measure("grid"):
-                    fit_grids(block, self.settings, self.learner.world)
+                    fit_grids(block, self.settings, self.world)
                 self._update(block)
                 with self._measure("rounding"):
                     self.learner.learn(block)
@@ -75,7 +83,7 @@ class BlockQuantizer:
                 damping = self._more_damping(block.index, damping, error)
         if self.settings.polish.enabled:
             with self._measure("polish"):
-                polish(block, self.settings.polish.passes, self.learner.world)
+                polish(block, self.settings.polish.passes, self.world)
 
     def _correct(self, block: QuantizedBlock, shifts: Shifts) -> None:
         try:
@@ -86,7 +94,7 @@ class BlockQuantizer:
     def _update(self, block: QuantizedBlock) -> None:
         if self.settings.optq.enabled:
             with self._measure("optq"):
-                update(block, self.learner.world, rows=bool(self.settings.optq.rows))
+                update(block, self.world, rows=bool(self.settings.optq.rows))
         for p in block.projections.values():
             p.measured["optq"] = float(p.loss(p.integers).sum())
 
@@ -96,9 +104,9 @@ class BlockQuantizer:
         if used != self.settings.damping or stronger >= 1:
             raise UserError(f"{error}; raise quantization.damping in a new run") from error
         log.warning("%s; again with damping %g", error, stronger)
-        self.learner.journal.damping[index] = stronger
-        self.learner.journal.forget_learning()
+        self.run.damping[index] = stronger
+        self.run.forget_learning()
         return stronger
 
     def _measure(self, phase: str) -> AbstractContextManager[None]:
-        return self.stopwatch.measure(phase, self.learner.device)
+        return self.stopwatch.measure(phase, self.device)

@@ -31,10 +31,10 @@ NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate
 ENDINGS = (
     ArgumentError, UserError, EndedError, OSError, MemoryError, RuntimeError, RunInterrupted,
 )  # fmt: skip
-"""Errors that :func:`described` may know; a RuntimeError that it doesn't know is a fault of ours."""
+"""Errors that :func:`message_and_status` may know; a RuntimeError that it doesn't know is a fault of ours."""
 
 
-def described(error: BaseException, advice: str | None) -> tuple[str, int] | None:
+def message_and_status(error: BaseException, advice: str | None) -> tuple[str, int] | None:
     """Return the message and the status for an error; None for one that is a fault of ours.
 
     Args:

@@ -10,6 +10,7 @@ from huggingface_hub import HfApi
 from rich.console import Console
 from rich.table import Table
 
+from aespa_pl.commands.limits import nearest_existing
 from aespa_pl.errors import UserError
 from aespa_pl.export.format import Format
 from aespa_pl.export.formats import FormatName, make_format
@@ -177,7 +178,7 @@ def _refuse_full_disk(model: QuantizedModel, target: Path) -> None:
     """Raise UserError if the disk lacks the size of the original, which no format exceeds by much."""
     files = {tensor.file for tensor in model.pretrained.tensors.values()}
     needed = sum(file.stat().st_size for file in files)
-    existing = next(path for path in (target, *target.resolve().parents) if path.is_dir())
+    existing = nearest_existing(target)
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(

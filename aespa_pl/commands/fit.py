@@ -25,7 +25,7 @@ from aespa_pl.commands.limits import check_space, refuse_tuning
 from aespa_pl.commands.resuming import LAST
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes
-from aespa_pl.planning.budget import described, divide, free_to_plan
+from aespa_pl.planning.budget import divide, free_to_plan, portions_in_words
 from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import Portion
 from aespa_pl.planning.tuning import tuning_fits
@@ -91,7 +91,7 @@ def fit(
         if world.is_first:
             save_config(run.folder)
         progress.say(f"run folder: {run.folder}")
-        before = sum(sum(record["seconds"].values()) for record in run.blocks.values())
+        before = sum(sum(record.seconds.values()) for record in run.blocks.values())
         _quantize(
             job,
             run,
@@ -209,7 +209,7 @@ def _quantize(
     source = job.stream(job.pretrained)
     trainer = partial(make_trainer, run)
     partition = divide(job.shape, job.work, job.data, job.quantization, job.device, world=world)
-    for words in described(partition, job.shape):
+    for words in portions_in_words(partition, job.shape):
         progress.say(words)
     free = free_to_plan(job.shape, job.work, job.data, job.quantization, job.device)
     recompute = not tuning_fits(job.shape, job.work, job.quantization, free, recompute=False)
@@ -221,7 +221,7 @@ def _quantize(
         run=run,
         settings=job.quantization,
         batch_size=job.data.batch,
-        quantizer=BlockQuantizer(job.quantization, learner, stopwatch),
+        quantizer=BlockQuantizer(job.quantization, learner, stopwatch, run, job.device, world),
         passes=StatisticsPasses(source, job.quantization, run.folder, partition, world),
         progress=progress,
         stopwatch=stopwatch,
@@ -266,13 +266,13 @@ def _write_description(job: Job, run: Run) -> None:
                 "transformers": transformers.__version__,
                 "python": platform.python_version(),
             },
-            "losses": {str(i): record["losses"] for i, record in sorted(run.blocks.items())},
+            "losses": {str(i): record.losses for i, record in sorted(run.blocks.items())},
         },
     )
 
 
 def _total(run: Run, phase: str) -> float:
-    return sum(float(record["seconds"].get(phase, 0)) for record in run.blocks.values())
+    return sum(float(record.seconds.get(phase, 0)) for record in run.blocks.values())
 
 
 def _bytes_to_write(job: Job, run: Run | None) -> float:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aespa_pl.errors import UserError
-from aespa_pl.storage.cache import alone_in, described, entry_name
+from aespa_pl.storage.cache import alone_in, canonical_text, entry_name
 from aespa_pl.storage.files import write_tensors
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def cached_tokens(
         made_from: All that the tokens depend on, as JSON.
         make: Makes the tokens, if they are not there or damaged.
     """
-    description = described({"version": VERSION, **made_from})
+    description = canonical_text({"version": VERSION, **made_from})
     path = cache / "tokens" / f"{entry_name(description)}.safetensors"
     tokens = _read(path, description)
     if tokens is None:

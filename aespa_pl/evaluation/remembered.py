@@ -16,7 +16,7 @@ from torch import Tensor
 import aespa_pl
 from aespa_pl.data.token_cache import checksum
 from aespa_pl.errors import UserError
-from aespa_pl.storage.cache import alone_in, described, entry_name
+from aespa_pl.storage.cache import alone_in, canonical_text, entry_name
 from aespa_pl.storage.files import write_json
 
 
@@ -50,7 +50,7 @@ def recall(cache: Path, described_by: Mapping[str, object]) -> float | None:
     try:
         content = json.loads(_file(cache, described_by).read_text(encoding="utf-8"))
         value = content["perplexity"]
-        whole = content["measured_on"] == json.loads(described(described_by))
+        whole = content["measured_on"] == json.loads(canonical_text(described_by))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     if not whole or not isinstance(value, float) or not math.isfinite(value):
@@ -69,4 +69,4 @@ def remember(cache: Path, described_by: Mapping[str, object], perplexity: float)
 
 
 def _file(cache: Path, described_by: Mapping[str, object]) -> Path:
-    return cache / "perplexities" / f"{entry_name(described(described_by))}.json"
+    return cache / "perplexities" / f"{entry_name(canonical_text(described_by))}.json"

@@ -68,7 +68,7 @@ def reference_logits(
     hidden = source.embed(tokens[None], 1)
     for index in range(model.block_count):
         matrices = model.block(index).matrices
-        prefix = f"{model.family.blocks_path}.{index}."
+        prefix = model.family.block_prefix(index)
         with source.block(index) as block, torch.no_grad():
             for name, matrix in matrices.items():
                 weight = chosen.expected(model, name, matrix.dequantized())

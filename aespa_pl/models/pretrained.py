@@ -6,7 +6,7 @@ that are not finite.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -141,6 +141,15 @@ class PretrainedFolder:
         """Return the names of a block's tensors, as in the model's ``state_dict``."""
         prefix = family.block_prefix(index)
         return tuple(name for name in self.tensors if name.startswith(prefix))
+
+    def with_blocks(self, family: Family, files: Mapping[int, Path]) -> "PretrainedFolder":
+        """Return the folder with the tensors of some blocks in other files, by the block's number."""
+        moved = {
+            name: replace(self.tensors[name], file=file, name=name)
+            for index, file in files.items()
+            for name in self.block_names(family, index)
+        }
+        return replace(self, tensors={**self.tensors, **moved})
 
     def skeleton(self) -> PreTrainedModel:
         """Return the model without weights: all on the meta device, in evaluation mode."""

@@ -47,7 +47,7 @@ def free_to_plan(
     return free
 
 
-def described(partition: Partition, shape: Shape) -> list[str]:
+def portions_in_words(partition: Partition, shape: Shape) -> list[str]:
     """Return what a partition means, in words; nothing for a block that is worked on as a whole."""
     said = []
     heads = shape.layout.key_value_heads

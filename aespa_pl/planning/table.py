@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from aespa_pl.planning.arithmetic import block_flops, block_visits
-from aespa_pl.planning.budget import described, divide
+from aespa_pl.planning.budget import divide, portions_in_words
 from aespa_pl.planning.complexity import SEQUENCES, aespa_flops, conventional_flops
 from aespa_pl.planning.needs import device_bytes, disk_bytes, hidden_bytes, host_bytes
 from aespa_pl.planning.partition import Partition
@@ -107,7 +107,7 @@ def rows_of(
         ("model", f"{human(parameters)} parameters", _blocks(shape)),
         ("device memory", f"{human(needs.most_on_device)}B", on_device),
         *(("", f"{human(count)}B", phase) for phase, count in phases.items()),
-        *(("", "divided", words) for words in described(needs.partition, shape)),
+        *(("", "divided", words) for words in portions_in_words(needs.partition, shape)),
         ("host memory", f"{human(needs.host)}B", host),
         ("disk", f"{human(needs.disk)}B", "model, integers, two checkpoints of a block"),
         ("arithmetic", f"{human(shape.blocks * flops)}FLOP", f"{human(flops)}FLOP a block"),

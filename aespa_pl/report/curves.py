@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import (
     EventAccumulator,
 )
 
+from aespa_pl.curve_names import NOT_NEAREST, RECONSTRUCTION
+
 Floats = NDArray[np.float64]
 
-RECONSTRUCTION = "loss_reconstruction"
-NOT_NEAREST = "share_not_nearest"
 OLDER_NAMES = {"reconstruction_loss": RECONSTRUCTION, "differs_from_nearest": NOT_NEAREST}
 """Names that runs of journal format 1 gave the curves."""
 EVERYTHING = {SCALARS: 0, HISTOGRAMS: 0}

@@ -6,14 +6,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from aespa_pl.curve_names import ROUNDING_VARIABLES
 from aespa_pl.report.curves import Floats
 from aespa_pl.report.maps import NO_BLOCK, heat_map, limits_of
 from aespa_pl.report.picture import HEAT, SERIES, Picture, block_ticks, panels, value_axis
 from aespa_pl.report.stored import GridTensors, StoredRun
 
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
-ROUNDING_VARIABLES = "rounding_variables"
-"""Name of the histograms of h(B)."""
 
 
 def scales(run: StoredRun, width: float) -> Picture:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from aespa_pl.report.curves import RECONSTRUCTION, Floats
+from aespa_pl.curve_names import RECONSTRUCTION
+from aespa_pl.report.curves import Floats
 from aespa_pl.report.maps import NO_BLOCK, final_ratios
 from aespa_pl.report.picture import (
     DEPTHS,

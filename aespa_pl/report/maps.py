@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from aespa_pl.report.curves import NOT_NEAREST, Floats
+from aespa_pl.curve_names import NOT_NEAREST
+from aespa_pl.report.curves import Floats
 from aespa_pl.report.picture import HALF, HEAT, Picture, block_ticks, on_heat
 from aespa_pl.report.stored import StoredRun
 

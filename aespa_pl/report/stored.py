@@ -11,9 +11,10 @@ import yaml
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from aespa_pl.curve_names import RECONSTRUCTION
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
-from aespa_pl.report.curves import RECONSTRUCTION, Curves, read_curves
+from aespa_pl.report.curves import Curves, read_curves
 from aespa_pl.run.schema import FORMAT
 from aespa_pl.run.versions import last_run, newest_run
 

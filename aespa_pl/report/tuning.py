@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from aespa_pl import curve_names
 from aespa_pl.report.curves import Curve
 from aespa_pl.report.losses import depth_legend
 from aespa_pl.report.maps import NO_BLOCK
@@ -28,10 +29,12 @@ from aespa_pl.report.stored import StoredRun
 
 NOT_TUNED = "Not stored by this run: its method tunes no blocks, or none was tuned yet."
 NO_CURVE = "Not stored by this run: its method tunes no blocks, or trainer.logger is false."
-HELD_BACK = "held_back_error"
-"""Name of the curve in the group ``tuning``."""
 WHOLE, ATTENTION, FEED_FORWARD = "block", "attention", "feed-forward network"
-CURVES = {WHOLE: "tuning", ATTENTION: "tuning/attention", FEED_FORWARD: "tuning/feed_forward"}
+CURVES = {
+    WHOLE: curve_names.TUNING,
+    ATTENTION: f"{curve_names.TUNING}/{curve_names.ATTENTION}",
+    FEED_FORWARD: f"{curve_names.TUNING}/{curve_names.FEED_FORWARD}",
+}
 """Group of the curves of each unit."""
 LINES = ("before tuning", "after tuning")
 
@@ -78,7 +81,7 @@ def _curves(run: StoredRun) -> dict[str, dict[int, Curve]]:
     for unit, group in CURVES.items():
         for (block, what), curve in sorted(run.curves.of(group).items()):
             start = (run.blocks.get(block, {}).get("tuning") or {}).get("start_error")
-            if what != HELD_BACK or not start:
+            if what != curve_names.HELD_BACK or not start:
                 continue
             if curve.steps[0] == 0:
                 found.setdefault(unit, {})[block] = curve

@@ -7,10 +7,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from aespa_pl.algorithm.adaround import rectified_sigmoid
+from aespa_pl.curve_names import ROUNDING_VARIABLES, tag
 from aespa_pl.rounding.module import BlockRounding
-
-TAG = "rounding_variables"
-"""Group of the histograms' tags; the report looks for it."""
 
 
 class RoundingHistograms(Callback):
@@ -38,4 +36,4 @@ class RoundingHistograms(Callback):
             if name in self.projections:
                 values = rectified_sigmoid(projection.variables.detach()).flatten()
                 for board in boards if trainer.is_global_zero else ():
-                    board.experiment.add_histogram(f"{TAG}/{name}", values, step)
+                    board.experiment.add_histogram(tag(ROUNDING_VARIABLES, name), values, step)

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.adaround import RoundingLoss, penalty_exponent
 from aespa_pl.algorithm.products import Precision, multiplying_in
 from aespa_pl.algorithm.workspace import Workspace
+from aespa_pl.curve_names import PENALTY, RECONSTRUCTION, tag
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import NumericalError
 from aespa_pl.rounding.data import StatisticsBatch
 from aespa_pl.rounding.projection import ProjectionRounding
 from aespa_pl.settings import RoundingSettings
 
-SUMS = ("loss_reconstruction", "loss_rounding")
+SUMS = (RECONSTRUCTION, PENALTY)
 """Curves that are sums over the weights; the others are means. TensorBoard sorts by name: losses first."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's moments, which have the shape of the rounding variables."""
@@ -147,17 +148,17 @@ class BlockRounding(LightningModule):
         """Log the curves of all rows of the block, and return the loss of all of them."""
         curves = {}
         for name, projection in self.named_projections():
-            curves[f"loss_reconstruction/{name}"] = losses[name].reconstruction
-            curves[f"loss_rounding/{name}"] = losses[name].penalty
+            curves[tag(RECONSTRUCTION, name)] = losses[name].reconstruction
+            curves[tag(PENALTY, name)] = losses[name].penalty
             for kind, share in projection.decisions().items():
-                curves[f"{kind}/{name}"] = share
+                curves[tag(kind, name)] = share
         curves = self._of_all_rows(curves)
         # all at once: the host waits for the device here, and nowhere else while it learns
         values = dict(zip(curves, torch.stack(list(curves.values())).tolist(), strict=True))
         for name in losses:
-            if not math.isfinite(values[f"loss_reconstruction/{name}"]):
+            if not math.isfinite(values[tag(RECONSTRUCTION, name)]):
                 raise NumericalError(f"{self.label}: the loss of {name} is not finite")
-        total = torch.stack([curves[f"{kind}/{name}"] for kind in SUMS for name in losses]).sum()
+        total = torch.stack([curves[tag(kind, name)] for kind in SUMS for name in losses]).sum()
         self.log("loss", total)
         # Not through Lightning's log_dict: four curves a projection take it longer than five
         # iterations of a small block (docs/performance.md).

@@ -13,6 +13,7 @@ from aespa_pl.algorithm.adaround import (
 )
 from aespa_pl.algorithm.quantizer import Grid, quantize
 from aespa_pl.algorithm.workspace import Workspace
+from aespa_pl.curve_names import NOT_NEAREST, UNDECIDED
 from aespa_pl.distributed.rows import RowShare
 
 
@@ -50,7 +51,7 @@ class ProjectionRounding(nn.Module):
         """
         super().__init__()
         fixed, variables = start(weight, updated, grid)
-        self.levels = fixed.levels
+        self.largest = fixed.largest
         self.penalty = penalty
         self.share = share or RowShare(weight.shape[0], weight.shape[1], by_heads=True)
         self.variables = nn.Parameter(variables)
@@ -66,7 +67,7 @@ class ProjectionRounding(nn.Module):
     @property
     def fixed(self) -> SoftRounding:
         """Return everything that stays fixed while the variables are learned."""
-        return SoftRounding(self.lower, self.base, self.gain, self.scale, self.zeta, self.levels)
+        return SoftRounding(self.lower, self.base, self.gain, self.scale, self.zeta, self.largest)
 
     @torch.no_grad()
     def loss(
@@ -108,4 +109,4 @@ class ProjectionRounding(nn.Module):
     def decisions(self) -> dict[str, Tensor]:
         """Return the share of variables still undecided, and of integers that are not the nearest."""
         differs = (self.integers() != self.nearest).count_nonzero() / self.variables.numel()
-        return {"share_undecided": undecided(self.variables), "share_not_nearest": differs}
+        return {UNDECIDED: undecided(self.variables), NOT_NEAREST: differs}

@@ -18,7 +18,7 @@ class RunFolder:
     folder: Path
 
     @property
-    def journal(self) -> Path:
+    def journal_file(self) -> Path:
         """Return the file that names what is complete."""
         return self.folder / "journal.json"
 

@@ -19,6 +19,7 @@ from aespa_pl.run.schema import (
     LearnedFile,
     Metrics,
     TunedModelRecord,
+    TuningRecord,
     parse,
     refuse_other_format,
 )
@@ -37,8 +38,8 @@ class Run(RunFolder):
     """
 
     fingerprint: Mapping[str, Any]
-    blocks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Complete blocks by number, with checksums and measurements (``schema.BlockRecord``)."""
+    blocks: dict[int, BlockRecord] = field(default_factory=dict)
+    """Complete blocks by number, with checksums and measurements."""
     checkpoint: LearnedFile | None = None
     """Lightning's checkpoint of the portion that is being learned."""
     portions: list[LearnedFile] = field(default_factory=list)
@@ -73,10 +74,7 @@ class Run(RunFolder):
             return cls(
                 folder,
                 content.fingerprint,
-                {
-                    int(index): record.model_dump(exclude_unset=True)
-                    for index, record in content.blocks.items()
-                },
+                {int(index): record for index, record in content.blocks.items()},
                 content.checkpoint,
                 content.portions,
                 {int(index): float(share) for index, share in content.damping.items()},
@@ -98,14 +96,14 @@ class Run(RunFolder):
         content = JournalContent(
             format=FORMAT,
             fingerprint=dict(self.fingerprint),
-            blocks={str(i): BlockRecord(**record) for i, record in self.blocks.items()},
+            blocks={str(i): record for i, record in self.blocks.items()},
             checkpoint=self.checkpoint,
             portions=self.portions,
             damping={str(i): share for i, share in self.damping.items()},
             tuned=self.tuned,
             model=self.model,
         )
-        write_json(self.journal, content.model_dump(exclude_unset=True))
+        write_json(self.journal_file, content.model_dump(exclude_unset=True))
 
     def metrics(self) -> dict[str, Any] | None:
         """Return what was measured at the end; None where it is not there yet, or damaged."""
@@ -127,15 +125,23 @@ class Run(RunFolder):
                 "start a new run without --ckpt_path"
             )
 
-    def finish_block(self, index: int, record: Mapping[str, Any], files: Iterable[Path]) -> None:
-        """Note that a block is complete; the files of its learning are removed."""
-        self.blocks[index] = {**record, "files": self._checksums(files)}
+    def finish_block(self, index: int, known: Mapping[str, Any], files: Iterable[Path]) -> None:
+        """Note that a block is complete; the files of its learning are removed.
+
+        Args:
+            index: Number of the block, from 0.
+            known: Fields of its record, but for the checksums.
+            files: Files that hold the block.
+        """
+        self.blocks[index] = BlockRecord(**known, files=self._checksums(files))
         self.forget_learning()
 
-    def finish_tuning(self, record: Mapping[str, Any]) -> None:
+    def finish_tuning(self, found: TuningRecord) -> None:
         """Note that the end-to-end tuning is done and its file on the disk."""
         file = self.tuned_file.relative_to(self.folder).as_posix()
-        self.tuned = TunedModelRecord(**record, file=file, checksum=checksum(self.tuned_file))
+        self.tuned = TunedModelRecord(
+            **found.model_dump(), file=file, checksum=checksum(self.tuned_file)
+        )
         self.forget_learning()
 
     def replace_block(self, index: int, files: Iterable[Path]) -> None:
@@ -145,13 +151,12 @@ class Run(RunFolder):
         what ``finish_replacing`` needs.
         """
         new = {f.relative_to(self.folder).as_posix(): checksum(self.staged(f)) for f in files}
-        self.blocks[index] |= {"files": new, "end_to_end": True}
-        self.save()
+        self.add_to_block(index, {"files": new, "end_to_end": True})
         self.finish_replacing()
 
     def finish_replacing(self) -> None:
         """Put the staged files that the journal knows in their places, and remove the others."""
-        known = {name: value for b in self.blocks.values() for name, value in b["files"].items()}
+        known = {name: value for b in self.blocks.values() for name, value in b.files.items()}
         for file in sorted(path for path in self.staging_folder.rglob("*") if path.is_file()):
             name = file.relative_to(self.staging_folder).as_posix()
             if known.get(name) == checksum(file):
@@ -164,13 +169,13 @@ class Run(RunFolder):
         return known is None or (file.is_file() and checksum(file) == known.checksum)
 
     def add_to_block(self, index: int, found: Mapping[str, Any]) -> None:
-        """Note something about a complete block that is known later, when the next one can begin."""
-        self.blocks[index] |= found
+        """Change fields of a complete block's record, whose values are known later than the block is."""
+        self.blocks[index] = self.blocks[index].model_copy(update=found)
         self.save()
 
     def finish_model(self) -> None:
         """Note that the model folder is complete: what lies there beside the blocks is whole."""
-        of_blocks = {name for record in self.blocks.values() for name in record["files"]}
+        of_blocks = {name for record in self.blocks.values() for name in record.files}
         files = (path for path in sorted(self.model_folder.rglob("*")) if path.is_file())
         self.model = {
             name: value for name, value in self._checksums(files).items() if name not in of_blocks
@@ -183,7 +188,7 @@ class Run(RunFolder):
         Args:
             index: A complete block; None: what lies in the model folder beside the blocks.
         """
-        known = self.model if index is None else self.blocks[index]["files"]
+        known = self.model if index is None else self.blocks[index].files
         files = [(self.folder / name, expected) for name, expected in known.items()]
         return [
             file for file, expected in files if not file.is_file() or checksum(file) != expected

@@ -21,7 +21,7 @@ def default_cache() -> Path:
     return (given if given.is_absolute() else Path.home() / ".cache") / "aespa_pl"
 
 
-def described(made_from: Mapping[str, object]) -> str:
+def canonical_text(made_from: Mapping[str, object]) -> str:
     """Return the one JSON text that equal descriptions of an entry share."""
     return json.dumps(made_from, sort_keys=True)
 

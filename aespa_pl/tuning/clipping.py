@@ -1,7 +1,7 @@
 """Learn the ranges of the grids: how much of a row's smallest and largest weight is clipped.
 
 Notation as in ``parametrization.py``; beta and gamma strengths between 0 and 1 of the smallest and the
-largest weight: ``s = (gamma max W - beta min W) / levels``, ``z = -round(beta min W / s)``.
+largest weight: ``s = (gamma max W - beta min W) / (2 ** bits - 1)``, ``z = -round(beta min W / s)``.
 
 Source: "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models", Eq. 2.
 """
@@ -71,13 +71,13 @@ class Clipped(WeightParametrization):
         return q.clamp(0, 2**self.bits - 1), scale, zero_point
 
     def _grid(self, W: Tensor) -> tuple[Tensor, Tensor]:
-        levels = 2**self.bits - 1
+        largest = 2**self.bits - 1
         low, high = min_max_range(W, symmetric=self.symmetric)
         strengths = self.strengths.sigmoid()
         low, high = strengths[0] * low, strengths[-1] * high
-        exact = (high - low) / levels
+        exact = (high - low) / largest
         scale = straight_through(round_to_half(exact), exact)
         if self.symmetric:
             return scale, torch.full_like(scale, 2 ** (self.bits - 1))
         zero_point = -low / scale
-        return scale, straight_through(zero_point.round(), zero_point).clamp(0, levels)
+        return scale, straight_through(zero_point.round(), zero_point).clamp(0, largest)

@@ -108,8 +108,8 @@ class StraightThrough(OnGrid):
 
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight of the nearest integers; autograd knows it as differentiable."""
-        levels = 2**self.bits - 1
-        weight: Tensor = _Dequantized.apply(latent, self._scale(), self.zero_point, levels)  # type: ignore[no-untyped-call]
+        largest = 2**self.bits - 1
+        weight: Tensor = _Dequantized.apply(latent, self._scale(), self.zero_point, largest)  # type: ignore[no-untyped-call]
         return weight
 
     @torch.no_grad()
@@ -184,16 +184,16 @@ def straight_through(rounded: Tensor, value: Tensor) -> Tensor:
 
 
 class _Dequantized(torch.autograd.Function):
-    """Computes ``s (clamp(round(v), 0, levels) - z)``, where rounding has the gradient of the identity.
+    """Computes ``s (clamp(round(v), 0, largest) - z)``, where rounding has the gradient of the identity.
 
     One function, because autograd would keep five tensors of the weight's size for the way back.
     """
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, scale: Tensor, zero_point: Tensor, levels: int) -> Tensor:
-        ctx.levels = levels
+    def forward(ctx: Any, v: Tensor, scale: Tensor, zero_point: Tensor, largest: int) -> Tensor:
+        ctx.largest = largest
         ctx.save_for_backward(v, scale, zero_point)
-        q = v.round().clamp_(0, levels)
+        q = v.round().clamp_(0, largest)
         steps: Tensor = q.unflatten(1, (scale.shape[1], -1))
         return steps.sub_(zero_point[..., None]).mul_(scale[..., None]).flatten(1)
 
@@ -202,7 +202,7 @@ class _Dequantized(torch.autograd.Function):
         v, scale, zero_point = ctx.saved_tensors
         gradient = gradients[0].unflatten(1, (scale.shape[1], -1))
         nearest = v.round()
-        q = nearest.clamp(0, ctx.levels)
+        q = nearest.clamp(0, ctx.largest)
         steps = q.unflatten(1, (scale.shape[1], -1)) - zero_point[..., None]
         to_scale = (gradient * steps).sum(-1)
         to_v = (gradient * scale[..., None]).flatten(1).mul_(nearest == q)

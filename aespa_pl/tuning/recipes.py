@@ -10,7 +10,7 @@ from aespa_pl.settings import QuantizationSettings
 from aespa_pl.tuning.clipping import Clipped
 from aespa_pl.tuning.equivalent import transformations_of
 from aespa_pl.tuning.parametrization import QuantizedWeight, StraightThrough, WeightParametrization
-from aespa_pl.tuning.rounding import RoundingPenalty, SoftRounding
+from aespa_pl.tuning.rounding import RoundingPenalty, UpOrDown
 
 MakeWeight = Callable[[str, QuantizedWeight, Tensor], WeightParametrization]
 """Makes a layer's parametrization from its path, its quantized weight and the weight that it stands for."""
@@ -47,7 +47,7 @@ def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout
             penalty = RoundingPenalty(
                 tuning.penalty, rounding.warmup, rounding.beta_start, rounding.beta_end
             )
-            return Recipe(lambda _, start, target: SoftRounding(start, target), penalty=penalty)
+            return Recipe(lambda _, start, target: UpOrDown(start, target), penalty=penalty)
         case "clipping" | "affine" as kind:
             transforms = transformations_of(
                 block, layout, matrices=kind == "affine", epochs=int(tuning.epochs or 0)

@@ -17,8 +17,8 @@ from aespa_pl.algorithm.adaround import penalty_exponent, rectified_sigmoid, rou
 from aespa_pl.tuning.parametrization import OnGrid, QuantizedWeight, near_integers
 
 
-class SoftRounding(OnGrid):
-    """Learns rounding variables: ``s (clamp(lower + h(B), 0, levels) - z)``.
+class UpOrDown(OnGrid):
+    """Learns rounding variables: ``s (clamp(lower + h(B), 0, largest) - z)``.
 
     Where no gradient is wanted h is 0 or 1, so validation and the result have the decided weight.
     """
@@ -92,5 +92,5 @@ def rounding_variables_of(module: nn.Module) -> list[nn.Parameter]:
     return [
         cast(nn.Parameter, inner.original)
         for inner in module.modules()
-        if isinstance(inner, ParametrizationList) and isinstance(inner[0], SoftRounding)
+        if isinstance(inner, ParametrizationList) and isinstance(inner[0], UpOrDown)
     ]

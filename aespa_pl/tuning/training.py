@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from aespa_pl.curve_names import HELD_BACK, TRAINING, TUNING, tag
 from aespa_pl.distributed.processes import ALONE
 from aespa_pl.tuning.data import Pair, SegmentPairs
 from aespa_pl.tuning.equivalent import HeadMatrices, Transformation
@@ -23,8 +24,6 @@ STATE = "tuning"
 """Key of a checkpoint under which the best epoch is stored."""
 KEPT = ("start_error", "best_error", "best_epoch", "finite", "judged")
 """Names of the attributes that a checkpoint holds."""
-HELD_BACK = "tuning/held_back_error"
-"""Name of the curve of the error on text that nothing is trained on."""
 
 
 class LearningRates(NamedTuple):
@@ -107,7 +106,7 @@ class Tuning(LightningModule):
         """Return the loss of a mini-batch."""
         total, count = self.error(batch)
         error: Tensor = total / count
-        self.log("tuning/training_error", error)
+        self.log(tag(TUNING, TRAINING), error)
         return error + self.penalty()
 
     def on_after_backward(self) -> None:
@@ -136,7 +135,7 @@ class Tuning(LightningModule):
         """Keep the epoch if it is the best so far; stop where the error is not finite."""
         error = self._error_held_back()
         if not self.trainer.sanity_checking:
-            self.log(HELD_BACK, error)
+            self.log(tag(TUNING, HELD_BACK), error)
             self._judge(error, self.current_epoch + 1)
         elif not self.visited_steps:
             # otherwise Lightning's check saw what a checkpoint holds, which knows the start's error
@@ -216,7 +215,7 @@ class Tuning(LightningModule):
 
     def _log_held_back(self, error: float, step: int) -> None:
         for logger in self.loggers:
-            logger.log_metrics({HELD_BACK: error}, step=step)
+            logger.log_metrics({tag(TUNING, HELD_BACK): error}, step=step)
 
     def _error_held_back(self) -> float:
         summed = torch.stack(self._errors).double().sum(0)

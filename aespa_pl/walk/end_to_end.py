@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -62,7 +62,8 @@ class ModelTuner:
         self.world.wait_for_all()  # for the files of the last block
         settings, count, world = self.settings.model, self.source.block_count, self.world
         portion = tuning_portion(count, "model", world)
-        tunable = self._load(self._quantized(writer))
+        files = {index: writer.block_file(index) for index in range(count)}
+        tunable = self._load(self.source.pretrained.with_blocks(self.source.family, files))
         pairs = SegmentPairs(
             list(world.segments(tokens, batch_size).split(batch_size)),
             hidden,
@@ -98,23 +99,17 @@ class ModelTuner:
         learned = load_file(self.run.tuned_file)
         pretrained, family = self.source.pretrained, self.source.family
         for index in range(self.source.block_count):
-            if not self.run.blocks[index].get("end_to_end"):
+            if not self.run.blocks[index].end_to_end:
                 self._rewrite_block(index, learned, writer)
         stem = {name: pretrained.tensor(name) for name in pretrained.stem_names(family)}
         writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
 
-    def _quantized(self, writer: ModelWriter) -> PretrainedFolder:
-        """Return the model's folder with the tensors of all blocks where their quantized values lie."""
-        pretrained, family = self.source.pretrained, self.source.family
-        moved = {
-            name: replace(pretrained.tensors[name], file=writer.block_file(index), name=name)
-            for index in range(self.source.block_count)
-            for name in pretrained.block_names(family, index)
-        }
-        return replace(pretrained, tensors={**pretrained.tensors, **moved})
-
     def _load(self, pretrained: PretrainedFolder) -> TunableModel:
-        """Return the quantized model in float32, on the device."""
+        """Return the quantized model in float32, on the device.
+
+        Args:
+            pretrained: The model's folder, with the tensors of all blocks where their quantized values lie.
+        """
         family, device = self.source.family, self.source.device
         model: PreTrainedModel = pretrained.skeleton()
         pretrained.load_stem(model, family, device, torch.float32)
@@ -175,7 +170,8 @@ class ModelTuner:
             name = f"{path}.weight"
             shard[prefix + name] = merged(weights, layout, path).to(types[name])
         files = (run.block_file(index), writer.block_file(index))
-        write_tensors(run.staged(files[0]), tensors, record.metadata(run.blocks[index]))
+        metadata = record.metadata(run.blocks[index].losses, run.blocks[index].tuning)
+        write_tensors(run.staged(files[0]), tensors, metadata)
         write_tensors(run.staged(files[1]), shard, {"format": "pt"})
         run.replace_block(index, files)
 

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.block.quantized import QuantizedBlock
+from aespa_pl.curve_names import NOT_NEAREST
 from aespa_pl.distributed.processes import World
+from aespa_pl.run.schema import TuningRecord
 from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunedModel
 from aespa_pl.walk.collect import Streams
+from aespa_pl.walk.tuning import stored_weights
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
         found[name] = {
             "nearest": float(p.loss(nearest).sum()),
             "final": float(p.loss(p.integers).sum()),
-            "share_not_nearest": int((p.integers != nearest).count_nonzero()) / nearest.numel(),
+            NOT_NEAREST: int((p.integers != nearest).count_nonzero()) / nearest.numel(),
             **p.measured,
         }
     return found
@@ -63,17 +66,12 @@ def artifact(block: QuantizedBlock) -> dict[str, Tensor]:
 
     The weights are ``scale * (integers - zero_point)``: zeta is folded into them already.
     """
-    tensors = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
-    for name, p in block.projections.items():
-        grid = p.folded_grid
-        tensors[f"{name}.integers"] = p.integers.flatten(0, 1)
-        tensors[f"{name}.scale"] = grid.scale.flatten(0, 1).to(torch.float16)
-        tensors[f"{name}.zero_point"] = grid.zero_point.flatten(0, 1).to(torch.uint8)
-    return tensors
+    zetas = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
+    return zetas | weight_tensors(stored_weights(block))
 
 
-def tuned_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
-    """Return the tensors of a block's file that a tuning has changed, from its weights by projection."""
+def weight_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
+    """Return the tensors of a block's file that hold its weights, which are given by projection."""
     tensors = {}
     for name, q in weights.items():
         tensors[f"{name}.integers"] = q.integers
@@ -82,21 +80,21 @@ def tuned_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
     return tensors
 
 
-def metadata(known: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of a block's file; ``known`` is what the journal has of the block."""
-    # one key: safetensors writes several in any order
-    return {"block": json.dumps({name: known[name] for name in ("losses", "tuning")})}
+def metadata(measured: Mapping[str, Any], tuned: TuningRecord | None) -> dict[str, str]:
+    """Return the metadata of a block's file, from what ``losses`` and ``tuning`` returned."""
+    known = {"losses": measured, "tuning": None if tuned is None else tuned.model_dump()}
+    return {"block": json.dumps(known)}  # one key: safetensors writes several in any order
 
 
-def tuning(found: Reconstruction | TunedModel) -> dict[str, Any]:
+def tuning(found: Reconstruction | TunedModel) -> TuningRecord:
     """Return what the journal tells of a tuning."""
-    return {
-        "start_error": found.start_error if math.isfinite(found.start_error) else None,
-        "error": found.error if math.isfinite(found.error) else None,
-        "epoch": found.epoch,
-        "changed": found.changed,
-        "finite": found.finite,
-    }
+    return TuningRecord(
+        start_error=found.start_error if math.isfinite(found.start_error) else None,
+        error=found.error if math.isfinite(found.error) else None,
+        epoch=found.epoch,
+        changed=found.changed,
+        finite=found.finite,
+    )
 
 
 def tuning_curves(found: Reconstruction | TunedModel | None) -> dict[str, float]:

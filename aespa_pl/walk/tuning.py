@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.observe import observing
+from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, InputGroup
@@ -100,10 +101,8 @@ class BlockTuner:
         targets = {name: _folded_target(p) for name, p in block.projections.items()}
         module.float()
         replace_weights(block, module)
-        weights = {name: _quantized_weight(p) for name, p in block.projections.items()}
-        return TunableBlock(
-            module, block.layout, weights, targets, stored_types(self.source, block.index)
-        )
+        types = stored_types(self.source, block.index)
+        return TunableBlock(module, block.layout, stored_weights(block), targets, types)
 
     def tune(
         self,
@@ -139,8 +138,8 @@ class BlockTuner:
         groups = layout.groups
         end = 1 + next(i for i, group in enumerate(groups) if layout.values_before(group))
         return [
-            Unit("attention", groups[:end], self._run_attention, between),
-            Unit("feed_forward", groups[end:], self._run_block, targets),
+            Unit(ATTENTION, groups[:end], self._run_attention, between),
+            Unit(FEED_FORWARD, groups[end:], self._run_block, targets),
         ]
 
     def _tune_before(
@@ -221,6 +220,16 @@ def replace_weights(block: QuantizedBlock, module: nn.Module) -> None:
         set_projection_weight(module, block.layout, p.projection, weight)
 
 
+def stored_weights(block: QuantizedBlock) -> dict[str, QuantizedWeight]:
+    """Return what engines store of a block's weights, by projection."""
+    weights = {}
+    for name, p in block.projections.items():
+        grid = p.folded_grid
+        scale, zero_point = grid.scale.flatten(0, 1), grid.zero_point.flatten(0, 1)
+        weights[name] = QuantizedWeight(p.integers.flatten(0, 1), scale, zero_point, grid.bits)
+    return weights
+
+
 def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
     """Return the types that the parameters of a block are stored in, by their names in the block."""
     pretrained, family = source.pretrained, source.family
@@ -231,21 +240,6 @@ def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
     }
 
 
-def projection_weights(layout: BlockLayout) -> set[str]:
-    """Return the names of the quantized parameters of a block."""
-    return {f"{projection.module}.weight" for projection in layout.projections}
-
-
 def _folded_target(p: QuantizedProjection) -> Tensor:
     """Return the weight that is aimed at, as it is where zeta is folded, ``[rows, d_in]``."""
     return (p.weight / p.grid.zeta * p.row_factor[..., None]).flatten(0, 1)
-
-
-def _quantized_weight(p: QuantizedProjection) -> QuantizedWeight:
-    grid = p.folded_grid
-    return QuantizedWeight(
-        p.integers.flatten(0, 1),
-        grid.scale.flatten(0, 1),
-        grid.zero_point.flatten(0, 1),
-        grid.bits,
-    )

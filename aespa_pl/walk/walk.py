@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from lightning.pytorch.loggers import Logger
@@ -15,12 +15,11 @@ from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes, release_memory
 from aespa_pl.models.family import BlockLayout
-from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
-from aespa_pl.run.schema import TunedModelRecord
+from aespa_pl.run.schema import BlockRecord, TunedModelRecord
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import remove_leftovers, write_tensors
@@ -92,9 +91,7 @@ class Walk:
     def _tunes_model(self) -> bool:
         return self.model_tuner is not None and self.run.tuned is None
 
-    def _begin(
-        self, writer: ModelWriter
-    ) -> tuple[dict[int, dict[str, Any]], TunedModelRecord | None]:
+    def _begin(self, writer: ModelWriter) -> tuple[dict[int, BlockRecord], TunedModelRecord | None]:
         """Write what lies outside the blocks; return what is complete: blocks, end-to-end tuning."""
         pretrained, family = self.source.pretrained, self.source.family
         self.run.finish_replacing()
@@ -120,7 +117,9 @@ class Walk:
         for index in range(end + 1):
             complete, forward = index in self.run.blocks, self.stopwatch.seconds["forward"]
             if not complete or index < last:
-                origin = self._quantized(index, writer) if complete else self.source.pretrained
+                origin, files = self.source.pretrained, {index: writer.block_file(index)}
+                if complete:
+                    origin = origin.with_blocks(self.source.family, files)
                 with self.source.block(index, origin) as module:
                     if not complete:
                         self._quantize_block(index, module, streams, writer)
@@ -128,15 +127,15 @@ class Walk:
                         with self._measure("forward"):
                             self.source.advance(module, streams.quantized)
                     if index < last and not complete:
-                        seconds = self.run.blocks[index]["seconds"]
-                        seconds["forward"] = self.stopwatch.seconds["forward"] - forward
+                        passed = self.stopwatch.seconds["forward"] - forward
+                        seconds = self.run.blocks[index].seconds | {"forward": passed}
                         self.run.add_to_block(index, {"seconds": seconds})
             if complete and streams.original is not None and (index < last or self._tunes_model):
                 with self._measure("forward"), self.source.block(index) as module:
                     self.source.advance(module, streams.original)
             if streams.original is not None and not complete and index < last:
                 error = record.output_error(streams, self.world)
-                stage = "tuned" if self.run.blocks[index].get("tuning") else "rounded"
+                stage = "tuned" if self.run.blocks[index].tuning else "rounded"
                 if math.isfinite(error):  # JSON has no other numbers
                     self.run.add_to_block(index, {"output_error": {stage: error}})
             release_memory()
@@ -163,15 +162,6 @@ class Walk:
             run.tuned = None
         if run.blocks:
             self.progress.say(f"{len(run.blocks)} of {count} blocks are complete already")
-
-    def _quantized(self, index: int, writer: ModelWriter) -> PretrainedFolder:
-        """Return the model's folder, with a block's tensors where their quantized values lie."""
-        pretrained = self.source.pretrained
-        moved = {
-            name: replace(pretrained.tensors[name], file=writer.block_file(index), name=name)
-            for name in pretrained.block_names(self.source.family, index)
-        }
-        return replace(pretrained, tensors={**pretrained.tensors, **moved})
 
     def _quantize_block(
         self, index: int, module: nn.Module, streams: Streams, writer: ModelWriter
@@ -200,16 +190,14 @@ class Walk:
                 tuned = self.block_tuner.tune(
                     index, tunable, streams.quantized, between, cast(Batches, streams.original)
                 )
-            tensors |= record.tuned_tensors(tuned.weights)
-        known: dict[str, Any] = {
-            "losses": measured,
-            "tuning": None if tuned is None else record.tuning(tuned),
-        }
+            tensors |= record.weight_tensors(tuned.weights)
+        tuning = None if tuned is None else record.tuning(tuned)
         with self._measure("writing"):
-            self._store(index, module, tensors, known, writer)
+            self._store(index, module, tensors, record.metadata(measured, tuning), writer)
         seconds = {k: v - before.get(k, 0.0) for k, v in self.stopwatch.seconds.items()}
         files = (self.run.block_file(index), writer.block_file(index))
-        known |= {"seconds": seconds, "peak_bytes": peak_bytes(self.source.device)}
+        peak = peak_bytes(self.source.device)
+        known = {"losses": measured, "tuning": tuning, "seconds": seconds, "peak_bytes": peak}
         self.run.finish_block(index, known, files)
         if not self.world.is_first:
             return
@@ -242,7 +230,7 @@ class Walk:
         index: int,
         module: nn.Module,
         tensors: Mapping[str, Tensor],
-        known: Mapping[str, Any],
+        metadata: Mapping[str, str],
         writer: ModelWriter,
     ) -> None:
         """Write a block that is quantized, and give the module the stored values back.
@@ -257,7 +245,7 @@ class Walk:
             stored[prefix + name] = tensor.to(dtype)
             tensor.copy_(stored[prefix + name])
         if self.world.is_first:
-            write_tensors(self.run.block_file(index), tensors, record.metadata(known))
+            write_tensors(self.run.block_file(index), tensors, metadata)
             writer.write_block(index, stored)
 
     def _finish(self, writer: ModelWriter) -> None:

@@ -42,7 +42,7 @@ def autograd_loss(
     """The definition, with lambda 1.5, left to autograd."""
     h = torch.clamp(1.2 * torch.sigmoid(B) - 0.1, 0, 1)
     step, zero = grid.step(), grid.zero()
-    q = torch.clamp(torch.floor(updated / step) + h + zero, 0, grid.levels)
+    q = torch.clamp(torch.floor(updated / step) + h + zero, 0, grid.largest)
     dW = step * (q - zero) - W
     total = B.new_zeros(())
     for head in range(dW.shape[0]):
@@ -151,7 +151,7 @@ def test_learning_comes_close_to_the_best_of_all_roundings() -> None:
     ratios = []
     for row in range(40):
         step, zero, low = grid.step()[0, row], grid.zero()[0, row], rounding.lower[0, row]
-        best = reference.best_rounding(low, step, zero, W[0, row], H[0], grid.levels)
+        best = reference.best_rounding(low, step, zero, W[0, row], H[0], grid.largest)
         ratios.append(float(final[row]) / best)
     assert min(ratios) > 1 - 1e-9
     assert statistics.median(ratios) < 1.05

@@ -20,13 +20,13 @@ def awq_factor(magnitude: Tensor, number: int) -> Tensor:
 
 def awq_loss(W: Tensor, X: Tensor, factor: Tensor, bits: int, damping: float = 0.0) -> float:
     """Return ``2 E||(Q(W diag(s)) diag(1/s) - W) x||^2`` row by row in float64; Q rounds to nearest."""
-    levels, total = 2**bits - 1, 0.0
+    largest, total = 2**bits - 1, 0.0
     for row in W.double():
         scaled = (row * factor).tolist()
         low, high = min(0.0, *scaled), max(0.0, *scaled)
-        step = (high - low) / levels
+        step = (high - low) / largest
         zero = round(-low / step)
-        rounded = [min(max(round(w / step) + zero, 0), levels) - zero for w in scaled]
+        rounded = [min(max(round(w / step) + zero, 0), largest) - zero for w in scaled]
         error = step * torch.tensor(rounded, dtype=torch.float64) / factor - row
         total += 2 * float((X.double() @ error).square().mean())
         total += damping * float(error.square().sum())

@@ -41,9 +41,9 @@ def problem(
     return V[None].to(dtype), H[None].to(dtype), candidates
 
 
-def loss_of(V: Tensor, H: Tensor, scale: float, zero: float, levels: int) -> float:
+def loss_of(V: Tensor, H: Tensor, scale: float, zero: float, largest: int) -> float:
     """Return the loss of one row on one grid, in float64."""
-    q = reference.nearest(V, scale, zero, levels)
+    q = reference.nearest(V, scale, zero, largest)
     error = scale * (q - zero) - V.double()
     return float(error @ H.double() @ error)
 
@@ -52,7 +52,7 @@ def every_loss(V: Tensor, H: Tensor, candidates: Candidates, row: int) -> Tensor
     """Return the loss of each candidate of a row, in float64."""
     scale, zero = (x[0, row].double()[:, None] for x in (candidates.scale, candidates.zero))
     weights = V[0, row].double()
-    error = scale * ((weights / scale).round() + zero).clamp(0, candidates.levels)
+    error = scale * ((weights / scale).round() + zero).clamp(0, candidates.largest)
     error -= scale * zero + weights
     return ((error @ H[0].double()) * error).sum(1)
 
@@ -64,7 +64,7 @@ def test_losses_of_all_candidates_are_those_of_each() -> None:
         grids = zip(
             candidates.scale[0, row].tolist(), candidates.zero[0, row].tolist(), strict=True
         )
-        one_by_one = [loss_of(V[0, row], H[0], *grid, candidates.levels) for grid in grids]
+        one_by_one = [loss_of(V[0, row], H[0], *grid, candidates.largest) for grid in grids]
         torch.testing.assert_close(
             every_loss(V, H, candidates, row), torch.tensor(one_by_one, dtype=torch.float64)
         )
@@ -86,7 +86,7 @@ def share_of_least(V: Tensor, H: Tensor, candidates: Candidates) -> float:
     found, least = 0.0, 0.0
     for row in range(V.shape[1]):
         grid = float(scale[0, row]), float(zero[0, row])
-        found += loss_of(V[0, row], H[0], *grid, candidates.levels)
+        found += loss_of(V[0, row], H[0], *grid, candidates.largest)
         least += float(every_loss(V, H, candidates, row).min())
     return found / least
 

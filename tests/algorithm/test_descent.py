@@ -55,8 +55,8 @@ def starts(W: Tensor, H: Tensor, grid: Grid) -> dict[str, Tensor]:
     return {
         "nearest": quantize(W, grid),
         "optq": update_weights(W, H, grid)[1],
-        "random": torch.randint(0, grid.levels + 1, W.shape).to(W.dtype),
-        "at the edge": torch.full_like(W, grid.levels),
+        "random": torch.randint(0, grid.largest + 1, W.shape).to(W.dtype),
+        "at the edge": torch.full_like(W, grid.largest),
     }
 
 
@@ -74,7 +74,7 @@ def test_objective_never_rises_and_integers_stay_in_range(
         before, after = loss(q, W, H, G, grid), loss(found.integers, W, H, G, grid)
         assert bool((after <= before).all())  # each row, with G each head; no tolerance
         assert float(after.sum()) < 0.98 * float(before.sum())
-        assert bool(((found.integers >= 0) & (found.integers <= grid.levels)).all())
+        assert bool(((found.integers >= 0) & (found.integers <= grid.largest)).all())
         assert torch.equal(found.integers, found.integers.round())
         assert not torch.equal(found.integers, q)
         torch.testing.assert_close(found.loss_before, before, rtol=1e-6, atol=0)
@@ -115,7 +115,7 @@ def test_moves_are_those_of_trying_every_value(
                 W[head],
                 H[min(head, H.shape[0] - 1)],
                 torch.eye(W.shape[1], dtype=W.dtype) if G is None else G[head],
-                grid.levels,
+                grid.largest,
                 passes,
                 order,
             )
@@ -206,7 +206,7 @@ def test_descent_comes_nearer_the_best_of_all_integers() -> None:
     """80 rows of 6 weights at 2 bits: all 4^6. The grid is one that nearest rounding did not choose."""
     W, H, _, grid = problem("other", rows=80, columns=6)
     best = [
-        reference.best_integers(grid.step()[0, i], grid.zero()[0, i], W[0, i], H[0], grid.levels)
+        reference.best_integers(grid.step()[0, i], grid.zero()[0, i], W[0, i], H[0], grid.largest)
         for i in range(80)
     ]
 

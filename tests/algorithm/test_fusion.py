@@ -44,7 +44,7 @@ def test_two_kernels_give_the_loss_and_gradient_of_the_plain_path(
     with simulated(monkeypatch) as device:
         there = SoftRounding(
             rounding.lower.to(device), rounding.base.to(device), None,
-            rounding.scale.to(device), rounding.zeta.to(device), rounding.levels,
+            rounding.scale.to(device), rounding.zeta.to(device), rounding.largest,
         )  # fmt: skip
         found = rounding_loss(
             B.to(device), there, H.to(device), G.to(device) if coupled else None,
@@ -78,7 +78,7 @@ for call, given, more, out in (
     (soft_error, (B, rounding.base), {}, "out"),
     (soft_gradient, (B,), {"exponent": torch.tensor(7.5), "weight": 1.5}, "gradient"),
 ):
-    more |= rounding.step()
+    more |= rounding.kernel_arguments()
     mine, theirs = product.clone(), product.clone()
     metrics.reset()
     call(*given, **more, **{out: mine})  # on a CPU it runs as it is

@@ -20,12 +20,12 @@ def problem(heads: int = 1, rows: int = 3, columns: int = 8) -> tuple[Tensor, Te
 
 def by_hand(w: Tensor, H: Tensor, zeta: Tensor, bits: int, *, symmetric: bool) -> float:
     """Return the loss of the best candidate of one row, and nothing clever."""
-    v, levels = w / zeta, 2**bits - 1
+    v, largest = w / zeta, 2**bits - 1
     low, high = min(float(v.min()), 0), max(float(v.max()), 0)
     if symmetric:
         high = max(-low, high)
         low = -high
-    full = (high - low) / levels
+    full = (high - low) / largest
     zeros = [2 ** (bits - 1)] if symmetric else [math.floor(-low / full), math.ceil(-low / full)]
     return min(
         loss_on(w, H, zeta, full * percent / 100, zero, bits)

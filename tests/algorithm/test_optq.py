@@ -35,7 +35,7 @@ def test_update_equals_solving_for_the_columns_left(
     for head in range(2):
         for row in range(3):
             step, zero = grid.step()[head, row], grid.zero()[head, row]
-            expected, q = reference.optq_row(W[head, row], H[head], step, zero, grid.levels)
+            expected, q = reference.optq_row(W[head, row], H[head], step, zero, grid.largest)
             torch.testing.assert_close(updated[head, row], expected)
             assert torch.equal(integers[head, row], q)
 

@@ -13,13 +13,13 @@ from tests.block.blocks import example, linear, rows_by_hand
 
 def min_max_values(w: Tensor, bits: int, *, symmetric: bool) -> Tensor:
     """Return all values of the min-max grid of one row (or group)."""
-    low, high, levels = min(float(w.min()), 0.0), max(float(w.max()), 0.0), 2**bits - 1
+    low, high, largest = min(float(w.min()), 0.0), max(float(w.max()), 0.0), 2**bits - 1
     if symmetric:
         high = max(-low, high)
         low = -high
-    scale = (high - low) / levels
+    scale = (high - low) / largest
     zero = 2 ** (bits - 1) if symmetric else round(-low / scale)
-    return torch.tensor([scale * (q - zero) for q in range(levels + 1)], dtype=torch.float64)
+    return torch.tensor([scale * (q - zero) for q in range(largest + 1)], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("group_size", [None, 8])

@@ -7,7 +7,7 @@ import torch
 
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
-from aespa_pl.planning.budget import described, divide
+from aespa_pl.planning.budget import divide, portions_in_words
 from aespa_pl.planning.needs import (
     device_bytes,
     partition_for,
@@ -88,10 +88,10 @@ def test_memory_that_is_free_decides_unless_a_limit_is_set(monkeypatch: pytest.M
     assert (
         divide(s, WORK, hidden, settings, cpu).heads == 1
     )  # nothing left beside the hidden states
-    words = described(divide(s, WORK, hidden, settings, cpu), s)
+    words = portions_in_words(divide(s, WORK, hidden, settings, cpu), s)
     assert words[0].startswith("H_V of 1 of 2 heads at once, in 2 passes")
     assert "learning in portions" in words[1]
-    assert described(WHOLE, s) == []
+    assert portions_in_words(WHOLE, s) == []
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,14 @@ import yaml
 from safetensors.torch import save_file
 from torch.utils.tensorboard import SummaryWriter
 
+from aespa_pl.curve_names import (
+    HELD_BACK,
+    NOT_NEAREST,
+    RECONSTRUCTION,
+    ROUNDING_VARIABLES,
+    TUNING,
+    tag,
+)
 from aespa_pl.run.schema import FORMAT
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -137,19 +145,17 @@ def _log(
             for step in range(20, 2001, 180):
                 share = step / 2000
                 loss = end * (0.5 + 0.5 * share**3 + 0.6 * math.exp(-12 * share))
-                writer.add_scalar(f"loss_reconstruction/{name}", loss, step)
-                writer.add_scalar(
-                    f"share_not_nearest/{name}", 0.1 + 0.1 * share + block / 1000, step
-                )
+                writer.add_scalar(tag(RECONSTRUCTION, name), loss, step)
+                writer.add_scalar(tag(NOT_NEAREST, name), 0.1 + 0.1 * share + block / 1000, step)
         if extras:
             for epoch, share in enumerate((1.0, 0.9, 0.8, 0.82)):
                 error = 0.01 * (1 + block) * share
-                writer.add_scalar("tuning/held_back_error", error, 30 * (epoch + 1))
+                writer.add_scalar(tag(TUNING, HELD_BACK), error, 30 * (epoch + 1))
         if extras and block == 0:
             for step in range(100, 2001, 100):
                 sharp = 1 + 30 * (step / 2000) ** 3
                 values = torch.sigmoid(sharp * torch.randn(500))
-                writer.add_histogram("rounding_variables/q_proj", values, step)
+                writer.add_histogram(tag(ROUNDING_VARIABLES, "q_proj"), values, step)
 
 
 def _metrics(*, extras: bool) -> dict[str, object]:

@@ -10,6 +10,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from aespa_pl.commands.report import report
+from aespa_pl.curve_names import ATTENTION, FEED_FORWARD, HELD_BACK, TUNING, tag
 from aespa_pl.errors import UserError
 from aespa_pl.report.stored import read_run
 from tests.report.pages import EVERY_FIGURE, write_page
@@ -124,10 +125,10 @@ def test_tuning_is_told_from_the_journal(tmp_path: Path) -> None:
 def test_both_sublayers_of_a_tuning_are_told(tmp_path: Path) -> None:
     """The attention's errors stand in its curve alone, the feed-forward network's in the journal."""
     folder = simulate(tmp_path / "run/version_0", 1, extras=False)
-    for unit, errors in (("attention", (0.4, 0.1, 0.2)), ("feed_forward", (0.8, 0.6, 0.4))):
+    for unit, errors in ((ATTENTION, (0.4, 0.1, 0.2)), (FEED_FORWARD, (0.8, 0.6, 0.4))):
         with SummaryWriter(str(folder / f"block_000_{unit}")) as writer:
             for epoch, error in enumerate(errors):
-                writer.add_scalar("tuning/held_back_error", error, 30 * epoch)
+                writer.add_scalar(tag(TUNING, HELD_BACK), error, 30 * epoch)
     path = folder / "journal.json"
     journal = json.loads(path.read_text())
     journal["blocks"]["0"]["tuning"] = {"start_error": 0.8, "error": 0.4}

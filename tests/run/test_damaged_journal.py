@@ -13,9 +13,9 @@ from tests.run.journals import RECORD, make_file
 
 
 def test_journal_of_another_format_is_refused(run: Run) -> None:
-    content = json.loads(run.journal.read_text())
+    content = json.loads(run.journal_file.read_text())
     for other, age in ((FORMAT + 1, "a newer"), (FORMAT - 1, "an older")):
-        run.journal.write_text(json.dumps({"format": other, "more": content}))
+        run.journal_file.write_text(json.dumps({"format": other, "more": content}))
         with pytest.raises(
             UserError, match=rf"journal.json was written by {age} version .*: use that"
         ):
@@ -24,7 +24,7 @@ def test_journal_of_another_format_is_refused(run: Run) -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "{}", '{"format": "2"}'])
 def test_journal_that_is_none_is_refused(content: str, run: Run) -> None:
-    run.journal.write_text(content)
+    run.journal_file.write_text(content)
     refuse_as_damaged(run)
 
 
@@ -33,9 +33,9 @@ def refuse_as_damaged(run: Run) -> str:
     with pytest.raises(UserError) as caught:
         Run.open(run.folder)
     message = str(caught.value)
-    assert message.startswith(f"{run.journal} is damaged (")
+    assert message.startswith(f"{run.journal_file} is damaged (")
     assert message.endswith("): start a new run")
-    assert message.count(str(run.journal)) == 1
+    assert message.count(str(run.journal_file)) == 1
     assert len(message.splitlines()) == 1
     return message
 
@@ -64,7 +64,7 @@ def journal_with_a_block(run: Run) -> dict[str, Any]:
     """Return the content of a journal that is not damaged."""
     run.finish_block(0, RECORD, [make_file(run.block_file(0))])
     Run.open(run.folder)
-    content: dict[str, Any] = json.loads(run.journal.read_text())
+    content: dict[str, Any] = json.loads(run.journal_file.read_text())
     return content
 
 
@@ -81,7 +81,7 @@ def test_damaged_value_is_refused(path: str, value: Any, run: Run) -> None:
     content = journal_with_a_block(run)
     where, key = inside(content, path)
     where[key] = value
-    run.journal.write_text(json.dumps(content))
+    run.journal_file.write_text(json.dumps(content))
     refuse_as_damaged(run)
 
 
@@ -90,12 +90,12 @@ def test_missing_value_is_refused_by_its_name(path: str, run: Run) -> None:
     content = journal_with_a_block(run)
     where, key = inside(content, path)
     del where[key]
-    run.journal.write_text(json.dumps(content))
+    run.journal_file.write_text(json.dumps(content))
     assert f"({path}: " in refuse_as_damaged(run)
 
 
 def test_journal_that_is_no_text_is_refused(run: Run) -> None:
-    run.journal.write_bytes(b"\xff\xfe\x00")
+    run.journal_file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"is damaged"):
         Run.open(run.folder)
 

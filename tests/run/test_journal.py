@@ -24,7 +24,7 @@ def test_journal_comes_back_as_it_was(run: Run) -> None:
     run.note_checkpoint(portion_of(4, 1), checkpoint, sha(checkpoint))
     again = Run.open(run.folder)
     assert again == run
-    assert again.blocks[3]["losses"] == RECORD["losses"]
+    assert again.blocks[3].losses == RECORD["losses"]
     assert again.damaged_files(3) == again.all_damaged_files() == []
     assert again.checkpoint == LearnedFile(
         block=4,
@@ -40,14 +40,14 @@ def test_journal_comes_back_as_it_was(run: Run) -> None:
 
 def test_process_that_only_looks_on_leaves_the_folder_as_it_is(run: Run) -> None:
     checkpoint = note_checkpoint(run, 0)
-    before = run.journal.read_bytes()
+    before = run.journal_file.read_bytes()
     looking = replace(Run.open(run.folder), writes=False)
     looking.damping[0] = 0.1
     looking.finish_block(0, RECORD, [run.folder / "not_there"])
     make_file(run.model_folder / "config.json")
     looking.finish_model()
     assert 0 in looking.blocks
-    assert run.journal.read_bytes() == before
+    assert run.journal_file.read_bytes() == before
     assert checkpoint.is_file()
 
 

@@ -8,7 +8,7 @@ import torch
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.tuning import LearningRates, reconstruct
 from aespa_pl.tuning.recipes import Recipe
-from aespa_pl.tuning.rounding import RoundingPenalty, SoftRounding
+from aespa_pl.tuning.rounding import RoundingPenalty, UpOrDown
 from tests.tuning.tuned import Example, quantize, silent_trainer
 
 ROWS, COLUMNS = 4, 12
@@ -20,7 +20,7 @@ def test_it_starts_at_the_weight_itself_and_is_decided_for_its_nearest_integers(
 ) -> None:
     W = torch.randn(ROWS, COLUMNS)
     start = quantize(W, 2, groups)
-    made = SoftRounding(start, W)
+    made = UpOrDown(start, W)
     B = made.right_inverse(W)
     with torch.no_grad():
         assert torch.equal(made(B), start.weight())
@@ -36,7 +36,7 @@ def test_weight_and_penalty_are_the_formulas() -> None:
     start = quantize(W, 3)
     layer = torch.nn.Linear(COLUMNS, ROWS, bias=False)
     layer.weight.data = W
-    made = SoftRounding(start, W)
+    made = UpOrDown(start, W)
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", made)
     layer.get_parameter("parametrizations.weight.original").data.copy_(B)
     weight, total = layer.weight.detach(), 0.0
@@ -61,7 +61,7 @@ def test_a_block_whose_rounding_is_learned_keeps_grids_norms_and_biases() -> Non
     example = Example.make("opt", bits=3)
     before = {n: p.clone() for n, p in example.quantized.block.named_parameters() if p.dim() == 1}
     recipe = Recipe(
-        lambda _, start, target: SoftRounding(start, target),
+        lambda _, start, target: UpOrDown(start, target),
         penalty=RoundingPenalty(0.1, 0.2, 20.0, 2.0),
     )
     result = reconstruct(

@@ -187,7 +187,7 @@ def test_without_learning_the_integers_are_optqs(walked: Walked) -> None:
         for i in range(W.shape[0]):
             step = tensors[f"{p.name}.scale"][i].double().expand(W.shape[1])
             zero = tensors[f"{p.name}.zero_point"][i].double().expand(W.shape[1])
-            _, integers = optq_row(W[i], H, step, zero, levels=3)
+            _, integers = optq_row(W[i], H, step, zero, largest=3)
             assert torch.equal(integers, tensors[f"{p.name}.integers"][i].double())
     for loss in quantized.losses(0).values():
         assert loss["final"] == loss["optq"] != loss["nearest"]
