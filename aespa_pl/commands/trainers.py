@@ -1,6 +1,5 @@
 """Make the Trainers of blocks and tunings from the user's section and what the walk adds to it."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,11 @@ OWN_KEYS = (
     "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
 )  # fmt: skip
 """Keys of the Trainer that would change the number of iterations, which the walk decides."""
+DECIDED = (
+    "is decided by the walk: set quantization.tuning.blocks.epochs and quantization.tuning.model.epochs, or "
+    "quantization.rounding.iterations where the method learns the rounding"
+)
+"""Words about each of these keys."""
 PRECISIONS = (None, 32, "32", "32-true")
 """Values of trainer.precision that mean what Lightning means by them here."""
 
@@ -137,14 +141,7 @@ def tensorboard(run: Run, curves: str) -> LossesFirst:
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
-    """Raise UserError where the trainer section asks for something that the walk decides."""
-    parameters = inspect.signature(Trainer).parameters
-    for key in OWN_KEYS:
-        default = parameters[key].default
-        if trainer[key] != default or (default is None and trainer[key] is not None):
-            raise UserError(
-                f"trainer.{key} is decided by the walk: set quantization.rounding.iterations instead"
-            )
+    """Raise UserError where the trainer section asks for something that a walk can't do."""
     for callback in _listed(trainer["callbacks"]):
         if isinstance(callback, ProgressBar):
             raise UserError(
@@ -175,9 +172,13 @@ def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: 
     _check_shares(trainer.world_size, settings, work)
     stopping = [c for c in _listed(chosen.callbacks) if isinstance(c, EarlyStopping)]
     if stopping:
+        sections = {"blocks": settings.blocks, "model": settings.model}
+        epochs = [
+            f"quantization.tuning.{name}.epochs" for name in sections if sections[name].enabled
+        ]
         raise UserError(
             "trainer.callbacks has EarlyStopping, which a tuning doesn't need, because it keeps its best "
-            "epoch: remove it, or lower quantization.rounding.iterations instead"
+            f"epoch: remove it, or lower {' and '.join(epochs)} instead"
         )
 
 
