@@ -33,7 +33,7 @@ class Command:
     configured: bool = False
     """Whether it takes the sections of a configuration."""
     with_trainer: bool = False
-    """Whether it reads its words itself: the commands of the LightningCLI, and those that run them."""
+    """Whether it reads its words itself: it knows Lightning's section of a configuration."""
     takes_several: bool = False
     """Whether the words before its first option are the items of one list."""
     section: str | None = None
@@ -61,9 +61,10 @@ COMMANDS = {
         section="compare",
     ),
     "plan": Command(
-        "aespa_pl.commands.plan:plan",
+        "aespa_pl.commands.plan:run",
         "Estimate the memory, disk space and time that fit needs.",
         configured=True,
+        with_trainer=True,
     ),
     "export": Command(
         "aespa_pl.commands.export:export", "Pack the integers of a run for an inference engine."

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy
@@ -138,6 +139,41 @@ def tensorboard(run: Run, curves: str) -> LossesFirst:
     """Return a logger into a folder of a run: ``walk``, or ``block_NNN``."""
     parent = run.folder.parent
     return LossesFirst(parent.parent, parent.name, run.folder.name, sub_dir=curves)
+
+
+def first_trainer(make: Callable[..., Trainer], section: Any) -> Trainer:
+    """Return a Trainer that tells the processes and the device, none of which is started.
+
+    Args:
+        make: Makes a Trainer of the section and of more arguments.
+        section: The user's section.
+
+    Raises:
+        UserError: Lightning refuses the section, or it asks for what a walk can't do.
+    """
+    trainer = _made(make, section)
+    check_strategy(trainer, section.strategy)
+    if isinstance(trainer.strategy, DDPStrategy):
+        trainer = _made(make, section, strategy=RowsStrategy(timeout=LONGEST_WAIT))
+    check_device(trainer, section.accelerator)
+    return trainer
+
+
+def _made(make: Callable[..., Trainer], section: Any, **changes: Any) -> Trainer:
+    """Return a Trainer of the section without loggers; UserError where Lightning refuses it."""
+    try:
+        return make(logger=False, **changes)
+    # a RuntimeError is what Lightning makes of SLURM's variables that do not fit
+    except (
+        MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
+    ) as error:  # fmt: skip
+        advice = ""
+        if section.accelerator not in ("auto", "cpu"):
+            advice = (
+                f" (trainer.accelerator is {section.accelerator}: set it to cpu, or install a torch that "
+                "finds the device)"
+            )
+        raise UserError(f"trainer: {error}{advice}") from error
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from aespa_pl.commands import plan
+from aespa_pl.commands import estimate
 from tests.cli.commands import LENGTH, ROOT, CommandLine
 
 
 def test_plan_needs_the_configuration_alone(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
+    monkeypatch.setattr(estimate, "MEASURING_SECONDS", 0.1)
     Path("bare").mkdir()
     Path("bare/config.json").write_bytes((model / "config.json").read_bytes())
     status, out, err = aespa(
@@ -31,7 +31,7 @@ def test_plan_needs_the_configuration_alone(
 def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
+    monkeypatch.setattr(estimate, "MEASURING_SECONDS", 0.1)
     words = ["plan", "--model.pretrained", model, "--trainer.accelerator", "cpu"]
     status, _, err = aespa(*words)
     assert status == 2
