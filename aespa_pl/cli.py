@@ -128,7 +128,7 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
         rest = _with_list(rest)
     # shown in a terminal only; importing torch and Lightning takes seconds
     with Console(stderr=True).status(f"{name}: importing PyTorch and Lightning"):
-        function = _imported(name, command)
+        function = _imported(command)
     if command.with_trainer:
         function([name, *rest], interruption)
     else:
@@ -156,14 +156,9 @@ def _with_list(words: Sequence[str]) -> list[str]:
     return [json.dumps(items), *words[len(items) :]] if items else list(words)
 
 
-def _imported(name: str, command: Command):  # type: ignore[no-untyped-def]
+def _imported(command: Command):  # type: ignore[no-untyped-def]
     module, function = command.target.split(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise UserError(f"{name} does not come with this version of aespa-pl") from error
+    return getattr(importlib.import_module(module), function)
 
 
 def _end(error: BaseException, interruption: Interruption) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aespa_pl import cli, settings
+from aespa_pl import settings
 from tests.cli.commands import CommandLine
 
 
@@ -85,16 +85,6 @@ def test_missing_or_unknown_word_is_named(
     words: list[str], message: str, aespa: CommandLine
 ) -> None:
     assert aespa(*words) == (2, "", f"aespa-pl: {message}\n")
-
-
-def test_command_that_is_not_there_breaks_no_other(
-    aespa: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = cli.Command("aespa_pl.commands.of_tomorrow:run", "Does more.")
-    monkeypatch.setitem(cli.COMMANDS, "tomorrow", command)
-    assert "tomorrow  Does more." in aespa("--help")[1]
-    status, _, err = aespa("tomorrow")
-    assert (status, err) == (2, "aespa-pl: tomorrow does not come with this version of aespa-pl\n")
 
 
 def test_keys_that_the_walk_decides_are_not_offered(aespa: CommandLine) -> None:
