@@ -18,7 +18,7 @@ from aespa_pl.commands.arguments import Arguments, Option, read_configuration
 from aespa_pl.commands.compare_section import SECTION, CompareSettings, compare_parser, divide
 from aespa_pl.commands.output import print_whole
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.table import ResultTable
+from aespa_pl.evaluation.table import TextTable
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
@@ -205,7 +205,7 @@ def _write(folder: Path, cells: Sequence[Cell]) -> None:
     write_text(folder / "compare.md", summary(cells).markdown())
 
 
-def _show(console: Console, table: ResultTable) -> None:
+def _show(console: Console, table: TextTable) -> None:
     shown = Table(*table.head)
     for row in table.rows:
         shown.add_row(*row)
