@@ -74,6 +74,8 @@ def test_nothing_large_is_imported_for_an_answer(words: list[str], expected: str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["report"], "runs is missing: aespa-pl report --help shows what to give"),
+        (["report", "last", "--figures", "pdf"], "--figures is pdf: svg, png, none"),
         (["export", "last"], "format is missing: aespa-pl export --help shows what to give"),
         (
             ["export", "last", "--format", "ggml"],
@@ -92,6 +94,12 @@ def test_keys_that_the_walk_decides_are_not_offered(aespa: CommandLine) -> None:
     assert "--trainer.log_every_n_steps" in out
     for key in ("max_steps", "max_epochs", "overfit_batches", "fast_dev_run"):
         assert f"--trainer.{key}" not in out
+
+
+def test_help_of_report_shows_runs_with_spaces_between_them(aespa: CommandLine) -> None:
+    status, out, _ = aespa("report", "--help")
+    assert status == 0
+    assert re.search(r"^ +RUN \[RUN \.\.\.\]$|\] RUN \[RUN \.\.\.\]$", out, re.M)
 
 
 def test_help_of_plan_is_one_screen(aespa: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
