@@ -38,10 +38,10 @@ def _help_parser() -> ArgumentParser:
     for name, section in SECTIONS.items():
         required = name == "model"
         words = "--model.pretrained FOLDER is required." if required else "Keys as in fit --help."
-        parser.add_argument(f"--{name}", type=section, help=words)
+        parser.add_argument(f"--{name}", type=section | None, help=words)
     parser.add_argument(
         "--trainer",
-        type=dict[str, Any],
+        type=dict[str, Any] | None,
         help="Keys as in fit --help; with several devices the numbers are those of one that works alone.",
     )
     parser.add_argument("--seed_everything", help="Ignored.")
