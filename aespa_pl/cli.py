@@ -4,8 +4,6 @@ Nothing large is imported here: ``--help``, a wrong command and a wrong key answ
 """
 
 import importlib
-import itertools
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -32,10 +30,8 @@ class Command:
     """One line for the list of commands."""
     configured: bool = False
     """Whether it takes the sections of a configuration."""
-    with_trainer: bool = False
-    """Whether it reads its words itself: the commands of the LightningCLI, and those that run them."""
-    takes_several: bool = False
-    """Whether the words before its first option are the items of one list."""
+    reads_words: bool = False
+    """Whether it reads its words itself: a signature doesn't say what they may be."""
     section: str | None = None
     """Section of keys beside the configuration's, which the command checks itself."""
 
@@ -45,33 +41,34 @@ COMMANDS = {
         "aespa_pl.commands.application:run",
         "Quantize a model block by block, or continue a run.",
         configured=True,
-        with_trainer=True,
+        reads_words=True,
     ),
     "test": Command(
         "aespa_pl.commands.application:run",
         "Measure the perplexity of the original and of the quantized model.",
         configured=True,
-        with_trainer=True,
+        reads_words=True,
     ),
     "compare": Command(
         "aespa_pl.commands.compare:run",
         "Compare methods, bit widths and seeds on one model, in one table.",
         configured=True,
-        with_trainer=True,
+        reads_words=True,
         section="compare",
     ),
     "plan": Command(
-        "aespa_pl.commands.plan:plan",
+        "aespa_pl.commands.plan:run",
         "Estimate the memory, disk space and time that fit needs.",
         configured=True,
+        reads_words=True,
     ),
     "export": Command(
         "aespa_pl.commands.export:export", "Pack the integers of a run for an inference engine."
     ),
     "report": Command(
-        "aespa_pl.commands.report:report",
+        "aespa_pl.commands.report:run",
         "Describe what a run did to each block.",
-        takes_several=True,
+        reads_words=True,
     ),
 }
 
@@ -123,18 +120,16 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
         own = given.without(command.section) if command.section else given
         refuse_mistakes(own, name)
         rest = rest if given.wants_help else given.words
-    if command.takes_several:
-        rest = _with_list(rest)
     # shown in a terminal only; importing torch and Lightning takes seconds
     with Console(stderr=True).status(f"{name}: importing PyTorch and Lightning"):
-        function = _imported(name, command)
-    if command.with_trainer:
-        function([name, *rest], interruption)
-    else:
-        try:
+        function = _imported(command)
+    try:
+        if command.reads_words:
+            function([name, *rest], interruption)
+        else:
             auto_cli(function, args=rest, prog=f"aespa-pl {name}", exit_on_error=False)
-        except ArgumentError as error:
-            raise UserError(_refused(error, name)) from error
+    except ArgumentError as error:
+        raise UserError(_refused(error, name)) from error
 
 
 def _refused(error: ArgumentError, command: str) -> str:
@@ -149,20 +144,9 @@ def _refused(error: ArgumentError, command: str) -> str:
     return f"--{key} is {value}: {choices.replace(chr(39), '')}"
 
 
-def _with_list(words: Sequence[str]) -> list[str]:
-    """Return the words with those before the first option as one list, which auto_cli takes as one word."""
-    items = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    return [json.dumps(items), *words[len(items) :]] if items else list(words)
-
-
-def _imported(name: str, command: Command):  # type: ignore[no-untyped-def]
+def _imported(command: Command):  # type: ignore[no-untyped-def]
     module, function = command.target.split(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise UserError(f"{name} does not come with this version of aespa-pl") from error
+    return getattr(importlib.import_module(module), function)
 
 
 def _end(error: BaseException, interruption: Interruption) -> None:

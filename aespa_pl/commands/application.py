@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from jsonargparse import ArgumentError
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 
 from aespa_pl.commands import evaluate, fit
@@ -24,25 +22,20 @@ from aespa_pl.commands.exported import measure_exported, quantized_folder
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.output import PipeConsole, print_results, quiet_libraries, quiet_writers
 from aespa_pl.commands.resuming import LAST
+from aespa_pl.commands.sections import add_sections, instantiated
 from aespa_pl.commands.trainer_section import (
-    TRAINER_DEFAULTS,
     TRAINER_KEYS,
     configuration_text,
-    first_cause,
     refuse_trainer_keys,
     value_refused,
 )
 from aespa_pl.commands.trainers import (
-    OWN_KEYS,
     BlockTrainers,
-    check_device,
-    check_strategy,
     check_trainer,
     check_tuning,
+    first_trainer,
 )
 from aespa_pl.distributed.launch import (
-    LONGEST_WAIT,
-    RowsStrategy,
     end_with_launcher,
     launch,
     let_the_first_speak,
@@ -51,7 +44,7 @@ from aespa_pl.distributed.processes import PeerLostError, World
 from aespa_pl.errors import UserError
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.interruption import Interruption
-from aespa_pl.settings import SECTIONS, TaskSettings
+from aespa_pl.settings import TaskSettings
 from aespa_pl.storage.files import write_text
 
 PEER_LOST = 1
@@ -108,54 +101,15 @@ class AespaCLI(LightningCLI):
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the settings and the Trainer, without the keys that the walk decides."""
-        for name, section in SECTIONS.items():
-            parser.add_class_arguments(section, name)
-        parser.add_class_arguments(
-            self.trainer_class,
-            "trainer",
-            fail_untyped=False,
-            instantiate=False,
-            sub_configs=True,
-            skip=set(OWN_KEYS),
-        )
-        parser.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
+        add_sections(parser, self.trainer_class)
 
     def instantiate_classes(self) -> None:
         """Make the settings, and one Trainer that knows the device; each block gets its own later."""
-        try:
-            self.config_init = self.parser.instantiate(self.config)
-        # what the constructors of loggers and callbacks raise, and jsonargparse around it
-        except (ArgumentError, ImportError, TypeError, ValueError) as error:
-            raise UserError(f"trainer: {first_cause(error)}") from error
+        self.config_init = instantiated(self.parser, self.config)
         self.settings = self.config_init[self.subcommand]
         check_trainer({**TRAINER_KEYS, **self.settings.trainer})
         self.model = self.datamodule = None
-        self.trainer = self._first_trainer()
-        check_strategy(self.trainer, self.settings.trainer.strategy)
-        if isinstance(self.trainer.strategy, DDPStrategy):
-            self.trainer = self._first_trainer(strategy=RowsStrategy(timeout=LONGEST_WAIT))
-        check_device(self.trainer, self.settings.trainer.accelerator)
-
-    def _first_trainer(self, **changes: Any) -> Trainer:
-        """Return a Trainer made from the user's section, which tells processes and device.
-
-        Raises:
-            UserError: Lightning refuses it.
-        """
-        try:
-            return self.instantiate_trainer(logger=False, **changes)
-        # a RuntimeError is what Lightning makes of SLURM's variables that do not fit
-        except (
-            MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
-        ) as error:  # fmt: skip
-            accelerator = self.settings.trainer.accelerator
-            advice = ""
-            if accelerator not in ("auto", "cpu"):
-                advice = (
-                    f" (trainer.accelerator is {accelerator}: set it to cpu, or install a torch that finds "
-                    "the device)"
-                )
-            raise UserError(f"trainer: {error}{advice}") from error
+        self.trainer = first_trainer(self.instantiate_trainer, self.settings.trainer)
 
     def fit(self, **_: Any) -> None:
         """Quantize, and print the results."""

@@ -113,17 +113,6 @@ class Arguments:
         return replace(self, options=(*self.options, *options))
 
 
-def keys_given(arguments: Arguments) -> list[str]:
-    """Return the whole names of all keys on the command line and in its configurations."""
-    keys = []
-    for option in arguments.options:
-        if option.key == "config" and option.value:
-            keys += [key for key, _ in _leaves(read_configuration(Path(option.value)))]
-        else:
-            keys.append(option.key)
-    return keys
-
-
 def find_configuration(name: str) -> Path:
     """Return the file of a configuration: one here, or one that comes with the package.
 

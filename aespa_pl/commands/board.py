@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from aespa_pl.commands.trainers import tensorboard
+from aespa_pl.report.stored import flat
 from aespa_pl.report.tensorboard import show_configuration, show_result
 from aespa_pl.run.journal import Run
 
@@ -43,12 +44,3 @@ class Board:
         for logger in self._opened:
             show_result(logger.experiment, flat(quantization), metrics["perplexity"])
             logger.finalize("success")
-
-
-def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings with their keys joined by dots."""
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        nested = isinstance(value, Mapping)
-        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found

@@ -6,55 +6,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser
 from rich.console import Console
 from rich.table import Table
 
 import aespa_pl
-from aespa_pl.commands.arguments import Arguments, Option, nearest, read_configuration
+from aespa_pl.commands.arguments import Arguments, Option, read_configuration
+from aespa_pl.commands.compare_section import SECTION, CompareSettings, compare_parser, divide
 from aespa_pl.commands.output import print_whole
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.table import ResultTable
-from aespa_pl.methods import METHODS
+from aespa_pl.evaluation.table import TextTable
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
-from aespa_pl.settings import Bits, MethodName, OutputSettings, Seed
+from aespa_pl.settings import OutputSettings
 from aespa_pl.storage.files import disk_errors, write_json, write_text
 
-SECTION = "compare"
-DECIDED = {
-    "ckpt_path": "each cell finds its own run",
-    "quantization.method": "use --compare.methods",
-    "quantization.bits": "use --compare.bits",
-    "data.calibration.seed": "use --compare.seeds",
-}
-"""Keys of fit that differ from cell to cell, and what to do instead of giving them."""
 POLL_SECONDS = 0.2
 """Seconds after which a signal is passed on to the run under way."""
-
-
-@dataclass(frozen=True)
-class CompareSettings:
-    """Chooses the cells of the table."""
-
-    methods: list[MethodName] = field(default_factory=lambda: list(METHODS))
-    """Values of quantization.method; by default all of them."""
-    bits: list[Bits] = field(default_factory=lambda: [2, 3, 4])
-    """Values of quantization.bits."""
-    seeds: list[Seed] = field(default_factory=lambda: [0])
-    """Values of data.calibration.seed; mean and spread are over them."""
-
-    def cells(self) -> list[Cell]:
-        """Return all cells; the cells of one bit width follow each other."""
-        every = product(self.bits, self.methods, self.seeds)
-        return list(dict.fromkeys(Cell(method, bits, seed) for bits, method, seed in every))
 
 
 RunCell = Callable[[Sequence[str]], str]
@@ -73,11 +46,10 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
         RunInterrupted: A signal came; the same command goes on.
     """
     given = Arguments.read(words[1:])
-    parser = _parser()
     if given.wants_help:
-        parser.print_help()
+        compare_parser().print_help()
         sys.exit()
-    settings, rest = _divide(parser, given)
+    settings, rest = divide(given)
     console = Console()
     folder = compare(settings, rest, in_processes(interruption), console)
     console.print(str(folder), highlight=False, soft_wrap=True)
@@ -171,53 +143,6 @@ def _wait(process: "subprocess.Popen[bytes]", interruption: Interruption) -> int
                 passed_on = True
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="aespa-pl compare",
-        description="Compare methods on one model, in one table. All keys of aespa-pl fit are taken as well "
-        "(aespa-pl fit --help); each cell is a run of fit in output.folder/output.name, and finished cells "
-        "aren't run again.",
-        exit_on_error=False,
-    )
-    parser.add_argument("--config", help="Configuration of fit that every cell has in common.")
-    parser.add_class_arguments(CompareSettings, SECTION)
-    return parser
-
-
-def _divide(parser: ArgumentParser, given: Arguments) -> tuple[CompareSettings, Arguments]:
-    """Return the settings of compare, and the options of fit.
-
-    Raises:
-        UserError: A value is refused, or a key is given that differs from cell to cell.
-    """
-    own = [option for option in given.options if is_own(option)]
-    known = [f"{SECTION}.{key.name}" for key in fields(CompareSettings)]
-    for option in own:
-        if option.key.removesuffix("+") not in known:
-            raise UserError(f"{option.key} is unknown{nearest(option.key, known)}")
-    rest = [option for option in given.options if not is_own(option)]
-    for option in rest:
-        if option.key in DECIDED:
-            raise UserError(f"{option.key} differs from cell to cell: {DECIDED[option.key]}")
-    try:
-        parsed = parser.parse_args([word for option in own for word in option.words])
-    except ArgumentError as error:
-        words = " ".join(str(error).split())
-        raise UserError(
-            f"{words}: give a list, such as --{SECTION}.methods '[aespa, rtn]'"
-        ) from error
-    settings: CompareSettings = parser.instantiate(parsed)[SECTION]
-    for name in ("methods", "bits", "seeds"):
-        if not getattr(settings, name):
-            raise UserError(f"{SECTION}.{name} is empty: name at least one")
-    return settings, replace(given, options=tuple(rest))
-
-
-def is_own(option: Option) -> bool:
-    """Return whether an option is of this command, not of fit."""
-    return option.key.startswith(f"{SECTION}.")
-
-
 def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:
     """Return the options of fit for one cell; a run that was begun goes on."""
     return given.then(
@@ -280,7 +205,7 @@ def _write(folder: Path, cells: Sequence[Cell]) -> None:
     write_text(folder / "compare.md", summary(cells).markdown())
 
 
-def _show(console: Console, table: ResultTable) -> None:
+def _show(console: Console, table: TextTable) -> None:
     shown = Table(*table.head)
     for row in table.rows:
         shown.add_row(*row)

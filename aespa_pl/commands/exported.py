@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from aespa_pl.commands.job import block_dtype, held_out_texts
+from aespa_pl.commands.checked import block_dtype
+from aespa_pl.commands.job import held_out_texts
 from aespa_pl.commands.limits import check_length, evaluation_length
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import whole_perplexity

@@ -1,7 +1,7 @@
 """Check model, texts and settings before a command's work begins."""
 
 import hashlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,42 +11,21 @@ from transformers import PreTrainedTokenizerBase
 
 import aespa_pl
 from aespa_pl.block.quantized import nearest_weight
-from aespa_pl.commands.limits import (
-    calibration_length,
-    check_groups,
-    check_histograms,
-    check_lengths,
-    check_output,
-    evaluation_length,
-)
+from aespa_pl.commands.checked import Checked, checked, find_model
 from aespa_pl.data import calibration_tokens, check_vocabulary, evaluation_tokens
-from aespa_pl.models import family_of
-from aespa_pl.models.family import Family
-from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
-from aespa_pl.planning.placement import resolved_data
-from aespa_pl.planning.shape import Shape, Work
-from aespa_pl.resolve import resolved
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.cache import default_cache
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Checked):
     """Holds the model, the settings and the device that a command works with, all checked."""
 
-    model: ModelSettings
-    data: DataSettings
-    """Settings of the data; none is auto any more."""
-    quantization: QuantizationSettings
-    """Settings in which the method has replaced every null, and the device every auto."""
-    output: OutputSettings
-    device: torch.device
     pretrained: PretrainedFolder
-    family: Family
 
     @classmethod
     def prepare(
@@ -62,56 +41,18 @@ class Job:
         Raises:
             UserError: The model can't be found, read or quantized with these settings.
         """
-        resolved(quantization, device.type)  # refuses what can't work before a model is downloaded
-        check_output(output)
-        folder = resolve(model.pretrained, model.revision)
+        folder = find_model(model, quantization, output, device, weights=True)
         pretrained = PretrainedFolder.open(folder, cache_folder(data))
-        family = family_of(pretrained.config)
-        width = Shape.of(pretrained.config, family).hidden
-        quantization = resolved(quantization, device.type, width)
-        job = cls(model, data, quantization, output, device, pretrained, family)
-        check_lengths(data, job._positions, model.pretrained)
-        check_groups(job.shape, quantization)
-        check_histograms(output.histograms, job.family.layout(pretrained.config))
-        data = resolved_data(
+        found = checked(
+            model,
             data,
             quantization,
-            job.shape,
+            output,
             device,
-            length=job.segment_length,
-            dtype_bytes=job.dtype.itemsize,
+            config=pretrained.config,
+            stored=pretrained.dtype,
         )
-        return replace(job, data=data)
-
-    @property
-    def shape(self) -> Shape:
-        """Return the sizes of the model, from which its needs follow."""
-        return Shape.of(self.pretrained.config, self.family)
-
-    @property
-    def work(self) -> Work:
-        """Return the amount of calibration text."""
-        return Work(
-            self.data.calibration.segments,
-            self.segment_length,
-            min(self.data.batch, self.data.calibration.segments),
-            self.dtype.itemsize,
-        )
-
-    @property
-    def segment_length(self) -> int:
-        """Return the number of tokens in a calibration segment."""
-        return calibration_length(self.data, self._positions)
-
-    @property
-    def evaluation_length(self) -> int:
-        """Return the number of tokens in a segment of held-out text."""
-        return evaluation_length(self.data, self._positions)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type that blocks run in."""
-        return block_dtype(self.model, self.device, self.pretrained.dtype)
+        return cls(**vars(found), pretrained=pretrained)
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:
         """Return the model, or another one of its shape, streamed."""
@@ -127,7 +68,7 @@ class Job:
 
     def round_to_nearest(self, block: nn.Module) -> None:
         """Round a block's weights to the nearest integers of min-max grids: the usual comparison."""
-        layout = self.family.layout(self.pretrained.config)
+        layout = self.family.layout(self.config)
         for projection in layout.projections:
             weight = nearest_weight(block, layout, projection, self.quantization)
             set_projection_weight(block, layout, projection, weight)
@@ -137,12 +78,12 @@ class Job:
         tokens = calibration_tokens(
             self.data.calibration, self.pretrained.tokenizer(), self.segment_length, self.cache
         )
-        check_vocabulary(tokens, self.pretrained.config.vocab_size)
+        check_vocabulary(tokens, self.config.vocab_size)
         return tokens
 
     def evaluation(self) -> dict[str, Tensor]:
         """Return the segments of each held-out text, by its name."""
-        tokenizer, vocabulary = self.pretrained.tokenizer(), self.pretrained.config.vocab_size
+        tokenizer, vocabulary = self.pretrained.tokenizer(), self.config.vocab_size
         return held_out_texts(self.data, tokenizer, self.evaluation_length, vocabulary)
 
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
@@ -173,11 +114,6 @@ class Job:
         return model_fingerprint({self.pretrained.folder / "config.json", *self._weight_files})
 
     @property
-    def runs_folder(self) -> Path:
-        """Return the folder of the runs of this name."""
-        return Path(self.output.folder).expanduser() / self.output.name
-
-    @property
     def _weight_files(self) -> set[Path]:
         return {tensor.file for tensor in self.pretrained.tensors.values()}
 
@@ -185,10 +121,6 @@ class Job:
     def cache(self) -> Path:
         """Return the folder of tokens, weights and perplexities that later runs need again."""
         return cache_folder(self.data)
-
-    @property
-    def _positions(self) -> int | None:
-        return self.family.positions(self.pretrained.config)
 
 
 def cache_folder(data: DataSettings) -> Path:
@@ -218,17 +150,3 @@ def held_out_texts(
     for tokens in texts.values():
         check_vocabulary(tokens, vocabulary)
     return texts
-
-
-def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """Return the type that blocks run in.
-
-    Args:
-        model: Settings of the user, who may leave the type to the device.
-        device: Device that blocks run on; CPUs are slow in types of two bytes.
-        stored: Type of the weights in the model's files.
-    """
-    if model.dtype != "auto":
-        chosen: torch.dtype = getattr(torch, model.dtype)
-        return chosen
-    return torch.float32 if device.type == "cpu" else stored

@@ -13,8 +13,8 @@ from aespa_pl.measure import free_bytes
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.planning.budget import free_to_plan
 from aespa_pl.planning.shape import Shape, Work
-from aespa_pl.planning.table import human
 from aespa_pl.planning.tuning import block_bytes, model_bytes
+from aespa_pl.planning.units import human
 from aespa_pl.run.versions import ANOTHER_FOLDER
 from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import disk_errors

@@ -1,103 +1,51 @@
-"""Run ``aespa-pl plan``: estimate the needs of ``fit`` from a model's config.json alone."""
+"""Run ``aespa-pl plan``; its help comes without a large import."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from aespa_pl.errors import UserError
-from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
+from jsonargparse import ArgumentParser
 
-MEASURING_SECONDS = 30.0
-"""Seconds of measurement on the device, from which the time is estimated."""
-DEVICES = {"auto": None, "cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
-"""The device of each value of trainer.accelerator; None: CUDA where there is one."""
+from aespa_pl.commands.arguments import Arguments
+from aespa_pl.run.interruption import Interruption
+from aespa_pl.settings import SECTIONS
 
 
-def plan(  # noqa: PLR0917 - called by jsonargparse, by name
-    model: ModelSettings | None = None,
-    data: DataSettings | None = None,
-    quantization: QuantizationSettings | None = None,
-    output: OutputSettings | None = None,
-    trainer: dict[str, Any] | None = None,
-    seed_everything: bool | int = False,  # noqa: ARG001, FBT001, FBT002
-    ckpt_path: str | None = None,  # noqa: ARG001
-) -> None:
-    """Estimate the memory, disk space and time that fit needs, with the same configurations and keys.
-
-    It takes some 30 seconds and writes nothing.
+def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
+    """Estimate what ``fit`` needs.
 
     Args:
-        model: --model.pretrained FOLDER is required.
-        data: Keys as in fit --help.
-        quantization: Keys as in fit --help.
-        output: Keys as in fit --help.
-        trainer: Only trainer.accelerator counts.
-        seed_everything: Ignored.
-        ckpt_path: Ignored.
+        words: The command and its options, already checked by :mod:`aespa_pl.commands.arguments`.
+        interruption: Isn't asked: nothing is written.
 
     Raises:
         UserError: fit would refuse this.
     """
-    if model is None:
-        raise UserError("model.pretrained is missing")
-    # What follows takes seconds to import, which --help does without.
-    import torch  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    arguments = Arguments.read(words[1:])
+    if arguments.wants_help:
+        _help_parser().parse_args(list(words[1:]))  # prints it, or that of a section, and exits
+    from aespa_pl.commands.estimate import estimate  # noqa: PLC0415  (takes seconds to import)
 
-    from aespa_pl.commands import limits  # noqa: PLC0415
-    from aespa_pl.commands.job import block_dtype  # noqa: PLC0415
-    from aespa_pl.commands.output import quiet_libraries  # noqa: PLC0415
-    from aespa_pl.models import family_of  # noqa: PLC0415
-    from aespa_pl.models.headers import read_config  # noqa: PLC0415
-    from aespa_pl.models.hub import resolve  # noqa: PLC0415
-    from aespa_pl.planning.placement import resolved_data  # noqa: PLC0415
-    from aespa_pl.planning.shape import Shape, Work  # noqa: PLC0415
-    from aespa_pl.planning.table import needs_of, rows_of  # noqa: PLC0415
-    from aespa_pl.resolve import resolved  # noqa: PLC0415
+    estimate(arguments)
 
-    quiet_libraries()
-    data = data or DataSettings()
-    output = output or OutputSettings()
-    folder = limits.check_output(output)
-    name = str((trainer or {}).get("accelerator", "auto"))
-    if name not in DEVICES:
-        raise UserError(f"trainer.accelerator is {name}: {', '.join(DEVICES)}")
-    found = torch.cuda.is_available()
-    device = torch.device(DEVICES[name] or ("cuda" if found else "cpu"))
-    if device.type == "cuda" and not found:
-        raise UserError(f"trainer.accelerator is {name}: torch finds no CUDA device, set it to cpu")
-    config = read_config(resolve(model.pretrained, model.revision, weights=False))
-    family = family_of(config)
-    positions = family.positions(config)
-    shape = Shape.of(config, family)
-    quantization = resolved(quantization or QuantizationSettings(), device.type, shape.hidden)
-    limits.check_lengths(data, positions, model.pretrained)
-    limits.check_groups(shape, quantization)
-    limits.check_histograms(output.histograms, family.layout(config))
-    stored = getattr(config, "dtype", None) or torch.float32
-    segments, length = data.calibration.segments, limits.calibration_length(data, positions)
-    size = block_dtype(model, device, stored).itemsize
-    data = resolved_data(data, quantization, shape, device, length=length, dtype_bytes=size)
-    work = Work(segments, length, min(data.batch, segments), size)
-    limits.refuse_tuning(shape, work, data, quantization, device)
-    needs = needs_of(
-        shape,
-        work,
-        data,
-        quantization,
-        device,
-        stored_bytes=stored.itemsize,
-        seconds=MEASURING_SECONDS,
+
+def _help_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="aespa-pl plan",
+        description="Estimate the memory, disk space and time that fit needs, with the same configurations "
+        "and keys. It takes some 30 seconds and writes nothing.",
     )
-    console, table = Console(), Table(show_header=False, box=None)
-    for row in rows_of(needs, shape, work, data, device):
-        table.add_row(*row)
-    console.print(table, highlight=False)
-    missing = limits.shortages(
-        device,
-        folder,
-        device_bytes=needs.most_on_device,
-        host_bytes=needs.host,
-        disk_bytes=needs.disk,
+    parser.add_argument("--config", action="config", help="Path to a configuration file.")
+    for name, section in SECTIONS.items():
+        required = name == "model"
+        words = "--model.pretrained FOLDER is required." if required else "Keys as in fit --help."
+        parser.add_argument(f"--{name}", type=section | None, help=words)
+    parser.add_argument(
+        "--trainer",
+        type=dict[str, Any] | None,
+        help="Keys as in fit --help; with several devices the numbers are those of one that works alone.",
     )
-    for words in missing:
-        console.print(f"too little here: {words}", highlight=False, soft_wrap=True)
+    parser.add_argument("--seed_everything", help="Ignored.")
+    parser.add_argument(
+        "--ckpt_path", help="Ignored, but for the configuration that the run brings along."
+    )
+    return parser

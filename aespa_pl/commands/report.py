@@ -1,13 +1,45 @@
 """Run ``aespa-pl report``: write a page about one run, or about several side by side."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from jsonargparse import ArgumentParser
+
 from aespa_pl.errors import UserError
 from aespa_pl.report.stored import find_run, read_run
+from aespa_pl.run.interruption import Interruption
 from aespa_pl.storage.files import disk_errors, write_text
 
 PAGE = "report.html"
+
+
+def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
+    """Read the words of the command line, of which those without a key are runs.
+
+    Args:
+        words: The command and its options.
+        interruption: Isn't asked: a page takes seconds.
+
+    Raises:
+        UserError: As :func:`report`.
+    """
+    parser = ArgumentParser(
+        prog="aespa-pl report",
+        description="Write a page about runs: how good the result is, and where it was lost.",
+        exit_on_error=False,
+    )
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="Folder of a run (NAME/version_N), or folder of runs of one name, of which the newest is taken; "
+        "last: the newest run of all.",
+    )
+    parser.add_argument("--config", action="config", help="Path to a configuration file.")
+    parser.add_function_arguments(report, skip={"runs"})
+    given = parser.parse_args(list(words[1:]))
+    report(given.runs, given.output, given.figures, given.folder)
 
 
 def report(
@@ -21,8 +53,8 @@ def report(
     A run may still be going on. The page needs no network to be read.
 
     Args:
-        runs: Folders of runs (NAME/version_N) with spaces between them, or folders of runs of one name, of
-            which the newest is taken; last: the newest run of all.
+        runs: Folders of runs, or folders of runs of one name, of which the newest is taken; last: the newest
+            run of all.
         output: Folder for report.html and the figures; null: report in the folder of the first run.
         figures: Format of the files with one figure each, beside the page; none: only the page.
         folder: Where last looks for runs, their output.folder.

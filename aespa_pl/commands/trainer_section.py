@@ -17,11 +17,10 @@ from lightning.pytorch import Trainer
 from aespa_pl.commands.arguments import (
     FREE,
     Arguments,
-    keys_given,
     nearest,
     read_configuration,
 )
-from aespa_pl.commands.trainers import OWN_KEYS
+from aespa_pl.commands.trainers import DECIDED, OWN_KEYS
 from aespa_pl.errors import UserError
 from aespa_pl.settings import QuantizationSettings
 
@@ -48,21 +47,49 @@ SHOWN = 200
 def refuse_trainer_keys(arguments: Arguments) -> None:
     """Raise UserError with every key of the trainer section that Lightning or the walk doesn't take."""
     mistakes = []
-    for key in keys_given(arguments):
-        section, *rest = key.split(".")
-        if section != FREE or not rest:
-            continue
-        name = rest[0].removesuffix("+")
+    for name in _names_given(arguments):
         if name in OWN_KEYS:
-            mistakes.append(
-                f"{FREE}.{name} is decided by the walk: set quantization.rounding.iterations instead"
-            )
+            mistakes.append(f"{FREE}.{name} {DECIDED}")
         elif name not in TRAINER_KEYS:
             offered = [f"{FREE}.{known}" for known in TRAINER_KEYS if known not in OWN_KEYS]
             hint = nearest(f"{FREE}.{name}", offered) or ": aespa-pl fit --help lists all keys"
             mistakes.append(f"{FREE}.{name} is unknown{hint}")
     if mistakes:
         raise UserError("; ".join(dict.fromkeys(mistakes)))
+
+
+def _names_given(arguments: Arguments) -> list[str]:
+    """Return the keys of the section that are given, each without the section's name and without ``+``."""
+    keys: list[str] = []
+    for option in arguments.options:
+        if option.key == "config" and option.value:
+            path = Path(option.value)
+            for key, value in read_configuration(path).items():
+                keys += _whole_keys(str(key), value, path.parent)
+        else:
+            keys += _whole_keys(option.key, option.value, Path())
+    sections = (key.split(".") for key in keys)
+    return [rest[0].removesuffix("+") for section, *rest in sections if section == FREE and rest]
+
+
+def _whole_keys(key: str, value: Any, folder: Path) -> list[str]:
+    """Return a key, or in the place of the section as a whole the keys in it.
+
+    Args:
+        key: Key of the command line or of a file.
+        value: Its value: for the section a mapping, one in JSON, or a file that has it.
+        folder: Folder that the path of such a file begins at.
+
+    Raises:
+        UserError: The file can't be read.
+    """
+    if key != FREE:
+        return [key]
+    content = _value(value) if isinstance(value, str) else value
+    if isinstance(content, str):
+        path = folder / Path(content).expanduser()
+        content = read_configuration(path) if path.is_file() else None  # else the parser refuses it
+    return [f"{FREE}.{inner}" for inner in content] if isinstance(content, Mapping) else []
 
 
 def value_refused(error: ArgumentError, arguments: Arguments, command: str) -> str:

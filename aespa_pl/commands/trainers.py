@@ -1,12 +1,12 @@
 """Make the Trainers of blocks and tunings from the user's section and what the walk adds to it."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy
@@ -30,6 +30,11 @@ OWN_KEYS = (
     "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
 )  # fmt: skip
 """Keys of the Trainer that would change the number of iterations, which the walk decides."""
+DECIDED = (
+    "is decided by the walk: set quantization.tuning.blocks.epochs and quantization.tuning.model.epochs, or "
+    "quantization.rounding.iterations where the method learns the rounding"
+)
+"""Words about each of these keys."""
 PRECISIONS = (None, 32, "32", "32-true")
 """Values of trainer.precision that mean what Lightning means by them here."""
 
@@ -136,15 +141,43 @@ def tensorboard(run: Run, curves: str) -> LossesFirst:
     return LossesFirst(parent.parent, parent.name, run.folder.name, sub_dir=curves)
 
 
-def check_trainer(trainer: Mapping[str, Any]) -> None:
-    """Raise UserError where the trainer section asks for something that the walk decides."""
-    parameters = inspect.signature(Trainer).parameters
-    for key in OWN_KEYS:
-        default = parameters[key].default
-        if trainer[key] != default or (default is None and trainer[key] is not None):
-            raise UserError(
-                f"trainer.{key} is decided by the walk: set quantization.rounding.iterations instead"
+def first_trainer(make: Callable[..., Trainer], section: Any) -> Trainer:
+    """Return a Trainer that tells the processes and the device, none of which is started.
+
+    Args:
+        make: Makes a Trainer of the section and of more arguments.
+        section: The user's section.
+
+    Raises:
+        UserError: Lightning refuses the section, or it asks for what a walk can't do.
+    """
+    trainer = _made(make, section)
+    check_strategy(trainer, section.strategy)
+    if isinstance(trainer.strategy, DDPStrategy):
+        trainer = _made(make, section, strategy=RowsStrategy(timeout=LONGEST_WAIT))
+    check_device(trainer, section.accelerator)
+    return trainer
+
+
+def _made(make: Callable[..., Trainer], section: Any, **changes: Any) -> Trainer:
+    """Return a Trainer of the section without loggers; UserError where Lightning refuses it."""
+    try:
+        return make(logger=False, **changes)
+    # a RuntimeError is what Lightning makes of SLURM's variables that do not fit
+    except (
+        MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
+    ) as error:  # fmt: skip
+        advice = ""
+        if section.accelerator not in ("auto", "cpu"):
+            advice = (
+                f" (trainer.accelerator is {section.accelerator}: set it to cpu, or install a torch that "
+                "finds the device)"
             )
+        raise UserError(f"trainer: {error}{advice}") from error
+
+
+def check_trainer(trainer: Mapping[str, Any]) -> None:
+    """Raise UserError where the trainer section asks for something that a walk can't do."""
     for callback in _listed(trainer["callbacks"]):
         if isinstance(callback, ProgressBar):
             raise UserError(
@@ -175,9 +208,13 @@ def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: 
     _check_shares(trainer.world_size, settings, work)
     stopping = [c for c in _listed(chosen.callbacks) if isinstance(c, EarlyStopping)]
     if stopping:
+        sections = {"blocks": settings.blocks, "model": settings.model}
+        epochs = [
+            f"quantization.tuning.{name}.epochs" for name in sections if sections[name].enabled
+        ]
         raise UserError(
             "trainer.callbacks has EarlyStopping, which a tuning doesn't need, because it keeps its best "
-            "epoch: remove it, or lower quantization.rounding.iterations instead"
+            f"epoch: remove it, or lower {' and '.join(epochs)} instead"
         )
 
 

@@ -1,6 +1,6 @@
 """Make one table of all measurements, for the terminal, for Markdown and for the report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,18 @@ ABSENT = "-"
 GB = 10**9
 
 
+SECTIONS = ("perplexity", "tasks", "size", "test_seconds")
+"""Sections of the metrics that have columns, in their order."""
+
+
 @dataclass(frozen=True)
-class ResultTable:
-    """Holds rows of text; all columns but the first are numbers."""
+class TextTable:
+    """Holds rows of text."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    numbers: bool = True
+    """Whether all columns but the first hold numbers."""
 
     def markdown(self) -> str:
         """Return the table in Markdown."""
@@ -23,7 +29,7 @@ class ResultTable:
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def result_table(metrics: Mapping[str, Any], method: str = KINDS["quantized"]) -> ResultTable:
+def result_table(metrics: Mapping[str, Any], method: str = KINDS["quantized"]) -> TextTable:
     """Return a table of metrics, a row for each model; columns without any value are left out.
 
     Args:
@@ -32,26 +38,38 @@ def result_table(metrics: Mapping[str, Any], method: str = KINDS["quantized"]) -
             ``bytes``) and ``test_seconds`` by kind.
         method: Name of the quantized model's row.
     """
-    columns: dict[str, dict[str, str]] = {}
-    for kind, texts in metrics.get("perplexity", {}).items():
-        for text, value in texts.items():
-            columns.setdefault(f"perplexity, {text}", {})[kind] = f"{value:.3f}"
-    for kind, tasks in metrics.get("tasks", {}).items():
-        for task, score in tasks.items():
-            columns.setdefault(f"{task}, %", {})[kind] = accuracy(score)
-    for kind, size in metrics.get("size", {}).items():
-        if "bits_per_weight" in size:
-            columns.setdefault("bits per weight", {})[kind] = f"{size['bits_per_weight']:.2f}"
-        columns.setdefault("GB", {})[kind] = f"{size['bytes'] / GB:.3g}"
-    for kind, seconds in metrics.get("test_seconds", {}).items():
-        columns.setdefault("seconds", {})[kind] = f"{seconds:.0f}"
-    measured = [kind for kind in KINDS if any(kind in column for column in columns.values())]
-    names = {**KINDS, "quantized": method}
+    return joined_results([(metrics, {**KINDS, "quantized": method})])
+
+
+def joined_results(measured: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]]) -> TextTable:
+    """Return one table of the metrics of several runs; each comes with the names of its rows by kind."""
+    columns: dict[str, dict[tuple[int, str], str]] = {}
+    for section in SECTIONS:
+        for number, (metrics, _) in enumerate(measured):
+            for kind, found in metrics.get(section, {}).items():
+                for head, text in _cells(section, found):
+                    columns.setdefault(head, {})[number, kind] = text
     rows = [
-        [names[kind], *(column.get(kind, ABSENT) for column in columns.values())]
-        for kind in measured
+        [names[kind], *(column.get((number, kind), ABSENT) for column in columns.values())]
+        for number, (_, names) in enumerate(measured)
+        for kind in KINDS
+        if any((number, kind) in column for column in columns.values())
     ]
-    return ResultTable(["", *columns], rows)
+    return TextTable(["", *columns], rows)
+
+
+def _cells(section: str, found: Any) -> Iterator[tuple[str, str]]:
+    """Yield the columns of one section of one model's metrics, and what stands there."""
+    if section == "perplexity":
+        yield from ((f"perplexity, {text}", f"{value:.3f}") for text, value in found.items())
+    elif section == "tasks":
+        yield from ((f"{task}, %", accuracy(score)) for task, score in found.items())
+    elif section == "size":
+        if "bits_per_weight" in found:
+            yield "bits per weight", f"{found['bits_per_weight']:.2f}"
+        yield "GB", f"{found['bytes'] / GB:.3g}"
+    else:
+        yield "seconds", f"{found:.0f}"
 
 
 def accuracy(score: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Make a table for people of what a run needs."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,9 +12,8 @@ from aespa_pl.planning.needs import device_bytes, disk_bytes, hidden_bytes, host
 from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.rates import measure_rates
 from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.planning.units import duration, human
 from aespa_pl.settings import DataSettings, QuantizationSettings
-
-PREFIXES = ("", "K", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True)
@@ -134,17 +132,3 @@ def complexity_rows(shape: Shape, work: Work) -> list[tuple[str, str, str]]:
 
 def _blocks(shape: Shape) -> str:
     return f"{shape.blocks} blocks of {human(shape.block_weights)}"
-
-
-def human(number: float) -> str:
-    """Return a number in powers of a thousand: ``12.3 G``."""
-    power = 0 if number < 1 else min(len(PREFIXES) - 1, int(math.log10(number)) // 3)
-    return f"{number / 1000**power:.1f} {PREFIXES[power]}"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in the unit that a person would choose."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from aespa_pl.evaluation.table import ABSENT, GB, ResultTable
+from aespa_pl.evaluation.table import ABSENT, GB, TextTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,7 +95,7 @@ def phases_of(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def summary(cells: Sequence[Cell]) -> ResultTable:
+def summary(cells: Sequence[Cell]) -> TextTable:
     """Return a row for each method and bit width: mean and standard deviation over the seeds.
 
     The spread is of the perplexity; where a seed gave no result, the row says so.
@@ -117,7 +117,7 @@ def summary(cells: Sequence[Cell]) -> ResultTable:
             row += [_mean([c.seconds(phase) for c in seeds], 1) for phase in phases]
             peaks = [None if c.peak_bytes is None else c.peak_bytes / GB for c in seeds]
             rows.append([*row, _mean(peaks, 2), _states(seeds)])
-    return ResultTable(head, rows)
+    return TextTable(head, rows)
 
 
 def _mean(values: Sequence[float | None], digits: int, *, spread: bool = False) -> str:

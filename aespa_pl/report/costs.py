@@ -3,6 +3,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 
+from aespa_pl.planning.units import duration
 from aespa_pl.report.maps import NO_BLOCK
 from aespa_pl.report.picture import HALF, PALETTE, SERIES, Picture, block_ticks, depth_axis
 from aespa_pl.report.stored import StoredRun
@@ -102,10 +103,3 @@ def memory(run: StoredRun, width: float) -> Picture:
         f"{sentence} From the first to the last block the host's peak grows by {growth:.2f} GiB.".strip(),
         figure,
     )
-
-
-def duration(value: float) -> str:
-    """Return seconds as a person says them: ``4.1 s``, ``12 min``, ``3.5 h``."""
-    if value < 120:
-        return f"{value:.3g} s"
-    return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"

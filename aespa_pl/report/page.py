@@ -9,24 +9,14 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from aespa_pl import __version__
+from aespa_pl.evaluation.table import ABSENT, KINDS, TextTable, joined_results
+from aespa_pl.planning.units import duration
 from aespa_pl.report import costs, grids, losses, maps, results, tuning
 from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, style
 from aespa_pl.report.stored import StoredRun
 
-ABSENT = "-"
-"""Text of a table where there is no value."""
 PLACES = ("output.folder", "output.name")
 """Settings in which any two runs differ, so that the page leaves them out."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Holds a table of the page."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: bool = False
-    """Whether all columns but the first hold numbers."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +28,7 @@ class Section:
     pictures: Sequence[Picture]
     runs: Sequence[StoredRun] = ()
     """Run of each picture; empty if the picture is about all runs."""
-    numbers: Mapping[str, Table] = field(default_factory=dict)
+    numbers: Mapping[str, TextTable] = field(default_factory=dict)
     """Tables of what the figure shows, by run, for those who cannot see it."""
     long: bool = False
     """Whether the section may be higher than a printed page."""
@@ -189,30 +179,24 @@ def where_lost(run: StoredRun) -> str:
     return f"Most of nearest rounding's loss is left in {names}; 1 is nearest rounding's own."
 
 
-def differences(runs: Sequence[StoredRun]) -> Table:
+def differences(runs: Sequence[StoredRun]) -> TextTable:
     """Return the settings in which the runs differ, without where they were written to."""
     table = _by_key(runs, [run.settings for run in runs])
     rows = [row for row in table.rows if len(set(row[1:])) > 1 and row[0] not in PLACES]
-    return Table(table.head, rows)
+    return TextTable(table.head, rows, numbers=False)
 
 
-def result_table(runs: Sequence[StoredRun]) -> Table:
-    """Return perplexities and accuracies, a row for each model that was measured."""
-    texts, tasks = results.measured_names(runs, "perplexity"), results.measured_names(runs, "tasks")
-    rows = []
-    for run in runs:
-        perplexities, accuracies = run.metrics.get("perplexity", {}), run.metrics.get("tasks", {})
-        for kind, label in results.KINDS.items():
-            measured, solved = perplexities.get(kind) or {}, accuracies.get(kind) or {}
-            if measured or solved:
-                cells = [f"{measured[text]:.3f}" if text in measured else ABSENT for text in texts]
-                cells += [_percent(solved[task]) if task in solved else ABSENT for task in tasks]
-                rows.append([label if len(runs) == 1 else f"{run.name}, {label}", *cells])
-    head = ["", *(f"{text}, perplexity" for text in texts), *(f"{task}, %" for task in tasks)]
-    return Table(head, rows, numbers=True)
+def result_table(runs: Sequence[StoredRun]) -> TextTable:
+    """Return what was measured, a row for each model."""
+    return joined_results(
+        [
+            (run.metrics, {kind: results.row_name(runs, run.name, kind) for kind in KINDS})
+            for run in runs
+        ]
+    )
 
 
-def fact_table(runs: Sequence[StoredRun]) -> Table:
+def fact_table(runs: Sequence[StoredRun]) -> TextTable:
     """Return size and time of each run."""
     rows = []
     for run in runs:
@@ -224,19 +208,14 @@ def fact_table(runs: Sequence[StoredRun]) -> Table:
                 str(len(run.blocks)),
                 f"{weights:,.0f}" if weights else ABSENT,
                 f"{bits:.3f}" if bits else ABSENT,
-                costs.duration(seconds) if seconds is not None else ABSENT,
+                duration(seconds) if seconds is not None else ABSENT,
             ]
         )
     head = ("", "blocks finished", "their weights", "bits per weight, with scales", "time")
-    return Table(head, rows, numbers=True)
+    return TextTable(head, rows)
 
 
-def _percent(found: Mapping[str, Any]) -> str:
-    error = f" ± {100 * found['error']:.1f}" if found.get("error") is not None else ""
-    return f"{100 * found['value']:.1f}{error}"
-
-
-def loss_table(run: StoredRun) -> Table:
+def loss_table(run: StoredRun) -> TextTable:
     """Return the final loss relative to nearest rounding by block and projection."""
     ratios = maps.final_ratios(run)
     names = [name for name in run.projections if any(key[1] == name for key in ratios)]
@@ -250,7 +229,7 @@ def loss_table(run: StoredRun) -> Table:
         ]
         for block in sorted({block for block, _ in ratios})
     ]
-    return Table(["block", *names], rows, numbers=True)
+    return TextTable(["block", *names], rows)
 
 
 def _section(section: Section) -> dict[str, Any]:
@@ -283,7 +262,7 @@ def _id(section: Section, number: int) -> str:
     return name if len(section.pictures) == 1 else f"{name}-{number + 1}"
 
 
-def _by_key(runs: Sequence[StoredRun], columns: Sequence[Mapping[str, Any]]) -> Table:
+def _by_key(runs: Sequence[StoredRun], columns: Sequence[Mapping[str, Any]]) -> TextTable:
     keys = list(dict.fromkeys(key for column in columns for key in column))
     rows = [[key, *(str(column.get(key, ABSENT)) for column in columns)] for key in keys]
-    return Table(["", *(run.name for run in runs)], rows)
+    return TextTable(["", *(run.name for run in runs)], rows, numbers=False)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from aespa_pl.evaluation.table import KINDS
 from aespa_pl.report.maps import NO_BLOCK
 from aespa_pl.report.picture import (
     DEPTHS,
@@ -20,8 +21,6 @@ from aespa_pl.report.picture import (
 )
 from aespa_pl.report.stored import StoredRun
 
-KINDS = {"original": "original", "nearest": "nearest rounding", "quantized": "quantized"}
-"""Names of the measured models, in the order of the rows."""
 NO_PERPLEXITY = (
     "Not measured by this run. Measure it with aespa-pl test and the run's config.yaml, with at least one "
     "text in data.evaluation.texts."
@@ -58,7 +57,7 @@ def verdict(run: StoredRun) -> str:
     if nearest is not None and nearest > original:
         avoided = 1 - np.log(quantized / original) / np.log(nearest / original)
         rest += (
-            f"; nearest rounding would give {nearest:.2f}, so {100 * avoided:.0f} % of its loss "
+            f"; round-to-nearest would give {nearest:.2f}, so {100 * avoided:.0f} % of its loss "
             "(in nats) is avoided"
         )
     return sentence + rest + "."
@@ -184,7 +183,7 @@ def _dots(
             place: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
             panel.annotate(text, (value, number), (0, 4), **place)
         panel.set(title=name, ylim=(len(rows) - 0.5, -0.9))
-        panel.set_yticks(range(len(rows)), [_row(runs, *row) for row in rows])
+        panel.set_yticks(range(len(rows)), [row_name(runs, *row) for row in rows])
         panel.margins(x=0.2)
         if logarithmic and max(row[2] for row in found) > 10 * min(row[2] for row in found):
             logarithmic_axis(panel, panel.xaxis)
@@ -194,7 +193,8 @@ def _dots(
     return figure
 
 
-def _row(runs: Sequence[StoredRun], name: str, kind: str) -> str:
+def row_name(runs: Sequence[StoredRun], name: str, kind: str) -> str:
+    """Return the words for a model of a run, where these runs are side by side."""
     return KINDS[kind] if len(runs) == 1 else f"{name}, {KINDS[kind]}"
 
 

@@ -215,18 +215,18 @@ def _settings(folder: Path, notes: list[str]) -> dict[str, Any]:
             f"config.yaml cannot be read ({type(error).__name__}), so no settings are shown."
         )
         return {}
-    return dict(_flat(content)) if isinstance(content, dict) else {}
+    return flat(content) if isinstance(content, dict) else {}
 
 
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings with their keys joined by dots."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in section.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def _grids(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aespa_pl import cli, settings
+from aespa_pl import settings
 from tests.cli.commands import CommandLine
 
 
@@ -74,6 +74,8 @@ def test_nothing_large_is_imported_for_an_answer(words: list[str], expected: str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["report"], "runs is missing: aespa-pl report --help shows what to give"),
+        (["report", "last", "--figures", "pdf"], "--figures is pdf: svg, png, none"),
         (["export", "last"], "format is missing: aespa-pl export --help shows what to give"),
         (
             ["export", "last", "--format", "ggml"],
@@ -87,21 +89,17 @@ def test_missing_or_unknown_word_is_named(
     assert aespa(*words) == (2, "", f"aespa-pl: {message}\n")
 
 
-def test_command_that_is_not_there_breaks_no_other(
-    aespa: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = cli.Command("aespa_pl.commands.of_tomorrow:run", "Does more.")
-    monkeypatch.setitem(cli.COMMANDS, "tomorrow", command)
-    assert "tomorrow  Does more." in aespa("--help")[1]
-    status, _, err = aespa("tomorrow")
-    assert (status, err) == (2, "aespa-pl: tomorrow does not come with this version of aespa-pl\n")
-
-
 def test_keys_that_the_walk_decides_are_not_offered(aespa: CommandLine) -> None:
     out = aespa("fit", "--help")[1]
     assert "--trainer.log_every_n_steps" in out
     for key in ("max_steps", "max_epochs", "overfit_batches", "fast_dev_run"):
         assert f"--trainer.{key}" not in out
+
+
+def test_help_of_report_shows_runs_with_spaces_between_them(aespa: CommandLine) -> None:
+    status, out, _ = aespa("report", "--help")
+    assert status == 0
+    assert re.search(r"^ +RUN \[RUN \.\.\.\]$|\] RUN \[RUN \.\.\.\]$", out, re.M)
 
 
 def test_help_of_plan_is_one_screen(aespa: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

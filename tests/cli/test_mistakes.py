@@ -10,6 +10,11 @@ import torch
 
 from tests.cli.commands import NO_TEXTS, CommandLine, small
 
+DECIDED = (
+    r"is decided by the walk: set quantization\.tuning\.blocks\.epochs and "
+    r"quantization\.tuning\.model\.epochs, or quantization\.rounding\.iterations where the method learns"
+)
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -36,8 +41,15 @@ from tests.cli.commands import NO_TEXTS, CommandLine, small
         (["--model.pretrained", "./no"], r"model\.pretrained: there is no folder no:"),
         (["--config", "no.yaml"], r"no file no\.yaml here.* one of .*opt125m_w2\.yaml"),
         (["--trainer.log_every_n_steps", 0], r"trainer\.log_every_n_steps: 1 or more"),
-        (["--trainer.max_steps", 5], r"trainer\.max_steps.*rounding\.iterations instead"),
-        (["--trainer.limit_train_batches", 0], r"limit_train_batches.*rounding\.iterations"),
+        (["--trainer.max_steps", 5], f"trainer\\.max_steps {DECIDED}"),
+        (["--trainer.limit_train_batches", 0], f"limit_train_batches {DECIDED}"),
+        (["--trainer", "trainer.yaml"], f"trainer\\.max_epochs {DECIDED}"),
+        (["--trainer", '{"max_time": "1"}'], f"trainer\\.max_time {DECIDED}"),
+        (
+            ["--config", "folder/refers.yaml"],
+            r"trainer\.devises is unknown: did you mean trainer\.devices\?",
+        ),
+        (["--trainer", "none.yaml"], r"trainer can't have this value \(.*none\.yaml"),
         (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true.*model\.dtype"),
         (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
         (["--data.evaluation.segment_length", 1], r"segment_length is 1: at least 2"),
@@ -104,6 +116,10 @@ def test_bad_input_is_one_line_and_status_2(
     aespa: CommandLine, model: Path, arguments: list[object], message: str
 ) -> None:
     Path("file").write_text("not a folder")
+    Path("trainer.yaml").write_text("max_epochs: 3\n")
+    Path("folder").mkdir()
+    Path("folder/refers.yaml").write_text("trainer: beside.yaml\n")
+    Path("folder/beside.yaml").write_text("devises: 2\n")
     status, out, err = aespa("fit", *small(model), *arguments)
     assert status == 2
     assert out == ""

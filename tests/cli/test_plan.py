@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from aespa_pl.commands import plan
+from aespa_pl.commands import estimate
 from tests.cli.commands import LENGTH, ROOT, CommandLine
 
 
 def test_plan_needs_the_configuration_alone(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
+    monkeypatch.setattr(estimate, "MEASURING_SECONDS", 0.1)
     Path("bare").mkdir()
     Path("bare/config.json").write_bytes((model / "config.json").read_bytes())
     status, out, err = aespa(
@@ -31,7 +31,7 @@ def test_plan_needs_the_configuration_alone(
 def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
+    monkeypatch.setattr(estimate, "MEASURING_SECONDS", 0.1)
     words = ["plan", "--model.pretrained", model, "--trainer.accelerator", "cpu"]
     status, _, err = aespa(*words)
     assert status == 2
@@ -45,3 +45,50 @@ def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     out = " ".join(aespa(*words)[1].split())
     assert re.search(r"too little here: disk: 1\.0 KB are free here, [\d.]+ KB are needed", out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trainer.max_epochs", 3], r"trainer\.max_epochs is decided by the walk"),
+        (["--trainer", "section.yaml"], r"trainer\.max_steps is decided by the walk"),
+        (["--trainer.devises", 2], r"trainer\.devises is unknown: did you mean trainer\.devices\?"),
+        (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true"),
+        (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
+        (["--trainer.devices", 2, "--trainer.strategy", "fsdp"], r"trainer"),
+        (["--trainer.devices", 64], r"One of 64 devices has so few"),
+        (
+            ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "loss"],
+            r"has EarlyStopping.* lower quantization\.tuning\.blocks\.epochs and .*model\.epochs instead",
+        ),
+        (
+            ["--quantization.grid.zfold", "true", "--quantization.grid.search", "false"],
+            r"zeta is fitted",
+        ),
+        (["--output.histograms", "[gate_prj]"], r"did you mean gate_proj\?"),
+    ],
+)
+def test_plan_refuses_what_fit_refuses_in_the_same_words(
+    aespa: CommandLine, model: Path, words: list[object], message: str
+) -> None:
+    Path("section.yaml").write_text("max_steps: 3\n")
+    shared = ["--model.pretrained", model, "--trainer.accelerator", "cpu"]
+    shared += ["--data.calibration.segment_length", LENGTH, "--data.calibration.source", "embedded"]
+    planned = aespa("plan", *shared, *words)
+    assert (planned[0], planned[1], planned[2].count("\n")) == (2, "", 1)
+    assert re.search(message, planned[2])
+    assert aespa("fit", *shared, *words) == planned
+
+
+def test_keys_of_the_trainer_that_change_no_need_are_taken(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "MEASURING_SECONDS", 0.1)
+    status, out, err = aespa(
+        "plan", "--model.pretrained", model, "--data.calibration.segment_length", LENGTH,
+        "--trainer.accelerator", "cpu", "--trainer.devices", 2, "--trainer.logger", "CSVLogger",
+        "--trainer.logger.save_dir", "csv", "--trainer.callbacks", "LearningRateMonitor",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    assert "device memory" in out
+    assert not list(Path().iterdir())

@@ -14,7 +14,8 @@ from rich.console import Console
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.compare import CompareSettings, compare, failure, in_processes, run
+from aespa_pl.commands.compare import compare, failure, in_processes, run
+from aespa_pl.commands.compare_section import CompareSettings
 from aespa_pl.commands.evaluate import refuse_diverged
 from aespa_pl.errors import UserError
 from aespa_pl.report.comparison import Cell, figure, summary
@@ -148,10 +149,20 @@ def test_failure_is_the_last_line_of_the_run(status: int, said: str, expected: s
     ("words", "message"),
     [
         (["--quantization.bits=3"], r"bits differs from cell to cell: use --compare.bits"),
-        (["--compare.methods=[aesop]"], "aesop"),
-        (["--compare.bits=[1]"], "1"),
+        (["--compare.methods=[rtn, aesop]"], r"^compare\.methods has aesop: rtn, .*, aespa-tuned$"),
+        (["--compare.bits=[1, 3, 9]"], r"^compare\.bits has 1, 9: 2 to 8$"),
+        (["--compare.bits+=1"], r"^compare\.bits has 1: 2 to 8$"),
+        (["--compare.bits=3"], r"^compare\.bits is 3: give a list"),
+        (["--compare.bits"], r"^compare\.bits has no value: give a list"),
+        (
+            ["--compare.bits=[x]", "--compare.seeds=[-1, 0]"],
+            r"^compare\.bits has x: 2 to 8; compare\.seeds has -1: 0 to 4294967295$",
+        ),
         (["--compare.method=[rtn]"], r"method is unknown: did you mean compare\.methods\?"),
-        (["--compare.methods=rtn,optq"], r"rtn,optq: give a list, such as --compare\.methods"),
+        (
+            ["--compare.methods=rtn,optq"],
+            r"^compare\.methods is rtn,optq: give a list, such as --compare\.methods '\[aespa, rtn\]'$",
+        ),
         (["--compare.seeds=[]"], "seeds is empty"),
     ],
 )

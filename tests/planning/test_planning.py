@@ -13,7 +13,7 @@ from aespa_pl.planning.needs import (
     partition_for,
 )
 from aespa_pl.planning.partition import WHOLE, Partition
-from aespa_pl.planning.table import duration, human
+from aespa_pl.planning.units import duration, human
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     DataSettings,

@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from aespa_pl.commands.report import report
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD, HELD_BACK, TUNING, tag
 from aespa_pl.errors import UserError
+from aespa_pl.evaluation.table import result_table
 from aespa_pl.report.stored import read_run
 from tests.report.pages import EVERY_FIGURE, write_page
 from tests.report.simulated import simulate
@@ -78,7 +79,7 @@ def test_the_verdict_is_the_arithmetic_of_the_perplexities(tmp_path: Path) -> No
     # ln(1.09) / ln(100) = 0.0187: 98 % of the loss in nats is avoided
     assert results.verdict(read_run(folder)) == (
         "The quantized model is close to the original: it loses up to 10 % in perplexity. On t it goes from "
-        "10.00 to 10.90 (+9 %); nearest rounding would give 1000.00, so 98 % of its loss (in nats) is "
+        "10.00 to 10.90 (+9 %); round-to-nearest would give 1000.00, so 98 % of its loss (in nats) is "
         "avoided."
     )
 
@@ -89,6 +90,27 @@ def test_later_measurements_are_shown_instead_of_the_runs_own(tmp_path: Path) ->
     (folder / "test.json").write_text(json.dumps(later))
     (row, other) = page.result_table([read_run(folder)]).rows
     assert (row[:2], other[:2]) == (["original", "10.000"], ["quantized", "11.000"])
+
+
+def test_the_page_has_the_table_of_the_terminal_with_the_names_of_the_runs(tmp_path: Path) -> None:
+    metrics = {
+        "perplexity": {"original": {"t": 10.0}, "nearest": {"t": 30.0}, "quantized": {"t": 11.0}},
+        "tasks": {"quantized": {"piqa": {"value": 0.5, "error": 0.01}}},
+        "test_seconds": {"quantized": 7.0},
+    }
+    folders = [simulate(tmp_path / f"run_{n}/version_0", 1, extras=False) for n in (0, 1)]
+    (folders[0] / "metrics.json").write_text(json.dumps(metrics))
+    (folders[1] / "metrics.json").write_text(json.dumps({"perplexity": {"quantized": {"u": 9.0}}}))
+    table = page.result_table([read_run(folder) for folder in folders])
+    assert table.head == ["", "perplexity, t", "perplexity, u", "piqa, %", "seconds"]
+    assert table.rows == [
+        ["run_0/version_0, original", "10.000", "-", "-", "-"],
+        ["run_0/version_0, round-to-nearest", "30.000", "-", "-", "-"],
+        ["run_0/version_0, quantized", "11.000", "-", "50.0 ± 1.0", "7"],
+        ["run_1/version_0, quantized", "-", "9.000", "-", "-"],
+    ]
+    table = page.result_table([read_run(folders[0])])
+    assert table == result_table(metrics)
 
 
 def test_the_worst_projection_is_named(tmp_path: Path) -> None:

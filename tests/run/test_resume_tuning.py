@@ -148,7 +148,10 @@ def test_other_settings_of_the_tuning_are_refused(bench: Bench, whole: dict[str,
     ("option", "advice"),
     [
         ("--trainer.devices=64", "One of 64 devices has so few"),
-        ("--trainer.callbacks=EarlyStopping", "trainer.callbacks has EarlyStopping"),
+        (
+            "--trainer.callbacks=EarlyStopping",
+            "remove it, or lower quantization.tuning.blocks.epochs and quantization.tuning.model.epochs",
+        ),
     ],
 )
 def test_what_a_tuning_cannot_do_is_refused_before_a_run_begins(

@@ -1,0 +1,160 @@
+"""Check settings against a model's config.json and the device, in ``fit``, ``test`` and ``plan`` alike."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from aespa_pl.commands.limits import (
+    calibration_length,
+    check_groups,
+    check_histograms,
+    check_lengths,
+    check_output,
+    evaluation_length,
+)
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Family
+from aespa_pl.models.hub import resolve
+from aespa_pl.planning.placement import resolved_data
+from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.resolve import resolved
+from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Holds settings that fit a model's config.json and the device; made by :func:`checked`."""
+
+    model: ModelSettings
+    data: DataSettings
+    """Settings of the data; none is auto any more."""
+    quantization: QuantizationSettings
+    """Settings in which the method has replaced every null, and the device every auto."""
+    output: OutputSettings
+    device: torch.device
+    config: PreTrainedConfig
+    stored: torch.dtype
+    """Type of the weights in the model's files."""
+
+    @property
+    def family(self) -> Family:
+        """Return what is known of the model's family."""
+        return family_of(self.config)
+
+    @property
+    def shape(self) -> Shape:
+        """Return the sizes of the model, from which its needs follow."""
+        return Shape.of(self.config, self.family)
+
+    @property
+    def work(self) -> Work:
+        """Return the amount of calibration text."""
+        return Work(
+            self.data.calibration.segments,
+            self.segment_length,
+            min(self.data.batch, self.data.calibration.segments),
+            self.dtype.itemsize,
+        )
+
+    @property
+    def segment_length(self) -> int:
+        """Return the number of tokens in a calibration segment."""
+        return calibration_length(self.data, self.family.positions(self.config))
+
+    @property
+    def evaluation_length(self) -> int:
+        """Return the number of tokens in a segment of held-out text."""
+        return evaluation_length(self.data, self.family.positions(self.config))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type that blocks run in."""
+        return block_dtype(self.model, self.device, self.stored)
+
+    @property
+    def runs_folder(self) -> Path:
+        """Return the folder of the runs of this name."""
+        return Path(self.output.folder).expanduser() / self.output.name
+
+
+def find_model(
+    model: ModelSettings,
+    quantization: QuantizationSettings,
+    output: OutputSettings,
+    device: torch.device,
+    *,
+    weights: bool,
+) -> Path:
+    """Return the model's folder, after refusing what can't work with any model: it may take a download.
+
+    Args:
+        model: Name of the model.
+        quantization: Settings of the user.
+        output: Place of the runs.
+        device: Device that blocks run on.
+        weights: Whether the weights are needed, not only config.json.
+
+    Raises:
+        UserError: Settings contradict each other, or there is no such model.
+    """
+    resolved(quantization, device.type)
+    check_output(output)
+    return resolve(model.pretrained, model.revision, weights=weights)
+
+
+def checked(
+    model: ModelSettings,
+    data: DataSettings,
+    quantization: QuantizationSettings,
+    output: OutputSettings,
+    device: torch.device,
+    *,
+    config: PreTrainedConfig,
+    stored: torch.dtype,
+) -> Checked:
+    """Return the settings as they are run.
+
+    Args:
+        model: Settings of the user, as are the next three.
+        data: Texts, and where hidden states wait.
+        quantization: Method and its steps.
+        output: What is written.
+        device: Device that blocks run on.
+        config: The model's config.json.
+        stored: Type of the weights in the model's files.
+
+    Raises:
+        UserError: The model can't be quantized with these settings.
+    """
+    width = Shape.of(config, family_of(config)).hidden
+    found = Checked(
+        model, data, resolved(quantization, device.type, width), output, device, config, stored
+    )
+    check_lengths(data, found.family.positions(config), model.pretrained)
+    check_groups(found.shape, found.quantization)
+    check_histograms(output.histograms, found.family.layout(config))
+    data = resolved_data(
+        data,
+        found.quantization,
+        found.shape,
+        device,
+        length=found.segment_length,
+        dtype_bytes=found.dtype.itemsize,
+    )
+    return replace(found, data=data)
+
+
+def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """Return the type that blocks run in.
+
+    Args:
+        model: Settings of the user, who may leave the type to the device.
+        device: Device that blocks run on; CPUs are slow in types of two bytes.
+        stored: Type of the weights in the model's files.
+    """
+    if model.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, model.dtype)
+        return chosen
+    return torch.float32 if device.type == "cpu" else stored

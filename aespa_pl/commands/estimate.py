@@ -1,0 +1,107 @@
+"""Estimate the needs of ``fit`` from a model's config.json alone, and refuse what ``fit`` refuses."""
+
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import Trainer
+from rich.console import Console
+from rich.table import Table
+
+from aespa_pl.commands.arguments import KEYS, Arguments
+from aespa_pl.commands.checked import Checked, checked, find_model
+from aespa_pl.commands.limits import refuse_tuning, shortages
+from aespa_pl.commands.output import quiet_libraries
+from aespa_pl.commands.sections import add_sections, instantiated
+from aespa_pl.commands.trainer_section import TRAINER_KEYS, refuse_trainer_keys, value_refused
+from aespa_pl.commands.trainers import check_trainer, check_tuning, first_trainer
+from aespa_pl.errors import UserError
+from aespa_pl.models.headers import read_config
+from aespa_pl.planning.table import Needs, needs_of, rows_of
+
+MEASURING_SECONDS = 30.0
+"""Seconds of measurement on the device, from which the time is estimated."""
+
+
+def estimate(arguments: Arguments) -> None:
+    """Print what ``fit`` needs, and what of it this machine has too little of.
+
+    Raises:
+        UserError: fit would refuse this.
+    """
+    quiet_libraries()
+    job = _job(_settings(arguments))
+    needs = needs_of(
+        job.shape,
+        job.work,
+        job.data,
+        job.quantization,
+        job.device,
+        stored_bytes=job.stored.itemsize,
+        seconds=MEASURING_SECONDS,
+    )
+    console, table = Console(), Table(show_header=False, box=None)
+    for row in rows_of(needs, job.shape, job.work, job.data, job.device):
+        table.add_row(*row)
+    console.print(table, highlight=False)
+    for words in _missing(job, needs):
+        console.print(f"too little here: {words}", highlight=False, soft_wrap=True)
+
+
+def _settings(arguments: Arguments) -> Any:
+    """Return the settings as objects, parsed as ``fit`` parses them.
+
+    Raises:
+        UserError: Lightning refuses a key or value of its section.
+    """
+    refuse_trainer_keys(arguments)
+    parser = ArgumentParser(prog="aespa-pl plan", exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config")
+    add_sections(parser)
+    parser.add_argument("--seed_everything", type=KEYS["seed_everything"], default=False)
+    parser.add_argument("--ckpt_path", type=str | None, default=None)
+    try:
+        config = parser.parse_args(arguments.words)
+    except ArgumentError as error:
+        raise UserError(value_refused(error, arguments, "plan")) from error
+    return instantiated(parser, config)
+
+
+def _job(settings: Any) -> Checked:
+    """Return the settings, checked as ``fit`` checks them.
+
+    Raises:
+        UserError: fit would refuse them.
+    """
+    section = {**TRAINER_KEYS, **settings.trainer}
+    check_trainer(section)
+
+    def make(**changes: Any) -> Trainer:
+        return Trainer(**{**settings.trainer, **changes})
+
+    trainer = first_trainer(make, settings.trainer)
+    device = trainer.strategy.root_device
+    given = (settings.model, settings.quantization, settings.output, device)
+    config = read_config(find_model(*given, weights=False))
+    job = checked(
+        settings.model,
+        settings.data,
+        settings.quantization,
+        settings.output,
+        device,
+        config=config,
+        stored=getattr(config, "dtype", None) or torch.float32,
+    )
+    check_tuning(trainer, settings.trainer, job.quantization.tuning, job.work)
+    refuse_tuning(job.shape, job.work, job.data, job.quantization, device)
+    return job
+
+
+def _missing(job: Checked, needs: Needs) -> list[str]:
+    return shortages(
+        job.device,
+        job.runs_folder,
+        device_bytes=needs.most_on_device,
+        host_bytes=needs.host,
+        disk_bytes=needs.disk,
+    )
