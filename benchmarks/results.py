@@ -15,7 +15,7 @@ from statistics import mean, stdev
 
 from jsonargparse import auto_cli
 
-from aespa_pl.evaluation.table import ResultTable
+from aespa_pl.evaluation.table import TextTable
 from aespa_pl.methods import METHODS
 
 HERE = Path(__file__).parent
@@ -63,7 +63,7 @@ def filled(page: str) -> str:
     return PLACE.sub(table, page)
 
 
-def model_table(model: str) -> ResultTable:
+def model_table(model: str) -> TextTable:
     """Return all methods on one model, a part for each bit width."""
     rows = read(model, "methods")
     lines = []
@@ -75,7 +75,7 @@ def model_table(model: str) -> ResultTable:
         measured = ((m, [row for row in same_bits if row["method"] == m]) for m in METHODS)
         lines += [method_line(method, bits, runs) for method, runs in measured if runs]
     head = ["method", "bits", "perplexity", "loss / nearest", "processor s", "seeds"]
-    return ResultTable(head, lines)
+    return TextTable(head, lines)
 
 
 def method_line(method: str, bits: str, runs: Sequence[Row]) -> list[str]:
@@ -92,7 +92,7 @@ def method_line(method: str, bits: str, runs: Sequence[Row]) -> list[str]:
     ]
 
 
-def orders_table(bits: str) -> ResultTable:
+def orders_table(bits: str) -> TextTable:
     """Return the perplexity of each method on each model with seed 0, beside the paper's."""
     runs = {model: of_seed_0(model, "methods", bits) for model in MODELS}
     runs = {model: rows for model, rows in runs.items() if rows}
@@ -107,10 +107,10 @@ def orders_table(bits: str) -> ResultTable:
             for rows in runs.values()
         ]
         lines.append([f"`{method}`", *measured, paper.get(method, UNKNOWN)])
-    return ResultTable(["method", *runs, "OPT-125M in the paper"], lines)
+    return TextTable(["method", *runs, "OPT-125M in the paper"], lines)
 
 
-def ablation_table(name: str) -> ResultTable:
+def ablation_table(name: str) -> TextTable:
     """Return the rows of an ablation at INT2 with seed 0, on all models."""
     rows = ABLATIONS[name]
     models = [model for model in MODELS if read(model, "methods")]
@@ -123,10 +123,10 @@ def ablation_table(name: str) -> ResultTable:
         ]
         cells = (shown(column(runs, "perplexity")) for runs in measured)
         lines.append([label, *cells, paper[label]])
-    return ResultTable([name, *models, "OPT-125M in the paper"], lines)
+    return TextTable([name, *models, "OPT-125M in the paper"], lines)
 
 
-def earlier_table(bits: str) -> ResultTable:
+def earlier_table(bits: str) -> TextTable:
     """Return mean and spread over three seeds of an earlier version, a row for each model."""
     with EARLIER.open(encoding="utf-8", newline="") as lines:
         rows = [row for row in csv.DictReader(lines) if row["bits"] == bits]
@@ -137,7 +137,7 @@ def earlier_table(bits: str) -> ResultTable:
         references = (shown(column(same_model.values(), kind)[:1]) for kind in REFERENCES)
         seeds = ([float(same_model[m][f"seed {n}"]) for n in range(3)] for m in methods)
         table.append([model, *references, *(shown(values, spread=True) for values in seeds)])
-    return ResultTable(["model", *REFERENCES, *methods], table)
+    return TextTable(["model", *REFERENCES, *methods], table)
 
 
 def read(model: str, comparison: str) -> list[Row]:

@@ -1,6 +1,7 @@
 """Parse the sections of a configuration, ours and Lightning's, in ``fit``, ``test`` and ``plan`` alike."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
@@ -11,7 +12,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.settings import SECTIONS
 
 
-def add_sections(parser: ArgumentParser, trainer_class: type[Trainer] = Trainer) -> None:
+def add_sections(parser: ArgumentParser, trainer_class: Callable[..., Trainer] = Trainer) -> None:
     """Add the settings and the Trainer, without the keys that the walk decides."""
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
@@ -33,7 +34,7 @@ def instantiated(parser: ArgumentParser, config: Any) -> Namespace:
         UserError: A callback or logger can't be made.
     """
     try:
-        return parser.instantiate(config)
+        return cast(Namespace, parser.instantiate(config))
     # what the constructors of loggers and callbacks raise, and jsonargparse around it
     except (ArgumentError, ImportError, TypeError, ValueError) as error:
         raise UserError(f"trainer: {first_cause(error)}") from error

@@ -208,10 +208,8 @@ def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: 
     _check_shares(trainer.world_size, settings, work)
     stopping = [c for c in _listed(chosen.callbacks) if isinstance(c, EarlyStopping)]
     if stopping:
-        sections = {"blocks": settings.blocks, "model": settings.model}
-        epochs = [
-            f"quantization.tuning.{name}.epochs" for name in sections if sections[name].enabled
-        ]
+        tuned = {"blocks": settings.blocks.enabled, "model": settings.model.enabled}
+        epochs = [f"quantization.tuning.{name}.epochs" for name, on in tuned.items() if on]
         raise UserError(
             "trainer.callbacks has EarlyStopping, which a tuning doesn't need, because it keeps its best "
             f"epoch: remove it, or lower {' and '.join(epochs)} instead"
