@@ -45,13 +45,13 @@ def export(
     embedding: Embedding = "keep",
     original: str | None = None,
     push_to_hub: str | None = None,
-    output_folder: str = "lightning_logs",
-    output_name: str | None = None,
+    runs_folder: str = "lightning_logs",
+    name: str | None = None,
 ) -> None:
     """Write the quantized model of a finished run in the format of an engine, and prove that it is it.
 
     Args:
-        run: Folder of a run (NAME/version_N); last: the newest run of output_folder.
+        run: Folder of a run (NAME/version_N); last: the newest run of runs_folder.
         format: hf (Hugging Face, the original's types), compressed-tensors (vLLM, transformers), awq
             (vLLM, 4 bits), gptq (GPTQModel, SGLang) or gguf (llama.cpp).
         output: Folder to write; null: export/FORMAT in the run's folder.
@@ -61,15 +61,15 @@ def export(
         embedding: gguf: q8_0 rounds embedding and head to 8.5 bits a weight; keep: they stay.
         original: Folder of the model that was quantized, if it is no longer where the run found it.
         push_to_hub: Name of a repository on the Hugging Face hub that gets the folder as well.
-        output_folder: With last: the folder of all runs.
-        output_name: With last: the name of the run; null: any.
+        runs_folder: With last: the folder of all runs, their output.folder.
+        name: With last: the name of the run; null: any.
 
     Raises:
         UserError: The run or the output folder can't be used, or the format can't hold the run exactly.
     """
     chosen = make_format(format, container_bits, embedding)
     questions = choose_engines(format, verify)
-    folder = _run_folder(run, Path(output_folder).expanduser(), output_name)
+    folder = _run_folder(run, Path(runs_folder).expanduser(), name)
     target = Path(output).expanduser() if output else folder / "export" / format
     _refuse_target(target)
     model = QuantizedModel.open(folder, original)
@@ -162,7 +162,7 @@ def _run_folder(run: str, runs: Path, name: str | None) -> Path:
     if folder is None:
         where = runs if name is None else runs / name
         raise UserError(
-            f"no run in {where}: correct --output_folder and --output_name, or start with aespa-pl fit"
+            f"no run in {where}: correct --runs_folder and --name, or start with aespa-pl fit"
         )
     return folder
 

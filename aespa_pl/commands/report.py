@@ -39,14 +39,14 @@ def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG0
     parser.add_argument("--config", action="config", help="Path to a configuration file.")
     parser.add_function_arguments(report, skip={"runs"})
     given = parser.parse_args(list(words[1:]))
-    report(given.runs, given.output, given.figures, given.folder)
+    report(given.runs, given.output, given.figures, given.runs_folder)
 
 
 def report(
     runs: list[str],
     output: str | None = None,
     figures: Literal["svg", "png", "none"] = "svg",
-    folder: str = "lightning_logs",
+    runs_folder: str = "lightning_logs",
 ) -> None:
     """Write a page about runs: how good the result is, and where it was lost.
 
@@ -57,12 +57,12 @@ def report(
             run of all.
         output: Folder for report.html and the figures; null: report in the folder of the first run.
         figures: Format of the files with one figure each, beside the page; none: only the page.
-        folder: Where last looks for runs, their output.folder.
+        runs_folder: Where last looks for runs, their output.folder.
 
     Raises:
         UserError: There is no such run, its journal is damaged, or a library for figures is missing.
     """
-    found = list(dict.fromkeys(find_run(run, Path(folder).expanduser()) for run in runs))
+    found = list(dict.fromkeys(find_run(run, Path(runs_folder).expanduser()) for run in runs))
     if not found:
         raise UserError("give at least one run: its folder NAME/version_N, or last")
     try:

@@ -96,7 +96,7 @@ def find_run(given: str, runs_folder: Path) -> Path:
         newest = newest_run(runs_folder)
         if newest is None:
             raise UserError(
-                f"there is no run in {runs_folder}: start one with aespa-pl fit, or give --folder, the "
+                f"there is no run in {runs_folder}: start one with aespa-pl fit, or give --runs_folder, the "
                 "output.folder of your runs"
             )
         return newest

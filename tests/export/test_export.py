@@ -51,10 +51,10 @@ def test_last_run_is_found(fresh: Known, tmp_path: Path) -> None:
     other.mkdir(parents=True)
     (other / "journal.json").write_text("{}")
     os.utime(other / "journal.json", (1, 1))  # older
-    export("last", format="hf", verify="bytes", output_folder=str(runs.parent))
+    export("last", format="hf", verify="bytes", runs_folder=str(runs.parent))
     assert (runs / "version_3" / "export" / "hf" / "README.md").is_file()
-    with pytest.raises(UserError, match=r"no run in .*third: correct --output_folder"):
-        export("last", format="hf", output_folder=str(runs.parent), output_name="third")
+    with pytest.raises(UserError, match=r"no run in .*third: correct --runs_folder"):
+        export("last", format="hf", runs_folder=str(runs.parent), name="third")
 
 
 def test_every_format_from_the_command(fresh: Known, tmp_path: Path) -> None:
