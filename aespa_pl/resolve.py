@@ -36,7 +36,8 @@ def resolved(
     if method is None:
         raise UserError(f"quantization.method is {settings.method}: {', '.join(METHODS)}")
     grid, objective, rounding = settings.grid, settings.objective, settings.rounding
-    blocks, model, share = settings.tuning.blocks, settings.tuning.model, _share(settings.bits)
+    blocks, model = settings.tuning.blocks, settings.tuning.model
+    error = _share(settings.bits) ** 2  # rounding's error beside that at 2 bits, of the same range
     found = replace(
         settings,
         products=_products(settings.products, device),
@@ -79,8 +80,8 @@ def resolved(
             model=replace(
                 model,
                 enabled=_either(model.enabled, method.tune_model),
-                integer_rate=_either(model.integer_rate, MODEL_INTEGER_RATE * share),
-                scale_rate=_either(model.scale_rate, MODEL_SCALE_RATE * share),
+                integer_rate=_either(model.integer_rate, MODEL_INTEGER_RATE * error),
+                scale_rate=_either(model.scale_rate, MODEL_SCALE_RATE * error),
             ),
         ),
     )
@@ -129,10 +130,7 @@ def _integer_rate(method: Method, bits: int, width: int) -> float:
 
 
 def _share(bits: int) -> float:
-    """Return the share of a learning rate at 2 bits that holds for others: the same share of the range.
-
-    With more integers in a range the error to mend is smaller, and so is what a step may do to it.
-    """
+    """Return the distance of two integers beside that at 2 bits, of the same range."""
     largest = 2.0**bits - 1
     return 3 / largest
 

@@ -59,11 +59,12 @@ class ModelTuningSettings:
     batch_size: PositiveInt = 1
     """Segments in a mini-batch; there is one optimizer step for each."""
     integer_rate: FiniteNonNegative | None = None
-    """Largest learning rate of the latent values of integers, in distances of two integers; null:
-    0.06 / (2^bits - 1). 0: the integers stay, which takes about a fourth of the memory."""
+    """Largest learning rate of the latent values of integers, in distances of two integers; null: 0.02 at
+    2 bits, and less with more (docs/tuning.md). 0: the integers stay, which takes about a fourth of the
+    memory."""
     scale_rate: FinitePositive | None = None
     """Largest learning rate of the logarithms of scales, and of the weights of norms; null:
-    0.009 / (2^bits - 1)."""
+    0.003 at 2 bits, and less with more."""
     bias_rate: FinitePositive = 0.0003
     """Largest learning rate of biases."""
 

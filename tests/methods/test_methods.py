@@ -89,7 +89,7 @@ def test_integers_of_wide_models_and_more_bits_are_learned_at_a_lower_rate(
     assert resolved(given, width=width).tuning.blocks.integer_rate == 0.7
 
 
-@pytest.mark.parametrize(("bits", "integers", "scales"), [(2, 0.02, 0.003), (4, 0.004, 0.0006)])
+@pytest.mark.parametrize(("bits", "integers", "scales"), [(2, 0.02, 0.003), (4, 0.0008, 0.00012)])
 def test_the_end_to_end_tuning_learns_more_bits_at_a_lower_rate(
     bits: Bits, integers: float, scales: float
 ) -> None:
