@@ -12,6 +12,7 @@ problem; Eq. 17, 21 and 22 of the paper are its quadratic forms). Tiles of colum
 Here a *unit* is what can be minimized alone: a row, or a head where G couples its rows or its H is its own.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ COUPLED_ROWS, COUPLED_COLUMNS = 16, 16
 """Rows and columns of a tile with G. A larger one takes fewer calls, and more rounds to settle."""
 ONE_THREAD = 2**20
 """Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
-LEAST_GAIN = 1e-3
+LEAST_GAIN = 5e-3
 """Share of its loss that a unit must gain in a pass, or the pass was its last."""
 
 
@@ -51,6 +52,7 @@ def descend(
     G: Float[Tensor, "heads rows rows"] | None = None,
     *,
     passes: int,
+    heads_alone: bool = False,
 ) -> Descent:
     """Visit all integers, again and again, and move each to its best value.
 
@@ -65,10 +67,11 @@ def descend(
         H: Damped Hessian.
         G: Second moment of the other side (query and key projections), or None.
         passes: Visits of an integer at most.
+        heads_alone: A head's rows end together even where H is the only one: that of one head of several.
     """
     small = G is not None and len(W) * COUPLED_ROWS * W.shape[-1] <= ONE_THREAD
     with one_thread(where=small and W.device.type == "cpu"):
-        return _descend(integers, W, grid, H, G, passes=passes)
+        return _descend(integers, W, grid, H, G, passes=passes, heads_alone=heads_alone)
 
 
 def _descend(
@@ -79,12 +82,25 @@ def _descend(
     G: Float[Tensor, "heads rows rows"] | None,
     *,
     passes: int,
+    heads_alone: bool,
 ) -> Descent:
-    dW = dequantize(integers, grid) - W
+    dW, step = dequantize(integers, grid) - W, grid.step()
+    curvature = H.diagonal(dim1=1, dim2=2)[:, None]
+    if G is not None:  # where G_ii is 0, so is P: nothing moves
+        curvature = curvature * G.diagonal(dim1=1, dim2=2)[..., None].clamp(
+            min=torch.finfo(G.dtype).tiny
+        )
     units = _Units(
-        integers.to(W.dtype, copy=True), dW, grid.step(), _times(dW, H), H, G, grid.largest
+        integers.to(W.dtype, copy=True),
+        dW,
+        step,
+        -1 / (step * curvature),
+        _times(dW, H),
+        H,
+        G,
+        grid.largest,
     )
-    if G is None and H.shape[0] == 1:
+    if G is None and H.shape[0] == 1 and not heads_alone:
         units = units.rows_alone()
     before = units.loss()  # [units, separable]
     found, loss = units.integers.clone(), before.sum(-1)
@@ -111,6 +127,8 @@ class _Units:
     errors: Float[Tensor, "units rows d_in"]
     """``dW``."""
     step: Float[Tensor, "units rows d_in"]
+    newton: Float[Tensor, "units rows d_in"]
+    """What half the gradient with respect to ``dW`` is multiplied with for the best move, before rounding."""
     R: Float[Tensor, "units rows d_in"]
     """``dW H``."""
     H: Float[Tensor, "#units d_in d_in"]
@@ -120,21 +138,21 @@ class _Units:
 
     def rows_alone(self) -> "_Units":
         """Return the same weights with each row as a unit."""
-        q, errors, step, R = (
-            x.flatten(0, 1)[:, None] for x in (self.integers, self.errors, self.step, self.R)
-        )
-        return _Units(q, errors, step, R, self.H, None, self.largest)
+        q, errors, step, newton, R = (x.flatten(0, 1)[:, None] for x in self._weights())
+        return _Units(q, errors, step, newton, R, self.H, None, self.largest)
 
     def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
         """Return some of the units, in their order."""
         if len(chosen) == len(self.errors):
             return self
-        q, errors, step, R = (
-            x.index_select(0, chosen) for x in (self.integers, self.errors, self.step, self.R)
-        )
+        q, errors, step, newton, R = (x.index_select(0, chosen) for x in self._weights())
         H = self.H if len(self.H) == 1 else self.H[chosen]
         G = None if self.G is None else self.G[chosen]
-        return _Units(q, errors, step, R, H, G, self.largest)
+        return _Units(q, errors, step, newton, R, H, G, self.largest)
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        """Return the fields that have a number for each weight."""
+        return self.integers, self.errors, self.step, self.newton, self.R
 
     def loss(self) -> Float[Tensor, "units separable"]:
         """Return the objective of each unit in its independent parts: rows, or with G the head."""
@@ -144,46 +162,86 @@ class _Units:
 
     def visit(self) -> None:
         """Visit all integers once, in tiles of rows and columns."""
-        rows = self.errors.shape[1] if self.G is None else COUPLED_ROWS
-        for start in range(0, self.errors.shape[1], rows):
-            self._visit_rows(slice(start, start + rows))
+        if self.G is None:
+            self._visit_independent_rows()
+            return
+        for rows in _slices(self.errors.shape[1], COUPLED_ROWS):
+            self._visit_coupled_rows(rows, self.G)
 
-    def _visit_rows(self, rows: slice) -> None:
-        G, P, size = None, self.R, COLUMNS
-        if self.G is not None:
-            G, P, size = self.G[:, rows, rows], self.G[:, rows] @ self.R, COUPLED_COLUMNS
-        for start in range(0, self.H.shape[-1], size):
-            columns = slice(start, start + size)
-            here = (slice(None), rows, columns)
-            q, step = self.integers[here], self.step[here]
-            H = self.H[:, columns, columns]
-            tile = P[..., columns], step, -q, self.largest - q
-            moves = _moves(*tile, H=H) if G is None else _coupled_moves(*tile, H=H, G=G)
+    def _visit_independent_rows(self) -> None:
+        for columns in _slices(self.H.shape[-1], COLUMNS):
+            tile = self._tile(slice(None), columns, self.R[..., columns])
+            moves = _moves(tile, self.H[:, columns, columns].triu(1))
             moved = moves.flatten(1).any(-1).nonzero()[:, 0]
             if not moved.numel():
                 continue
-            q += moves
-            delta = moves * step
-            self.errors[here] += delta
-            if G is not None:
-                change = _times(delta, self.H[:, columns])
-                self.R[:, rows] += change
-                P[..., columns.stop :].baddbmm_(G, change[..., columns.stop :])
-            elif 2 * len(moved) > len(P) or len(self.H) > 1:
-                P.add_(_times(delta, self.H[:, columns]))
+            delta = self._move(slice(None), columns, moves)
+            if 2 * len(moved) > len(delta) or len(self.H) > 1:
+                self.R.add_(_times(delta, self.H[:, columns]))
             else:  # most units are still
-                few = P.index_select(0, moved)
+                few = self.R.index_select(0, moved)
                 few.add_(_times(delta.index_select(0, moved), self.H[:, columns]))
-                P.index_copy_(0, moved, few)
+                self.R.index_copy_(0, moved, few)
+
+    def _visit_coupled_rows(self, rows: slice, G: Float[Tensor, "units rows rows"]) -> None:
+        """Visit a few rows of each head, with tensors so small that the number of calls counts."""
+        R, P, G = self.R[:, rows], G[:, rows] @ self.R, G[:, rows, rows]
+        own, below = G.diagonal(dim1=1, dim2=2)[..., None], G.tril(-1)
+        for columns in _slices(self.H.shape[-1], COUPLED_COLUMNS):
+            tile = self._tile(rows, columns, P[..., columns])
+            H = self.H[0, columns, columns]
+            moves = _coupled_moves(tile, torch.cat([H, H.triu(1)], -1), own, below)
+            change = _times(self._move(rows, columns, moves), self.H[:, columns])
+            R += change
+            P += G @ change  # all columns: a part of them would be one call a head
+
+    def _tile(self, rows: slice, columns: slice, P: Tensor) -> "_Tile":
+        here = (slice(None), rows, columns)
+        q = self.integers[here]
+        return _Tile(P, self.step[here], self.newton[here], -q, self.largest - q)
+
+    def _move(self, rows: slice, columns: slice, moves: Tensor) -> Tensor:
+        """Change a tile's integers and errors; return the change of its weights."""
+        here = (slice(None), rows, columns)
+        q, errors, delta = self.integers[here], self.errors[here], moves * self.step[here]
+        q += moves
+        errors += delta
+        return delta
+
+
+@dataclass
+class _Tile:
+    """Holds what the moves of some rows and columns of each unit depend on."""
+
+    P: Float[Tensor, "units rows columns"]
+    """Half the gradient with respect to ``dW``."""
+    step: Float[Tensor, "units rows columns"]
+    newton: Float[Tensor, "units rows columns"]
+    """What P is multiplied with for the best move, before it is rounded."""
+    down: Float[Tensor, "units rows columns"]
+    """The least moves that stay in the range."""
+    up: Float[Tensor, "units rows columns"]
+    """The largest moves that stay in the range."""
+
+    def some(self, chosen: Int[Tensor, " some"]) -> "_Tile":
+        """Return the tile of some units."""
+        every = (self.P, self.step, self.newton, self.down, self.up)
+        return _Tile(*(x.index_select(0, chosen) for x in every))
+
+    def nearest(self, gradient: Float[Tensor, "units rows columns"]) -> Tensor:
+        """Return the best moves for half a gradient, in its memory."""
+        moves = gradient.mul_(self.newton).round_()
+        # a clamp with tensors would take four times as long
+        return torch.minimum(torch.maximum(moves, self.down, out=moves), self.up, out=moves)
+
+
+def _slices(size: int, step: int) -> Iterator[slice]:
+    """Yield slices of ``step`` indices that together have all of them."""
+    return (slice(start, start + step) for start in range(0, size, step))
 
 
 def _moves(
-    P: Float[Tensor, "units rows columns"],
-    step: Float[Tensor, "units rows columns"],
-    down: Float[Tensor, "units rows columns"],
-    up: Float[Tensor, "units rows columns"],
-    *,
-    H: Float[Tensor, "#units columns columns"],
+    tile: _Tile, later: Float[Tensor, "#units columns columns"]
 ) -> Float[Tensor, "units rows columns"]:
     """Return the moves of a visit of weight after weight, where rows don't depend on each other.
 
@@ -192,26 +250,19 @@ def _moves(
     moves matter to others, all are settled after a few rounds.
 
     Args:
-        P: Half the gradient with respect to ``dW``.
-        step: Distance of two neighbouring values of each weight.
-        down: The least moves that stay in the range.
-        up: The largest moves that stay in the range.
-        H: Damped Hessian between these columns.
+        tile: Rows and columns to visit.
+        later: Part of the damped Hessian above the diagonal: what a move changes for the columns to come.
     """
-    newton, later = -1 / (step * H.diagonal(dim1=1, dim2=2)[:, None]), H.triu(1)
-    found = moves = _nearest(P * newton, down, up)
+    found = moves = tile.nearest(tile.P.clone())
     among = unsettled = moves.flatten(1).any(-1).nonzero()[:, 0]
-    for _ in range(P[0].numel()):  # NaN would go on for ever
+    for _ in range(tile.P[0].numel()):  # NaN would go on for ever
         if not unsettled.numel():
             break
-        if len(H) == 1 and 2 * len(unsettled) <= len(moves):
+        if len(later) == 1 and 2 * len(unsettled) <= len(moves):
             among = unsettled if moves is found else among[unsettled]
-            P, newton, down, up, step, moves = (
-                x.index_select(0, unsettled) for x in (P, newton, down, up, step, moves)
-            )
+            tile, moves = tile.some(unsettled), moves.index_select(0, unsettled)
         before = moves
-        gradient = P + _times(moves * step, later)
-        moves = _nearest(gradient.mul_(newton), down, up)
+        moves = tile.nearest(tile.P + _times(moves * tile.step, later))
         if len(moves) == len(found):
             found = moves
         else:
@@ -221,39 +272,30 @@ def _moves(
 
 
 def _coupled_moves(
-    P: Float[Tensor, "units rows columns"],
-    step: Float[Tensor, "units rows columns"],
-    down: Float[Tensor, "units rows columns"],
-    up: Float[Tensor, "units rows columns"],
-    *,
-    H: Float[Tensor, "#units columns columns"],
-    G: Float[Tensor, "units rows rows"],
+    tile: _Tile,
+    both: Float[Tensor, "columns twice_columns"],
+    own: Float[Tensor, "units rows 1"],
+    below: Float[Tensor, "units rows rows"],
 ) -> Float[Tensor, "units rows columns"]:
-    """Return the moves of a visit of weight after weight, row by row, where G couples the rows.
+    """Return the moves of a visit of weight after weight, where G couples the rows, as ``_moves`` does.
 
-    They are found as in ``_moves``, which says what the arguments are; G is the second moment of the other
-    side between these rows. These tensors are so small that the number of calls is what counts.
+    Args:
+        tile: Rows and columns to visit.
+        both: Damped Hessian between these columns, and beside it ``later`` of ``_moves``.
+        own: Diagonal of G, the second moment of the other side, between these rows.
+        below: Part of G below the diagonal: what a move changes for the rows to come.
     """
-    own, below = G.diagonal(dim1=1, dim2=2)[..., None], G.tril(-1)
-    # where G_ii is 0, so is P: nothing moves
-    curvature = H.diagonal(dim1=1, dim2=2)[:, None] * own.clamp(min=torch.finfo(G.dtype).tiny)
-    newton, both = -1 / (step * curvature), torch.cat([H, H.triu(1)], -1)
-    moves = _nearest(P * newton, down, up)
-    for _ in range(P[0].numel()):  # NaN would go on for ever
+    product = tile.P.new_empty(*tile.P.shape[:2], both.shape[-1])
+    of_rows_above, of_this_row = product.chunk(2, -1)
+    flat = product.flatten(0, 1)
+    moves = tile.nearest(tile.P.clone())
+    for _ in range(tile.P[0].numel()):  # NaN would go on for ever
         before = moves
-        of_rows_above, of_this_row = _times(moves * step, both).chunk(2, -1)
-        gradient = torch.baddbmm(P, below, of_rows_above).addcmul_(own, of_this_row)
-        moves = _nearest(gradient.mul_(newton), down, up)
+        torch.mm((moves * tile.step).flatten(0, 1), both, out=flat)
+        moves = tile.nearest(torch.baddbmm(tile.P, below, of_rows_above).addcmul_(own, of_this_row))
         if torch.equal(moves, before):
             break
     return moves
-
-
-def _nearest(value: Tensor, least: Tensor, most: Tensor) -> Tensor:
-    """Round in place, and keep within limits; a clamp with tensors would take four times as long."""
-    value.round_()
-    torch.maximum(value, least, out=value)
-    return torch.minimum(value, most, out=value)
 
 
 def _times(

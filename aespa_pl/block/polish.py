@@ -25,7 +25,10 @@ def polish(block: QuantizedBlock, passes: int, world: World) -> None:
         _polish_coupled(coupled, passes, world)
     for p in projections:
         if p.other_side is None:
-            found = [_descend(rows, passes) for rows in p.rows(p.share(world))]
+            found = [
+                _descend(rows, passes, heads_alone=len(p.hessian) > 1)
+                for rows in p.rows(p.share(world))
+            ]
             _take(p, found, world)
 
 
@@ -62,10 +65,9 @@ def _together(each: list[Rows]) -> Rows:
     )
 
 
-def _descend(rows: Rows, passes: int) -> Descent:
-    return descend(
-        rows.integers, rows.weight, rows.grid, rows.hessian, rows.other_side, passes=passes
-    )
+def _descend(rows: Rows, passes: int, *, heads_alone: bool = False) -> Descent:
+    q, W, H = rows.integers, rows.weight, rows.hessian
+    return descend(q, W, rows.grid, H, rows.other_side, passes=passes, heads_alone=heads_alone)
 
 
 def _take(p: QuantizedProjection, found: list[Descent], world: World) -> None:

@@ -20,7 +20,7 @@ from aespa_pl.settings import QuantizationSettings
 TYPICAL_ZFOLD_ROUNDS, TYPICAL_ROUNDS_OF_MORE_BITS = 4, 9
 """Number of Z-Fold's rounds in the estimate of the time, at 2 bits and at more; 3 to 20 and 4 to 16 were
 seen, the settings allow up to 30."""
-LATER_PASSES = 0.6
+LATER_PASSES = 0.4
 """Mean time of a pass of the descent as a share of the first pass: less and less moves."""
 
 

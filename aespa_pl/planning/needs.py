@@ -38,8 +38,8 @@ GRID_BYTES = 3 * FLOAT
 """A candidate of a row and group takes this many bytes: scale, zero point, loss."""
 CHUNK_BYTES = 3 * FLOAT
 """An error of a candidate that is compared takes this many bytes: itself, its square, a product."""
-POLISH_BYTES = 9 * FLOAT
-"""A weight that is polished takes this many bytes: integer, error, step and product; copies of them where
+POLISH_BYTES = 11 * FLOAT
+"""A weight that is polished takes this many bytes: integer, error, step, Newton factor, product; copies where
 some rows have ended; the integers found."""
 WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
 """An iteration computes this many bytes meanwhile, for each weight of the largest projection that is learned.

@@ -79,8 +79,8 @@ def test_visits_are_counted_one_by_one() -> None:
     assert block_visits(s, settings) == Visits(
         compared=200 * o + (200 + 5 * (50 + 16)) * folded,
         updated=s.weights,
-        polished=0.6 * 10 * (s.weights - q - k),
-        coupled=0.6 * 10 * (q + k),
+        polished=0.4 * 10 * (s.weights - q - k),
+        coupled=0.4 * 10 * (q + k),
     )
     plain = replace(
         settings,
