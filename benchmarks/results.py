@@ -3,7 +3,8 @@
 python benchmarks/results.py
 
 ``compared/MODEL/NAME.csv`` in this folder is the ``compare.csv`` of one comparison, and
-``docs/results.md`` has the commands that make it. A table stands between ``<!-- KIND ARGUMENT -->`` and
+``docs/results.md`` has the commands that make it. A comparison in two runs, which have other bits and seeds,
+is ``NAME.csv`` and ``NAME_more.csv``. A table stands between ``<!-- KIND ARGUMENT -->`` and
 ``<!-- end -->``, and all other text of the page stays.
 """
 
@@ -93,8 +94,8 @@ def method_line(method: str, bits: str, runs: Sequence[Row]) -> list[str]:
 
 
 def orders_table(bits: str) -> TextTable:
-    """Return the perplexity of each method on each model with seed 0, beside the paper's."""
-    runs = {model: of_seed_0(model, "methods", bits) for model in MODELS}
+    """Return each method's perplexity on each model, with its spread over the seeds, beside the paper's."""
+    runs = {model: of_bits(model, "methods", bits) for model in MODELS}
     runs = {model: rows for model, rows in runs.items() if rows}
     paper = published("main", bits)
     lines = [
@@ -103,7 +104,9 @@ def orders_table(bits: str) -> TextTable:
     ]
     for method in METHODS:
         measured = [
-            shown(column((row for row in rows if row["method"] == method), "perplexity"))
+            shown(
+                column((row for row in rows if row["method"] == method), "perplexity"), spread=True
+            )
             for rows in runs.values()
         ]
         lines.append([f"`{method}`", *measured, paper.get(method, UNKNOWN)])
@@ -111,17 +114,18 @@ def orders_table(bits: str) -> TextTable:
 
 
 def ablation_table(name: str) -> TextTable:
-    """Return the rows of an ablation at INT2 with seed 0, on all models."""
+    """Return the rows of an ablation at INT2, on all models that have it."""
     rows = ABLATIONS[name]
-    models = [model for model in MODELS if read(model, "methods")]
+    own = {name for name, _ in rows.values()} - {"methods"}
+    models = [model for model in MODELS if any(read(model, comparison) for comparison in own)]
     paper = published(name, "2")
     lines = []
     for label, (comparison, method) in rows.items():
         measured = [
-            [row for row in of_seed_0(model, comparison, "2") if row["method"] == method]
+            [row for row in of_bits(model, comparison, "2") if row["method"] == method]
             for model in models
         ]
-        cells = (shown(column(runs, "perplexity")) for runs in measured)
+        cells = (shown(column(runs, "perplexity"), spread=True) for runs in measured)
         lines.append([label, *cells, paper[label]])
     return TextTable([name, *models, "OPT-125M in the paper"], lines)
 
@@ -142,16 +146,18 @@ def earlier_table(bits: str) -> TextTable:
 
 def read(model: str, comparison: str) -> list[Row]:
     """Return the runs of a comparison that were begun; none where it was not made."""
-    file = COMPARED / model / f"{comparison}.csv"
-    if not file.is_file():
-        return []
-    with file.open(encoding="utf-8", newline="") as lines:
-        return [row for row in csv.DictReader(lines) if row["state"] != "not run"]
+    rows: list[Row] = []
+    for name in (comparison, f"{comparison}_more"):
+        file = COMPARED / model / f"{name}.csv"
+        if file.is_file():
+            with file.open(encoding="utf-8", newline="") as lines:
+                rows += [row for row in csv.DictReader(lines) if row["state"] != "not run"]
+    return rows
 
 
-def of_seed_0(model: str, comparison: str, bits: str) -> list[Row]:
-    """Return the runs of one bit width and the first seed."""
-    return [row for row in read(model, comparison) if (row["bits"], row["seed"]) == (bits, "0")]
+def of_bits(model: str, comparison: str, bits: str) -> list[Row]:
+    """Return the runs of one bit width."""
+    return [row for row in read(model, comparison) if row["bits"] == bits]
 
 
 def published(table: str, bits: str) -> dict[str, str]:

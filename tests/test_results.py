@@ -66,16 +66,17 @@ def test_a_model_has_mean_spread_and_reasons_of_failure(
     ]
 
 
-def test_orders_are_those_of_seed_0_beside_the_paper(
+def test_orders_have_the_spread_of_the_seeds_beside_the_paper(
     results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "COMPARED", tmp_path)
     cells = [Cell("optq", 3, seed, metrics(20.0 + seed, 3.0)) for seed in (0, 1)]
-    store(tmp_path / "bloom", "methods", cells)
+    store(tmp_path / "bloom", "methods", cells[:1])
+    store(tmp_path / "bloom", "methods_more", cells[1:])
     table = results.orders_table("3")
     assert table.head == ["method", "bloom", "OPT-125M in the paper"]
     rows = {row[0]: row[1:] for row in table.rows}
-    assert rows["`optq`"] == ["20.000", "52.95"]
+    assert rows["`optq`"] == ["20.500 ± 0.707", "52.95"]
     assert rows["original"] == ["10.000", "27.65"]
     assert rows["`awq`"] == [".", "."]
 
@@ -85,10 +86,15 @@ def test_an_ablation_takes_each_row_from_its_comparison(
 ) -> None:
     monkeypatch.setattr(results, "COMPARED", tmp_path)
     store(tmp_path / "opt", "methods", [Cell("zfold", 2, 0, metrics(30.0, 3.0))])
-    store(tmp_path / "opt", "hessian", [Cell("zfold", 2, 0, metrics(25.0, 3.0))])
+    store(
+        tmp_path / "opt", "hessian", [Cell("zfold", 2, seed, metrics(25.0, 3.0)) for seed in (0, 1)]
+    )
+    store(
+        tmp_path / "llama", "methods", [Cell("zfold", 2, 0, metrics(30.0, 3.0))]
+    )  # has no ablation
     assert results.ablation_table("hessian").rows == [
         ["H", "30.000", "190.1"],
-        ["H_V", "25.000", "146.4"],
+        ["H_V", "25.000 ± 0.000", "146.4"],
     ]
 
 
