@@ -114,19 +114,22 @@ def orders_table(bits: str) -> TextTable:
 
 
 def ablation_table(name: str) -> TextTable:
-    """Return the rows of an ablation at INT2, on all models that have it."""
+    """Return the rows of an ablation at INT2, with the seeds that all rows of a model have."""
     rows = ABLATIONS[name]
     own = {name for name, _ in rows.values()} - {"methods"}
     models = [model for model in MODELS if any(read(model, comparison) for comparison in own)]
     paper = published(name, "2")
-    lines = []
-    for label, (comparison, method) in rows.items():
-        measured = [
-            [row for row in of_bits(model, comparison, "2") if row["method"] == method]
-            for model in models
-        ]
-        cells = (shown(column(runs, "perplexity"), spread=True) for runs in measured)
-        lines.append([label, *cells, paper[label]])
+    cells: dict[str, list[str]] = {label: [] for label in rows}
+    for model in models:
+        runs = {
+            label: [row for row in of_bits(model, comparison, "2") if row["method"] == method]
+            for label, (comparison, method) in rows.items()
+        }
+        seeds = set.intersection(*({row["seed"] for row in found} for found in runs.values()))
+        for label, found in runs.items():
+            same_seeds = [row for row in found if row["seed"] in seeds]
+            cells[label].append(shown(column(same_seeds, "perplexity"), spread=True))
+    lines = [[label, *cells[label], paper[label]] for label in rows]
     return TextTable([name, *models, "OPT-125M in the paper"], lines)
 
 

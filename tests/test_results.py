@@ -85,15 +85,13 @@ def test_an_ablation_takes_each_row_from_its_comparison(
     results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "COMPARED", tmp_path)
-    store(tmp_path / "opt", "methods", [Cell("zfold", 2, 0, metrics(30.0, 3.0))])
-    store(
-        tmp_path / "opt", "hessian", [Cell("zfold", 2, seed, metrics(25.0, 3.0)) for seed in (0, 1)]
-    )
-    store(
-        tmp_path / "llama", "methods", [Cell("zfold", 2, 0, metrics(30.0, 3.0))]
-    )  # has no ablation
+    measured = [Cell("zfold", 2, seed, metrics(30.0 + seed, 3.0)) for seed in (0, 1, 2)]
+    store(tmp_path / "opt", "methods", measured)  # seed 2 has nothing beside it
+    beside = [Cell("zfold", 2, seed, metrics(25.0, 3.0)) for seed in (0, 1)]
+    store(tmp_path / "opt", "hessian", beside)
+    store(tmp_path / "llama", "methods", measured)  # without an ablation
     assert results.ablation_table("hessian").rows == [
-        ["H", "30.000", "190.1"],
+        ["H", "30.500 ± 0.707", "190.1"],
         ["H_V", "25.000 ± 0.000", "146.4"],
     ]
 
