@@ -86,20 +86,11 @@ def _descend(
 ) -> Descent:
     dW, step = dequantize(integers, grid) - W, grid.step()
     curvature = H.diagonal(dim1=1, dim2=2)[:, None]
-    if G is not None:  # where G_ii is 0, so is P: nothing moves
-        curvature = curvature * G.diagonal(dim1=1, dim2=2)[..., None].clamp(
-            min=torch.finfo(G.dtype).tiny
-        )
-    units = _Units(
-        integers.to(W.dtype, copy=True),
-        dW,
-        step,
-        -1 / (step * curvature),
-        _times(dW, H),
-        H,
-        G,
-        grid.largest,
-    )
+    if G is not None:
+        least = torch.finfo(G.dtype).tiny  # where G_ii is 0, so is P: nothing moves
+        curvature = curvature * G.diagonal(dim1=1, dim2=2)[..., None].clamp(min=least)
+    q, newton = integers.to(W.dtype, copy=True), -1 / (step * curvature)
+    units = _Units(q, dW, step, newton, _times(dW, H), H, G, grid.largest)
     if G is None and H.shape[0] == 1 and not heads_alone:
         units = units.rows_alone()
     before = units.loss()  # [units, separable]
