@@ -74,10 +74,10 @@ def compare(
         _value(given, "output.folder", defaults.folder), _value(given, "output.name", SECTION)
     ).expanduser()
     _refuse_other(folder, given)
-    cells = settings.cells()
+    # all of them first: a process that is killed early leaves a table with every finished cell
+    cells = [_finished(folder, cell) for cell in settings.cells()]
     for number, cell in enumerate(cells):
-        cells[number] = found = _finished(folder, cell)
-        if found.metrics is None:
+        if cell.metrics is None:
             console.print(
                 f"cell {number + 1} of {len(cells)}: {cell.name}", highlight=False, soft_wrap=True
             )

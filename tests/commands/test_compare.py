@@ -5,6 +5,7 @@ import io
 import math
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,24 @@ def test_finished_cells_are_not_run_again_and_others_are(tmp_path: Path) -> None
     compare(SETTINGS, given(tmp_path), again, silent())
     assert again.names == ["optq_w2_s1"]
     compare(SETTINGS, given(tmp_path), never, silent())
+
+
+def test_finished_cells_stay_in_the_table_of_a_comparison_that_is_killed_early(
+    tmp_path: Path,
+) -> None:
+    compare(
+        replace(SETTINGS, methods=["optq"]), given(tmp_path), Runs({"optq_w2_s0": 20.0}), silent()
+    )
+
+    def killed(words: Sequence[str]) -> str:
+        if value(words, "output.name") == "rtn_w2_s1":
+            raise KeyboardInterrupt
+        return "out of memory"
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(SETTINGS, given(tmp_path), killed, silent())
+    rows = list(csv.DictReader((tmp_path / "compare" / "compare.csv").read_text().splitlines()))
+    assert "20.0" in [row["perplexity text"] for row in rows]
 
 
 def test_a_cell_that_fails_says_so_and_the_rest_goes_on(tmp_path: Path) -> None:
