@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from aespa_pl.algorithm.massive import token_weights
 from aespa_pl.algorithm.products import Precision, multiplying_in, operand
 from aespa_pl.algorithm.rotation import rotate_back, through_norm
 from aespa_pl.algorithm.second_moments import add_gram, mirror
@@ -131,20 +132,26 @@ class StatisticsCollector:
 
     def _add_inputs(self, name: str, seen: Observation, original: Observation | None) -> None:
         X = _rows(seen.inputs[name])
-        factor = operand(X)
-        add_gram(self._sum(INPUT + name, X, X.shape[1], X.shape[1]), factor)
         if self.magnitudes:
             # finish() multiplies all sums by 2 / N, a mean has 1 / N
             self._sum(MAGNITUDE + name, X, X.shape[1]).add_(X.abs().sum(0), alpha=0.5)
-        if original is None:
-            return
-        if name in seen.outputs:
-            kind, shift = OUTPUT_SHIFT, _rows(original.residuals[name])
-            shift = shift - _rows(seen.residuals[name])
-            shift += _rows(original.outputs[name]) - _rows(seen.outputs[name])
-        else:
-            kind, shift = SHIFT, _rows(original.inputs[name]) - X
-        self._sum(kind + name, X, shift.shape[1], X.shape[1]).addmm_(operand(shift).T, factor)
+        kind, shift = SHIFT, None
+        if original is not None and name in seen.outputs:
+            target, output = self._stream(original, name), self._stream(seen, name)
+            root = token_weights(target, output).sqrt().flatten()[:, None]
+            kind, shift, X = OUTPUT_SHIFT, (target - output).flatten(0, 1) * root, X * root
+        elif original is not None:
+            shift = _rows(original.inputs[name]) - X
+        factor = operand(X)
+        add_gram(self._sum(INPUT + name, X, X.shape[1], X.shape[1]), factor)
+        if shift is not None:
+            total = self._sum(kind + name, X, shift.shape[1], X.shape[1])
+            total.addmm_(operand(shift).T, factor)
+
+    def _stream(self, seen: Observation, name: str) -> Tensor:
+        """Return the residual stream ``[B, L, d]`` with the output that is added to it, in float32."""
+        shape = seen.inputs[self.layout.groups[0].name].shape  # some families flatten the others
+        return (seen.residuals[name].float() + seen.outputs[name].float()).view(shape)
 
     def _add_values(self, seen: Observation, original: Observation | None) -> None:
         d = seen.inputs[self.layout.groups[0].name].shape[-1]

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.massive import error_divisors
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.tuning.data import Pair, SegmentPairs
 from aespa_pl.tuning.parametrization import QuantizedWeight, WeightParametrization
@@ -31,19 +32,10 @@ from aespa_pl.tuning.weights import (
 
 RunBlock = Callable[[nn.Module, Tensor], Tensor]
 """Runs a batch ``[B, L, d]`` through a block, with autograd."""
-MASSIVE = 10.0
-"""Ratio of a token's mean square to the median of its segment, above which its activations count as massive.
-Of the first token of a segment in SmolLM2-135M it is about 30,000 behind block 11."""
 
 
 class BlockReconstruction(Tuning):
-    """Trains a block on the squared error of its output, divided by the mean square of each token's target.
-
-    The norms that follow divide a token by its own size, so the relative error of each token counts alike.
-    But a few tokens may have massive activations, for example the first of a segment, and all others attend
-    to them: a block would lose one of these for a small gain in the rest. So where the mean square p of a
-    token is more than ``MASSIVE`` medians m of its segment, its error is divided by ``sqrt(p MASSIVE m)``.
-    """
+    """Trains a block on the mean squared error of each token of its output, divided by ``error_divisors``."""
 
     def __init__(
         self,
@@ -61,11 +53,9 @@ class BlockReconstruction(Tuning):
     def error(self, batch: Pair) -> Tensor:
         """Return the error of all tokens together, and their number."""
         inputs, target = batch  # [B, L, d]
-        squared = (self.run_block(self.module, inputs) - target).float().square().mean(-1)  # [B, L]
-        power = target.float().square().mean(-1)
-        usual = power.median(dim=-1, keepdim=True).values
-        size = power.sqrt() * power.minimum(MASSIVE * usual).sqrt()
-        shares = squared / size.clamp(min=torch.finfo(power.dtype).tiny)
+        output = self.run_block(self.module, inputs).float()
+        target = target.float()
+        shares = (output - target).square().mean(-1) / error_divisors(target, output)  # [B, L]
         return torch.stack([shares.sum(), shares.new_tensor(shares.numel())])
 
     def penalty(self) -> Tensor | float:

@@ -1,6 +1,7 @@
 """Shifts are mean products of what the original stream differs by and the quantized stream."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.models.family import Attention, Role
 from aespa_pl.models.weights import projection_weight
+from tests import massive
 from tests.calibration.collected import (
     HEAD_SIZE,
     HEADS,
@@ -23,9 +25,12 @@ from tests.calibration.collected import (
     assert_close,
     collect,
     first_block,
+    llama,
     make,
     opt,
+    qwen3,
     run_through,
+    shared_by_all,
     tokens,
 )
 
@@ -70,7 +75,9 @@ def test_shifts_are_the_mean_product_of_difference_and_input(
         )
         found = statistics.shifts.inputs[name].double()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
-    assert_close(statistics, plain)  # those of the quantized stream, as without
+    # those of the quantized stream, as without; Hessians of outputs have weights
+    inputs_alone = {name: statistics.inputs[name] for name in statistics.shifts.inputs}
+    assert_close(replace(statistics, inputs=inputs_alone), plain)
 
 
 @pytest.mark.parametrize("model_of", MODELS)
@@ -103,6 +110,13 @@ def test_value_shift_is_that_of_the_attention_output(
         )
 
 
+def weighted_shift(Y_original: Tensor, Y: Tensor, X: Tensor) -> Tensor:
+    """Return the mean product of ``Y_original - Y`` and X over the tokens, each with its weight."""
+    pairs = zip(Y_original.split(LENGTH), Y.split(LENGTH), strict=True)
+    weights = torch.cat([massive.weights(original, quantized) for original, quantized in pairs])
+    return 2 / len(X) * (weights * (Y_original - Y).T) @ X
+
+
 @pytest.mark.parametrize("model_of", MODELS)
 def test_output_shifts_are_those_of_the_residual_stream(
     model_of: Callable[[], PreTrainedModel],
@@ -120,16 +134,37 @@ def test_output_shifts_are_those_of_the_residual_stream(
         weight = projection_weight(block, layout, p)
         X_original, X = (x.flatten(0, -2) for x in inputs[group.name][:2])
         R_original, R = (run_through(model, words).residuals[group.name] for words in (other, ids))
-        Y = X_original @ weight.T + R_original.flatten(0, -2) - X @ weight.T - R.flatten(0, -2)
-        expected = 2 / X.shape[0] * Y.T @ X
+        Y_original, Y = (
+            X_original @ weight.T + R_original.flatten(0, -2),
+            X @ weight.T + R.flatten(0, -2),
+        )
+        expected = weighted_shift(Y_original, Y, X)
         torch.testing.assert_close(found[group.name].double(), expected, rtol=1e-4, atol=1e-3)
     after = []
     for words in (other, ids):
         hidden, _ = family.embed(model, words)
         after.append(family.run_block(block, hidden, family.arguments(model, hidden)).flatten(0, 1))
-    X = inputs["mlp_hidden"][1].flatten(0, -2)
-    expected = 2 / X.shape[0] * (after[0] - after[1]).T @ X
+    expected = weighted_shift(*after, inputs["mlp_hidden"][1].flatten(0, -2))
     torch.testing.assert_close(found["mlp_hidden"].double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("model_of", [opt, llama, qwen3])  # BLOOM has a norm on embeddings
+def test_beside_the_original_stream_massive_tokens_count_less_in_the_hessians_of_outputs(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    model, ids = make(model_of), tokens()
+    family, block, _ = first_block(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[ids[0, 5]] *= 1000
+    statistics, inputs, _ = collect_both(model, ids, ids, SEGMENTS)
+    hidden, _ = family.embed(model, ids)
+    Y = family.run_block(block, hidden, family.arguments(model, hidden))
+    X = inputs["mlp_hidden"][1]
+    weights = torch.cat([massive.weights(y, y) for y in Y])
+    assert weights.min() < 0.9
+    expected = 2 / len(weights) * (weights * X.flatten(0, -2).T) @ X.flatten(0, -2)
+    found = shared_by_all(statistics.inputs["mlp_hidden"])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_without_the_original_stream_there_are_no_shifts() -> None:
