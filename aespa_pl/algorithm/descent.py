@@ -13,7 +13,7 @@ Here a *unit* is what can be minimized alone: a row, or a head where G couples i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int, Real
@@ -21,7 +21,16 @@ from torch import Tensor
 
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize
+from aespa_pl.algorithm.replay import Replayed
 from aespa_pl.algorithm.threads import one_thread
+from aespa_pl.algorithm.tile import (
+    Tile,
+    find_coupled_moves,
+    find_moves,
+    some_coupled_rounds,
+    some_rounds,
+    times,
+)
 
 COLUMNS = 32
 """Columns of a tile, whose moves are found together and reach the other columns with one product."""
@@ -90,7 +99,7 @@ def _descend(
         least = torch.finfo(G.dtype).tiny  # where G_ii is 0, so is P: nothing moves
         curvature = curvature * G.diagonal(dim1=1, dim2=2)[..., None].clamp(min=least)
     q, newton = integers.to(W.dtype, copy=True), -1 / (step * curvature)
-    units = _Units(q, dW, step, newton, _times(dW, H), H, G, grid.largest)
+    units = _Units(q, dW, step, newton, times(dW, H), H, G, grid.largest)
     if G is None and H.shape[0] == 1 and not heads_alone:
         units = units.rows_alone()
     before = units.loss()  # [units, separable]
@@ -126,6 +135,8 @@ class _Units:
     G: Float[Tensor, "units rows rows"] | None
     largest: int
     """The largest integer."""
+    rounds: Replayed = field(default_factory=lambda: Replayed(some_rounds))
+    coupled_rounds: Replayed = field(default_factory=lambda: Replayed(some_coupled_rounds))
 
     def rows_alone(self) -> "_Units":
         """Return the same weights with each row as a unit."""
@@ -162,16 +173,16 @@ class _Units:
     def _visit_independent_rows(self) -> None:
         for columns in _slices(self.H.shape[-1], COLUMNS):
             tile = self._tile(slice(None), columns, self.R[..., columns])
-            moves = _moves(tile, self.H[:, columns, columns].triu(1))
+            moves = find_moves(tile, self.H[:, columns, columns].triu(1), self.rounds)
             moved = moves.flatten(1).any(-1).nonzero()[:, 0]
             if not moved.numel():
                 continue
             delta = self._move(slice(None), columns, moves)
             if 2 * len(moved) > len(delta) or len(self.H) > 1:
-                self.R.add_(_times(delta, self.H[:, columns]))
+                self.R.add_(times(delta, self.H[:, columns]))
             else:  # most units are still
                 few = self.R.index_select(0, moved)
-                few.add_(_times(delta.index_select(0, moved), self.H[:, columns]))
+                few.add_(times(delta.index_select(0, moved), self.H[:, columns]))
                 self.R.index_copy_(0, moved, few)
 
     def _visit_coupled_rows(self, rows: slice, G: Float[Tensor, "units rows rows"]) -> None:
@@ -181,15 +192,16 @@ class _Units:
         for columns in _slices(self.H.shape[-1], COUPLED_COLUMNS):
             tile = self._tile(rows, columns, P[..., columns])
             H = self.H[0, columns, columns]
-            moves = _coupled_moves(tile, torch.cat([H, H.triu(1)], -1), own, below)
-            change = _times(self._move(rows, columns, moves), self.H[:, columns])
+            both = torch.cat([H, H.triu(1)], -1)
+            moves = find_coupled_moves(tile, both, own, below, self.coupled_rounds)
+            change = times(self._move(rows, columns, moves), self.H[:, columns])
             R += change
             P += G @ change  # all columns: a part of them would be one call a head
 
-    def _tile(self, rows: slice, columns: slice, P: Tensor) -> "_Tile":
+    def _tile(self, rows: slice, columns: slice, P: Tensor) -> Tile:
         here = (slice(None), rows, columns)
         q = self.integers[here]
-        return _Tile(P, self.step[here], self.newton[here], -q, self.largest - q)
+        return Tile(P, self.step[here], self.newton[here], -q, self.largest - q)
 
     def _move(self, rows: slice, columns: slice, moves: Tensor) -> Tensor:
         """Change a tile's integers and errors; return the change of its weights."""
@@ -200,97 +212,6 @@ class _Units:
         return delta
 
 
-@dataclass
-class _Tile:
-    """Holds what the moves of some rows and columns of each unit depend on."""
-
-    P: Float[Tensor, "units rows columns"]
-    """Half the gradient with respect to ``dW``."""
-    step: Float[Tensor, "units rows columns"]
-    newton: Float[Tensor, "units rows columns"]
-    """What P is multiplied with for the best move, before it is rounded."""
-    down: Float[Tensor, "units rows columns"]
-    """The least moves that stay in the range."""
-    up: Float[Tensor, "units rows columns"]
-    """The largest moves that stay in the range."""
-
-    def some(self, chosen: Int[Tensor, " some"]) -> "_Tile":
-        """Return the tile of some units."""
-        every = (self.P, self.step, self.newton, self.down, self.up)
-        return _Tile(*(x.index_select(0, chosen) for x in every))
-
-    def nearest(self, gradient: Float[Tensor, "units rows columns"]) -> Tensor:
-        """Return the best moves for half a gradient, in its memory."""
-        moves = gradient.mul_(self.newton).round_()
-        # a clamp with tensors would take four times as long
-        return torch.minimum(torch.maximum(moves, self.down, out=moves), self.up, out=moves)
-
-
 def _slices(size: int, step: int) -> Iterator[slice]:
     """Yield slices of ``step`` indices that together have all of them."""
     return (slice(start, start + step) for start in range(0, size, step))
-
-
-def _moves(
-    tile: _Tile, later: Float[Tensor, "#units columns columns"]
-) -> Float[Tensor, "units rows columns"]:
-    """Return the moves of a visit of weight after weight, where rows don't depend on each other.
-
-    Each depends on those before it. All are found at once, again and again, with the effects of the moves
-    that were found before: so the first is right at once, the second when the first is, and so on. As few
-    moves matter to others, all are settled after a few rounds.
-
-    Args:
-        tile: Rows and columns to visit.
-        later: Part of the damped Hessian above the diagonal: what a move changes for the columns to come.
-    """
-    found = moves = tile.nearest(tile.P.clone())
-    among = unsettled = moves.flatten(1).any(-1).nonzero()[:, 0]
-    for _ in range(tile.P[0].numel()):  # NaN would go on for ever
-        if not unsettled.numel():
-            break
-        if len(later) == 1 and 2 * len(unsettled) <= len(moves):
-            among = unsettled if moves is found else among[unsettled]
-            tile, moves = tile.some(unsettled), moves.index_select(0, unsettled)
-        before = moves
-        moves = tile.nearest(tile.P + _times(moves * tile.step, later))
-        if len(moves) == len(found):
-            found = moves
-        else:
-            found.index_copy_(0, among, moves)
-        unsettled = (moves != before).flatten(1).any(-1).nonzero()[:, 0]
-    return found
-
-
-def _coupled_moves(
-    tile: _Tile,
-    both: Float[Tensor, "columns twice_columns"],
-    own: Float[Tensor, "units rows 1"],
-    below: Float[Tensor, "units rows rows"],
-) -> Float[Tensor, "units rows columns"]:
-    """Return the moves of a visit of weight after weight, where G couples the rows, as ``_moves`` does.
-
-    Args:
-        tile: Rows and columns to visit.
-        both: Damped Hessian between these columns, and beside it ``later`` of ``_moves``.
-        own: Diagonal of G, the second moment of the other side, between these rows.
-        below: Part of G below the diagonal: what a move changes for the rows to come.
-    """
-    product = tile.P.new_empty(*tile.P.shape[:2], both.shape[-1])
-    of_rows_above, of_this_row = product.chunk(2, -1)
-    flat = product.flatten(0, 1)
-    moves = tile.nearest(tile.P.clone())
-    for _ in range(tile.P[0].numel()):  # NaN would go on for ever
-        before = moves
-        torch.mm((moves * tile.step).flatten(0, 1), both, out=flat)
-        moves = tile.nearest(torch.baddbmm(tile.P, below, of_rows_above).addcmul_(own, of_this_row))
-        if torch.equal(moves, before):
-            break
-    return moves
-
-
-def _times(
-    delta: Float[Tensor, "units rows columns"], H: Float[Tensor, "#units columns some"]
-) -> Float[Tensor, "units rows some"]:
-    """Return ``delta H``, as one large product where all units share H."""
-    return delta @ (H[0] if len(H) == 1 else H)

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from aespa_pl.algorithm.adaround import rounding_loss, start
 from aespa_pl.algorithm.boa import update_rows
 from aespa_pl.algorithm.descent import descend
-from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.optq import update_weights
 from aespa_pl.algorithm.products import Precision, multiplying_in, operand
-from aespa_pl.algorithm.quantizer import Grid, GridFormat, quantize
+from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.measure import Stopwatch
+from tests.device.problems import problem
 from tests.device.simulated import simulated, strategy
 from tests.device.tally import Tally, counting
 from tests.walks import Quantized, walk
@@ -137,27 +136,6 @@ def test_steps_before_the_learning_wait_once_a_factorization_or_search(counted: 
         assert found.waits.total() <= 3 * len(counted.result.layout.projections)
     for found in counted.phases["grid"]:
         assert not waits(found, "grid._search", "_search_grids.<locals>.search")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A projection on the device."""
-
-    W: Tensor
-    H: Tensor
-    G: Tensor
-    grid: Grid
-
-
-def problem(device: torch.device, heads: int = 1, rows: int = 48, columns: int = 160) -> Problem:
-    W, X = torch.randn(heads, rows, columns), torch.randn(columns, 400)
-    K = torch.randn(heads, 90, rows)
-    grid = min_max_grid(W, torch.rand(columns) + 0.5, GridFormat(2))
-    on_device = Grid(
-        grid.scale.to(device), grid.zero_point.to(device), grid.zeta.to(device), grid.bits
-    )
-    H, G = (X @ X.T)[None] / 200, K.mT @ K
-    return Problem(W.to(device), H.to(device), G.to(device), on_device)
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])

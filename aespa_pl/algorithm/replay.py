@@ -1,0 +1,136 @@
+"""Let a device repeat a function of many small kernels with one launch: a CUDA graph.
+
+A kernel of few numbers takes a GPU less time than the host takes to launch it. A graph holds the kernels
+of a function with the memory that they read and write, and launches all of them at once.
+
+A graph that does something else than its function would leave wrong integers that look like any others. So
+it is used only where it has proven itself: it is captured with the second inputs of their shapes, computes
+their results once more, and the two must agree in every bit.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Tensors = tuple[Tensor, ...]
+
+
+@runtime_checkable
+class Graph(Protocol):
+    """Captures what a function launches, and launches it again."""
+
+    def capture(self, function: Callable[[], Tensors]) -> Tensors:
+        """Note the kernels of a function; return its results, which hold numbers only after ``replay``."""
+
+    def replay(self) -> None:
+        """Launch the kernels again, on the same memory."""
+
+
+class CudaGraph:
+    """Captures what a function launches on the current CUDA device."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, function: Callable[[], Tensors]) -> Tensors:
+        """Note the kernels of a function, in a stream of its own, as CUDA demands."""
+        current, apart = torch.cuda.current_stream(), torch.cuda.Stream()
+        apart.wait_stream(current)
+        with torch.cuda.stream(apart):
+            # torch.cuda.graph() would collect all of Python's garbage first, for each projection.
+            # Copies that other threads send meanwhile are none of our business: thread_local.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                results = function()
+            finally:
+                self._graph.capture_end()
+        current.wait_stream(apart)
+        return results
+
+    def replay(self) -> None:
+        """Launch the kernels again."""
+        self._graph.replay()
+
+
+GRAPHS: dict[str, Callable[[], Graph]] = {"cuda": CudaGraph}
+"""What makes a graph, by the type of the device; on other devices functions run as they are."""
+_refused = set[str]()
+"""Types of devices on which a graph failed, or computed something else than its function."""
+
+
+@dataclass
+class _Captured:
+    """Holds a graph with the memory that it reads and writes."""
+
+    graph: Graph
+    inputs: Tensors
+    results: Tensors
+
+    def run(self, inputs: Tensors) -> Tensors:
+        torch._foreach_copy_(self.inputs, inputs)  # one kernel for all
+        self.graph.replay()
+        return self.results
+
+
+class Replayed:
+    """Calls a function; from the third time with inputs of the same shapes on, by a graph if there are any.
+
+    It keeps the memory of its graphs as long as it lives.
+    """
+
+    def __init__(self, function: Callable[..., Tensors]) -> None:
+        """Take the function.
+
+        Args:
+            function: Function of tensors on one device, which neither reads a number on the host nor changes
+                its inputs. It returns new tensors.
+        """
+        self.function = function
+        self._seen: dict[tuple[torch.Size, ...], _Captured | None] = {}
+
+    def __call__(self, *inputs: Tensor) -> Tensors:
+        """Return the results; their memory may be used again by the next call."""
+        device = inputs[0].device
+        if device.type not in GRAPHS or device.type in _refused:
+            return self.function(*inputs)
+        shapes = tuple(x.shape for x in inputs)
+        captured = self._seen.get(shapes)
+        if captured is not None:
+            return captured.run(inputs)
+        results = self.function(*inputs)
+        if shapes in self._seen:
+            self._capture(shapes, inputs, results)
+        else:
+            self._seen[shapes] = (
+                None  # once: libraries prepare themselves, which a graph must not hold
+            )
+        return results
+
+    def _capture(self, shapes: tuple[torch.Size, ...], inputs: Tensors, expected: Tensors) -> None:
+        device = inputs[0].device
+        mine = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+        try:
+            graph = GRAPHS[device.type]()
+            captured = _Captured(graph, mine, graph.capture(lambda: self.function(*mine)))
+            found = captured.run(inputs)
+            right = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._refuse(device, str(error))
+        else:
+            if right:
+                self._seen[shapes] = captured
+            else:
+                self._refuse(device, "its result differs from that of single kernels")
+
+    def _refuse(self, device: torch.device, reason: str) -> None:
+        _refused.add(device.type)
+        log.warning("CUDA graphs can't be used here, so OPTQ and the polish are slower: %s", reason)

@@ -1,0 +1,169 @@
+"""Find the moves of coordinate descent in a tile: some rows and columns of each unit, visited in turn.
+
+A move depends on those before it. All moves are found at once, again and again, with the effects of the
+moves that were found before: so the first is right at once, the second when the first is, and so on. As
+few moves matter to others, all are settled after a few rounds.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from aespa_pl.algorithm.replay import Replayed
+
+ROUNDS = 4
+"""Rounds that an accelerator does before the host looks whether all moves are settled."""
+
+
+@dataclass
+class Tile:
+    """Holds what the moves of some rows and columns of each unit depend on."""
+
+    P: Float[Tensor, "units rows columns"]
+    """Half the gradient with respect to ``dW``."""
+    step: Float[Tensor, "units rows columns"]
+    newton: Float[Tensor, "units rows columns"]
+    """What P is multiplied with for the best move, before it is rounded."""
+    down: Float[Tensor, "units rows columns"]
+    """The least moves that stay in the range."""
+    up: Float[Tensor, "units rows columns"]
+    """The largest moves that stay in the range."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all fields, in the order of the constructor."""
+        return self.P, self.step, self.newton, self.down, self.up
+
+    def some(self, chosen: Int[Tensor, " some"]) -> "Tile":
+        """Return the tile of some units."""
+        return Tile(*(x.index_select(0, chosen) for x in self.tensors()))
+
+    def nearest(self, gradient: Float[Tensor, "units rows columns"]) -> Tensor:
+        """Return the best moves for half a gradient, in its memory."""
+        moves = gradient.mul_(self.newton).round_()
+        # a clamp with tensors would take four times as long
+        return torch.minimum(torch.maximum(moves, self.down, out=moves), self.up, out=moves)
+
+
+def find_moves(
+    tile: Tile, later: Float[Tensor, "#units columns columns"], rounds: Replayed
+) -> Float[Tensor, "units rows columns"]:
+    """Return the moves of a visit of weight after weight, where rows don't depend on each other.
+
+    Args:
+        tile: Rows and columns to visit.
+        later: Part of the damped Hessian above the diagonal: what a move changes for the columns to come.
+        rounds: ``some_rounds``, for accelerators.
+    """
+    if tile.P.device.type != "cpu":
+        return _settle(tile, rounds, later)
+    found = moves = tile.nearest(tile.P.clone())
+    among = unsettled = moves.flatten(1).any(-1).nonzero()[:, 0]
+    for _ in range(tile.P[0].numel()):  # NaN would go on for ever
+        if not unsettled.numel():
+            break
+        if len(later) == 1 and 2 * len(unsettled) <= len(moves):
+            among = unsettled if moves is found else among[unsettled]
+            tile, moves = tile.some(unsettled), moves.index_select(0, unsettled)
+        before = moves
+        moves = tile.nearest(tile.P + times(moves * tile.step, later))
+        if len(moves) == len(found):
+            found = moves
+        else:
+            found.index_copy_(0, among, moves)
+        unsettled = (moves != before).flatten(1).any(-1).nonzero()[:, 0]
+    return found
+
+
+def find_coupled_moves(
+    tile: Tile,
+    both: Float[Tensor, "columns twice_columns"],
+    own: Float[Tensor, "units rows 1"],
+    below: Float[Tensor, "units rows rows"],
+    rounds: Replayed,
+) -> Float[Tensor, "units rows columns"]:
+    """Return the moves of a visit of weight after weight, where G couples the rows.
+
+    Args:
+        tile: Rows and columns to visit.
+        both: Damped Hessian between these columns, and beside it ``later`` of ``find_moves``.
+        own: Diagonal of G, the second moment of the other side, between these rows.
+        below: Part of G below the diagonal: what a move changes for the rows to come.
+        rounds: ``some_coupled_rounds``, for accelerators.
+    """
+    if tile.P.device.type != "cpu":
+        return _settle(tile, rounds, both, own, below)
+    memory = tile.P.new_empty(tile.P[..., 0].numel(), both.shape[-1])
+    moves = tile.nearest(tile.P.clone())
+    for _ in range(tile.P[0].numel()):
+        before = moves
+        moves = _coupled_round(tile, moves, both, own, below, memory=memory)
+        if torch.equal(moves, before):
+            break
+    return moves
+
+
+def some_rounds(moves: Tensor, later: Tensor, *tile: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the moves after ``ROUNDS`` rounds and one before, ``[units, rows, columns]`` each.
+
+    Args:
+        moves: Moves to begin with.
+        later: As in ``find_moves``.
+        tile: Tensors of the tile.
+    """
+    here, before = Tile(*tile), moves
+    for _ in range(ROUNDS):
+        before = moves
+        moves = here.nearest(here.P + times(moves * here.step, later))
+    return moves, before
+
+
+def some_coupled_rounds(
+    moves: Tensor, both: Tensor, own: Tensor, below: Tensor, *tile: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the moves after ``ROUNDS`` rounds and one before, ``[units, rows, columns]`` each.
+
+    Args:
+        moves: Moves to begin with.
+        both: As in ``find_coupled_moves``.
+        own: As there.
+        below: As there.
+        tile: Tensors of the tile.
+    """
+    here, before = Tile(*tile), moves
+    for _ in range(ROUNDS):
+        before = moves
+        moves = _coupled_round(here, moves, both, own, below)
+    return moves, before
+
+
+def _coupled_round(
+    tile: Tile,
+    moves: Tensor,
+    both: Tensor,
+    own: Tensor,
+    below: Tensor,
+    *,
+    memory: Tensor | None = None,
+) -> Tensor:
+    product = torch.mm((moves * tile.step).flatten(0, 1), both, out=memory)
+    of_rows_above, of_this_row = product.unflatten(0, moves.shape[:2]).chunk(2, -1)
+    return tile.nearest(torch.baddbmm(tile.P, below, of_rows_above).addcmul_(own, of_this_row))
+
+
+def _settle(tile: Tile, rounds: Replayed, *coupling: Tensor) -> Tensor:
+    """Return the moves that a further round does not change."""
+    moves = torch.zeros_like(tile.P)
+    for _ in range(-(-tile.P[0].numel() // ROUNDS) + 1):  # NaN would go on for ever
+        moves, before = rounds(moves, *coupling, *tile.tensors())
+        if torch.equal(moves, before):
+            break
+    return moves
+
+
+def times(
+    delta: Float[Tensor, "units rows columns"], H: Float[Tensor, "#units columns some"]
+) -> Float[Tensor, "units rows some"]:
+    """Return ``delta H``, as one large product where all units share H."""
+    return delta @ (H[0] if len(H) == 1 else H)

@@ -1,0 +1,143 @@
+"""Functions repeated by a graph: right results, few launches, and no graph that isn't proven."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm.descent import descend
+from aespa_pl.algorithm.optq import LAZY_COLUMNS, update_weights
+from aespa_pl.algorithm.quantizer import quantize
+from aespa_pl.algorithm.replay import CudaGraph, Replayed
+from tests.device.graphs import RecordedGraph, graphs
+from tests.device.problems import Problem, problem
+from tests.device.simulated import simulated
+from tests.device.tally import counting
+
+
+def chain(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Many small kernels: some change memory in place, some make new memory or views."""
+    total, kept = x.clone(), torch.empty_like(x)
+    for j in range(x.shape[-1]):
+        column = total[:, j]
+        total[:, j + 1 :] -= (column.round() * y[:, j])[:, None]
+        kept[:, j] = column
+    return total @ y.T, kept
+
+
+def pairs(device: torch.device, count: int = 5) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(6, 4).to(device), torch.randn(6, 4).to(device)) for _ in range(count)]
+
+
+def assert_right(replayed: Replayed, given: list[tuple[Tensor, Tensor]]) -> None:
+    for x, y in given:
+        found, expected = replayed(x, y), chain(x, y)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_graph_repeats_the_function_on_other_inputs_with_one_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with simulated(monkeypatch) as device:
+        graphs(monkeypatch)
+        replayed = Replayed(chain)
+        assert_right(replayed, pairs(device))
+        (x, y), *_ = pairs(device)
+        with counting() as found:
+            replayed(x, y)
+        assert found.kernels == {"_foreach_copy_": 1, "graph": 1}  # the inputs, and all the rest
+        assert not found.waits
+        few = (x[:3], y[:3])  # other shapes have a graph of their own
+        assert_right(replayed, [few, few, few, (x, y)])
+
+
+def test_without_graphs_the_function_runs_as_it_is() -> None:
+    assert_right(Replayed(chain), pairs(torch.device("cpu")))
+
+
+class WrongGraph(RecordedGraph):
+    """Forgets the last operation."""
+
+    def replay(self) -> None:
+        self.work = self.work[:-1]
+        super().replay()
+
+
+class NoGraph(RecordedGraph):
+    """Can't be captured."""
+
+    def capture(self, function: object) -> tuple[Tensor, ...]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("graph", "reason"),
+    [
+        (WrongGraph, "its result differs from that of single kernels"),
+        (NoGraph, "operation not permitted when stream is capturing"),
+    ],
+)
+def test_a_graph_that_is_not_right_is_not_used(
+    graph: type[RecordedGraph],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with simulated(monkeypatch) as device, caplog.at_level(logging.WARNING):
+        graphs(monkeypatch, graph)
+        assert_right(Replayed(chain), pairs(device))
+        assert_right(Replayed(chain), pairs(device))
+    (record,) = caplog.records  # said once
+    assert record.getMessage().endswith(reason)
+
+
+def test_a_function_that_reads_a_number_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reading(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return chain(x * float(y.sum()), y)
+
+    with simulated(monkeypatch) as device:
+        graphs(monkeypatch)
+        replayed = Replayed(reading)
+        for x, y in pairs(device):
+            found, expected = replayed(x, y), reading(x, y)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def integers_of(given: Problem) -> dict[str, Tensor]:
+    nearest = quantize(given.W, given.grid)
+    return {
+        "optq": update_weights(given.W, given.H, given.grid)[1],
+        "rows": descend(nearest, given.W, given.grid, given.H, passes=3).integers,
+        "coupled": descend(nearest, given.W, given.grid, given.H, given.G, passes=3).integers,
+    }
+
+
+def test_integers_are_those_without_graphs_with_few_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = 5 * LAZY_COLUMNS + 32
+    with simulated(monkeypatch) as device:
+        given = problem(device, rows=48, columns=columns)
+        with counting() as plain:
+            expected = integers_of(given)
+        graphs(monkeypatch)
+        with counting() as launched:
+            found = integers_of(given)
+        assert launched.kernels["graph"] > 10
+        assert launched.count < plain.count / 2
+        for name, integers in found.items():
+            assert torch.equal(integers, expected[name]), name
+        with counting() as optq:
+            update_weights(given.W, given.H, given.grid)
+        # single kernels: the first chunk, the second one beside its graph, and the last, which is smaller
+        assert optq.count < 16 * (2 * LAZY_COLUMNS + LAZY_COLUMNS + 32)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_repeats_the_function() -> None:
+    device = torch.device("cuda")
+    replayed = Replayed(chain)
+    assert_right(replayed, pairs(device))
+    graph = next(captured.graph for captured in replayed._seen.values() if captured is not None)
+    assert isinstance(graph, CudaGraph)
