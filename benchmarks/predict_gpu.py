@@ -7,6 +7,7 @@ options. A phase takes the longest of its arithmetic, its bytes and its launches
     python benchmarks/predict_gpu.py
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from report import Report
 from shapes import config
 
 from aespa_pl.algorithm.descent import COLUMNS, COUPLED_COLUMNS, COUPLED_ROWS
+from aespa_pl.algorithm.optq import LAZY_COLUMNS
+from aespa_pl.algorithm.tile import ROUNDS
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
 from aespa_pl.planning.arithmetic import block_flops, block_visits, gram_flops, learned
@@ -27,9 +30,13 @@ ITERATION_BYTES = 56
 ITERATION_KERNELS = 10
 """Kernels for each projection."""
 COLUMN_KERNELS = 16
-"""Kernels for each column of OPTQ's update."""
-ROUND_KERNELS = 18
-"""Kernels for each round of the descent in a tile of weights, with its share of all before and after."""
+"""Kernels for each column of OPTQ's update; graphs repeat them, but for the first columns of a projection."""
+TILE_KERNELS = 12
+"""Kernels that the host launches for each tile of weights in the descent, beside its rounds."""
+GRAPH_LAUNCHES = 3
+"""Launches for each graph of ``ROUNDS`` rounds: its inputs, the graph, and whether all is settled."""
+ROUND_KERNELS = 8
+"""Kernels for each round of the descent in a tile, which a graph repeats."""
 CANDIDATE_BYTES = 60
 """Bytes for each weight of each candidate: the errors take six kernels, their losses three."""
 PROBABILITY_BYTES = 32
@@ -53,6 +60,8 @@ class Assumed:
     """TB/s of the memory (3.35 stated)."""
     launch: float = 6.0
     """Microseconds of a kernel that does next to nothing, launched from Python."""
+    repeated: float = 2.0
+    """Microseconds of such a kernel in a graph."""
     read: float = 2.0
     """GB/s at which weights come from disk."""
     rounds: int = 8
@@ -68,11 +77,14 @@ class Costs:
     seconds_of_products: float
     bytes: float = 0.0
     kernels: float = 0.0
+    repeated: float = 0.0
+    """Kernels that graphs repeat."""
 
     def seconds(self, assumed: Assumed) -> float:
         """Return the longest of the three times."""
         moving = self.bytes / (1e12 * assumed.bandwidth)
-        return max(self.seconds_of_products, moving, 1e-6 * assumed.launch * self.kernels)
+        launching = 1e-6 * (assumed.launch * self.kernels + assumed.repeated * self.repeated)
+        return max(self.seconds_of_products, moving, launching)
 
 
 def main(
@@ -150,8 +162,10 @@ def _grid(shape: Shape, work: Work, settings: QuantizationSettings, assumed: Ass
 
 def _optq(shape: Shape, work: Work, settings: QuantizationSettings, assumed: Assumed) -> Costs:
     products = block_flops(shape, work, settings)["OPTQ"] / (1e12 * assumed.float32)
-    columns = sum(m.columns for m in shape.matrices)
-    return Costs(products, kernels=COLUMN_KERNELS * columns)
+    # the first columns twice by single kernels, and captured once
+    launched = sum(min(3 * LAZY_COLUMNS, m.columns) for m in shape.matrices)
+    repeated = sum(max(0, m.columns - LAZY_COLUMNS) for m in shape.matrices)
+    return Costs(products, kernels=COLUMN_KERNELS * launched, repeated=COLUMN_KERNELS * repeated)
 
 
 def _learning(shape: Shape, work: Work, settings: QuantizationSettings, assumed: Assumed) -> Costs:
@@ -167,8 +181,10 @@ def _polish(shape: Shape, settings: QuantizationSettings, assumed: Assumed) -> C
     if not settings.polish.enabled:
         return Costs(0.0)
     products = 2 * sum(m.product_flops for m in shape.matrices) / (1e12 * assumed.float32)
-    rounds = sum(assumed.rounds * _tiles(m, shape) for m in shape.matrices)
-    return Costs(assumed.passes * products, kernels=assumed.passes * ROUND_KERNELS * rounds)
+    tiles = assumed.passes * sum(_tiles(m, shape) for m in shape.matrices)
+    graphs = math.ceil(assumed.rounds / ROUNDS) * tiles
+    launched = TILE_KERNELS * tiles + GRAPH_LAUNCHES * graphs
+    return Costs(assumed.passes * products, 0.0, launched, ROUND_KERNELS * ROUNDS * graphs)
 
 
 def _tiles(matrix: Matrix, shape: Shape) -> int:
