@@ -94,11 +94,11 @@ def find_coupled_moves(
     """
     if tile.P.device.type != "cpu":
         return _settle(tile, rounds, both, own, below)
-    memory = tile.P.new_empty(tile.P[..., 0].numel(), both.shape[-1])
+    coupling = _Coupling(tile.P, both, own, below)
     moves = tile.nearest(tile.P.clone())
     for _ in range(tile.P[0].numel()):
         before = moves
-        moves = _coupled_round(tile, moves, both, own, below, memory=memory)
+        moves = coupling.round(tile, moves)
         if torch.equal(moves, before):
             break
     return moves
@@ -132,24 +132,26 @@ def some_coupled_rounds(
         tile: Tensors of the tile.
     """
     here, before = Tile(*tile), moves
+    coupling = _Coupling(here.P, both, own, below)
     for _ in range(ROUNDS):
         before = moves
-        moves = _coupled_round(here, moves, both, own, below)
+        moves = coupling.round(here, moves)
     return moves, before
 
 
-def _coupled_round(
-    tile: Tile,
-    moves: Tensor,
-    both: Tensor,
-    own: Tensor,
-    below: Tensor,
-    *,
-    memory: Tensor | None = None,
-) -> Tensor:
-    product = torch.mm((moves * tile.step).flatten(0, 1), both, out=memory)
-    of_rows_above, of_this_row = product.unflatten(0, moves.shape[:2]).chunk(2, -1)
-    return tile.nearest(torch.baddbmm(tile.P, below, of_rows_above).addcmul_(own, of_this_row))
+class _Coupling:
+    """Finds the moves of a round where G couples the rows, in memory that all rounds share."""
+
+    def __init__(self, P: Tensor, both: Tensor, own: Tensor, below: Tensor) -> None:
+        self._both, self._own, self._below = both, own, below
+        product = P.new_empty(*P.shape[:2], both.shape[-1])
+        self._flat = product.flatten(0, 1)
+        self._of_rows_above, self._of_this_row = product.chunk(2, -1)
+
+    def round(self, tile: Tile, moves: Tensor) -> Tensor:
+        torch.mm((moves * tile.step).flatten(0, 1), self._both, out=self._flat)
+        gradient = torch.baddbmm(tile.P, self._below, self._of_rows_above)
+        return tile.nearest(gradient.addcmul_(self._own, self._of_this_row))
 
 
 def _settle(tile: Tile, rounds: Replayed, *coupling: Tensor) -> Tensor:
