@@ -78,8 +78,10 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     activations = (5 + original) * shape.hidden + 3 * shape.widest_input
     # also the inputs of the original's groups, its residual streams, and what is added to those of both
     activations += original * (sum(shape.inputs.values()) + 6 * shape.hidden)
-    # Not at the same time: an input group in float32, with its original and their difference;
-    in_group = work.tokens * (1 + 2 * original) * shape.widest_input
+    # Not at the same time: an input group in float32, the same with the weights of tokens, both residual
+    # streams with what is added to them, their difference with and without weights, and squares;
+    in_group = (1 + original) * shape.widest_input + 5 * original * shape.hidden
+    in_group *= work.tokens
     # queries and keys, X and A X of a value head, and for a chunk of it scores, A and A X;
     in_attention = formed = 0
     if settings.objective.value == "attention":
