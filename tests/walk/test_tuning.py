@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from tests import walks
+from tests import massive, walks
 from tests.walks import SEGMENTS, Quantized, walk
 
 HELD = 2
@@ -63,12 +63,13 @@ def block_errors(found: Quantized) -> list[float]:
     quantized = hidden_states(found.exported(), found.ids)
     errors = []
     for wanted, mine in zip(original[1:], quantized[1:], strict=True):
-        a, b = mine[-HELD:].double(), wanted[-HELD:].double()
-        own = b.square().mean(-1)
-        usual = own.quantile(0.5, dim=-1, keepdim=True, interpolation="lower")
-        errors.append(
-            float(((a - b).square().mean(-1) / (own * own.minimum(10 * usual)).sqrt()).mean())
-        )
+        of_tokens: list[float] = []
+        for a, b in zip(mine[-HELD:].double(), wanted[-HELD:].double(), strict=True):
+            sizes = massive.divisors(b, a)
+            of_tokens += [
+                massive.power(e) / s for e, s in zip((a - b).tolist(), sizes, strict=True)
+            ]
+        errors.append(sum(of_tokens) / len(of_tokens))
     return errors
 
 
