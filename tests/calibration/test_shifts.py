@@ -144,7 +144,7 @@ def test_output_shifts_are_those_of_the_residual_stream(
     for words in (other, ids):
         hidden, _ = family.embed(model, words)
         after.append(family.run_block(block, hidden, family.arguments(model, hidden)).flatten(0, 1))
-    expected = weighted_shift(*after, inputs["mlp_hidden"][1].flatten(0, -2))
+    expected = weighted_shift(after[0], after[1], inputs["mlp_hidden"][1].flatten(0, -2))
     torch.testing.assert_close(found["mlp_hidden"].double(), expected, rtol=1e-4, atol=1e-3)
 
 
