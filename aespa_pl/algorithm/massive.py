@@ -37,13 +37,7 @@ def error_divisors(
         target: Hidden states of segments in the original model.
         output: The same in the quantized one; no gradient goes through the result.
     """
-    p = target.square().mean(-1)
-    massive = MASSIVE * p.median(dim=-1, keepdim=True).values
-    larger = p.maximum(output.detach().square().mean(-1))
-    divisors = torch.where(p > massive, (p * massive).sqrt(), larger)
-    first = larger[..., :1] / max(1.0, FIRST * p.shape[-1])
-    divisors[..., :1] = divisors[..., :1].minimum(first)
-    return divisors.clamp(min=torch.finfo(p.dtype).tiny)
+    return _divisors_and_bound(target, output)[0]
 
 
 def token_weights(
@@ -53,5 +47,16 @@ def token_weights(
 
     It is ``MASSIVE m`` by the token's ``error_divisors`` where that is less than 1, else 1; m is as there.
     """
-    massive = MASSIVE * target.square().mean(-1).median(dim=-1, keepdim=True).values
-    return (massive / error_divisors(target, output)).clamp(max=1)
+    divisors, bound = _divisors_and_bound(target, output)
+    return (bound / divisors).clamp(max=1)
+
+
+def _divisors_and_bound(target: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the divisors, and the mean square above which a token of its segment is massive."""
+    p = target.square().mean(-1)
+    bound = MASSIVE * p.median(dim=-1, keepdim=True).values
+    larger = p.maximum(output.detach().square().mean(-1))
+    divisors = torch.where(p > bound, (p * bound).sqrt(), larger)
+    first = larger[..., :1] / max(1.0, FIRST * p.shape[-1])
+    divisors[..., :1] = divisors[..., :1].minimum(first)
+    return divisors.clamp(min=torch.finfo(p.dtype).tiny), bound

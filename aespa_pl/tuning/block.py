@@ -88,7 +88,7 @@ class Reconstruction:
     weights: dict[str, QuantizedWeight]
     """Quantized weights by projection."""
     start_error: float
-    """Mean over the tokens that were held back, of squared errors divided as ``BlockReconstruction`` says."""
+    """Mean over the tokens that were held back, of squared errors divided by ``error_divisors``."""
     error: float
     epoch: int
     """Epoch of the best error; 0 is the start."""
