@@ -71,15 +71,14 @@ def _works(rows: int, width: int) -> tuple[list[Callable[[], object]], float]:
     rounding, B = adaround.start(W, W, grid)
     workspace, plain, fused = Workspace(), torch.empty_like(B), torch.empty_like(B)
 
-    def step(rounding: adaround.SoftRounding, gradient: torch.Tensor) -> None:
-        adaround.rounding_loss(
-            B, rounding, H, None,
-            weight=1.5, beta=8.0, workspace=workspace, gradient=gradient, wanted=False,
-        )  # fmt: skip
-
+    exponent, kernels = torch.tensor(8.0), replace(rounding, gain=None)
     works: list[Callable[[], object]] = [
-        lambda: step(rounding, plain),
-        lambda: step(replace(rounding, gain=None), fused),
+        lambda: adaround.rounding_loss(
+            B, rounding, H, None, weight=1.5, beta=8.0, workspace=workspace, gradient=plain
+        ),
+        lambda: adaround.write_gradient(
+            B, kernels, H, None, exponent, weight=1.5, workspace=workspace, gradient=fused
+        ),
         lambda: torch.matmul(dW, H[0]),
     ]
     began = time.perf_counter()

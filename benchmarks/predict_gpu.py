@@ -7,7 +7,6 @@ options. A phase takes the longest of its arithmetic, its bytes and its launches
     python benchmarks/predict_gpu.py
 """
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from shapes import config
 
 from aespa_pl.algorithm.descent import COLUMNS, COUPLED_COLUMNS, COUPLED_ROWS
 from aespa_pl.algorithm.optq import LAZY_COLUMNS
-from aespa_pl.algorithm.tile import ROUNDS
+from aespa_pl.algorithm.tile import COUPLED_ROUNDS, ROUNDS
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
 from aespa_pl.planning.arithmetic import block_flops, block_visits, gram_flops, learned
@@ -27,22 +26,21 @@ from aespa_pl.settings import QuantizationSettings
 
 ITERATION_BYTES = 56
 """Bytes for each weight that is learned: 14 before the product, 14 after it, 28 of Adam."""
-ITERATION_KERNELS = 10
-"""Kernels for each projection."""
+ITERATION_KERNELS = 4
+"""Launches for each projection: beta, its way into the graph, the graph, and a part of Adam."""
 COLUMN_KERNELS = 16
 """Kernels for each column of OPTQ's update; graphs repeat them, but for the first columns of a projection."""
-TILE_KERNELS = 12
-"""Kernels that the host launches for each tile of weights in the descent, beside its rounds."""
-GRAPH_LAUNCHES = 3
-"""Launches for each graph of ``ROUNDS`` rounds: its inputs, the graph, and whether all is settled."""
-ROUND_KERNELS = 8
-"""Kernels for each round of the descent in a tile, which a graph repeats."""
+TILE_LAUNCHES = 13
+"""Launches for each tile of weights in the descent: a graph for its rounds, and what its moves change."""
+ROUND_KERNELS, OTHER_KERNELS = 8, 10
+"""Kernels that it repeats for each round, and besides."""
 CANDIDATE_BYTES = 60
 """Bytes for each weight of each candidate: the errors take six kernels, their losses three."""
 PROBABILITY_BYTES = 32
 """Bytes for each attention probability of A X: scores, mask, softmax, and the product."""
 MODELS = {"llama-7b": 32, "llama-30b": 60}
 """Blocks of each; of SHAPES."""
+COUPLED = (Role.QUERY, Role.KEY)
 METHODS = ("aespa-fast", "aespa", "aespa-tuned")
 
 
@@ -64,10 +62,8 @@ class Assumed:
     """Microseconds of such a kernel in a graph."""
     read: float = 2.0
     """GB/s at which weights come from disk."""
-    rounds: int = 8
-    """Rounds of a tile of weights in the descent until its moves are settled."""
-    passes: int = 4
-    """Passes of the descent until nothing moves."""
+    passes: int = 10
+    """Passes of the descent: the most that are allowed, which SmolLM2-135M's larger matrices take."""
 
 
 @dataclass(frozen=True)
@@ -181,15 +177,18 @@ def _polish(shape: Shape, settings: QuantizationSettings, assumed: Assumed) -> C
     if not settings.polish.enabled:
         return Costs(0.0)
     products = 2 * sum(m.product_flops for m in shape.matrices) / (1e12 * assumed.float32)
-    tiles = assumed.passes * sum(_tiles(m, shape) for m in shape.matrices)
-    graphs = math.ceil(assumed.rounds / ROUNDS) * tiles
-    launched = TILE_KERNELS * tiles + GRAPH_LAUNCHES * graphs
-    return Costs(assumed.passes * products, 0.0, launched, ROUND_KERNELS * ROUNDS * graphs)
+    launched = repeated = 0
+    for matrix in shape.matrices:
+        tiles = assumed.passes * _tiles(matrix, shape)
+        launched += TILE_LAUNCHES * tiles
+        rounds = COUPLED_ROUNDS if matrix.role in COUPLED else ROUNDS
+        repeated += (ROUND_KERNELS * rounds + OTHER_KERNELS) * tiles
+    return Costs(assumed.passes * products, 0.0, launched, repeated)
 
 
 def _tiles(matrix: Matrix, shape: Shape) -> int:
     """Return the tiles of a pass that wait for each other; other rows and heads run beside them."""
-    if matrix.role in (Role.QUERY, Role.KEY):
+    if matrix.role in COUPLED:
         return -(-shape.layout.head_dim // COUPLED_ROWS) * -(-matrix.columns // COUPLED_COLUMNS)
     return -(-matrix.columns // COLUMNS)
 

@@ -131,7 +131,6 @@ def rounding_loss(
     beta: float | None,
     workspace: Workspace | None = None,
     gradient: Tensor | None = None,
-    wanted: bool = True,
 ) -> RoundingLoss:
     """Return loss and gradient of the soft rounding, with one product ``G dW H`` for both.
 
@@ -144,14 +143,13 @@ def rounding_loss(
         beta: Its exponent; None: no rounding loss.
         workspace: For intermediate results; None: new memory.
         gradient: Tensor that the gradient is written to, in the shape of B; None: new memory.
-        wanted: Whether the losses are; without them, an accelerator has less to read. A CPU has them anyway.
     """
     workspace = workspace or Workspace()
     gradient = torch.empty_like(B) if gradient is None else gradient
     if rounding.gain is None:
         reconstruction, penalty = _loss_in_two_kernels(
-            B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient, wanted=wanted
-        )  # fmt: skip
+            B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient
+        )
     else:
         reconstruction, penalty = _loss_in_chunks(
             B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient
@@ -217,27 +215,54 @@ def _loss_in_two_kernels(
     beta: float | None,
     workspace: Workspace,
     gradient: Tensor,
-    wanted: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Do the same with one kernel before the product and one after it; losses that aren't wanted are 0.
-
-    An accelerator takes as long as the bytes take that it reads and writes: 14 a weight before the
-    product (B, base, lower, dW), 14 after it (B, lower, product, gradient).
-    """
+    """Do the same as ``_loss_in_chunks`` with one kernel before the product and one after it."""
     dW = workspace.like("error", B)
     soft_error(B, rounding.base, **rounding.kernel_arguments(), out=dW)
     _product(dW, H, G, workspace, gradient)
-    reconstruction, penalty = B.new_zeros(()), B.new_zeros(())
-    if wanted:
-        reconstruction = (dW * gradient).sum()
-        if beta is not None:
-            penalty = -(2 * rectified_sigmoid(B) - 1).abs().pow(beta).sum()
-    # a tensor, because a kernel is compiled for each value of a number
+    reconstruction, penalty = (dW * gradient).sum(), B.new_zeros(())
+    if beta is not None:
+        penalty = -(2 * rectified_sigmoid(B) - 1).abs().pow(beta).sum()
     exponent = None if beta is None else B.new_full((), beta)
     soft_gradient(
         B, **rounding.kernel_arguments(), exponent=exponent, weight=weight, gradient=gradient
     )
     return reconstruction, penalty
+
+
+def write_gradient(
+    B: Float[Tensor, "heads rows d_in"],
+    rounding: SoftRounding,
+    H: Float[Tensor, "#heads d_in d_in"],
+    G: Float[Tensor, "heads rows rows"] | None,
+    exponent: Float[Tensor, ""] | None,
+    *,
+    weight: float,
+    workspace: Workspace,
+    gradient: Float[Tensor, "heads rows d_in"],
+) -> None:
+    """Write the gradient of ``rounding_loss`` without the losses, on an accelerator.
+
+    It takes as long there as the bytes take that it reads and writes: 14 a weight before the product
+    (B, base, lower, dW), 14 after it (B, lower, product, gradient).
+
+    Args:
+        B: Rounding variables, contiguous, without autograd.
+        rounding: Fixed part.
+        H: Damped Hessian, an ``operand``.
+        G: Second moment of the other side (query and key projections), or None.
+        exponent: beta, a tensor because a kernel is compiled for each value of a number; None: no
+            rounding loss.
+        weight: lambda.
+        workspace: For intermediate results.
+        gradient: Where the gradient is written.
+    """
+    dW = workspace.like("error", B)
+    soft_error(B, rounding.base, **rounding.kernel_arguments(), out=dW)
+    _product(dW, H, G, workspace, gradient)
+    soft_gradient(
+        B, **rounding.kernel_arguments(), exponent=exponent, weight=weight, gradient=gradient
+    )
 
 
 def _product(

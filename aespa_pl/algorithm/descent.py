@@ -27,8 +27,8 @@ from aespa_pl.algorithm.tile import (
     Tile,
     find_coupled_moves,
     find_moves,
-    some_coupled_rounds,
-    some_rounds,
+    settled_coupled_moves,
+    settled_moves,
     times,
 )
 
@@ -135,8 +135,10 @@ class _Units:
     G: Float[Tensor, "units rows rows"] | None
     largest: int
     """The largest integer."""
-    rounds: Replayed = field(default_factory=lambda: Replayed(some_rounds))
-    coupled_rounds: Replayed = field(default_factory=lambda: Replayed(some_coupled_rounds))
+    rounds: Replayed = field(default_factory=lambda: Replayed(settled_moves, "the polish"))
+    coupled_rounds: Replayed = field(
+        default_factory=lambda: Replayed(settled_coupled_moves, "the polish")
+    )
 
     def rows_alone(self) -> "_Units":
         """Return the same weights with each row as a unit."""
@@ -174,16 +176,16 @@ class _Units:
         for columns in _slices(self.H.shape[-1], COLUMNS):
             tile = self._tile(slice(None), columns, self.R[..., columns])
             moves = find_moves(tile, self.H[:, columns, columns].triu(1), self.rounds)
-            moved = moves.flatten(1).any(-1).nonzero()[:, 0]
-            if not moved.numel():
-                continue
             delta = self._move(slice(None), columns, moves)
-            if 2 * len(moved) > len(delta) or len(self.H) > 1:
+            few = None if moves.device.type != "cpu" else moves.flatten(1).any(-1).nonzero()[:, 0]
+            if few is None or 2 * len(few) > len(delta) or len(self.H) > 1:
                 self.R.add_(times(delta, self.H[:, columns]))
-            else:  # most units are still
-                few = self.R.index_select(0, moved)
-                few.add_(times(delta.index_select(0, moved), self.H[:, columns]))
-                self.R.index_copy_(0, moved, few)
+            elif (
+                few.numel()
+            ):  # most units are still; an accelerator would make the host wait for which
+                R = self.R.index_select(0, few)
+                R.add_(times(delta.index_select(0, few), self.H[:, columns]))
+                self.R.index_copy_(0, few, R)
 
     def _visit_coupled_rows(self, rows: slice, G: Float[Tensor, "units rows rows"]) -> None:
         """Visit a few rows of each head, with tensors so small that the number of calls counts."""

@@ -86,7 +86,7 @@ class ColumnVisitor:
 
     def __init__(self, largest: int) -> None:
         """Take the largest integer of the grid."""
-        self._round = Replayed(partial(_round_columns, largest=largest))
+        self._round = Replayed(partial(_round_columns, largest=largest), "OPTQ")
 
     def visit(
         self, W: Float[Tensor, "heads rows d_in"], factored: FactoredColumns, grid: Grid

@@ -61,8 +61,8 @@ class CudaGraph:
 
 GRAPHS: dict[str, Callable[[], Graph]] = {"cuda": CudaGraph}
 """What makes a graph, by the type of the device; on other devices functions run as they are."""
-_refused = set[str]()
-"""Types of devices on which a graph failed, or computed something else than its function."""
+_refused = set[tuple[str, str]]()
+"""Types of devices, and what graphs failed there for, or computed something else than their function."""
 
 
 @dataclass
@@ -85,20 +85,22 @@ class Replayed:
     It keeps the memory of its graphs as long as it lives.
     """
 
-    def __init__(self, function: Callable[..., Tensors]) -> None:
+    def __init__(self, function: Callable[..., Tensors], purpose: str) -> None:
         """Take the function.
 
         Args:
             function: Function of tensors on one device, which neither reads a number on the host nor changes
-                its inputs. It returns new tensors.
+                its inputs. Besides, it may read and write memory of its own, the same in all calls; what it
+                writes there must be among its results.
+            purpose: What it is for, in the warning that it is slower.
         """
-        self.function = function
+        self.function, self.purpose = function, purpose
         self._seen: dict[tuple[torch.Size, ...], _Captured | None] = {}
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         """Return the results; their memory may be used again by the next call."""
         device = inputs[0].device
-        if device.type not in GRAPHS or device.type in _refused:
+        if device.type not in GRAPHS or (device.type, self.purpose) in _refused:
             return self.function(*inputs)
         shapes = tuple(x.shape for x in inputs)
         captured = self._seen.get(shapes)
@@ -116,6 +118,9 @@ class Replayed:
     def _capture(self, shapes: tuple[torch.Size, ...], inputs: Tensors, expected: Tensors) -> None:
         device = inputs[0].device
         mine = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+        expected = tuple(
+            x.clone() for x in expected
+        )  # the function may write to the same memory again
         try:
             graph = GRAPHS[device.type]()
             captured = _Captured(graph, mine, graph.capture(lambda: self.function(*mine)))
@@ -132,5 +137,5 @@ class Replayed:
                 self._refuse(device, "its result differs from that of single kernels")
 
     def _refuse(self, device: torch.device, reason: str) -> None:
-        _refused.add(device.type)
-        log.warning("CUDA graphs can't be used here, so OPTQ and the polish are slower: %s", reason)
+        _refused.add((device.type, self.purpose))
+        log.warning("CUDA graphs can't be used here, so %s is slower: %s", self.purpose, reason)

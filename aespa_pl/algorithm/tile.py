@@ -3,6 +3,9 @@
 A move depends on those before it. All moves are found at once, again and again, with the effects of the
 moves that were found before: so the first is right at once, the second when the first is, and so on. As
 few moves matter to others, all are settled after a few rounds.
+
+A CPU goes on until all are settled. On an accelerator the host would have to wait for each answer, so there a
+visit has a fixed number of rounds. The moves behind the first that is not settled are left to the next visit.
 """
 
 from dataclasses import dataclass
@@ -13,8 +16,8 @@ from torch import Tensor
 
 from aespa_pl.algorithm.replay import Replayed
 
-ROUNDS = 4
-"""Rounds that an accelerator does before the host looks whether all moves are settled."""
+ROUNDS, COUPLED_ROUNDS = 4, 8
+"""Rounds of a visit on an accelerator, without G and with it."""
 
 
 @dataclass
@@ -54,10 +57,10 @@ def find_moves(
     Args:
         tile: Rows and columns to visit.
         later: Part of the damped Hessian above the diagonal: what a move changes for the columns to come.
-        rounds: ``some_rounds``, for accelerators.
+        rounds: ``settled_moves``, for accelerators.
     """
     if tile.P.device.type != "cpu":
-        return _settle(tile, rounds, later)
+        return rounds(later, *tile.tensors())[0]
     found = moves = tile.nearest(tile.P.clone())
     among = unsettled = moves.flatten(1).any(-1).nonzero()[:, 0]
     for _ in range(tile.P[0].numel()):  # NaN would go on for ever
@@ -90,10 +93,10 @@ def find_coupled_moves(
         both: Damped Hessian between these columns, and beside it ``later`` of ``find_moves``.
         own: Diagonal of G, the second moment of the other side, between these rows.
         below: Part of G below the diagonal: what a move changes for the rows to come.
-        rounds: ``some_coupled_rounds``, for accelerators.
+        rounds: ``settled_coupled_moves``, for accelerators.
     """
     if tile.P.device.type != "cpu":
-        return _settle(tile, rounds, both, own, below)
+        return rounds(both, own, below, *tile.tensors())[0]
     coupling = _Coupling(tile.P, both, own, below)
     moves = tile.nearest(tile.P.clone())
     for _ in range(tile.P[0].numel()):
@@ -104,39 +107,43 @@ def find_coupled_moves(
     return moves
 
 
-def some_rounds(moves: Tensor, later: Tensor, *tile: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the moves after ``ROUNDS`` rounds and one before, ``[units, rows, columns]`` each.
+def settled_moves(later: Tensor, *tile: Tensor) -> tuple[Tensor]:
+    """Return the moves that are settled after ``ROUNDS`` rounds, the others 0.
 
     Args:
-        moves: Moves to begin with.
         later: As in ``find_moves``.
         tile: Tensors of the tile.
     """
-    here, before = Tile(*tile), moves
-    for _ in range(ROUNDS):
+    here = Tile(*tile)
+    moves = before = here.nearest(here.P.clone())
+    for _ in range(ROUNDS - 1):
         before = moves
         moves = here.nearest(here.P + times(moves * here.step, later))
-    return moves, before
+    return (_settled(moves, before),)
 
 
-def some_coupled_rounds(
-    moves: Tensor, both: Tensor, own: Tensor, below: Tensor, *tile: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the moves after ``ROUNDS`` rounds and one before, ``[units, rows, columns]`` each.
+def settled_coupled_moves(both: Tensor, own: Tensor, below: Tensor, *tile: Tensor) -> tuple[Tensor]:
+    """Return the moves that are settled after ``COUPLED_ROUNDS`` rounds, the others 0.
 
     Args:
-        moves: Moves to begin with.
         both: As in ``find_coupled_moves``.
         own: As there.
         below: As there.
         tile: Tensors of the tile.
     """
-    here, before = Tile(*tile), moves
+    here = Tile(*tile)
     coupling = _Coupling(here.P, both, own, below)
-    for _ in range(ROUNDS):
+    moves = before = here.nearest(here.P.clone())
+    for _ in range(COUPLED_ROUNDS - 1):
         before = moves
         moves = coupling.round(here, moves)
-    return moves, before
+    return (_settled(moves.flatten(1), before.flatten(1)).view_as(moves),)
+
+
+def _settled(moves: Tensor, before: Tensor) -> Tensor:
+    """Return the moves up to the first that the last round changed, which is right itself; then 0."""
+    changed = (moves != before).to(torch.uint8)
+    return moves * (changed.cumsum(-1) <= changed)
 
 
 class _Coupling:
@@ -152,16 +159,6 @@ class _Coupling:
         torch.mm((moves * tile.step).flatten(0, 1), self._both, out=self._flat)
         gradient = torch.baddbmm(tile.P, self._below, self._of_rows_above)
         return tile.nearest(gradient.addcmul_(self._own, self._of_this_row))
-
-
-def _settle(tile: Tile, rounds: Replayed, *coupling: Tensor) -> Tensor:
-    """Return the moves that a further round does not change."""
-    moves = torch.zeros_like(tile.P)
-    for _ in range(-(-tile.P[0].numel() // ROUNDS) + 1):  # NaN would go on for ever
-        moves, before = rounds(moves, *coupling, *tile.tensors())
-        if torch.equal(moves, before):
-            break
-    return moves
 
 
 def times(

@@ -75,7 +75,12 @@ class BlockRounding(LightningModule):
         logged = (self.global_step + 1) % self._log_interval == 0
         with multiplying_in(self.precision):
             for name, projection in self.named_projections():
-                losses[name] = projection.loss(*batch[name], beta, self._workspace, wanted=logged)
+                if logged or self.device.type == "cpu":
+                    losses[name] = projection.loss(*batch[name], beta, self._workspace)
+                else:
+                    projection.update_gradient(*batch[name], beta, self._workspace)
+        if not losses:
+            return torch.zeros((), device=self.device)
         parts = [part for loss in losses.values() for part in (loss.reconstruction, loss.penalty)]
         total = torch.stack(parts).sum()
         if logged:

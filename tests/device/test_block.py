@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from aespa_pl.algorithm.adaround import rounding_loss, start
+from aespa_pl.algorithm import tile
+from aespa_pl.algorithm.adaround import start, write_gradient
 from aespa_pl.algorithm.boa import update_rows
 from aespa_pl.algorithm.descent import descend
 from aespa_pl.algorithm.optq import update_weights
@@ -18,6 +19,7 @@ from aespa_pl.algorithm.products import Precision, multiplying_in, operand
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.measure import Stopwatch
+from tests.device.graphs import graphs
 from tests.device.problems import problem
 from tests.device.simulated import simulated, strategy
 from tests.device.tally import Tally, counting
@@ -72,6 +74,7 @@ def counted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     counts = Counts()
     with pytest.MonkeyPatch.context() as monkeypatch, simulated(monkeypatch) as device:
+        monkeypatch.setattr(tile, "COUPLED_ROUNDS", 40)  # all moves are settled, as on a CPU
 
         def options(*_: Any) -> dict[str, Any]:
             return {
@@ -152,9 +155,9 @@ def test_an_iteration_touches_each_number_fourteen_times(
         variables.grad = gradient
         for _ in range(2):  # the first makes the moments
             with counting() as found:
-                rounding_loss(
-                    B, rounding, H, None, weight=1.0, beta=5.0 if penalized else None,
-                    workspace=workspace, gradient=gradient, wanted=False,
+                write_gradient(
+                    B, rounding, H, None, B.new_full((), 5.0) if penalized else None,
+                    weight=1.0, workspace=workspace, gradient=gradient,
                 )  # fmt: skip
                 adam.step()
     products = found.moved["mm"] + found.moved["_to_copy"]  # operands in bfloat16 belong to them
@@ -181,13 +184,24 @@ def test_a_column_of_optq_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         assert found.waits.total() == 2
 
 
-def test_a_round_of_the_descent_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    with simulated(monkeypatch) as device:
-        given = problem(device)
-        nearest = quantize(given.W, given.grid)
+@pytest.mark.parametrize(("coupled", "kernels", "launches"), [(False, 45, 12), (True, 80, 14)])
+def test_the_descent_takes_few_kernels_and_waits_once_a_pass(
+    coupled: bool, kernels: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tallies(passes: int) -> Tally:
         with counting() as found:
-            descend(nearest, given.W, given.grid, given.H, passes=3)
-    rounds = found.kernels["round_"]
-    assert rounds > 3
-    assert found.count / rounds < 20
-    assert found.waits.total() / rounds < 1.5
+            descend(nearest, given.W, given.grid, given.H, G, passes=passes)
+        assert waits(found, "Replayed._capture.<locals>.<genexpr>") == [
+            "nonzero in aespa_pl.algorithm.descent._descend"
+        ]
+        assert found.waits["nonzero in aespa_pl.algorithm.descent._descend"] == passes
+        return found
+
+    with simulated(monkeypatch) as device:
+        given = problem(device, columns=320)
+        nearest, G = quantize(given.W, given.grid), given.G if coupled else None
+        tiles = 320 // 16 * 48 // 16 if coupled else 320 // 32
+        first, both = tallies(1), tallies(2)
+        assert (both.count - first.count) / tiles < kernels
+        graphs(monkeypatch)
+        assert (tallies(2).count - tallies(1).count) / tiles < launches

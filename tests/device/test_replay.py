@@ -1,6 +1,7 @@
 """Functions repeated by a graph: right results, few launches, and no graph that isn't proven."""
 
 import logging
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ from torch import Tensor
 
 from aespa_pl.algorithm.descent import descend
 from aespa_pl.algorithm.optq import LAZY_COLUMNS, update_weights
-from aespa_pl.algorithm.quantizer import quantize
+from aespa_pl.algorithm.quantizer import Grid, quantize
 from aespa_pl.algorithm.replay import CudaGraph, Replayed
 from tests.device.graphs import RecordedGraph, graphs
 from tests.device.problems import Problem, problem
-from tests.device.simulated import simulated
+from tests.device.simulated import simulated, strategy
 from tests.device.tally import counting
+from tests.rounding import problems as projections
 
 
 def chain(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +43,7 @@ def test_a_graph_repeats_the_function_on_other_inputs_with_one_launch(
 ) -> None:
     with simulated(monkeypatch) as device:
         graphs(monkeypatch)
-        replayed = Replayed(chain)
+        replayed = Replayed(chain, "a test")
         assert_right(replayed, pairs(device))
         (x, y), *_ = pairs(device)
         with counting() as found:
@@ -53,7 +55,7 @@ def test_a_graph_repeats_the_function_on_other_inputs_with_one_launch(
 
 
 def test_without_graphs_the_function_runs_as_it_is() -> None:
-    assert_right(Replayed(chain), pairs(torch.device("cpu")))
+    assert_right(Replayed(chain, "a test"), pairs(torch.device("cpu")))
 
 
 class WrongGraph(RecordedGraph):
@@ -86,8 +88,8 @@ def test_a_graph_that_is_not_right_is_not_used(
 ) -> None:
     with simulated(monkeypatch) as device, caplog.at_level(logging.WARNING):
         graphs(monkeypatch, graph)
-        assert_right(Replayed(chain), pairs(device))
-        assert_right(Replayed(chain), pairs(device))
+        assert_right(Replayed(chain, "a test"), pairs(device))
+        assert_right(Replayed(chain, "a test"), pairs(device))
     (record,) = caplog.records  # said once
     assert record.getMessage().endswith(reason)
 
@@ -98,7 +100,7 @@ def test_a_function_that_reads_a_number_is_not_captured(monkeypatch: pytest.Monk
 
     with simulated(monkeypatch) as device:
         graphs(monkeypatch)
-        replayed = Replayed(reading)
+        replayed = Replayed(reading, "a test")
         for x, y in pairs(device):
             found, expected = replayed(x, y), reading(x, y)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -134,10 +136,49 @@ def test_integers_are_those_without_graphs_with_few_launches(
         assert optq.count < 16 * (2 * LAZY_COLUMNS + LAZY_COLUMNS + 32)
 
 
+def learned(device: torch.device, given: Mapping[str, projections.Problem]) -> dict[str, Tensor]:
+    """Return the rounding variables after a training on the device."""
+    there = {
+        name: projections.Problem(
+            p.weight.to(device),
+            Grid(p.grid.scale.to(device), p.grid.zero_point.to(device), p.grid.zeta.to(device), 2),
+            p.penalty,
+            p.H.to(device),
+            None if p.G is None else p.G.to(device),
+        )
+        for name, p in given.items()
+    }
+    module, found = projections.module_of(there), projections.Learned()
+    trainer = projections.trainer(
+        accelerator="auto", devices=1, strategy=strategy(), callbacks=[found]
+    )
+    trainer.fit(module, datamodule=projections.data_of(there))
+    return {name: B.cpu() for name, B in found.variables.items()}
+
+
+def test_learning_is_that_without_graphs_with_few_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = projections.problems()
+    with simulated(monkeypatch) as device:
+        with counting() as plain:
+            expected = learned(device, given)
+        graphs(monkeypatch)
+        with counting() as launched:
+            found = learned(device, given)
+    iterations, curves = projections.SETTINGS.iterations, projections.SETTINGS.iterations // 10
+    for name, B in found.items():
+        assert torch.equal(B, expected[name]), name
+        assert not torch.equal(B, given[name].start[1])
+    # before and after the warm-up, the first iteration of each is launched kernel by kernel
+    assert launched.kernels["graph"] == len(given) * (iterations - curves - 2)
+    assert launched.count < plain.count
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_repeats_the_function() -> None:
     device = torch.device("cuda")
-    replayed = Replayed(chain)
+    replayed = Replayed(chain, "a test")
     assert_right(replayed, pairs(device))
     graph = next(captured.graph for captured in replayed._seen.values() if captured is not None)
     assert isinstance(graph, CudaGraph)
