@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def main(
     model: str,
-    evaluation: str,
+    evaluation: str | list[str],
     calibration: str,
     *,
     bits: int = 2,
@@ -42,7 +42,7 @@ def main(
 
     Args:
         model: Folder of the model.
-        evaluation: File with ``ids``, the tokens of the held-out text.
+        evaluation: File with ``ids``, the tokens of a held-out text; or a list of such files.
         calibration: File with ``ids`` ``[segments, L]``, the calibration segments.
         bits: Of each weight.
         group_size: Weights that share a scale; -1 is one scale for each row.
@@ -82,7 +82,11 @@ def main(
     )
     quantized, _ = quantizer.quantize()
     seconds = time.process_time() - start
-    held_out = load_file(evaluation)["ids"].long().view(-1, length)[:segments]
+    files = [evaluation] if isinstance(evaluation, str) else evaluation
+    found = {}
+    for file in files:
+        held_out = load_file(file)["ids"].long().view(-1, length)[:segments]
+        found[Path(file).stem] = round(perplexity(quantized, held_out), 3)
     row: dict[str, Any] = {
         "peer": f"auto-round {auto_round.__version__}",
         "model": Path(model).name,
@@ -91,7 +95,7 @@ def main(
         "group_size": group_size,
         "iterations": iterations,
         "extension": extension,
-        "perplexity": round(perplexity(quantized, held_out), 3),
+        "perplexity": found[Path(files[0]).stem] if len(files) == 1 else found,
         "processor_seconds": round(seconds, 1),
     }
     print(json.dumps(row))
