@@ -12,7 +12,7 @@ __version__ = "0.2.0.dev0"
 # that it waits for where other processes run (benchmarks/busy_machine.py).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1500")
 
 # A container's quota of processor time, of which OpenMP knows nothing.
 if (quota := threads()) is not None:

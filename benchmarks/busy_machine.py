@@ -3,7 +3,7 @@
 python benchmarks/busy_machine.py --threads 2
 
 Each line is a process of its own, because OpenMP reads its settings once. *turns* is how often a thread that
-waits for the others looks again before it sleeps: ``aespa_pl`` sets 1,000. With 0 it sleeps at once; GNU's
+waits for the others looks again before it sleeps: ``aespa_pl`` sets 1,500. With 0 it sleeps at once; GNU's
 OpenMP takes 300,000 where nothing is set, and such a thread takes the core of the one that it waits for.
 Shapes of the embedded models, for the descent of SmolLM2-135M's query heads.
 """
@@ -45,7 +45,7 @@ def main(
 
     Args:
         threads: Threads of torch.
-        turns: Turns that a waiting thread spins before it sleeps; null: 0, 1000, 2000 and 300000.
+        turns: Turns that a waiting thread spins before it sleeps; null: 0, 1000, 1500, 2000 and 300000.
         seconds: Seconds of each measurement.
         busy: Number of busy processes.
         output: JSON lines are appended to this file.
@@ -56,7 +56,7 @@ def main(
         benchmark="busy_machine",
         threads=threads,
     )
-    for spins in turns or [0, 1000, 2000, 300_000]:
+    for spins in turns or [0, 1000, 1500, 2000, 300_000]:
         for count in (0, busy):
             others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
             try:

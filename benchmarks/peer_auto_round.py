@@ -36,6 +36,7 @@ def main(
     threads: int = 1,
     seed: int = 42,
     segments: int | None = None,
+    blocks: int | None = None,
     output: str | None = None,
 ) -> None:
     """Quantize with auto-round's defaults and print perplexity and seconds.
@@ -51,6 +52,7 @@ def main(
         threads: Threads of torch.
         seed: Of auto-round.
         segments: Use only the first so many segments of the evaluation.
+        blocks: Quantize only the first so many blocks; null: all.
         output: A JSON line is appended to this file.
     """
     try:
@@ -79,6 +81,7 @@ def main(
         amp=False,
         device_map="cpu",
         **({"enable_alg_ext": True} if extension else {}),
+        **({"to_quant_block_names": _first(blocks)} if blocks else {}),
     )
     quantized, _ = quantizer.quantize()
     seconds = time.process_time() - start
@@ -95,6 +98,7 @@ def main(
         "group_size": group_size,
         "iterations": iterations,
         "extension": extension,
+        "blocks": blocks,
         "perplexity": found[Path(files[0]).stem] if len(files) == 1 else found,
         "processor_seconds": round(seconds, 1),
     }
@@ -102,6 +106,11 @@ def main(
     if output:
         with Path(output).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _first(blocks: int) -> str:
+    """Return a pattern that finds the names of the first so many blocks."""
+    return rf"\.({'|'.join(str(index) for index in range(blocks))})$"
 
 
 @torch.no_grad()

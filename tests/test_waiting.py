@@ -13,7 +13,7 @@ SHOW = f"import aespa_pl, os; print([os.environ.get(name) for name in {VARIABLES
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, ["passive", "1000"]),
+        ({}, ["passive", "1500"]),
         ({"OMP_WAIT_POLICY": "active"}, ["active", None]),
         ({"GOMP_SPINCOUNT": "7"}, ["passive", "7"]),
     ],
