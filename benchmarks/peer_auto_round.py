@@ -87,9 +87,9 @@ def main(
     seconds = time.process_time() - start
     files = [evaluation] if isinstance(evaluation, str) else evaluation
     found = {}
-    for file in files:
-        held_out = load_file(file)["ids"].long().view(-1, length)[:segments]
-        found[Path(file).stem] = round(perplexity(quantized, held_out), 3)
+    for tokens_file in files:
+        held_out = load_file(tokens_file)["ids"].long().view(-1, length)[:segments]
+        found[Path(tokens_file).stem] = round(perplexity(quantized, held_out), 3)
     row: dict[str, Any] = {
         "peer": f"auto-round {auto_round.__version__}",
         "model": Path(model).name,

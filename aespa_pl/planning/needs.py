@@ -45,6 +45,10 @@ WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
 """An iteration computes this many bytes meanwhile, for each weight of the largest projection that is learned.
 An accelerator (True) does all of it at once, a CPU most of it in chunks."""
 
+GRAPH_BYTES = FLOAT
+"""The graph of a projection's iteration keeps at most this many bytes a weight: its error, and the product
+of it with H, in bfloat16 for the products that follow."""
+
 
 def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
     """Return the bytes of H_V of one key/value head; 0 where the objective has none."""
@@ -129,7 +133,7 @@ def device_bytes(
     steady = block + hessians
     operands = 0
     if settings.products == "bfloat16" and accelerator:
-        operands = hessians // 2
+        operands = hessians // 2 + GRAPH_BYTES * at_once
     elif settings.products in ("bfloat16", "tf32") and not accelerator:
         operands = hessians  # a CPU rounds a copy
     return {

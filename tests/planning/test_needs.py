@@ -83,10 +83,14 @@ def test_less_is_learned_with_a_faster_method() -> None:
 def test_products_of_less_precision_need_the_statistics_in_it(
     products: Literal["bfloat16", "tf32"], accelerator: bool, share: float
 ) -> None:
-    """A CPU holds a rounded copy in float32, an accelerator one in bfloat16, and reads TF32 from float32."""
+    """A CPU holds a rounded copy in float32, an accelerator one in bfloat16, and reads TF32 from float32.
+
+    Two bfloat16 copies of each projection's error stay in its graph.
+    """
     exact = device_bytes(shape(), WORK, PAPER, accelerator=accelerator)
     lower = device_bytes(shape(), WORK, replace(PAPER, products=products), accelerator=accelerator)
-    assert lower["rounding"] - exact["rounding"] == share * hessian_bytes(shape(), PAPER)
+    graphs = 4 * shape().weights if products == "bfloat16" and accelerator else 0
+    assert lower["rounding"] - exact["rounding"] == share * hessian_bytes(shape(), PAPER) + graphs
     assert {**lower, "rounding": 0} == {**exact, "rounding": 0}
 
 
