@@ -33,7 +33,7 @@ COLUMN_KERNELS = 16
 TILE_LAUNCHES = 13
 """Launches for each tile of weights in the descent: a graph for its rounds, and what its moves change."""
 ROUND_KERNELS, OTHER_KERNELS = 8, 10
-"""Kernels that it repeats for each round, and besides."""
+"""Kernels that it repeats for each round but the first, and besides."""
 CANDIDATE_BYTES = 60
 """Bytes for each weight of each candidate: the errors take six kernels, their losses three."""
 PROBABILITY_BYTES = 32
@@ -182,7 +182,7 @@ def _polish(shape: Shape, settings: QuantizationSettings, assumed: Assumed) -> C
         tiles = assumed.passes * _tiles(matrix, shape)
         launched += TILE_LAUNCHES * tiles
         rounds = COUPLED_ROUNDS if matrix.role in COUPLED else ROUNDS
-        repeated += (ROUND_KERNELS * rounds + OTHER_KERNELS) * tiles
+        repeated += (ROUND_KERNELS * (rounds - 1) + OTHER_KERNELS) * tiles
     return Costs(assumed.passes * products, 0.0, launched, repeated)
 
 

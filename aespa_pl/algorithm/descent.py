@@ -176,13 +176,15 @@ class _Units:
         for columns in _slices(self.H.shape[-1], COLUMNS):
             tile = self._tile(slice(None), columns, self.R[..., columns])
             moves = find_moves(tile, self.H[:, columns, columns].triu(1), self.rounds)
+            few = None  # units that move; an accelerator would make the host wait for them
+            if moves.device.type == "cpu":
+                few = moves.flatten(1).any(-1).nonzero()[:, 0]
+                if not few.numel():
+                    continue
             delta = self._move(slice(None), columns, moves)
-            few = None if moves.device.type != "cpu" else moves.flatten(1).any(-1).nonzero()[:, 0]
             if few is None or 2 * len(few) > len(delta) or len(self.H) > 1:
                 self.R.add_(times(delta, self.H[:, columns]))
-            elif (
-                few.numel()
-            ):  # most units are still; an accelerator would make the host wait for which
+            else:  # most units are still
                 R = self.R.index_select(0, few)
                 R.add_(times(delta.index_select(0, few), self.H[:, columns]))
                 self.R.index_copy_(0, few, R)

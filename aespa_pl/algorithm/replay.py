@@ -4,8 +4,8 @@ A kernel of few numbers takes a GPU less time than the host takes to launch it. 
 of a function with the memory that they read and write, and launches all of them at once.
 
 A graph that does something else than its function would leave wrong integers that look like any others. So
-it is used only where it has proven itself: it is captured with the second inputs of their shapes, computes
-their results once more, and the two must agree in every bit.
+it is used only where it has proven itself: it is captured with the second inputs of their shapes and computes
+their results, then the function does, and the two must agree in every bit.
 """
 
 import logging
@@ -33,15 +33,17 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """Captures what a function launches on the current CUDA device."""
+    """Captures what a function launches on a CUDA device."""
 
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, device: torch.device) -> None:
+        """Begin with nothing on a device, which need not be the current one."""
+        self._device = device
+        with torch.cuda.device(device):
+            self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], Tensors]) -> Tensors:
         """Note the kernels of a function, in a stream of its own, as CUDA demands."""
-        current, apart = torch.cuda.current_stream(), torch.cuda.Stream()
+        current, apart = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
         apart.wait_stream(current)
         with torch.cuda.stream(apart):
             # torch.cuda.graph() would collect all of Python's garbage first, for each projection.
@@ -56,10 +58,11 @@ class CudaGraph:
 
     def replay(self) -> None:
         """Launch the kernels again."""
-        self._graph.replay()
+        with torch.cuda.device(self._device):
+            self._graph.replay()
 
 
-GRAPHS: dict[str, Callable[[], Graph]] = {"cuda": CudaGraph}
+GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
 """What makes a graph, by the type of the device; on other devices functions run as they are."""
 _refused = set[tuple[str, str]]()
 """Types of devices, and what graphs failed there for, or computed something else than their function."""
@@ -106,35 +109,31 @@ class Replayed:
         captured = self._seen.get(shapes)
         if captured is not None:
             return captured.run(inputs)
-        results = self.function(*inputs)
         if shapes in self._seen:
-            self._capture(shapes, inputs, results)
-        else:
-            self._seen[shapes] = (
-                None  # once: libraries prepare themselves, which a graph must not hold
-            )
-        return results
+            return self._capture(shapes, inputs)
+        self._seen[shapes] = None  # libraries prepare themselves, which a graph must not hold
+        return self.function(*inputs)
 
-    def _capture(self, shapes: tuple[torch.Size, ...], inputs: Tensors, expected: Tensors) -> None:
+    def _capture(self, shapes: tuple[torch.Size, ...], inputs: Tensors) -> Tensors:
+        """Make a graph, try it before the function, and return what the function returns."""
         device = inputs[0].device
         mine = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
-        expected = tuple(
-            x.clone() for x in expected
-        )  # the function may write to the same memory again
         try:
-            graph = GRAPHS[device.type]()
+            graph = GRAPHS[device.type](device)
             captured = _Captured(graph, mine, graph.capture(lambda: self.function(*mine)))
-            found = captured.run(inputs)
-            right = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            # the function may write to the same memory again
+            found = tuple(x.clone() for x in captured.run(inputs))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             self._refuse(device, str(error))
+            return self.function(*inputs)
+        expected = self.function(*inputs)
+        if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+            self._seen[shapes] = captured
         else:
-            if right:
-                self._seen[shapes] = captured
-            else:
-                self._refuse(device, "its result differs from that of single kernels")
+            self._refuse(device, "its result differs from that of single kernels")
+        return expected
 
     def _refuse(self, device: torch.device, reason: str) -> None:
         _refused.add((device.type, self.purpose))

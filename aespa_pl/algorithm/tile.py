@@ -17,7 +17,7 @@ from torch import Tensor
 from aespa_pl.algorithm.replay import Replayed
 
 ROUNDS, COUPLED_ROUNDS = 4, 8
-"""Rounds of a visit on an accelerator, without G and with it."""
+"""Rounds of a visit on an accelerator, without G and with it; two at least, to tell what is settled."""
 
 
 @dataclass

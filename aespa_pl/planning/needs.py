@@ -45,9 +45,11 @@ WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
 """An iteration computes this many bytes meanwhile, for each weight of the largest projection that is learned.
 An accelerator (True) does all of it at once, a CPU most of it in chunks."""
 
-GRAPH_BYTES = FLOAT
-"""The graph of a projection's iteration keeps at most this many bytes a weight: its error, and the product
-of it with H, in bfloat16 for the products that follow."""
+GRAPH_BYTES = 2
+"""The graph of a projection's iteration keeps this many bytes a weight with products in bfloat16: the error,
+or its product with H, rounded for the next product."""
+GRAPH_WORKSPACE = 2**25
+"""Bytes that NVIDIA's library of products keeps for each graph on an H100, by its documentation."""
 
 
 def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
@@ -127,6 +129,7 @@ def device_bytes(
     coupled = sum(m.size for m in shape.matrices if m.role in (Role.QUERY, Role.KEY))  # together
     targets = FLOAT * shape.weights if settings.input_correction else 0
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
+    graphs = sum(learned(m, settings) for m in shape.matrices)
     at_once = min(learning, partition.weights or learning)
     waiting = learning - at_once
     kept = shape.weights - at_once
@@ -158,7 +161,8 @@ def device_bytes(
         + LEARNED_BYTES * at_once
         + KEPT_BYTES * kept
         + FLOAT * waiting  # W', which the learning begins with
-        + (WORKSPACE_BYTES[accelerator] * largest if learning else 0),
+        + (WORKSPACE_BYTES[accelerator] * largest if learning else 0)
+        + (GRAPH_WORKSPACE * graphs if accelerator else 0),
         "polish": steady
         + (FLOAT + FLOAT + 1) * shape.weights
         + (POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0),

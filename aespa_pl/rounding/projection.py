@@ -65,7 +65,7 @@ class ProjectionRounding(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         # memory that lives as long as the variables: new memory each iteration costs a CPU more
         self.register_buffer("gradient", torch.empty_like(variables), persistent=False)
-        self._gradients: dict[bool, Replayed] = {}
+        self._gradients: tuple[bool, Replayed] | None = None
 
     @property
     def fixed(self) -> SoftRounding:
@@ -108,9 +108,9 @@ class ProjectionRounding(nn.Module):
             workspace: As there; the same in all calls.
         """
         penalized = beta is not None
-        if penalized not in self._gradients:
-            self._gradients[penalized] = self._repeated(H, G, workspace, penalized=penalized)
-        self._gradients[penalized](self.variables.new_full((), beta or 0.0))
+        if self._gradients is None or self._gradients[0] != penalized:  # it changes once
+            self._gradients = penalized, self._repeated(H, G, workspace, penalized=penalized)
+        self._gradients[1](self.variables.new_full((), beta or 0.0))
 
     def _repeated(
         self, H: Tensor, G: Tensor | None, workspace: Workspace, *, penalized: bool

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import replay
@@ -16,7 +17,7 @@ from tests.device.tally import capturing, tallies
 class RecordedGraph:
     """Holds operations; what the host computed for them while they were captured is not computed again."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.work: list[tuple[Any, str, Any, Any]] = []
 
     def capture(self, function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -51,7 +52,7 @@ def _tensors(found: Any) -> list[Tensor]:
 
 
 def graphs(
-    monkeypatch: pytest.MonkeyPatch, graph: Callable[[], replay.Graph] = RecordedGraph
+    monkeypatch: pytest.MonkeyPatch, graph: Callable[[torch.device], replay.Graph] = RecordedGraph
 ) -> None:
     """Let the simulated device have graphs for the time of a test."""
     monkeypatch.setitem(replay.GRAPHS, NAME, graph)

@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from aespa_pl.algorithm import replay
 from aespa_pl.algorithm.descent import descend
 from aespa_pl.algorithm.optq import LAZY_COLUMNS, update_weights
 from aespa_pl.algorithm.quantizer import Grid, quantize
@@ -14,6 +16,7 @@ from aespa_pl.algorithm.replay import CudaGraph, Replayed
 from tests.device.graphs import RecordedGraph, graphs
 from tests.device.problems import Problem, problem
 from tests.device.simulated import simulated, strategy
+from tests.device.streams import NAME
 from tests.device.tally import counting
 from tests.rounding import problems as projections
 
@@ -73,9 +76,17 @@ class NoGraph(RecordedGraph):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
+class EmptyGraph(RecordedGraph):
+    """Forgets all."""
+
+    def replay(self) -> None:
+        self.work = []
+
+
 @pytest.mark.parametrize(
     ("graph", "reason"),
     [
+        (EmptyGraph, "its result differs from that of single kernels"),
         (WrongGraph, "its result differs from that of single kernels"),
         (NoGraph, "operation not permitted when stream is capturing"),
     ],
@@ -92,6 +103,27 @@ def test_a_graph_that_is_not_right_is_not_used(
         assert_right(Replayed(chain, "a test"), pairs(device))
     (record,) = caplog.records  # said once
     assert record.getMessage().endswith(reason)
+
+
+@pytest.mark.parametrize("graph", [RecordedGraph, EmptyGraph, WrongGraph, NoGraph])
+def test_a_function_with_memory_of_its_own_is_right_each_time(
+    graph: type[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with simulated(monkeypatch) as device:
+        graphs(monkeypatch, graph)
+        learned, meanwhile, result = (torch.randn(6, 4).to(device) for _ in range(3))
+
+        def write(factor: Tensor) -> tuple[Tensor]:
+            torch.mul(learned, factor, out=meanwhile)
+            torch.add(meanwhile, 1, out=result)
+            return (result,)
+
+        replayed = Replayed(write, "a test")
+        for step in range(5):
+            learned += 1  # as Adam does
+            (found,) = replayed(torch.tensor(float(step)).to(device))
+            assert torch.equal(found, learned * step + 1)
+        assert ((NAME, "a test") in replay._refused) == (graph is not RecordedGraph)
 
 
 def test_a_function_that_reads_a_number_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +168,10 @@ def test_integers_are_those_without_graphs_with_few_launches(
         assert optq.count < 16 * (2 * LAZY_COLUMNS + LAZY_COLUMNS + 32)
 
 
-def learned(device: torch.device, given: Mapping[str, projections.Problem]) -> dict[str, Tensor]:
-    """Return the rounding variables after a training on the device."""
+def learned(
+    device: torch.device, given: Mapping[str, projections.Problem], **options: Any
+) -> dict[str, Tensor]:
+    """Return the rounding variables after a training on the device, with options of a Trainer."""
     there = {
         name: projections.Problem(
             p.weight.to(device),
@@ -149,9 +183,7 @@ def learned(device: torch.device, given: Mapping[str, projections.Problem]) -> d
         for name, p in given.items()
     }
     module, found = projections.module_of(there), projections.Learned()
-    trainer = projections.trainer(
-        accelerator="auto", devices=1, strategy=strategy(), callbacks=[found]
-    )
+    trainer = projections.trainer(devices=1, callbacks=[found], **options)
     trainer.fit(module, datamodule=projections.data_of(there))
     return {name: B.cpu() for name, B in found.variables.items()}
 
@@ -161,11 +193,12 @@ def test_learning_is_that_without_graphs_with_few_launches(
 ) -> None:
     given = projections.problems()
     with simulated(monkeypatch) as device:
+        options = {"accelerator": "auto", "strategy": strategy()}
         with counting() as plain:
-            expected = learned(device, given)
+            expected = learned(device, given, **options)
         graphs(monkeypatch)
         with counting() as launched:
-            found = learned(device, given)
+            found = learned(device, given, **options)
     iterations, curves = projections.SETTINGS.iterations, projections.SETTINGS.iterations // 10
     for name, B in found.items():
         assert torch.equal(B, expected[name]), name
@@ -182,3 +215,14 @@ def test_cuda_repeats_the_function() -> None:
     assert_right(replayed, pairs(device))
     graph = next(captured.graph for captured in replayed._seen.values() if captured is not None)
     assert isinstance(graph, CudaGraph)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_learns_what_a_cpu_learns() -> None:
+    given = projections.problems()
+    expected = learned(torch.device("cpu"), given)
+    for name, B in learned(torch.device("cuda"), given, accelerator="cuda").items():
+        torch.testing.assert_close(
+            B, expected[name], rtol=0, atol=1e-2
+        )  # Adam enlarges rounding errors
+    assert ("cuda", "learning") not in replay._refused
