@@ -45,11 +45,9 @@ WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
 """An iteration computes this many bytes meanwhile, for each weight of the largest projection that is learned.
 An accelerator (True) does all of it at once, a CPU most of it in chunks."""
 
-GRAPH_BYTES = 2
-"""The graph of a projection's iteration keeps this many bytes a weight with products in bfloat16: the error,
-or its product with H, rounded for the next product."""
-GRAPH_WORKSPACE = 2**25
-"""Bytes that NVIDIA's library of products keeps for each graph on an H100, by its documentation."""
+GRAPH_BYTES, GRAPH_WORKSPACE = 2, 2**25
+"""The graph of a projection's iteration keeps the rounded error (bytes a weight, with products in
+bfloat16), and what NVIDIA's library of products works in (bytes, on an H100, by its documentation)."""
 
 
 def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
