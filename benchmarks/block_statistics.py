@@ -1,11 +1,12 @@
-"""Measure the statistics of one block for one batch of segments, beside the block's own forward pass.
+"""Measure the statistics of one block for some batches of segments, beside the block's own forward passes.
 
 python benchmarks/block_statistics.py --model opt-125m --length 512
 
 A block of random weights on random hidden states. *forward* is the block alone; *plain* the block and
 the same statistics with one einsum over all heads for each, ``A X`` of all of them in memory at once.
 *corrected* also runs the original model's hidden states through the block, and collects the shifts that the
-correction of earlier errors needs; it stands beside two forward passes. Medians.
+correction of earlier errors needs; it stands beside two forward passes. Seconds are those of one batch;
+the sums are begun and made whole once for all of them. Medians.
 """
 
 from collections.abc import Callable
@@ -39,6 +40,8 @@ class StatisticsOptions(Options):
     """Number of segments in a batch."""
     length: int = 2048
     """Number of tokens in each segment."""
+    batches: int = 16
+    """Number of batches that are summed up; a run with 64 segments has 64 of them, or fewer larger ones."""
 
 
 def main(options: StatisticsOptions) -> None:
@@ -51,11 +54,11 @@ def main(options: StatisticsOptions) -> None:
     block = whole.get_submodule(family.blocks_path)[0]
     hidden = torch.randn(segments, length, whole.config.hidden_size, device=where)
     works = [
-        partial(work, whole, family, block, hidden)
+        partial(work, whole, family, block, [hidden] * options.batches)
         for work in (_ours, _plain, _forward, _corrected)
     ]
     with torch.inference_mode():
-        seconds = median_of_each(works, options.repeats, where)
+        seconds = [s / options.batches for s in median_of_each(works, options.repeats, where)]
     ours, plain, forward, corrected = seconds
     report.row(
         [
@@ -64,35 +67,56 @@ def main(options: StatisticsOptions) -> None:
         ],
         segments=segments,
         length=length,
+        batches=options.batches,
         **dict(zip(("ours", "plain", "forward", "corrected"), seconds, strict=True)),
     )  # fmt: skip
 
 
-def _forward(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
+def _run(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
     family.run_block(block, hidden, family.arguments(model, hidden))
 
 
-def _ours(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
+def _forward(
+    model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]
+) -> None:
+    for hidden in batches:
+        _run(model, family, block, hidden)
+
+
+def _ours(model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]) -> None:
     collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
     attention = partial(family.observe_attention, model, block)
-    with observing(block, collector.groups, attention=attention) as seen:
-        _forward(model, family, block, hidden)
-    collector.add(seen)
+    for hidden in batches:
+        with observing(block, collector.groups, attention=attention) as seen:
+            _run(model, family, block, hidden)
+        collector.add(seen)
     collector.finish()
 
 
-def _corrected(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
+def _corrected(
+    model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]
+) -> None:
     collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
-    with observing(block, collector.groups, residuals=True) as original:
-        _forward(model, family, block, hidden)
     attention = partial(family.observe_attention, model, block)
-    with observing(block, collector.groups, residuals=True, attention=attention) as seen:
-        _forward(model, family, block, 1.1 * hidden)
-    collector.add(seen, original)
+    for hidden in batches:
+        with observing(block, collector.groups, residuals=True) as original:
+            _run(model, family, block, hidden)
+        with observing(block, collector.groups, residuals=True, attention=attention) as seen:
+            _run(model, family, block, 1.1 * hidden)
+        collector.add(seen, original)
     collector.finish()
 
 
-def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> None:
+def _plain(model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]) -> None:
+    sums: list[Tensor] = []
+    for hidden in batches:
+        found = _plain_batch(model, family, block, hidden)
+        sums = [total + part for total, part in zip(sums, found, strict=True)] if sums else found
+
+
+def _plain_batch(
+    model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor
+) -> list[Tensor]:
     layout = family.layout(model.config)
     found: list[Tensor] = []
     seen: list[Attention] = []
@@ -106,7 +130,7 @@ def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Ten
         for g in layout.groups
     ]
     with family.observe_attention(model, block, seen.append):
-        _forward(model, family, block, hidden)
+        _run(model, family, block, hidden)
     for handle in handles:
         handle.remove()
     attention = seen[0]
@@ -115,6 +139,7 @@ def _plain(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Ten
     AX = torch.einsum("bhlm,bmd->hbld", A, X)
     found.append(torch.einsum("hbld,hble->hde", AX, AX))
     found += [torch.einsum("bhld,bhle->hde", Y, Y) for Y in (attention.query, attention.key)]
+    return found
 
 
 if __name__ == "__main__":

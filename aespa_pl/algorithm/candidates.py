@@ -27,14 +27,43 @@ ACCELERATOR_CHUNK = 2**26
 LEAST_RANK = 16
 """Smallest number of columns of A; 8 to 64 were tried (docs/performance.md)."""
 COLUMNS_PER_RANK = 24
-"""Columns of H for each column of A, where that makes more than ``LEAST_RANK``."""
+"""Columns of H for each column of A in wide matrices."""
+NARROW_RANK = 128
+"""Up to so many columns, A has one for each 12 of H: the down projection of SmolLM2's first block needs them
+(docs/performance.md)."""
 ITERATIONS = 2
 """Products with H that turn the columns of A into its leading directions."""
-SHORTLIST, QUICK_SHORTLIST = 4, 1
-"""Candidates of a row with exact losses, in a thorough search and in one that is not; 1 to 16 were tried
-(docs/performance.md)."""
-STRIDE, BASINS = 4, 4
-"""A search that is not thorough compares every fourth candidate, and the neighbours of the best four."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Says how many candidates of a row a search looks at; what was tried stands in docs/performance.md."""
+
+    stride: int
+    """Distance of the candidates that are compared first."""
+    basins: int
+    """Number of the best of these whose neighbours are compared as well."""
+    shortlist: int
+    """Number of the best of all these that get their exact losses."""
+
+    @property
+    def neighbours(self) -> list[int]:
+        """Return the distances from a candidate to its neighbours that were not compared first."""
+        reach = self.stride // 2
+        return [distance for distance in range(-reach, reach + 1) if distance]
+
+    def first(self, candidates: int) -> int:
+        """Return the index of the first candidate of so many that is compared."""
+        return min(self.stride // 2, candidates - 1)
+
+    def compared(self, candidates: int) -> int:
+        """Return how many candidates of so many get an approximate loss."""
+        coarse = len(range(self.first(candidates), candidates, self.stride))
+        return coarse + min(self.basins, coarse) * len(self.neighbours)
+
+
+THOROUGH, QUICK = Effort(1, 0, shortlist=8), Effort(stride=4, basins=4, shortlist=1)
+"""A thorough search compares all candidates; the loss may be rough in the scale."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +78,16 @@ class Candidates:
     def centred(self, V: Float[Tensor, "groups rows columns"]) -> Tensor:
         """Return the nearest integers less the zero point, ``[groups, rows, candidates, columns]``."""
         zero = self.zero[..., None]
-        Q = V[..., None, :] / self.scale[..., None]
+        Q = V[..., None, :] * self.scale[..., None].reciprocal()  # half the time of a division
         Q.round_()  # all that follows in place: new memory costs more than what it holds
         # a quarter of the time of clamp with tensors
         torch.maximum(Q, -zero, out=Q)
         return torch.minimum(Q, self.largest - zero, out=Q)
 
     def errors(self, V: Float[Tensor, "groups rows columns"]) -> Tensor:
-        """Return the errors of nearest rounding, ``[groups, rows, candidates, columns]``."""
-        return self.centred(V).mul_(self.scale[..., None]).sub_(V[..., None, :])
+        """Return the errors ``V - s Q`` of nearest rounding, ``[groups, rows, candidates, columns]``."""
+        Q = self.centred(V)
+        return torch.addcmul(V[..., None, :], Q, self.scale[..., None], value=-1, out=Q)
 
     def part(self, rows: slice, some: slice) -> "Candidates":
         """Return some candidates of some rows."""
@@ -83,21 +113,23 @@ def best_grids(
         V: Weights over zeta.
         H: Hessian of each group of columns.
         candidates: Grids to choose from; neighbours differ little.
-        thorough: Compare all candidates; otherwise every STRIDE-th, and the neighbours of the best, of
-            which one gets its exact loss.
+        thorough: Search with the effort THOROUGH, otherwise with QUICK.
     """
     A, D = leading_part(H)
-    among = torch.arange(candidates.scale.shape[-1], device=V.device)
-    among = among.expand(*candidates.scale.shape[:2], -1)  # [groups, rows, candidates]
-    if not thorough and among.shape[-1] >= 2 * STRIDE:
-        coarse = among[..., STRIDE // 2 :: STRIDE]
-        losses = approximate_losses(V, A, D, candidates.take(coarse))
-        best = coarse.gather(-1, losses.topk(min(BASINS, losses.shape[-1]), largest=False).indices)
-        near = torch.arange(STRIDE, device=V.device) - STRIDE // 2
-        among = (best[..., None] + near).flatten(-2).clamp(0, candidates.scale.shape[-1] - 1)
-    approximate = approximate_losses(V, A, D, candidates.take(among))
-    few = min(_shortlist(thorough=thorough), approximate.shape[-1])
-    shortlist = candidates.take(among.gather(-1, approximate.topk(few, largest=False).indices))
+    effort = effort_of(thorough=thorough)
+    count = candidates.scale.shape[-1]
+    index = torch.arange(effort.first(count), count, effort.stride, device=V.device)
+    index = index.expand(*candidates.scale.shape[:2], -1)  # [groups, rows, compared]
+    losses = approximate_losses(V, A, D, candidates.take(index))
+    if effort.neighbours:
+        losses, best = losses.topk(min(effort.basins, losses.shape[-1]), largest=False)
+        index = index.gather(-1, best)
+        offsets = torch.tensor(effort.neighbours, device=V.device)
+        near = (index[..., None] + offsets).flatten(-2).clamp(0, count - 1)
+        index = torch.cat([index, near], -1)
+        losses = torch.cat([losses, approximate_losses(V, A, D, candidates.take(near))], -1)
+    few = losses.topk(min(effort.shortlist, losses.shape[-1]), largest=False).indices
+    shortlist = candidates.take(index.gather(-1, few))
     loss, best = exact_losses(V, H, shortlist).min(-1, keepdim=True)
     chosen = shortlist.take(best)
     moved = _lowest_point(V, H, chosen)
@@ -109,28 +141,23 @@ def best_grids(
     return scale[..., 0], chosen.zero[..., 0], loss[..., 0]
 
 
-def _shortlist(*, thorough: bool) -> int:
-    return SHORTLIST if thorough else QUICK_SHORTLIST
-
-
-def compared(candidates: int, *, thorough: bool = True) -> int:
-    """Return how many candidates of a row get an approximate loss in a search."""
-    if thorough or candidates < 2 * STRIDE:
-        return candidates
-    coarse = len(range(STRIDE // 2, candidates, STRIDE))
-    return coarse + min(BASINS, coarse) * STRIDE
+def effort_of(*, thorough: bool) -> Effort:
+    """Return the effort of a search."""
+    return THOROUGH if thorough else QUICK
 
 
 def products_of_a_search(columns: int, candidates: int, *, thorough: bool = True) -> float:
     """Return how many products ``e H`` of a row, or what takes as much arithmetic, a search makes."""
+    effort = effort_of(thorough=thorough)
     # two more for the lowest point of the parabola
-    exact = min(_shortlist(thorough=thorough), candidates) + 2
-    return exact + compared(candidates, thorough=thorough) * leading_rank(columns) / columns
+    exact = min(effort.shortlist, candidates) + 2
+    return exact + effort.compared(candidates) * leading_rank(columns) / columns
 
 
 def leading_rank(columns: int) -> int:
     """Return the columns of A for a Hessian of so many columns."""
-    return min(columns, max(LEAST_RANK, columns // COLUMNS_PER_RANK))
+    narrow = min(NARROW_RANK, 2 * columns // COLUMNS_PER_RANK)
+    return min(columns, max(LEAST_RANK, narrow, columns // COLUMNS_PER_RANK))
 
 
 def leading_part(

@@ -7,7 +7,7 @@ them a device makes in a second.
 
 from dataclasses import dataclass
 
-from aespa_pl.algorithm.candidates import compared, products_of_a_search
+from aespa_pl.algorithm.candidates import effort_of, products_of_a_search
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.algorithm.second_moments import computed_share
 from aespa_pl.calibration.attention_weighted import chunk_rows
@@ -68,7 +68,7 @@ def block_visits(shape: Shape, settings: QuantizationSettings) -> Visits:
     candidates = candidates_of(settings)
     return Visits(
         compared=sum(
-            m.size * count * compared(candidates, thorough=thorough)
+            m.size * count * effort_of(thorough=thorough).compared(candidates)
             for m in shape.matrices
             for thorough, count in searches(shape, m, settings).items()
         ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.adaround import rounding_loss, start
-from aespa_pl.algorithm.candidates import compared, products_of_a_search
+from aespa_pl.algorithm.candidates import THOROUGH, products_of_a_search
 from aespa_pl.algorithm.descent import COUPLED_ROWS, descend
 from aespa_pl.algorithm.grid import CLIP_RATIOS, min_max_grid, search_grid
 from aespa_pl.algorithm.optq import update_weights
@@ -123,7 +123,7 @@ def _measure_visits(
     nearest, of_G = quantize(Q, of_heads), 2 * Q.numel() * (c + 2 * rows)
     return Visits(
         compared=rate(
-            compared(2 * CLIP_RATIOS) * few.numel(),
+            THOROUGH.compared(2 * CLIP_RATIOS) * few.numel(),
             searched,
             lambda: search_grid(few, H, ones, form),
         ),

@@ -197,7 +197,8 @@ def test_rows_that_round_without_error_and_rows_of_zeros() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "candidates", "expected"), [(128, 200, 6 + 25), (4096, 200, 6 + 8), (16, 1, 3 + 1)]
+    ("columns", "candidates", "expected"),
+    [(128, 200, 10 + 25), (4096, 200, 10 + 8), (16, 1, 3 + 1)],
 )
 def test_products_are_those_of_the_shortlist_the_parabola_and_the_approximation(
     columns: int, candidates: int, expected: int

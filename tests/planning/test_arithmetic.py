@@ -93,11 +93,11 @@ def test_visits_are_counted_one_by_one() -> None:
 
 
 def test_products_of_the_search_are_counted_one_by_one() -> None:
-    """Exact losses of 4 candidates and 2 for the parabola; A has 16 columns, or as many as the weights."""
+    """Exact losses of 8 candidates and 2 for the parabola; A has 16 columns, or as many as the weights."""
     s, fast = shape(), resolved(QuantizationSettings(method="aespa-fast"))
     settings = replace(fast, grid=replace(fast.grid, zfold=False))
-    expected = sum(2 * m.size * (6 * m.columns + 200 * min(16, m.columns)) for m in s.matrices)
+    expected = sum(2 * m.size * (10 * m.columns + 200 * min(16, m.columns)) for m in s.matrices)
     assert block_flops(s, WORK, settings)["grid"] == pytest.approx(expected)
     grouped = replace(settings, group_size=4)
-    expected = sum(2 * m.size * (6 * 4 + 200 * 4) for m in s.matrices)
+    expected = sum(2 * m.size * (10 * 4 + 200 * 4) for m in s.matrices)
     assert block_flops(s, WORK, grouped)["grid"] == pytest.approx(expected)
