@@ -47,22 +47,21 @@ class Effort:
     """Number of the best of all these that get their exact losses."""
 
     @property
-    def neighbours(self) -> list[int]:
-        """Return the distances from a candidate to its neighbours that were not compared first."""
-        reach = self.stride // 2
-        return [distance for distance in range(-reach, reach + 1) if distance]
+    def reach(self) -> int:
+        """Return the distance of the farthest neighbours on either side; all between were not compared."""
+        return self.stride // 2
 
     def first(self, candidates: int) -> int:
         """Return the index of the first candidate of so many that is compared."""
-        return min(self.stride // 2, candidates - 1)
+        return min(self.reach, candidates - 1)
 
     def compared(self, candidates: int) -> int:
         """Return how many candidates of so many get an approximate loss."""
         coarse = len(range(self.first(candidates), candidates, self.stride))
-        return coarse + min(self.basins, coarse) * len(self.neighbours)
+        return coarse + min(self.basins, coarse) * 2 * self.reach
 
 
-THOROUGH, QUICK = Effort(1, 0, shortlist=8), Effort(stride=4, basins=4, shortlist=1)
+THOROUGH, QUICK = Effort(1, 0, shortlist=8), Effort(stride=5, basins=4, shortlist=1)
 """A thorough search compares all candidates; the loss may be rough in the scale."""
 
 
@@ -121,11 +120,12 @@ def best_grids(
     index = torch.arange(effort.first(count), count, effort.stride, device=V.device)
     index = index.expand(*candidates.scale.shape[:2], -1)  # [groups, rows, compared]
     losses = approximate_losses(V, A, D, candidates.take(index))
-    if effort.neighbours:
+    if effort.reach:
         losses, best = losses.topk(min(effort.basins, losses.shape[-1]), largest=False)
         index = index.gather(-1, best)
-        offsets = torch.tensor(effort.neighbours, device=V.device)
-        near = (index[..., None] + offsets).flatten(-2).clamp(0, count - 1)
+        distances = torch.arange(1, effort.reach + 1, device=V.device)
+        near = torch.cat([index[..., None] - distances, index[..., None] + distances], -1)
+        near = near.flatten(-2).clamp(0, count - 1)
         index = torch.cat([index, near], -1)
         losses = torch.cat([losses, approximate_losses(V, A, D, candidates.take(near))], -1)
     few = losses.topk(min(effort.shortlist, losses.shape[-1]), largest=False).indices

@@ -25,6 +25,7 @@ from aespa_pl.algorithm.replay import Replayed
 from aespa_pl.algorithm.threads import one_thread
 from aespa_pl.algorithm.tile import (
     Tile,
+    add_times,
     find_coupled_moves,
     find_moves,
     settled_coupled_moves,
@@ -32,9 +33,9 @@ from aespa_pl.algorithm.tile import (
     times,
 )
 
-COLUMNS = 32
+COLUMNS = 64
 """Columns of a tile, whose moves are found together and reach the other columns with one product."""
-COUPLED_ROWS, COUPLED_COLUMNS = 16, 16
+COUPLED_ROWS, COUPLED_COLUMNS = 8, 32
 """Rows and columns of a tile with G. A larger one takes fewer calls, and more rounds to settle."""
 ONE_THREAD = 2**20
 """Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
@@ -183,10 +184,10 @@ class _Units:
                     continue
             delta = self._move(slice(None), columns, moves)
             if few is None or 2 * len(few) > len(delta) or len(self.H) > 1:
-                self.R.add_(times(delta, self.H[:, columns]))
+                add_times(self.R, delta, self.H[:, columns])
             else:  # most units are still
                 R = self.R.index_select(0, few)
-                R.add_(times(delta.index_select(0, few), self.H[:, columns]))
+                add_times(R, delta.index_select(0, few), self.H[:, columns])
                 self.R.index_copy_(0, few, R)
 
     def _visit_coupled_rows(self, rows: slice, G: Float[Tensor, "units rows rows"]) -> None:
@@ -200,7 +201,7 @@ class _Units:
             moves = find_coupled_moves(tile, both, own, below, self.coupled_rounds)
             change = times(self._move(rows, columns, moves), self.H[:, columns])
             R += change
-            P += G @ change  # all columns: a part of them would be one call a head
+            P.baddbmm_(G, change)  # all columns: a part of them would be one call a head
 
     def _tile(self, rows: slice, columns: slice, P: Tensor) -> Tile:
         here = (slice(None), rows, columns)

@@ -166,3 +166,15 @@ def times(
 ) -> Float[Tensor, "units rows some"]:
     """Return ``delta H``, as one large product where all units share H."""
     return delta @ (H[0] if len(H) == 1 else H)
+
+
+def add_times(
+    total: Float[Tensor, "units rows some"],
+    delta: Float[Tensor, "units rows columns"],
+    H: Float[Tensor, "#units columns some"],
+) -> None:
+    """Add ``delta H`` to a sum, in place, without memory for the product."""
+    if len(H) == 1:
+        total.view(-1, total.shape[-1]).addmm_(delta.flatten(0, 1), H[0])
+    else:
+        total.baddbmm_(delta, H)

@@ -200,7 +200,7 @@ def test_the_descent_takes_few_kernels_and_waits_once_a_pass(
     with simulated(monkeypatch) as device:
         given = problem(device, columns=320)
         nearest, G = quantize(given.W, given.grid), given.G if coupled else None
-        tiles = 320 // 16 * 48 // 16 if coupled else 320 // 32
+        tiles = 320 // 32 * 48 // 8 if coupled else 320 // 64
         first, both = tallies(1), tallies(2)
         assert (both.count - first.count) / tiles < kernels
         graphs(monkeypatch)

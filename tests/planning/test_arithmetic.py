@@ -71,13 +71,13 @@ def test_rates_are_measured(precision: Precision) -> None:
 
 
 def test_visits_are_counted_one_by_one() -> None:
-    """A search compares 200 grids; a quick one (without zeta, and 4 rounds) 50, then 4 beside the best 4."""
+    """A search compares 200 grids; a quick one (without zeta, and 4 rounds) 40, then 4 beside the best 4."""
     s = shape()
     settings = resolved(QuantizationSettings(method="aespa-fast"))
     q, k, v, o, *others = (m.size for m in s.matrices)
     folded = q + k + v + sum(others)  # the output projection's input has no norm before it
     assert block_visits(s, settings) == Visits(
-        compared=200 * o + (200 + 5 * (50 + 16)) * folded,
+        compared=200 * o + (200 + 5 * (40 + 16)) * folded,
         updated=s.weights,
         polished=0.4 * 10 * (s.weights - q - k),
         coupled=0.4 * 10 * (q + k),
