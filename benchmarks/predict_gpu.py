@@ -30,12 +30,12 @@ ITERATION_KERNELS = 4
 """Launches for each projection: beta, its way into the graph, the graph, and a part of Adam."""
 COLUMN_KERNELS = 16
 """Kernels for each column of OPTQ's update; graphs repeat them, but for the first columns of a projection."""
-TILE_LAUNCHES = 13
+TILE_LAUNCHES = 12
 """Launches for each tile of weights in the descent: a graph for its rounds, and what its moves change."""
 ROUND_KERNELS, OTHER_KERNELS = 8, 10
 """Kernels that it repeats for each round but the first, and besides."""
-CANDIDATE_BYTES = 60
-"""Bytes for each weight of each candidate: the errors take six kernels, their losses three."""
+CANDIDATE_BYTES = 52
+"""Bytes for each weight of each candidate: the errors take five kernels, their losses three."""
 PROBABILITY_BYTES = 32
 """Bytes for each attention probability of A X: scores, mask, softmax, and the product."""
 MODELS = {"llama-7b": 32, "llama-30b": 60}
