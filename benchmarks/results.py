@@ -53,6 +53,7 @@ def filled(page: str) -> str:
     """Return the page with its tables made from the stored files."""
     tables = {
         "model": model_table,
+        "groups": groups_table,
         "orders": orders_table,
         "ablation": ablation_table,
         "earlier": earlier_table,
@@ -66,31 +67,45 @@ def filled(page: str) -> str:
 
 def model_table(model: str) -> TextTable:
     """Return all methods on one model, a part for each bit width."""
-    rows = read(model, "methods")
+    return methods_table(read(model, "methods"))
+
+
+def groups_table(model: str) -> TextTable:
+    """Return what methods reach where groups of weights have scales of their own."""
+    return methods_table(read(model, "groups"))
+
+
+def methods_table(rows: list[Row]) -> TextTable:
+    """Return all methods of a comparison, a part for each bit width, with columns for each text."""
+    texts = texts_of(rows)
     lines = []
     for bits in sorted({row["bits"] for row in rows}):
         same_bits = [row for row in rows if row["bits"] == bits]
-        lines += [
-            [kind, bits, shown(column(same_bits, kind)[:1]), "", "", ""] for kind in REFERENCES
-        ]
+        for kind in REFERENCES:
+            values = (shown(column(same_bits, kind, text)[:1]) for text in texts)
+            lines.append([kind, bits, *(cell for value in values for cell in (value, "")), "", ""])
         measured = ((m, [row for row in same_bits if row["method"] == m]) for m in METHODS)
-        lines += [method_line(method, bits, runs) for method, runs in measured if runs]
-    head = ["method", "bits", "perplexity", "loss / nearest", "processor s", "seeds"]
-    return TextTable(head, lines)
+        lines += [method_line(method, bits, runs, texts) for method, runs in measured if runs]
+    of = [f", {text}" for text in texts] if len(texts) > 1 else [""]
+    heads = [head + text for text in of for head in ("perplexity", "loss / nearest")]
+    return TextTable(["method", "bits", *heads, "processor s", "seeds"], lines)
 
 
-def method_line(method: str, bits: str, runs: Sequence[Row]) -> list[str]:
+def method_line(method: str, bits: str, runs: Sequence[Row], texts: Sequence[str]) -> list[str]:
     """Return means over the seeds, the perplexity's spread, and the reason where a run failed."""
-    perplexity = shown(column(runs, "perplexity"), spread=True)
     failed = [row["state"] for row in runs if row["state"] != "finished"]
-    return [
-        f"`{method}`",
-        bits,
-        "; ".join([perplexity, *failed]),
-        shown(column(runs, "loss / nearest")),
-        shown(column(runs, "seconds processor"), digits=0),
-        " ".join(row["seed"] for row in runs),
-    ]
+    cells = []
+    for text in texts:
+        perplexity = shown(column(runs, "perplexity", text), spread=True)
+        cells += ["; ".join([perplexity, *failed]), shown(column(runs, "loss / nearest", text))]
+    seconds = shown(column(runs, "seconds processor"), digits=0)
+    return [f"`{method}`", bits, *cells, seconds, " ".join(row["seed"] for row in runs)]
+
+
+def texts_of(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the evaluation texts, in the order of a comparison's columns."""
+    prefix = "perplexity "
+    return list(dict.fromkeys(h.removeprefix(prefix) for row in rows for h in row if prefix in h))
 
 
 def orders_table(bits: str) -> TextTable:
@@ -169,11 +184,21 @@ def published(table: str, bits: str) -> dict[str, str]:
         return {row["method"]: row[bits] for row in csv.DictReader(lines) if row["table"] == table}
 
 
-def column(runs: Iterable[Row], name: str) -> list[float]:
-    """Return the numbers of a column, whose head may end with the name of the comparison's only text."""
+def column(runs: Iterable[Row], name: str, text: str | None = None) -> list[float]:
+    """Return the numbers of a column, whose head may end with the name of a text.
+
+    Args:
+        runs: Rows of a comparison.
+        name: Head of the column, without a text.
+        text: Name of the text; None where there is only one.
+
+    Raises:
+        ValueError: There are several texts, and none was named.
+    """
     values = []
     for row in runs:
-        heads = [head for head in row if head == name or head.startswith(f"{name} ")]
+        of_texts = [head for head in row if head.startswith(f"{name} ")]
+        heads = [name] if name in row else of_texts if text is None else [f"{name} {text}"]
         if len(heads) > 1:
             raise ValueError(f"one text was expected, found {', '.join(heads)}")
         values += [float(row[head]) for head in heads if row[head]]

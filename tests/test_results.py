@@ -66,6 +66,25 @@ def test_a_model_has_mean_spread_and_reasons_of_failure(
     ]
 
 
+def test_each_of_several_texts_has_its_columns(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "COMPARED", tmp_path)
+    of_both = metrics(100.0, 3.0, "web")
+    for kind, value in {"original": 20.0, "nearest": 2000.0, "quantized": 20.0}.items():
+        of_both["perplexity"][kind]["wiki"] = value
+    store(tmp_path / "opt", "groups", [Cell("optq", 2, 0, of_both)])
+    table = results.groups_table("opt")
+    assert table.head[2:6] == [
+        "perplexity, web", "loss / nearest, web", "perplexity, wiki", "loss / nearest, wiki",
+    ]  # fmt: skip
+    assert table.rows == [
+        ["original", "2", "10.000", "", "20.000", "", "", ""],
+        ["nearest", "2", "1000.000", "", "2000.000", "", "", ""],
+        ["`optq`", "2", "100.000", "0.500", "20.000", "0.000", "3", "0"],
+    ]
+
+
 def test_orders_have_the_spread_of_the_seeds_beside_the_paper(
     results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
