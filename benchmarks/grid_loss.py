@@ -1,0 +1,94 @@
+"""Compare the loss of a run's grids with that of trying all candidates, on the run's weights and Hessians.
+
+python benchmarks/grid_loss.py '[0, 6, 12]' fit --model.pretrained FOLDER --quantization.method aespa-fast
+
+The words from ``fit`` on are those of ``aespa-pl``; the run goes on up to the last of the blocks. A row has
+the projections with one input: processor seconds of our search, and of one that computes the exact losses
+of all candidates in each round of Z-Fold; and ``tr(dW H dW^T)`` under nearest rounding, ours over the other.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from report import Report
+from torch import Tensor
+
+from aespa_pl import cli
+from aespa_pl.algorithm.candidates import Candidates, exact_losses
+from aespa_pl.algorithm.objectives import reconstruction_loss
+from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
+from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
+from aespa_pl.block.grids import fit_grids
+from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
+from aespa_pl.distributed.processes import World
+from aespa_pl.settings import QuantizationSettings
+
+COLUMNS = ["block", "projections", "ours, s", "all candidates, s", "loss"]
+
+
+def main() -> None:
+    """Run the command with a search that measures itself in the chosen blocks."""
+    blocks, sys.argv[1:] = json.loads(sys.argv[1]), sys.argv[2:]
+    report, index = Report(COLUMNS, None), 0
+
+    def search_block(block: QuantizedBlock, settings: QuantizationSettings, world: World) -> None:
+        nonlocal index
+        index = block.index
+        fit_grids(block, settings, world)
+        if index >= max(blocks):
+            raise KeyboardInterrupt
+
+    def search_group(
+        weights: Sequence[Tensor],
+        projections: Sequence[QuantizedProjection],
+        *rest: Any,
+        **named: Any,
+    ) -> list[Grid]:
+        def searched() -> tuple[list[Grid], float]:
+            began = time.process_time()
+            found = fit_grids_of_group(weights, projections, *rest, **named)
+            return found, time.process_time() - began
+
+        ours, seconds = searched()
+        if index in blocks:
+            with patch("aespa_pl.algorithm.grid.best_grids", best_of_all):
+                best, longer = searched()
+            names = " ".join(p.projection.name for p in projections)
+            ratio = loss(projections, ours) / loss(projections, best)
+            report.row([index, names, f"{seconds:.2f}", f"{longer:.2f}", f"{ratio:.4f}"])
+        return ours
+
+    with (
+        patch("aespa_pl.block.quantize.fit_grids", search_block),
+        patch("aespa_pl.block.grids.fit_grids_of_group", search_group),
+    ):
+        cli.main()
+
+
+def best_of_all(V: Tensor, H: Tensor, candidates: Candidates, **_: bool) -> tuple[Tensor, ...]:
+    """Return the candidate of each row with the least exact loss, as ``best_grids`` returns one."""
+    least, index = exact_losses(V, H, candidates).min(-1, keepdim=True)
+    chosen = candidates.take(index)
+    return chosen.scale[..., 0], chosen.zero[..., 0], least[..., 0]
+
+
+def loss(projections: Sequence[QuantizedProjection], found: Sequence[Grid]) -> float:
+    """Return ``tr(dW H dW^T)`` of nearest rounding, the sum over projections, in float64."""
+    return sum(
+        float(
+            reconstruction_loss(
+                (dequantize(quantize(p.weight, g), g) - p.weight).double(), p.hessian[:].double()
+            ).sum()
+        )
+        for p, g in zip(projections, found, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
