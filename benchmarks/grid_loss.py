@@ -1,20 +1,21 @@
 """Compare the loss of a run's grids with that of trying all candidates, on the run's weights and Hessians.
 
-python benchmarks/grid_loss.py '[0, 6, 12]' fit --model.pretrained FOLDER --quantization.method aespa-fast
+python benchmarks/grid_loss.py '[0, 6, 12]' 'fit --config CONFIG.yaml'
 
-The words from ``fit`` on are those of ``aespa-pl``; the run goes on up to the last of the blocks. A row has
+The command is one of ``aespa-pl``, whose run goes on up to the last of the blocks. A row has
 the projections with one input: processor seconds of our search, and of one that computes the exact losses
 of all candidates in each round of Z-Fold; and ``tr(dW H dW^T)`` under nearest rounding, ours over the other.
 """
 
-import json
-import sys
+import shlex
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from jsonargparse import auto_cli
 from report import Report
 from torch import Tensor
 
@@ -31,10 +32,16 @@ from aespa_pl.settings import QuantizationSettings
 COLUMNS = ["block", "projections", "ours, s", "all candidates, s", "loss"]
 
 
-def main() -> None:
-    """Run the command with a search that measures itself in the chosen blocks."""
-    blocks, sys.argv[1:] = json.loads(sys.argv[1]), sys.argv[2:]
-    report, index = Report(COLUMNS, None), 0
+def main(blocks: list[int], command: str, *, output: Path | None = None) -> None:
+    """Run a command with a search that measures itself in some blocks.
+
+    Args:
+        blocks: Numbers of the blocks, from 0.
+        command: Command of aespa-pl, with its options.
+        output: JSON lines are appended to this file.
+    """
+    torch.set_num_threads(1)
+    report, index = Report(COLUMNS, output, benchmark="grid_loss"), 0
 
     def search_block(block: QuantizedBlock, settings: QuantizationSettings, world: World) -> None:
         nonlocal index
@@ -60,14 +67,21 @@ def main() -> None:
                 best, longer = searched()
             names = " ".join(p.projection.name for p in projections)
             ratio = loss(projections, ours) / loss(projections, best)
-            report.row([index, names, f"{seconds:.2f}", f"{longer:.2f}", f"{ratio:.4f}"])
+            report.row(
+                [index, names, f"{seconds:.2f}", f"{longer:.2f}", f"{ratio:.4f}"],
+                block=index,
+                projections=names,
+                ours=seconds,
+                all=longer,
+                loss=ratio,
+            )
         return ours
 
     with (
         patch("aespa_pl.block.quantize.fit_grids", search_block),
         patch("aespa_pl.block.grids.fit_grids_of_group", search_group),
     ):
-        cli.main()
+        cli.main(shlex.split(command))
 
 
 def best_of_all(V: Tensor, H: Tensor, candidates: Candidates, **_: bool) -> tuple[Tensor, ...]:
@@ -90,5 +104,4 @@ def loss(projections: Sequence[QuantizedProjection], found: Sequence[Grid]) -> f
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+    auto_cli(main)
