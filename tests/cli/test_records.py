@@ -115,7 +115,11 @@ def test_journal_has_what_the_report_shows_of_a_block(model: Path, finished: Don
     blocks = json.loads((finished.run / "journal.json").read_text())["blocks"]
     for record in blocks.values():
         assert record["peak_bytes"]["host"] > 10**7
-        assert all(0 < losses["share_not_nearest"] < 1 for losses in record["losses"].values())
+        shares = [losses["share_not_nearest"] for losses in record["losses"].values()]
+        assert all(0 <= share < 1 for share in shares), shares
+        assert (
+            sum(share > 0 for share in shares) >= len(shares) - 1
+        )  # one of these few may stay nearest
     tokens = calibration_tokens_of(model)
     original, quantized = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(

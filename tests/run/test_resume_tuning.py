@@ -19,11 +19,12 @@ TUNED = (
     "--quantization.tuning.blocks.bias_rate=0.003",
     "--quantization.tuning.model.enabled=true",
     "--quantization.tuning.model.epochs=2",
-    "--quantization.tuning.model.integer_rate=0.2",
+    "--quantization.tuning.model.integer_rate=0.05",
     "--quantization.tuning.blocks.batch_size=5",
     "--quantization.tuning.model.batch_size=5",
     "--quantization.tuning.held_back=0.15",
     "--data.calibration.segments=24",
+    "--data.calibration.seed=3",  # with some others a tuning finds nothing better, and is undone
     "--output.checkpoint_iterations=1",
 )
 """Options of a tuning that holds back 4 of 24 segments: 12 steps for a block, 8 for the model."""
@@ -35,7 +36,7 @@ def whole(bench: Bench) -> dict[str, bytes]:
     """What a run leaves that nothing disturbed."""
     outcome = bench.fit("whole", *TUNED)
     assert outcome.status == 0, outcome.text
-    assert outcome.text.count("tuning took the error") > 1
+    assert outcome.text.count("tuning took the error") == BLOCKS + 1
     return results(bench.run_of("whole"))
 
 
