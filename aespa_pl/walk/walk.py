@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.threads import keep_threads
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, World
@@ -68,6 +69,7 @@ class Walk:
         Args:
             tokens: Calibration segments, ``[segments, L]``.
         """
+        keep_threads()
         writer = ModelWriter(self.run.model_folder, self.source.block_count)
         self.run.blocks, self.run.tuned = self.world.from_first(lambda: self._begin(writer))
         if self._missing or self._tunes_model:

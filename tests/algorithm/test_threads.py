@@ -1,5 +1,8 @@
 """Small operations use one thread, and the others come back."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,3 +57,35 @@ def test_a_descent_of_small_coupled_tiles_uses_one_thread(
     descent.descend(quantize(W, grid), W, grid, H, G, passes=1)
     assert seen == [expected]
     assert torch.get_num_threads() == 2
+
+
+GRADIENTS = """
+from aespa_pl.algorithm.threads import keep_threads, one_thread
+import torch
+keep_threads()
+generator = torch.Generator().manual_seed(0)
+Q, K, V, weights = (torch.randn(1, 4, 256, 32, generator=generator) for _ in range(4))
+
+def gradients():
+    inputs = [X.clone().requires_grad_() for X in (Q, K, V)]
+    output = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    return torch.autograd.grad((output * weights).sum(), inputs)
+
+before = gradients()
+with one_thread(where=True):
+    pass
+print(all(map(torch.equal, before, gradients())))
+"""
+
+
+def test_gradients_have_the_same_bits_before_and_after_a_change_of_threads() -> None:
+    """It takes a new process: in this one the number of threads has been set already."""
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", GRADIENTS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "True\n"
