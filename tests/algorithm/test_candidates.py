@@ -196,6 +196,20 @@ def test_rows_that_round_without_error_and_rows_of_zeros() -> None:
     assert float(found[0, 1]) in (1.0, 2.0)  # both reach 2 exactly
 
 
+@pytest.mark.parametrize("thorough", [True, False])
+def test_rows_too_small_for_the_inverse_of_a_scale_have_finite_losses(*, thorough: bool) -> None:
+    """Weight decay leaves such rows: the inverse of their scales is not a number of float32."""
+    V = torch.tensor([[1e-41, 0.0, -3e-41, 2e-41], [1.0, 0.0, -3.0, 2.0]])[None]
+    candidates = Candidates(
+        torch.tensor([1e-41, 1.0])[None, :, None] * torch.linspace(1, 0.1, 20),
+        torch.ones(1, 2, 20),
+        3,
+    )
+    scale, _, loss = best_grids(V, torch.eye(4)[None], candidates, thorough=thorough)
+    assert loss.isfinite().all()
+    assert (scale > 0).all()
+
+
 @pytest.mark.parametrize(
     ("columns", "candidates", "expected"),
     [(128, 200, 10 + 25), (4096, 200, 10 + 8), (16, 1, 3 + 1)],
@@ -216,7 +230,7 @@ def test_a_quick_search_is_nearly_as_good_as_a_thorough_one(bits: int) -> None:
         scale, zero, _ = best_grids(V, H, candidates, thorough=thorough)
         grids = zip(scale[0].tolist(), zero[0].tolist(), strict=True)
         losses.append(sum(loss_of(V[0, i], H[0], *g, 2**bits - 1) for i, g in enumerate(grids)))
-    assert losses[1] < 1.05 * losses[0]  # some tenths of a percent on a real model
+    assert losses[1] < 1.04 * losses[0]  # some tenths of a percent on a real model
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 200])

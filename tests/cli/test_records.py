@@ -117,9 +117,8 @@ def test_journal_has_what_the_report_shows_of_a_block(model: Path, finished: Don
         assert record["peak_bytes"]["host"] > 10**7
         shares = [losses["share_not_nearest"] for losses in record["losses"].values()]
         assert all(0 <= share < 1 for share in shares), shares
-        assert (
-            sum(share > 0 for share in shares) >= len(shares) - 1
-        )  # one of these few may stay nearest
+        # in this tiny model the nearest integers of one projection may be the best
+        assert sum(share > 0 for share in shares) >= len(shares) - 1
     tokens = calibration_tokens_of(model)
     original, quantized = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
