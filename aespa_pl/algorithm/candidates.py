@@ -76,25 +76,6 @@ class Candidates:
     largest: int
     """The largest integer."""
 
-    def centred(self, V: Float[Tensor, "groups rows columns"]) -> Tensor:
-        """Return the nearest integers less the zero point, ``[groups, rows, candidates, columns]``."""
-        zero = self.zero[..., None]
-        # half the time of a division; the inverse of a scale below 1e-38 is infinite, and 0 times that NaN
-        Q = V[..., None, :] * self.scale[..., None].reciprocal().clamp(max=torch.finfo(V.dtype).max)
-        Q.round_()  # all that follows in place: new memory costs more than what it holds
-        # a quarter of the time of clamp with tensors
-        torch.maximum(Q, -zero, out=Q)
-        return torch.minimum(Q, self.largest - zero, out=Q)
-
-    def errors(self, V: Float[Tensor, "groups rows columns"]) -> Tensor:
-        """Return the errors ``V - s Q`` of nearest rounding, ``[groups, rows, candidates, columns]``."""
-        Q = self.centred(V)
-        return torch.addcmul(V[..., None, :], Q, self.scale[..., None], value=-1, out=Q)
-
-    def part(self, rows: slice, some: slice) -> "Candidates":
-        """Return some candidates of some rows."""
-        return Candidates(self.scale[:, rows, some], self.zero[:, rows, some], self.largest)
-
     def take(self, index: Tensor) -> "Candidates":
         """Return the candidates at ``[groups, rows, some]``."""
         return Candidates(self.scale.gather(-1, index), self.zero.gather(-1, index), self.largest)
@@ -190,11 +171,11 @@ def approximate_losses(
 ) -> Float[Tensor, "groups rows candidates"]:
     """Return ``dv (A A^T + diag(D)) dv^T`` of all candidates of all rows."""
 
-    def losses(errors: Tensor) -> Tensor:
-        loss = (errors @ A).square_().sum(-1)
+    def losses(errors: Tensor, product: Tensor) -> Tensor:
+        loss = product.square_().sum(-1)
         return loss + (errors.square_() @ D[..., None])[..., 0]
 
-    return _of_each(V, candidates, losses)
+    return _of_each(V, A, candidates, losses)
 
 
 def exact_losses(
@@ -203,12 +184,12 @@ def exact_losses(
     candidates: Candidates,
 ) -> Float[Tensor, "groups rows candidates"]:
     """Return ``dv H dv^T`` of all candidates of all rows."""
-    return _of_each(V, candidates, lambda errors: (errors @ H).mul_(errors).sum(-1))
+    return _of_each(V, H, candidates, lambda errors, product: product.mul_(errors).sum(-1))
 
 
 def _lowest_point(V: Tensor, H: Tensor, chosen: Candidates) -> Candidates:
     """Return the scale with the least loss for the integers of each row's only candidate."""
-    Q = chosen.centred(V)[:, :, 0]
+    Q = _centred(V[:, :, None], _Bounds.of(chosen))[:, :, 0]
     QH = Q @ H
     slope = (QH * (chosen.scale * Q - V)).sum(-1, keepdim=True)
     scale = chosen.scale - slope / (QH * Q).sum(-1, keepdim=True)
@@ -216,21 +197,63 @@ def _lowest_point(V: Tensor, H: Tensor, chosen: Candidates) -> Candidates:
     return Candidates(torch.where(usable, scale, chosen.scale), chosen.zero, chosen.largest)
 
 
+@dataclass(frozen=True)
+class _Bounds:
+    """Holds what rounding needs of each candidate, ``[groups, rows, candidates, 1]``."""
+
+    inverse: Tensor
+    """1 / scale."""
+    lowest: Tensor
+    """The least integer less the zero point."""
+    highest: Tensor
+    """The largest integer less the zero point."""
+
+    @classmethod
+    def of(cls, candidates: Candidates) -> "_Bounds":
+        # half the time of a division; the inverse of a scale below 1e-38 is infinite, and 0 times that NaN
+        inverse = candidates.scale.reciprocal().clamp(max=torch.finfo(candidates.scale.dtype).max)
+        zero = candidates.zero[..., None]
+        return cls(inverse[..., None], -zero, candidates.largest - zero)
+
+    def part(self, some: tuple[slice, ...]) -> "_Bounds":
+        """Return some of the candidates."""
+        return _Bounds(self.inverse[some], self.lowest[some], self.highest[some])
+
+
+def _centred(V: Tensor, bounds: _Bounds, out: Tensor | None = None) -> Tensor:
+    """Return the nearest integers less the zero point, ``[groups, rows, candidates, columns]``."""
+    Q = torch.mul(V, bounds.inverse, out=out)
+    Q.round_()  # all that follows in place: new memory costs more than what it holds
+    # a quarter of the time of clamp with tensors
+    torch.maximum(Q, bounds.lowest, out=Q)
+    return torch.minimum(Q, bounds.highest, out=Q)
+
+
 def _of_each(
-    V: Tensor, candidates: Candidates, losses: Callable[[Tensor], Tensor]
+    V: Tensor, matrix: Tensor, candidates: Candidates, losses: Callable[[Tensor, Tensor], Tensor]
 ) -> Float[Tensor, "groups rows candidates"]:
-    """Return what ``losses`` makes of errors ``[groups, n, columns]``, a few at a time."""
-    groups, row_count, columns = V.shape
+    """Return what ``losses`` makes of errors ``V - s Q`` of nearest rounding, a few at a time.
+
+    It is called with errors ``[groups, n, columns]`` and their product with ``matrix``; it may change both.
+    """
+    (groups, row_count, columns), outputs = V.shape, matrix.shape[-1]
     elements = chunk_elements(V, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK) // (groups * columns)
     count = candidates.scale.shape[-1]
     width = min(count, max(1, elements))
-    height = max(1, elements // width)
+    height = min(row_count, max(1, elements // width))
+    workspace = V.new_empty(groups * height * width * columns)
+    products = V.new_empty(groups * height * width * outputs)
+    V, scale, bounds = V[:, :, None], candidates.scale[..., None], _Bounds.of(candidates)
     found = torch.empty_like(candidates.scale)
     for row in range(0, row_count, height):
         rows = slice(row, row + height)
         for first in range(0, count, width):
-            some = slice(first, first + width)
-            part = candidates.part(rows, some)
-            errors = part.errors(V[:, rows]).flatten(1, 2)  # one product a group
-            found[:, rows, some] = losses(errors).view_as(part.scale)
+            some = (slice(None), rows, slice(first, first + width))
+            shape = found[some].shape
+            errors = workspace[: shape.numel() * columns].view(*shape, columns)
+            _centred(V[:, rows], bounds.part(some), out=errors)
+            torch.addcmul(V[:, rows], errors, scale[some], value=-1, out=errors)
+            errors = errors.view(groups, -1, columns)  # one product a group
+            product = products[: shape.numel() * outputs].view(groups, -1, outputs)
+            found[some] = losses(errors, torch.bmm(errors, matrix, out=product)).view(shape)
     return found
