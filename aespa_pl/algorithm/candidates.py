@@ -22,6 +22,8 @@ from aespa_pl.algorithm.workspace import chunk_elements
 CPU_CHUNK = 2**18
 """Number of errors that a thread holds at once; 2**13 to 2**18 were tried, and fewer take up to seven times
 as long."""
+LEAST_ERRORS = 400
+"""Vectors of errors that a CPU's thread multiplies at least, although wide ones then leave the cache."""
 ACCELERATOR_CHUNK = 2**26
 """Number of errors that an accelerator holds at once, in tensors of 256 MB."""
 LEAST_RANK = 16
@@ -237,7 +239,8 @@ def _of_each(
     It is called with errors ``[groups, n, columns]`` and their product with ``matrix``; it may change both.
     """
     (groups, row_count, columns), outputs = V.shape, matrix.shape[-1]
-    elements = chunk_elements(V, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK) // (groups * columns)
+    chunk = max(CPU_CHUNK, LEAST_ERRORS * columns)
+    elements = chunk_elements(V, cpu=chunk, accelerator=ACCELERATOR_CHUNK) // (groups * columns)
     count = candidates.scale.shape[-1]
     width = min(count, max(1, elements))
     height = min(row_count, max(1, elements // width))
