@@ -24,8 +24,8 @@ PAGE = HERE.parent / "docs" / "results.md"
 COMPARED = HERE / "compared"
 PAPER = HERE / "paper_opt125m.csv"
 """Perplexities of OPT-125M on WikiText-2 as the paper prints them: three of its tables, by bit width."""
-EARLIER = HERE / "earlier.csv"
-"""Perplexities of an earlier version with three seeds, a line for each model, bit width and method."""
+AUTHORS_TOKENS = HERE / "authors_tokens.csv"
+"""Perplexities that ``accuracy.py`` measures on the tokens of the authors' runs."""
 MODELS = ("opt", "llama", "bloom", "babyllama105", "tiny-llama", "tiny-opt")
 """Possible folders of ``compared/``, in the order of columns."""
 REFERENCES = ("original", "nearest")
@@ -56,7 +56,7 @@ def filled(page: str) -> str:
         "groups": groups_table,
         "orders": orders_table,
         "ablation": ablation_table,
-        "earlier": earlier_table,
+        "authors": authors_table,
     }
 
     def table(place: re.Match[str]) -> str:
@@ -148,9 +148,9 @@ def ablation_table(name: str) -> TextTable:
     return TextTable([name, *models, "OPT-125M in the paper"], lines)
 
 
-def earlier_table(bits: str) -> TextTable:
-    """Return mean and spread over three seeds of an earlier version, a row for each model."""
-    with EARLIER.open(encoding="utf-8", newline="") as lines:
+def authors_table(bits: str) -> TextTable:
+    """Return mean and spread over three seeds on the tokens of the authors' runs, a row for each model."""
+    with AUTHORS_TOKENS.open(encoding="utf-8", newline="") as lines:
         rows = [row for row in csv.DictReader(lines) if row["bits"] == bits]
     methods = [method for method in METHODS if any(row["method"] == method for row in rows)]
     table = []

@@ -120,14 +120,14 @@ def test_a_second_text_is_refused(results: ModuleType) -> None:
         results.column([{"perplexity a": "1", "perplexity b": "2"}], "perplexity")
 
 
-def test_earlier_rows_have_mean_and_spread_over_their_seeds(
+def test_rows_of_the_authors_tokens_have_mean_and_spread_over_their_seeds(
     results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "EARLIER", tmp_path / "earlier.csv")
-    (tmp_path / "earlier.csv").write_text(
+    monkeypatch.setattr(results, "AUTHORS_TOKENS", tmp_path / "authors.csv")
+    (tmp_path / "authors.csv").write_text(
         "model,bits,method,original,nearest,seed 0,seed 1,seed 2\n"
         "m,2,aespa,10,40,20,21,22\nm,2,aespa-fast,10,40,30,30,30\nm,3,aespa,10,12,11,11,11\n"
     )
-    table = results.earlier_table("2")
+    table = results.authors_table("2")
     assert table.head == ["model", "original", "nearest", "aespa-fast", "aespa"]
     assert table.rows == [["m", "10.000", "40.000", "30.000 ± 0.000", "21.000 ± 1.000"]]

@@ -10,7 +10,7 @@ Last, the scale leaves the candidates. With the integers Q of the best candidate
 are nearest there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 from aespa_pl.algorithm.workspace import chunk_elements
 
 CPU_CHUNK = 2**18
-"""Number of errors that a thread holds at once; 2**13 to 2**18 were tried, and fewer take up to seven times
-as long."""
+"""Numbers of errors that a thread holds at once, if rows are not wide; 2**13 to 2**18 were tried, and fewer
+take up to seven times as long."""
 LEAST_ERRORS = 400
 """Vectors of errors that a CPU's thread multiplies at least, although wide ones then leave the cache."""
 ACCELERATOR_CHUNK = 2**26
@@ -140,6 +140,11 @@ def products_of_a_search(columns: int, candidates: int, *, thorough: bool = True
     return exact + effort.compared(candidates) * leading_rank(columns) / columns
 
 
+def cpu_chunk(columns: int) -> int:
+    """Return how many numbers of errors of so many columns a CPU's thread holds at once."""
+    return max(CPU_CHUNK, LEAST_ERRORS * columns)
+
+
 def leading_rank(columns: int) -> int:
     """Return the columns of A for a Hessian of so many columns."""
     narrow = min(NARROW_RANK, 2 * columns // COLUMNS_PER_RANK)
@@ -191,10 +196,13 @@ def exact_losses(
 
 def _lowest_point(V: Tensor, H: Tensor, chosen: Candidates) -> Candidates:
     """Return the scale with the least loss for the integers of each row's only candidate."""
-    Q = _centred(V[:, :, None], _Bounds.of(chosen))[:, :, 0]
-    QH = Q @ H
-    slope = (QH * (chosen.scale * Q - V)).sum(-1, keepdim=True)
-    scale = chosen.scale - slope / (QH * Q).sum(-1, keepdim=True)
+    scale = torch.empty_like(chosen.scale)
+    for (_, rows, _), Q, QH in _chunks(V, chosen, H.shape[-1]):
+        torch.bmm(Q[:, :, 0], H, out=QH)
+        slope = (chosen.scale[:, rows] * Q[:, :, 0]).sub_(V[:, rows]).mul_(QH)
+        curvature = QH.mul_(Q[:, :, 0])
+        step = slope.sum(-1, keepdim=True) / curvature.sum(-1, keepdim=True)
+        scale[:, rows] = chosen.scale[:, rows] - step
     usable = (scale > 0) & scale.isfinite()  # not where all integers stand for 0
     return Candidates(torch.where(usable, scale, chosen.scale), chosen.zero, chosen.largest)
 
@@ -222,15 +230,6 @@ class _Bounds:
         return _Bounds(self.inverse[some], self.lowest[some], self.highest[some])
 
 
-def _centred(V: Tensor, bounds: _Bounds, out: Tensor | None = None) -> Tensor:
-    """Return the nearest integers less the zero point, ``[groups, rows, candidates, columns]``."""
-    Q = torch.mul(V, bounds.inverse, out=out)
-    Q.round_()  # all that follows in place: new memory costs more than what it holds
-    # a quarter of the time of clamp with tensors
-    torch.maximum(Q, bounds.lowest, out=Q)
-    return torch.minimum(Q, bounds.highest, out=Q)
-
-
 def _of_each(
     V: Tensor, matrix: Tensor, candidates: Candidates, losses: Callable[[Tensor, Tensor], Tensor]
 ) -> Float[Tensor, "groups rows candidates"]:
@@ -238,25 +237,41 @@ def _of_each(
 
     It is called with errors ``[groups, n, columns]`` and their product with ``matrix``; it may change both.
     """
-    (groups, row_count, columns), outputs = V.shape, matrix.shape[-1]
-    chunk = max(CPU_CHUNK, LEAST_ERRORS * columns)
-    elements = chunk_elements(V, cpu=chunk, accelerator=ACCELERATOR_CHUNK) // (groups * columns)
-    count = candidates.scale.shape[-1]
+    found = torch.empty_like(candidates.scale)
+    V_rows, scale = V[:, :, None], candidates.scale[..., None]
+    for some, Q, product in _chunks(V, candidates, matrix.shape[-1]):
+        torch.addcmul(V_rows[:, some[1]], Q, scale[some], value=-1, out=Q)
+        errors = Q.view(len(V), -1, V.shape[-1])  # one product a group
+        found[some] = losses(errors, torch.bmm(errors, matrix, out=product)).view(Q.shape[:3])
+    return found
+
+
+def _chunks(
+    V: Tensor, candidates: Candidates, outputs: int
+) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
+    """Yield slices of candidates, their integers less the zero point, and memory for a product.
+
+    The integers are ``[groups, rows, candidates, columns]``, and the product has ``outputs`` numbers for each
+    candidate, ``[groups, n, outputs]``. All chunks have the same memory; new memory takes more time than
+    what is computed in it.
+    """
+    groups, row_count, columns = V.shape
+    chunk = chunk_elements(V, cpu=cpu_chunk(columns), accelerator=ACCELERATOR_CHUNK)
+    elements, count = chunk // (groups * columns), candidates.scale.shape[-1]
     width = min(count, max(1, elements))
     height = min(row_count, max(1, elements // width))
-    workspace = V.new_empty(groups * height * width * columns)
+    integers = V.new_empty(groups * height * width * columns)
     products = V.new_empty(groups * height * width * outputs)
-    V, scale, bounds = V[:, :, None], candidates.scale[..., None], _Bounds.of(candidates)
-    found = torch.empty_like(candidates.scale)
+    bounds = _Bounds.of(candidates)
     for row in range(0, row_count, height):
-        rows = slice(row, row + height)
         for first in range(0, count, width):
-            some = (slice(None), rows, slice(first, first + width))
-            shape = found[some].shape
-            errors = workspace[: shape.numel() * columns].view(*shape, columns)
-            _centred(V[:, rows], bounds.part(some), out=errors)
-            torch.addcmul(V[:, rows], errors, scale[some], value=-1, out=errors)
-            errors = errors.view(groups, -1, columns)  # one product a group
-            product = products[: shape.numel() * outputs].view(groups, -1, outputs)
-            found[some] = losses(errors, torch.bmm(errors, matrix, out=product)).view(shape)
-    return found
+            some = (slice(None), slice(row, row + height), slice(first, first + width))
+            here = bounds.part(some)
+            shape = here.inverse.shape[:3]
+            Q = integers[: shape.numel() * columns].view(*shape, columns)
+            torch.mul(V[:, some[1], None], here.inverse, out=Q)
+            Q.round_()
+            # a quarter of the time of clamp with tensors
+            torch.maximum(Q, here.lowest, out=Q)
+            torch.minimum(Q, here.highest, out=Q)
+            yield some, Q, products[: shape.numel() * outputs].view(groups, -1, outputs)

@@ -83,7 +83,7 @@ def _split(V: Tensor, group_size: int | None) -> Tensor:
 def _blocks(H: Tensor, zeta: Tensor, group_size: int | None) -> Tensor:
     """Return the diagonal blocks ``[groups, columns, columns]`` of H, as weights over zeta meet it."""
     size = group_size or len(H)
-    blocks = (zeta[:, None] * H * zeta).view(-1, size, len(H) // size, size)
+    blocks = (zeta[:, None] * H).mul_(zeta).view(-1, size, len(H) // size, size)
     return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0).contiguous()
 
 

@@ -175,13 +175,13 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
         return 0
     rows = max(m.size // (settings.group_size or m.columns) for m in shape.matrices)
     size = max(m.size for m in shape.matrices)
-    widest = max(columns**2 for columns in shape.inputs.values())
-    chunk = candidates.ACCELERATOR_CHUNK if accelerator else candidates.CPU_CHUNK
+    columns = max(shape.inputs.values())
+    chunk = candidates.cpu_chunk(settings.group_size or columns)
     return (
         GRID_BYTES * candidates_of(settings) * rows
-        + CHUNK_BYTES * chunk
+        + CHUNK_BYTES * (candidates.ACCELERATOR_CHUNK if accelerator else chunk)
         + 2 * FLOAT * size  # over zeta, and in groups
-        + 3 * FLOAT * widest  # times zeta, from both sides, and its blocks
+        + 3 * FLOAT * columns**2  # times zeta, from both sides, and its blocks
     )
 
 
