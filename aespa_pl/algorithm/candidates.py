@@ -20,8 +20,8 @@ from torch import Tensor
 from aespa_pl.algorithm.workspace import chunk_elements
 
 CPU_CHUNK = 2**18
-"""Numbers of errors that a thread holds at once, if rows are not wide; 2**13 to 2**18 were tried, and fewer
-take up to seven times as long."""
+"""Numbers of errors that a thread holds at once, if rows are not wide; 2**13 to 2**18 were tried, and smaller
+ones take up to seven times as long."""
 LEAST_ERRORS = 400
 """Vectors of errors that a CPU's thread multiplies at least, although wide ones then leave the cache."""
 ACCELERATOR_CHUNK = 2**26
