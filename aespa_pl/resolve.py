@@ -96,6 +96,11 @@ def _refuse_contradictions(settings: QuantizationSettings) -> None:
             f"quantization.grid.zfold is true and quantization.grid.search is false (method "
             f"{settings.method}): zeta is fitted by the search, so switch both on or both off"
         )
+    if grid.exhaustive and not grid.search:
+        raise UserError(
+            f"quantization.grid.exhaustive is true and quantization.grid.search is false (method "
+            f"{settings.method}): nothing is searched, so switch both on or both off"
+        )
     if grid.awq and not grid.search:
         raise UserError(
             f"quantization.grid.awq is true and quantization.grid.search is false (method "

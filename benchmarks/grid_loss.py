@@ -3,8 +3,9 @@
 python benchmarks/grid_loss.py '[0, 6, 12]' 'fit --config CONFIG.yaml'
 
 The command is one of ``aespa-pl``, whose run goes on up to the last of the blocks. A row has
-the projections with one input: processor seconds of our search, and of one that computes the exact losses
-of all candidates in each round of Z-Fold; and ``tr(dW H dW^T)`` under nearest rounding, ours over the other.
+the projections with one input: processor seconds of our search, and of the exhaustive one, which
+computes the exact losses of all candidates in each round of Z-Fold; and ``tr(dW H dW^T)`` under nearest
+rounding, ours over the other.
 """
 
 import shlex
@@ -20,7 +21,6 @@ from report import Report
 from torch import Tensor
 
 from aespa_pl import cli
-from aespa_pl.algorithm.candidates import Candidates, exact_losses
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
 from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
@@ -56,15 +56,15 @@ def main(blocks: list[int], command: str, *, output: Path | None = None) -> None
         *rest: Any,
         **named: Any,
     ) -> list[Grid]:
-        def searched() -> tuple[list[Grid], float]:
+        def searched(*, exhaustive: bool) -> tuple[list[Grid], float]:
             began = time.process_time()
-            found = fit_grids_of_group(weights, projections, *rest, **named)
+            options = named | {"exhaustive": exhaustive}
+            found = fit_grids_of_group(weights, projections, *rest, **options)
             return found, time.process_time() - began
 
-        ours, seconds = searched()
+        ours, seconds = searched(exhaustive=False)
         if index in blocks:
-            with patch("aespa_pl.algorithm.grid.best_grids", best_of_all):
-                best, longer = searched()
+            best, longer = searched(exhaustive=True)
             names = " ".join(p.projection.name for p in projections)
             ratio = loss(projections, ours) / loss(projections, best)
             report.row(
@@ -82,13 +82,6 @@ def main(blocks: list[int], command: str, *, output: Path | None = None) -> None
         patch("aespa_pl.block.grids.fit_grids_of_group", search_group),
     ):
         cli.main(shlex.split(command))
-
-
-def best_of_all(V: Tensor, H: Tensor, candidates: Candidates, **_: bool) -> tuple[Tensor, ...]:
-    """Return the candidate of each row with the least exact loss, as ``best_grids`` returns one."""
-    least, index = exact_losses(V, H, candidates).min(-1, keepdim=True)
-    chosen = candidates.take(index)
-    return chosen.scale[..., 0], chosen.zero[..., 0], least[..., 0]
 
 
 def loss(projections: Sequence[QuantizedProjection], found: Sequence[Grid]) -> float:

@@ -41,12 +41,13 @@ ITERATIONS = 2
 class Effort:
     """Says how many candidates of a row a search looks at; what was tried stands in docs/performance.md."""
 
-    stride: int
+    stride: int = 1
     """Distance of the candidates that are compared first."""
-    basins: int
+    basins: int = 0
     """Number of the best of these whose neighbours are compared as well."""
-    shortlist: int
-    """Number of the best of all these that get their exact losses."""
+    shortlist: int | None = None
+    """Number of the best of all these that get their exact losses; None: all candidates get exact losses
+    and nothing else."""
 
     @property
     def reach(self) -> int:
@@ -63,10 +64,12 @@ class Effort:
         return coarse + min(self.basins, coarse) * 2 * self.reach
 
 
-THOROUGH = Effort(stride=1, basins=0, shortlist=8)
+THOROUGH = Effort(shortlist=8)
 """Compares all candidates, because the loss may be rough in the scale."""
 QUICK = Effort(stride=5, basins=4, shortlist=1)
 """Takes a third of the time, within Z-Fold's alternation."""
+EXHAUSTIVE = Effort()
+"""Takes about 20 times as long as QUICK: for comparisons."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def best_grids(
     H: Float[Tensor, "groups columns columns"],
     candidates: Candidates,
     *,
-    thorough: bool = True,
+    effort: Effort = THOROUGH,
 ) -> tuple[
     Float[Tensor, "groups rows"], Float[Tensor, "groups rows"], Float[Tensor, "groups rows"]
 ]:
@@ -98,10 +101,13 @@ def best_grids(
         V: Weights over zeta.
         H: Hessian of each group of columns.
         candidates: Grids to choose from; neighbours differ little.
-        thorough: Search with the effort THOROUGH, otherwise with QUICK.
+        effort: How many candidates are looked at. The scale leaves the candidates unless that is EXHAUSTIVE.
     """
+    if effort.shortlist is None:
+        loss, best = exact_losses(V, H, candidates).min(-1, keepdim=True)
+        chosen = candidates.take(best)
+        return chosen.scale[..., 0], chosen.zero[..., 0], loss[..., 0]
     A, D = leading_part(H)
-    effort = effort_of(thorough=thorough)
     count = candidates.scale.shape[-1]
     index = torch.arange(effort.first(count), count, effort.stride, device=V.device)
     index = index.expand(*candidates.scale.shape[:2], -1)  # [groups, rows, compared]
@@ -127,14 +133,10 @@ def best_grids(
     return scale[..., 0], chosen.zero[..., 0], loss[..., 0]
 
 
-def effort_of(*, thorough: bool) -> Effort:
-    """Return the effort of a search."""
-    return THOROUGH if thorough else QUICK
-
-
-def products_of_a_search(columns: int, candidates: int, *, thorough: bool = True) -> float:
+def products_of_a_search(columns: int, candidates: int, effort: Effort = THOROUGH) -> float:
     """Return how many products ``e H`` of a row, or what takes as much arithmetic, a search makes."""
-    effort = effort_of(thorough=thorough)
+    if effort.shortlist is None:
+        return float(candidates)
     # two more for the lowest point of the parabola
     exact = min(effort.shortlist, candidates) + 2
     return exact + effort.compared(candidates) * leading_rank(columns) / columns

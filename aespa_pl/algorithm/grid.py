@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from aespa_pl.algorithm.candidates import Candidates, best_grids
+from aespa_pl.algorithm.candidates import THOROUGH, Candidates, Effort, best_grids
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
@@ -40,16 +40,15 @@ def search_grid(
     zeta: Float[Tensor, " d_in"],
     grid_format: GridFormat,
     *,
-    thorough: bool = True,
+    effort: Effort = THOROUGH,
 ) -> Grid:
     """Return a grid with nearly the least ``dw H dw^T`` for each row under nearest rounding.
 
     Every clip ratio is compared with the floor and the ceiling of the zero point; how, and how near
     the least loss that comes, stands in ``candidates.py``. With groups of columns each group is
-    searched on its own diagonal block of H. A search that is not thorough takes a third of the time,
-    and its loss is somewhat higher.
+    searched on its own diagonal block of H.
     """
-    return search_with_loss(W, H, zeta, grid_format, thorough=thorough)[0]
+    return search_with_loss(W, H, zeta, grid_format, effort=effort)[0]
 
 
 def search_with_loss(
@@ -58,7 +57,7 @@ def search_with_loss(
     zeta: Float[Tensor, " d_in"],
     grid_format: GridFormat,
     *,
-    thorough: bool = True,
+    effort: Effort = THOROUGH,
 ) -> tuple[Grid, Float[Tensor, ""]]:
     """Return what ``search_grid`` returns, and ``tr(dW H dW^T)`` under nearest rounding on it."""
     parts = W.reshape(H.shape[0], -1, W.shape[-1])  # rows that share a Hessian
@@ -66,7 +65,7 @@ def search_with_loss(
     for h, part in enumerate(parts):  # one by one: the blocks of H take as much memory as H
         blocks = _blocks(H[h], zeta, grid_format.group_size)
         V = _split(part / zeta, grid_format.group_size)
-        found.append(_search(V, blocks, grid_format, thorough=thorough))
+        found.append(_search(V, blocks, grid_format, effort))
     scale, zero_point, losses = (torch.cat(x) for x in zip(*found, strict=True))
     shape = (*W.shape[:2], -1)
     grid = Grid(scale.view(shape), zero_point.view(shape), zeta, grid_format.bits)
@@ -98,7 +97,7 @@ def _range(V: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
 
 
 def _search(
-    V: Tensor, H: Tensor, grid_format: GridFormat, *, thorough: bool
+    V: Tensor, H: Tensor, grid_format: GridFormat, effort: Effort
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the best scales, zero points and losses ``[rows, groups]`` for ``V [rows, groups, columns]``."""
     scale, zero_point = _range(V, grid_format)
@@ -112,5 +111,5 @@ def _search(
         zero_points.transpose(0, 1).contiguous().repeat_interleave(CLIP_RATIOS, -1),
         grid_format.largest,
     )
-    scale, zero_point, loss = best_grids(V, H, candidates, thorough=thorough)
+    scale, zero_point, loss = best_grids(V, H, candidates, effort=effort)
     return scale.T, zero_point.T, loss.T

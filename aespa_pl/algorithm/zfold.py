@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from aespa_pl.algorithm.candidates import EXHAUSTIVE, QUICK, THOROUGH, Effort
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
@@ -23,7 +24,7 @@ differs from the last one: at 4 bits the loss still fell by a percent in the thi
 Problem = TypeVar("Problem")
 """Type of all that a search needs of a projection: weights and Hessian, or an object that has them."""
 Search = Callable[..., tuple[Grid, float]]
-"""Called with a problem, a zeta, the grid's format and ``thorough``: see ``grid.search_with_loss``."""
+"""Called with a problem, a zeta, the grid's format and ``effort``: see ``grid.search_with_loss``."""
 
 
 def fit_grids(
@@ -34,6 +35,7 @@ def fit_grids(
     with_zeta: bool,
     max_rounds: int,
     search_one: Search,
+    exhaustive: bool = False,
 ) -> list[Grid]:
     """Return the grids of all projections that share one input.
 
@@ -48,23 +50,26 @@ def fit_grids(
             the loss.
         search_one: Returns the best grid of one projection for a zeta, and its loss. Only the last search
             is thorough, whose grids are returned: that with the best zeta of all, which may be 1.
+        exhaustive: All searches try each candidate instead, and alternations go on while the loss falls.
     """
+    quick, last = (EXHAUSTIVE, EXHAUSTIVE) if exhaustive else (QUICK, THOROUGH)
+    least_gain = 0.0 if exhaustive else LEAST_GAIN
     ones = torch.ones_like(weights[0][0, 0])
 
-    def search(zeta: Tensor, *, thorough: bool) -> tuple[list[Grid], float]:
-        found = [search_one(problem, zeta, grid_format, thorough=thorough) for problem in problems]
+    def search(zeta: Tensor, effort: Effort) -> tuple[list[Grid], float]:
+        found = [search_one(problem, zeta, grid_format, effort=effort) for problem in problems]
         return [grid for grid, _ in found], sum(loss for _, loss in found)
 
     if not with_zeta:
-        return search(ones, thorough=True)[0]
-    _, without_zeta = search(ones, thorough=False)
+        return search(ones, last)[0]
+    _, without_zeta = search(ones, quick)
     # from the searched grids it ended at losses that were 1.8 % lower to 1.5 % higher (docs/performance.md)
     grids = [min_max_grid(W, ones, grid_format) for W in weights]
     least, exponent = torch.inf, LEAP if grid_format.bits > 2 else 1.0
     for _ in range(max_rounds):
         zeta = grids[0].zeta * (least_squares_zeta(weights, grids) / grids[0].zeta) ** exponent
-        found, loss = search(zeta, thorough=False)
-        gains = loss < (1 - LEAST_GAIN) * least
+        found, loss = search(zeta, quick)
+        gains = loss < (1 - least_gain) * least
         if loss < least:
             grids, least = found, loss
         if not gains and exponent == 1:
@@ -72,7 +77,7 @@ def fit_grids(
         if not gains:
             exponent = 1.0
     best_zeta = grids[0].zeta if least < without_zeta else ones
-    return search(best_zeta, thorough=True)[0]
+    return search(best_zeta, last)[0]
 
 
 def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Float[Tensor, " d_in"]:

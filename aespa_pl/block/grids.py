@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.awq import candidate_zetas, nearest_loss
+from aespa_pl.algorithm.candidates import EXHAUSTIVE, THOROUGH, Effort
 from aespa_pl.algorithm.grid import min_max_grid, search_with_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
@@ -42,12 +43,11 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
     grids: dict[str, Grid] = {}
 
     def search(
-        p: QuantizedProjection, zeta: Tensor, form: GridFormat, *, thorough: bool
+        p: QuantizedProjection, zeta: Tensor, form: GridFormat, *, effort: Effort
     ) -> tuple[Grid, float]:
         share = p.share(world)
         found = [
-            search_with_loss(r.weight, r.hessian, zeta, form, thorough=thorough)
-            for r in p.rows(share)
+            search_with_loss(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)
         ]
         parts, losses = zip(*found, strict=True)
         scale = torch.cat([part.scale for part in parts])
@@ -60,7 +60,8 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
         projections = block.of_group(group)
         if settings.grid.awq:
             zeta = _zeta_of_inputs(block, group, form, world)
-            fitted = [search(p, zeta, form, thorough=True)[0] for p in projections]
+            effort = EXHAUSTIVE if settings.grid.exhaustive else THOROUGH
+            fitted = [search(p, zeta, form, effort=effort)[0] for p in projections]
         else:
             fitted = fit_grids_of_group(
                 [p.weight for p in projections],
@@ -69,6 +70,7 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
                 with_zeta=bool(settings.grid.zfold) and group.fold is not None,
                 max_rounds=settings.grid.max_rounds,
                 search_one=search,
+                exhaustive=settings.grid.exhaustive,
             )
         grids |= {p.projection.name: grid for p, grid in zip(projections, fitted, strict=True)}
     block.take_grids(grids)

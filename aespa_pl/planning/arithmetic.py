@@ -7,7 +7,13 @@ them a device makes in a second.
 
 from dataclasses import dataclass
 
-from aespa_pl.algorithm.candidates import effort_of, products_of_a_search
+from aespa_pl.algorithm.candidates import (
+    EXHAUSTIVE,
+    QUICK,
+    THOROUGH,
+    Effort,
+    products_of_a_search,
+)
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.algorithm.second_moments import computed_share
 from aespa_pl.calibration.attention_weighted import chunk_rows
@@ -48,16 +54,18 @@ def candidates_of(settings: QuantizationSettings) -> int:
     return CLIP_RATIOS if settings.symmetric else 2 * CLIP_RATIOS
 
 
-def searches(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> dict[bool, int]:
-    """Return how many thorough (True) and quick searches the grid of a matrix takes."""
+def searches(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> dict[Effort, int]:
+    """Return how many searches of each effort the grid of a matrix takes."""
     if not settings.grid.search:
         return {}
+    last = EXHAUSTIVE if settings.grid.exhaustive else THOROUGH
     folds = any(g.name == matrix.group and g.fold is not None for g in shape.layout.groups)
     if not (settings.grid.zfold and folds):
-        return {True: 1}
+        return {last: 1}
     typical = TYPICAL_ZFOLD_ROUNDS if settings.bits == 2 else TYPICAL_ROUNDS_OF_MORE_BITS
-    # all searches but the last are quick: the one without zeta, and one a round
-    return {True: 1, False: 1 + min(typical, settings.grid.max_rounds)}
+    # the one without zeta, one a round, and the last
+    rounds = 1 + min(typical, settings.grid.max_rounds)
+    return {EXHAUSTIVE: rounds + 1} if settings.grid.exhaustive else {QUICK: rounds, THOROUGH: 1}
 
 
 def block_visits(shape: Shape, settings: QuantizationSettings) -> Visits:
@@ -68,9 +76,9 @@ def block_visits(shape: Shape, settings: QuantizationSettings) -> Visits:
     candidates = candidates_of(settings)
     return Visits(
         compared=sum(
-            m.size * count * effort_of(thorough=thorough).compared(candidates)
+            m.size * count * effort.compared(candidates)
             for m in shape.matrices
-            for thorough, count in searches(shape, m, settings).items()
+            for effort, count in searches(shape, m, settings).items()
         ),
         updated=shape.weights if settings.optq.enabled else 0,
         polished=passes * (shape.weights - coupled),
@@ -95,10 +103,10 @@ def block_flops(
         count
         * 2 * m.size * _searched_columns(m, settings)
         * products_of_a_search(
-            _searched_columns(m, settings), candidates_of(settings), thorough=thorough
+            _searched_columns(m, settings), candidates_of(settings), effort
         )
         for m in shape.matrices
-        for thorough, count in searches(shape, m, settings).items()
+        for effort, count in searches(shape, m, settings).items()
     )  # fmt: skip
     factors = sum(3 * columns**3 for columns in shape.inputs.values()) + 3 * kv * d**3
     step = sum(m.product_flops for m in shape.matrices if learned(m, settings))

@@ -6,7 +6,11 @@ from torch import Tensor
 
 from aespa_pl.algorithm import candidates as candidates_module
 from aespa_pl.algorithm.candidates import (
+    EXHAUSTIVE,
+    QUICK,
+    THOROUGH,
     Candidates,
+    Effort,
     approximate_losses,
     best_grids,
     exact_losses,
@@ -106,6 +110,21 @@ def test_choice_is_near_the_least_loss_on_any_hessian(spectrum: str, bits: int) 
     assert share_of_least(*problem(spectrum, bits, rows=12, columns=96)) <= HARDEST
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_exhaustive_search_finds_the_candidate_with_the_least_loss(
+    spectrum: str, bits: int
+) -> None:
+    V, H, candidates = problem(spectrum, bits)
+    scale, zero, loss = best_grids(V, H, candidates, effort=EXHAUSTIVE)
+    for row in range(6):
+        losses = every_loss(V, H, candidates, row)
+        assert float(loss[0, row]) == pytest.approx(float(losses.min()))
+        best = int(losses.argmin())
+        assert float(scale[0, row]) == float(candidates.scale[0, row, best])
+        assert float(zero[0, row]) == float(candidates.zero[0, row, best])
+
+
 @pytest.mark.parametrize("bits", [2, 8])
 def test_choice_is_the_best_where_the_approximation_is_exact(bits: int) -> None:
     """A diagonal Hessian is its own approximation; the scale may be better than any candidate's."""
@@ -198,8 +217,8 @@ def test_rows_that_round_without_error_and_rows_of_zeros() -> None:
     assert float(found[0, 1]) in (1.0, 2.0)  # both reach 2 exactly
 
 
-@pytest.mark.parametrize("thorough", [True, False])
-def test_rows_too_small_for_the_inverse_of_a_scale_have_finite_losses(*, thorough: bool) -> None:
+@pytest.mark.parametrize("effort", [THOROUGH, QUICK, EXHAUSTIVE])
+def test_rows_too_small_for_the_inverse_of_a_scale_have_finite_losses(effort: Effort) -> None:
     """Weight decay leaves such rows: the inverse of their scales is not a number of float32."""
     V = torch.tensor([[1e-41, 0.0, -3e-41, 2e-41], [1.0, 0.0, -3.0, 2.0]])[None]
     candidates = Candidates(
@@ -207,7 +226,7 @@ def test_rows_too_small_for_the_inverse_of_a_scale_have_finite_losses(*, thoroug
         torch.ones(1, 2, 20),
         3,
     )
-    scale, _, loss = best_grids(V, torch.eye(4)[None], candidates, thorough=thorough)
+    scale, _, loss = best_grids(V, torch.eye(4)[None], candidates, effort=effort)
     assert loss.isfinite().all()
     assert (scale > 0).all()
 
@@ -221,6 +240,7 @@ def test_products_are_those_of_the_shortlist_the_parabola_and_the_approximation(
 ) -> None:
     found = products_of_a_search(columns, candidates)
     assert round(found) == expected  # in whole products
+    assert products_of_a_search(columns, candidates, EXHAUSTIVE) == candidates
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -228,8 +248,8 @@ def test_a_quick_search_is_nearly_as_good_as_a_thorough_one(bits: int) -> None:
     V, _, candidates = problem("identity", bits, rows=60, columns=96)
     H = strong_directions(96)
     losses = []
-    for thorough in (True, False):
-        scale, zero, _ = best_grids(V, H, candidates, thorough=thorough)
+    for effort in (THOROUGH, QUICK):
+        scale, zero, _ = best_grids(V, H, candidates, effort=effort)
         grids = zip(scale[0].tolist(), zero[0].tolist(), strict=True)
         losses.append(sum(loss_of(V[0, i], H[0], *g, 2**bits - 1) for i, g in enumerate(grids)))
     assert losses[1] < 1.04 * losses[0]  # some tenths of a percent on a real model
@@ -239,5 +259,5 @@ def test_a_quick_search_is_nearly_as_good_as_a_thorough_one(bits: int) -> None:
 def test_a_quick_search_chooses_one_of_the_candidates(count: int) -> None:
     V, H, candidates = problem("typical", 3)
     some = Candidates(candidates.scale[..., :count], candidates.zero[..., :count], 7)
-    _, zero, _ = best_grids(V, H, some, thorough=False)
+    _, zero, _ = best_grids(V, H, some, effort=QUICK)
     assert all(z in some.zero[0, i] for i, z in enumerate(zero[0]))

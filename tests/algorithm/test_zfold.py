@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import zfold
+from aespa_pl.algorithm.candidates import EXHAUSTIVE, Effort
 from aespa_pl.algorithm.grid import min_max_grid, search_with_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from aespa_pl.algorithm.zfold import fit_grids, least_squares_zeta
@@ -39,16 +40,23 @@ def fit(
     with_zeta: bool = True,
     max_rounds: int = 30,
     form: GridFormat = FORM,
+    exhaustive: bool = False,
     searched: list[Searched] | None = None,
+    efforts: list[Effort] | None = None,
 ) -> list[Grid]:
-    """Return the grids of all projections; ``searched`` gets weight, Hessian and grid of each search."""
+    """Return the grids of all projections.
+
+    ``searched`` gets weight, Hessian and grid of each search, and ``efforts`` its effort.
+    """
     seen = searched if searched is not None else []
 
     def search_one(
-        pair: tuple[Tensor, Tensor], zeta: Tensor, grid_format: GridFormat, *, thorough: bool
+        pair: tuple[Tensor, Tensor], zeta: Tensor, grid_format: GridFormat, *, effort: Effort
     ) -> tuple[Grid, float]:
-        grid, loss = search_with_loss(*pair, zeta, grid_format, thorough=thorough)
+        grid, loss = search_with_loss(*pair, zeta, grid_format, effort=effort)
         seen.append((*pair, grid))
+        if efforts is not None:
+            efforts.append(effort)
         return grid, float(loss)
 
     return fit_grids(
@@ -58,6 +66,7 @@ def fit(
         with_zeta=with_zeta,
         max_rounds=max_rounds,
         search_one=search_one,
+        exhaustive=exhaustive,
     )
 
 
@@ -195,3 +204,18 @@ def test_alternation_ends_when_the_loss_no_longer_falls_and_keeps_the_best(
             assert grid is chosen
     # the problems are such that the best round is not always the same
     assert max_rounds < 30 or len(best_rounds) > 1
+
+
+def test_an_exhaustive_search_tries_all_and_goes_on_while_the_loss_falls() -> None:
+    weights, hessians = problem()
+    efforts: list[Effort] = []
+    searched: list[Searched] = []
+    grids = fit(weights, hessians, exhaustive=True, efforts=efforts, searched=searched)
+    assert set(efforts) == {EXHAUSTIVE}
+    rounds = [
+        loss(weights, hessians, [a[2], b[2]])
+        for a, b in zip(searched[::2], searched[1::2], strict=True)
+    ][1:-1]  # without the one of no zeta, and the last
+    assert all(later < earlier for earlier, later in pairwise(rounds[:-1]))
+    assert rounds[-1] >= rounds[-2]
+    assert loss(weights, hessians, grids) == pytest.approx(min(rounds))

@@ -132,6 +132,12 @@ def test_zeta_without_a_search_is_refused() -> None:
         resolved(settings)
 
 
+def test_exhaustive_search_without_a_search_is_refused() -> None:
+    settings = QuantizationSettings(method="rtn", grid=GridSettings(exhaustive=True))
+    with pytest.raises(UserError, match=r"grid.exhaustive is true and .*false \(method rtn"):
+        resolved(settings)
+
+
 def test_awq_without_a_search_or_with_another_zeta_is_refused() -> None:
     settings = QuantizationSettings(method="awq", grid=GridSettings(search=False))
     with pytest.raises(UserError, match=r"grid.awq is true and .*search is false \(method awq"):

@@ -54,6 +54,7 @@ def test_switch_changes_what_it_names_and_nothing_else(
     ("switch", "others"),
     [
         ({"grid.max_rounds": 1}, {}),
+        ({"grid.exhaustive": True}, {}),
         ({"optq.enabled": False}, {}),
         (NOT_LEARNED, {}),
         ({"rounding.iterations": 3}, {}),
