@@ -69,7 +69,7 @@ THOROUGH = Effort(shortlist=8)
 QUICK = Effort(stride=5, basins=4, shortlist=1)
 """Takes a third of the time, within Z-Fold's alternation."""
 EXHAUSTIVE = Effort()
-"""Gives every candidate its exact loss, to compare with others' figures; takes many times as long as QUICK."""
+"""Gives every candidate its exact loss, to compare with figures of others; takes far longer than QUICK."""
 
 
 @dataclass(frozen=True)
