@@ -50,7 +50,8 @@ def fit_grids(
             the loss.
         search_one: Returns the best grid of one projection for a zeta, and its loss. Only the last search
             is thorough, whose grids are returned: that with the best zeta of all, which may be 1.
-        exhaustive: All searches try each candidate instead, and alternations go on while the loss falls.
+        exhaustive: All searches try each candidate instead, and plain alternations go on while the loss
+            falls.
     """
     quick, last = (EXHAUSTIVE, EXHAUSTIVE) if exhaustive else (QUICK, THOROUGH)
     least_gain = 0.0 if exhaustive else LEAST_GAIN
@@ -65,7 +66,7 @@ def fit_grids(
     _, without_zeta = search(ones, quick)
     # from the searched grids it ended at losses that were 1.8 % lower to 1.5 % higher (docs/performance.md)
     grids = [min_max_grid(W, ones, grid_format) for W in weights]
-    least, exponent = torch.inf, LEAP if grid_format.bits > 2 else 1.0
+    least, exponent = torch.inf, LEAP if grid_format.bits > 2 and not exhaustive else 1.0
     for _ in range(max_rounds):
         zeta = grids[0].zeta * (least_squares_zeta(weights, grids) / grids[0].zeta) ** exponent
         found, loss = search(zeta, quick)
