@@ -34,7 +34,8 @@ def resolved(
     """
     method = METHODS.get(settings.method)
     if method is None:
-        raise UserError(f"quantization.method is {settings.method}: {', '.join(METHODS)}")
+        known = ", ".join(METHODS)
+        raise UserError(f"quantization.method is {settings.method}: expected one of {known}")
     grid, objective, rounding = settings.grid, settings.objective, settings.rounding
     blocks, model = settings.tuning.blocks, settings.tuning.model
     error = _share(settings.bits) ** 2  # rounding's error beside that at 2 bits, of the same range

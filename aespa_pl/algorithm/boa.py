@@ -35,12 +35,12 @@ def update_rows(
 
     Returns:
         The value that each weight had at the moment it was about to be rounded, its integer, and the
-        extra damping that the factorization of H took.
+        largest extra damping that the factorizations of H and G took.
 
     Raises:
         NumericalError: H or G cannot be factored.
     """
-    U, _ = inverse_factor(G)
+    U, added = inverse_factor(G)
     columns, visitor = factor_columns(H), ColumnVisitor(grid.largest)
     pending, visited, integers = W.clone(), torch.empty_like(W), torch.empty_like(W)
     for i in range(W.shape[1]):
@@ -51,4 +51,4 @@ def update_rows(
         lost = pending[:, row] - dequantize(integers[:, row], of_row)  # [heads, 1, d_in]
         share = (U[:, i, i + 1 :] / U[:, i, i, None])[..., None]  # [heads, later rows, 1]
         pending[:, i + 1 :] -= share * lost
-    return visited, integers, columns.added
+    return visited, integers, torch.maximum(columns.added, added.max())

@@ -1,10 +1,10 @@
 """Compute weights that make up for the changes of the quantized blocks before them.
 
 The quantized blocks have changed the input of a projection from X_fp to X, and the residual stream
-that the output of some is added to from R_fp to R. The weights W' with the least
-``E |R + W' X - R_fp - W X_fp|^2`` are
+that the output of some is added to from R_fp to R. The weights W_c with the least
+``E |R + W_c X - R_fp - W X_fp|^2`` are
 
-    W' = W + (W E[(X_fp - X) X^T] + E[(R_fp - R) X^T]) H^-1,  H = E[X X^T].
+    W_c = W + (W E[(X_fp - X) X^T] + E[(R_fp - R) X^T]) H^-1,  H = E[X X^T].
 
 With the outputs Y = R + W X and Y_fp = R_fp + W X_fp, the matrix before ``H^-1`` is ``E[(Y_fp - Y) X^T]``.
 A share alpha of the change is taken. All of it is worse than none: it is a regression, which shrinks
@@ -37,7 +37,7 @@ def corrected_weights(
         share: alpha, 0 to 1.
 
     Raises:
-        NumericalError: H cannot be factored, whatever the damping.
+        NumericalError: H cannot be factored even with 100 times its mean diagonal added.
     """
     # where heads share H, there is one problem with the rows of all
     solved, added = solve(H, shift.flatten(0, 1)[None] if len(H) == 1 else shift)

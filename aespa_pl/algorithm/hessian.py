@@ -1,4 +1,7 @@
-"""Mark dead inputs, damp a Hessian and invert it."""
+"""Mark dead inputs, damp a Hessian and invert it.
+
+Source: OPTQ (Frantar et al., ICLR 2023) for the damping; docs/algorithm.md, "Damping and dead inputs".
+"""
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,7 +18,8 @@ FIRST_EXTRA_DAMPING, LAST_EXTRA_DAMPING = 0.01, 100.0
 def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor, "heads d_in"]:
     """Return the diagonal of a Hessian, damped.
 
-    Dead inputs are revived, and ``damping`` times the mean is added, to each head on its own.
+    A dead input's 0 becomes ``DEAD_DIAGONAL``; then ``damping``, a share of the mean diagonal (0.01: 1 %), is
+    added to each head on its own.
     """
     revived = diagonal.masked_fill(diagonal == 0, DEAD_DIAGONAL)
     return revived + damping * revived.mean(-1, keepdim=True)
@@ -94,5 +98,7 @@ def _raise_damping(added: Tensor, failed: Tensor) -> None:
         NumericalError: There is no more to try.
     """
     if bool((added[failed] >= LAST_EXTRA_DAMPING / 2).any()):
-        raise NumericalError("the Hessian cannot be factored, whatever the damping")
+        raise NumericalError(
+            f"a matrix cannot be factored even with {LAST_EXTRA_DAMPING:g} times its mean diagonal added"
+        )
     added[failed] = torch.where(added[failed] == 0, FIRST_EXTRA_DAMPING, 10 * added[failed])

@@ -31,7 +31,8 @@ def error_divisors(
     * Elsewhere it is the mean square of the output, where that is larger. The quantized model may make a
       massive activation of a token that has none. Relative to its target, the error of this one token would
       be larger than those of all others together.
-    * Of the first token it is at most its size by ``FIRST L``, so that it counts like as many tokens.
+    * For the first token it is at most ``max(p, mean square of the output) / max(1, FIRST L)``, so that it
+      counts like ``FIRST L`` tokens.
 
     Args:
         target: Hidden states of segments in the original model.
@@ -45,7 +46,7 @@ def token_weights(
 ) -> Float[Tensor, "*batch L"]:
     """Return the weight of each token in a sum of squared errors that are not divided by its size.
 
-    It is ``MASSIVE m`` by the token's ``error_divisors`` where that is less than 1, else 1; m is as there.
+    It is ``min(1, MASSIVE m / D)`` with the token's ``error_divisors`` D; m is as there.
     """
     divisors, bound = _divisors_and_bound(target, output)
     return (bound / divisors).clamp(max=1)

@@ -16,7 +16,14 @@ TINY = 1e-30
 
 
 def weight_gain(lower: Tensor, scale: Tensor, zeta: Tensor, largest: int) -> Tensor:
-    """Return the step of each weight, 0 where the clamp holds it, ``[heads, rows, d_in]``."""
+    """Return ``scale zeta`` of each weight ``[heads, rows, d_in]``, and 0 where the clamp holds it.
+
+    Args:
+        lower: The lower of the two integers of each weight, ``[heads, rows, d_in]``.
+        scale: Scales, ``[heads, rows, groups]``.
+        zeta: Column factors, ``[d_in]``.
+        largest: The largest integer.
+    """
     step = (scale[..., None] * zeta.view(scale.shape[-1], -1)).flatten(-2)
     return step * ((lower >= 0) & (lower < largest))
 

@@ -111,8 +111,8 @@ def settled_moves(later: Tensor, *tile: Tensor) -> tuple[Tensor]:
     """Return the moves that are settled after ``ROUNDS`` rounds, the others 0.
 
     Args:
-        later: As in ``find_moves``.
-        tile: Tensors of the tile.
+        later: Part of the damped Hessian above the diagonal: what a move changes for the columns to come.
+        tile: ``Tile.tensors()``, each ``[units, rows, columns]``; one by one, because a graph takes tensors.
     """
     here = Tile(*tile)
     moves = before = here.nearest(here.P.clone())
@@ -126,10 +126,10 @@ def settled_coupled_moves(both: Tensor, own: Tensor, below: Tensor, *tile: Tenso
     """Return the moves that are settled after ``COUPLED_ROUNDS`` rounds, the others 0.
 
     Args:
-        both: As in ``find_coupled_moves``.
-        own: As there.
-        below: As there.
-        tile: Tensors of the tile.
+        both: Damped Hessian between these columns, and beside it its part above the diagonal.
+        own: Diagonal of G between these rows.
+        below: Part of G below the diagonal.
+        tile: ``Tile.tensors()``, each ``[units, rows, columns]``; one by one, because a graph takes tensors.
     """
     here = Tile(*tile)
     coupling = _Coupling(here.P, both, own, below)

@@ -89,7 +89,10 @@ class BlockQuantizer:
         try:
             correct(block, shifts, self.settings.input_correction or 0.0)
         except NumericalError as error:
-            raise UserError(f"{error}; raise quantization.damping in a new run") from error
+            raise UserError(
+                f"{error}; check model.pretrained and data.calibration.source, or try another "
+                "quantization.damping in a new run"
+            ) from error
 
     def _update(self, block: QuantizedBlock) -> None:
         if self.settings.optq.enabled:
@@ -102,7 +105,10 @@ class BlockQuantizer:
         """Return the damping of the second attempt; there is no third."""
         stronger = DAMPING_GROWTH * used
         if used != self.settings.damping or stronger >= 1:
-            raise UserError(f"{error}; raise quantization.damping in a new run") from error
+            raise UserError(
+                f"{error}; check model.pretrained and data.calibration.source, or try another "
+                "quantization.damping in a new run"
+            ) from error
         log.warning("%s; again with damping %g", error, stronger)
         self.run.damping[index] = stronger
         self.run.forget_learning()

@@ -28,10 +28,15 @@ class Rows:
     """Holds some rows of a projection with the Hessians that they need, all in memory."""
 
     weight: Tensor
+    """``[heads, rows, d_in]``, float32: the weight that is aimed at."""
     grid: Grid
+    """Grid of these rows, before folding."""
     integers: Tensor
+    """``[heads, rows, d_in]``, uint8."""
     hessian: Tensor
+    """Damped H, ``[1, d_in, d_in]``, or ``[heads, d_in, d_in]`` where each head has its own."""
     other_side: Tensor | None
+    """G ``[heads, d_h, d_h]`` (query, key), undamped; None where the objective has none."""
 
 
 @dataclass
@@ -91,7 +96,10 @@ class QuantizedProjection:
         self.integers = quantize(self.weight, grid).to(torch.uint8)
 
     def loss(self, integers: Tensor) -> Tensor:
-        """Return the exact objective of ``integers`` in its independent parts (see objectives)."""
+        """Return ``tr(G dW H dW^T)`` of ``integers`` in its independent parts.
+
+        They are ``[heads, rows]``, or ``[heads, 1]`` with G.
+        """
         everything = replace(self, integers=integers).rows(self.share(ALONE))
         return torch.cat(
             [

@@ -205,7 +205,7 @@ def expected(kind: Any) -> str:
     if kind in EXPECTED:
         return EXPECTED[kind]
     if get_origin(kind) is Literal:
-        return ", ".join(map(str, get_args(kind)))
+        return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is list:
         return "a list"
     choices = sorted(get_args(kind), key=lambda choice: choice is NoneType)
@@ -226,7 +226,7 @@ def _mistakes(
             found += _unknown(kinds, key, where)
         elif not right and not _takes(parser, [(key, value)], where):
             shown = "null" if value is None else value
-            found.append(f"{key} is {shown}: {expected(kinds[key])}{where}")
+            found.append(f"{key} is {shown}: expected {expected(kinds[key])}{where}")
     return found
 
 

@@ -105,7 +105,7 @@ def _mistake(option: Option) -> str:
         shown = "has no value" if option.value is None else f"is {option.value}"
         return f"{key} {shown}: give a list, such as --{SECTION}.methods '[aespa, rtn]'"
     refused = _refused(items, ITEMS[key])
-    return f"{key} has {', '.join(refused)}: {expected(ITEMS[key])}" if refused else ""
+    return f"{key} has {', '.join(refused)}: expected {expected(ITEMS[key])}" if refused else ""
 
 
 def _refused(items: Sequence[Any], kind: Any) -> list[str]:

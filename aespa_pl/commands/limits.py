@@ -57,7 +57,9 @@ def check_length(section: str, length: int, positions: int | None, model: str) -
     """Raise UserError if a segment is too short to predict anything or too long for the model."""
     key = f"data.{section}.segment_length"
     if length < 2:
-        raise UserError(f"{key} is {length}: at least 2 tokens, one predicts the next")
+        raise UserError(
+            f"{key} is {length}: expected 2 or more, because each token predicts the next"
+        )
     if positions is not None and length > positions:
         raise UserError(
             f"{key} is {length}, but {model} has {positions} positions: choose {positions} or less"
@@ -125,11 +127,15 @@ def check_output(output: OutputSettings) -> Path:
     """
     if "://" in output.folder:
         raise UserError(
-            f"output.folder is {output.folder}: a folder of this machine, copy the run afterwards"
+            f"output.folder is {output.folder}: expected a folder of this machine; copy the run to its "
+            "destination afterwards"
         )
     name = Path(output.name)
     if name.is_absolute() or ".." in name.parts or not name.parts:
-        raise UserError(f"output.name is {output.name!r}: a name inside of output.folder")
+        raise UserError(
+            f"output.name is {output.name!r}: expected a relative name without '..', because runs lie "
+            "inside of output.folder"
+        )
     return Path(output.folder).expanduser() / name
 
 

@@ -185,7 +185,9 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
                 "own"
             )
     if trainer["log_every_n_steps"] in (None, 0):
-        raise UserError("trainer.log_every_n_steps: 1 or more iterations")
+        raise UserError(
+            f"trainer.log_every_n_steps is {trainer['log_every_n_steps']}: expected 1 or more steps"
+        )
     if trainer["precision"] not in PRECISIONS:
         raise UserError(
             f"trainer.precision is {trainer['precision']}, but rounding variables are learned in "

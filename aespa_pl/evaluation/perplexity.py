@@ -110,6 +110,10 @@ def _losses(logits: Tensor, ids: Tensor) -> Tensor:
 
 def _perplexity(average: float, model: str, dtype: torch.dtype) -> float:
     if not average < LARGEST_EXPONENT:
-        advice = "" if dtype == torch.float32 else ": try --model.dtype float32"
+        advice = (
+            ": check model.pretrained, or quantize with more bits"
+            if dtype == torch.float32
+            else ": try --model.dtype float32"
+        )
         raise UserError(f"the perplexity of {model} is not a finite number in {dtype}{advice}")
     return math.exp(average)

@@ -203,7 +203,10 @@ def _score(name: str, results: Mapping[str, Any]) -> TaskScore:
     found = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
     metric = next((metric for metric in METRICS if metric in found), None)
     if metric is None:
-        raise UserError(f"--tasks: {name} has none of the metrics {', '.join(METRICS)}")
+        raise UserError(
+            f"--tasks: {name} has none of the metrics {', '.join(METRICS)}: leave it out, or name a task "
+            "that reports one of them"
+        )
     error = found.get(f"{metric}_stderr")
     members = results.get("group_subtasks", {}).get(name) or [name]
     counts = results.get("n-samples", {})

@@ -51,5 +51,8 @@ def load_whole(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
             folder, dtype=dtype, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # what it raises depends on the format
-        raise UserError(f"model.pretrained: transformers cannot load {folder} ({error})") from error
+        raise UserError(
+            f"model.pretrained: transformers cannot load {folder} ({error}): copy "
+            "it again from its origin, or export the run again"
+        ) from error
     return cast(PreTrainedModel, model.to(device).eval())

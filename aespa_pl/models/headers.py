@@ -191,7 +191,8 @@ def locate(
         tensor = found.get(name) or shared.get(id(parameter))
         if tensor is None:
             raise UserError(
-                f"model.pretrained: tensor {name} is missing in {folder}: config.json asks for it"
+                f"model.pretrained: tensor {name} is missing in {folder}, but config.json "
+                "asks for it: copy weights and config.json from the same origin"
             )
         if tensor.shape != tuple(parameter.shape):
             raise UserError(

@@ -54,8 +54,9 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
                 [results.accuracies(runs)],
             ),
             each(
-                "Where the model suffers: the loss that the method minimizes, with the final integers, "
-                "divided by its value with nearest rounding on the same grid. Brighter is worse.",
+                "Where the model suffers: the loss that steps 2 to 4 minimize, with the descent's integers "
+                "(before a tuning), divided by its value with nearest rounding on the same grid. Brighter "
+                "is worse.",
                 lambda run: maps.final_loss_map(run, width, final),
                 numbers={run.name: loss_table(run) for run in runs},
             ),

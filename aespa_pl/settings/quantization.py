@@ -94,7 +94,8 @@ class PolishSettings:
     """Move each integer to its best value with all others fixed, again and again; it never raises the
     objective. off: as in the paper (docs/polish.md); null: as the method does."""
     passes: PositiveInt = 10
-    """Visits of all integers at most; a row, or head, ends with a pass that gains less than a thousandth."""
+    """Visits of all integers at most; a row, or head, ends with a pass that gains less than half a
+    percent."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ The inputs are the hidden states that the blocks before, quantized and tuned, ha
 output of the original block on the hidden states of the original model. All projections are learned together,
 because a block can make up for what a projection cannot. What of them is learned is the recipe's.
 
-Source: "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction"; "EfficientQAT:
-Efficient Quantization-Aware Training for Large Language Models" (straight-through, all together).
+Source: "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction" (arXiv
+2102.05426); "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (arXiv
+2407.11062: straight-through, all together).
 """
 
 from collections.abc import Callable, Mapping
@@ -90,6 +91,7 @@ class Reconstruction:
     start_error: float
     """Mean over the tokens that were held back, of squared errors divided by ``error_divisors``."""
     error: float
+    """The same for the epoch that is kept."""
     epoch: int
     """Epoch of the best error; 0 is the start."""
     finite: bool

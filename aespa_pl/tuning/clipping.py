@@ -3,7 +3,8 @@
 Notation as in ``parametrization.py``; beta and gamma strengths between 0 and 1 of the smallest and the
 largest weight: ``s = (gamma max W - beta min W) / (2 ** bits - 1)``, ``z = -round(beta min W / s)``.
 
-Source: "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models", Eq. 2.
+Source: "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models" (arXiv
+2308.13137), Eq. 2.
 """
 
 import torch

@@ -157,7 +157,10 @@ def divided(segments: int, batch_size: int, held_back: float) -> tuple[int, int]
     """
     kept = min(segments, math.ceil(held_back * segments))
     if held_back == 0:
-        raise UserError("tuning: the share of segments held back is 0: set it above 0")
+        raise UserError(
+            "quantization.tuning.held_back is 0: expected a share between 0 and 1, because the best epoch is "
+            "chosen on these segments"
+        )
     steps = (segments - kept) // batch_size
     if steps == 0:
         raise UserError(

@@ -6,8 +6,9 @@ factor for each channel, behind a norm or behind rows that a factor passes throu
 values and the output projection it may be a matrix for each value head, because attention only mixes
 positions.
 
-Source: "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models" (factors);
-"AffineQuant: Affine Transformation Quantization for Large Language Models" (matrices, gradual mask).
+Source: "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models" (arXiv
+2308.13137: factors); "AffineQuant: Affine Transformation Quantization for Large Language Models" (arXiv
+2403.12544: matrices, gradual mask).
 """
 
 from abc import ABC, abstractmethod

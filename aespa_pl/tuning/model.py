@@ -4,9 +4,10 @@ All scales, norms and biases are trained on the Kullback-Leibler divergence, and
 suffices, latent values of the integers. Each latent value starts in the middle between the two places where
 it would be rounded to another integer, so that only what many mini-batches agree on moves an integer.
 
-Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (E2E-QP, where the
-integers stay), with the original's distribution in place of the text's next token; "LLM-QAT: Data-Free
-Quantization Aware Training for Large Language Models" (the distribution, with integers that are learned).
+Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (arXiv
+2407.11062: E2E-QP, where the integers stay), with the original's distribution in place of the text's next
+token; "LLM-QAT: Data-Free Quantization Aware Training for Large Language Models" (arXiv 2305.17888: the
+distribution, with integers that are learned).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,6 +96,7 @@ class TunedModel:
     start_error: float
     """Divergence in nats on the segments that were held back."""
     error: float
+    """The same for the epoch that is kept."""
     epoch: int
     """Epoch of the best error; 0 is the start."""
     finite: bool

@@ -7,7 +7,8 @@ are in ``rounding.py`` and ``clipping.py``.
 Notation: q integers, s scale, z zero point, ``W_hat = s (q - z)``, v latent values, ``q = round(v)``.
 
 Source: "Estimating or Propagating Gradients Through Stochastic Neurons for Conditional Computation"
-(the straight-through gradient); "Learned Step Size Quantization" (scales that are learned with it).
+(arXiv 1308.3432: the straight-through gradient); "Learned Step Size Quantization" (arXiv 1902.08153: scales
+that are learned with it).
 """
 
 from abc import ABC, abstractmethod

@@ -2,8 +2,9 @@
 
 Notation as in ``parametrization.py``; B rounding variables, h(B) between 0 (down) and 1 (up).
 
-Source: "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction"; "Up or Down?
-Adaptive Rounding for Post-Training Quantization" (h and its penalty).
+Source: "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction" (arXiv
+2102.05426); "Up or Down? Adaptive Rounding for Post-Training Quantization" (arXiv 2004.10568: h and its
+penalty).
 """
 
 from dataclasses import dataclass

@@ -94,5 +94,5 @@ def test_a_hessian_that_cannot_be_factored_is_named() -> None:
         matrices["mlp_hidden"][[3, 4], [4, 3]] = torch.nan
 
     problem = begin(block, layout, make_statistics(block, layout, change=change))
-    with pytest.raises(NumericalError, match=r"^block 0, fc2: the Hessian cannot be factored"):
+    with pytest.raises(NumericalError, match=r"^block 0, fc2: a matrix cannot be factored"):
         updated(problem)

@@ -19,15 +19,15 @@ DECIDED = (
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--quantization.bits", 1], r"quantization\.bits is [19]: 2 to 8$"),
-        (["--quantization.bits", 9], r"quantization\.bits is [19]: 2 to 8$"),
+        (["--quantization.bits", 1], r"quantization\.bits is [19]: expected 2 to 8$"),
+        (["--quantization.bits", 9], r"quantization\.bits is [19]: expected 2 to 8$"),
         (
             ["--quantization.bit", 3],
             r"quantization\.bit is unknown: did you mean quantization\.bits\?",
         ),
         (
             ["--quantization.rounding.iterations", 0],
-            r"rounding\.iterations is 0: a whole number, 1 or more$",
+            r"rounding\.iterations is 0: expected a whole number, 1 or more$",
         ),
         (
             ["--quantization.group_size", 7],
@@ -40,7 +40,10 @@ DECIDED = (
         (["--data.evaluation.texts", "[no.txt]"], r"evaluation\.texts: no\.txt is neither"),
         (["--model.pretrained", "./no"], r"model\.pretrained: there is no folder no:"),
         (["--config", "no.yaml"], r"no file no\.yaml here.* one of .*opt125m_w2\.yaml"),
-        (["--trainer.log_every_n_steps", 0], r"trainer\.log_every_n_steps: 1 or more"),
+        (
+            ["--trainer.log_every_n_steps", 0],
+            r"trainer\.log_every_n_steps is 0: expected 1 or more",
+        ),
         (["--trainer.max_steps", 5], f"trainer\\.max_steps {DECIDED}"),
         (["--trainer.limit_train_batches", 0], f"limit_train_batches {DECIDED}"),
         (["--trainer", "trainer.yaml"], f"trainer\\.max_epochs {DECIDED}"),
@@ -52,7 +55,7 @@ DECIDED = (
         (["--trainer", "none.yaml"], r"trainer can't have this value \(.*none\.yaml"),
         (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true.*model\.dtype"),
         (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
-        (["--data.evaluation.segment_length", 1], r"segment_length is 1: at least 2"),
+        (["--data.evaluation.segment_length", 1], r"segment_length is 1: expected 2 or more"),
         (
             ["--trainer.devices", 2, "--trainer.strategy", "ddp_spawn"],
             r"trainer\.strategy is ddp_spawn.*set it to ddp",
@@ -61,25 +64,34 @@ DECIDED = (
         (["--ckpt_path", "no"], r"no is not the folder of a run"),
         (
             ["--output.folder", "s3://runs"],
-            r"output\.folder is s3://runs: a folder of this machine",
+            r"output\.folder is s3://runs: expected a folder of this machine",
         ),
-        (["--output.name", "../.."], r"output\.name is '\.\./\.\.': a name inside"),
+        (["--output.name", "../.."], r"output\.name is '\.\./\.\.': expected a relative name"),
         (
             ["--output.histograms", "[q_proj, gate_prj]"],
             r"histograms has gate_prj: did you mean gate_proj\? the projections .* are q_proj, k_proj, ",
         ),
-        (["--quantization.rounding.learning_rate", "inf"], r"rate is inf: a finite number above 0"),
-        (["--quantization.rounding.penalty_other", "nan"], r"other is nan: a finite number, 0 or"),
+        (
+            ["--quantization.rounding.learning_rate", "inf"],
+            r"rate is inf: expected a finite number above 0",
+        ),
+        (
+            ["--quantization.rounding.penalty_other", "nan"],
+            r"other is nan: expected a finite number, 0 or",
+        ),
         (
             ["--quantization.rounding.beta_start", "inf"],
-            r"start is inf: a finite number, 2 or more",
+            r"start is inf: expected a finite number, 2 or more",
         ),
         (
             ["--quantization.method", "aesop"],
-            r"method is aesop: rtn, optq, zfold, .*, aespa-tuned$",
+            r"method is aesop: expected one of rtn, optq, zfold, .*, aespa-tuned$",
         ),
-        (["--quantization.symmetric", "maybe"], r"symmetric is maybe: true or false$"),
-        (["--seed_everything", 2**32], r"seed_everything is 4294967296: true or false, or 0 to"),
+        (["--quantization.symmetric", "maybe"], r"symmetric is maybe: expected true or false$"),
+        (
+            ["--seed_everything", 2**32],
+            r"seed_everything is 4294967296: expected true or false, or 0 to",
+        ),
         (["--bits", 3], r"bits is unknown: did you mean quantization\.bits\?"),
         (["--quantization.bits"], r"quantization\.bits has no value"),
         (["opt.yaml"], r"opt\.yaml stands alone.*--config opt\.yaml"),
@@ -145,7 +157,11 @@ def test_accelerator_that_is_no_cpu_and_no_cuda_is_refused(
     ("command", "arguments", "message"),
     [
         ("fit", ["--tasks", "[piqa]"], r"tasks is a key of aespa-pl test alone"),
-        ("test", ["--tasks", "[piqa]", "--task_limit", 0], r"task_limit is 0: a whole number"),
+        (
+            "test",
+            ["--tasks", "[piqa]", "--task_limit", 0],
+            r"task_limit is 0: expected a whole number",
+        ),
         ("test", ["--task_limits", 1], r"task_limits is unknown: did you mean task_limit\?"),
     ],
 )

@@ -168,14 +168,17 @@ def test_failure_is_the_last_line_of_the_run(status: int, said: str, expected: s
     ("words", "message"),
     [
         (["--quantization.bits=3"], r"bits differs from cell to cell: use --compare.bits"),
-        (["--compare.methods=[rtn, aesop]"], r"^compare\.methods has aesop: rtn, .*, aespa-tuned$"),
-        (["--compare.bits=[1, 3, 9]"], r"^compare\.bits has 1, 9: 2 to 8$"),
-        (["--compare.bits+=1"], r"^compare\.bits has 1: 2 to 8$"),
+        (
+            ["--compare.methods=[rtn, aesop]"],
+            r"^compare\.methods has aesop: expected one of rtn, .*, aespa-tuned$",
+        ),
+        (["--compare.bits=[1, 3, 9]"], r"^compare\.bits has 1, 9: expected 2 to 8$"),
+        (["--compare.bits+=1"], r"^compare\.bits has 1: expected 2 to 8$"),
         (["--compare.bits=3"], r"^compare\.bits is 3: give a list"),
         (["--compare.bits"], r"^compare\.bits has no value: give a list"),
         (
             ["--compare.bits=[x]", "--compare.seeds=[-1, 0]"],
-            r"^compare\.bits has x: 2 to 8; compare\.seeds has -1: 0 to 4294967295$",
+            r"^compare\.bits has x: expected 2 to 8; compare\.seeds has -1: expected 0 to 4294967295$",
         ),
         (["--compare.method=[rtn]"], r"method is unknown: did you mean compare\.methods\?"),
         (
