@@ -191,12 +191,22 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
         shared["options"].append([option.key, value])
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != shared:
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else shared
+    if before != shared:
         raise UserError(
-            f"{folder} has a comparison with other options: give another --output.name, or remove "
-            f"{file} if the difference changes no result"
+            f"{folder} has a comparison with other options ({_differing(before, shared)}): give another "
+            f"--output.name, or remove {file} if the difference changes no result"
         )
     write_json(file, shared)
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the names of the options that two comparisons have different values for."""
+    one, other = ({(key, json.dumps(value)) for key, value in x["options"]} for x in (before, now))
+    names = sorted({key for key, _ in one ^ other})
+    if before["version of aespa-pl"] != now["version of aespa-pl"]:
+        names.insert(0, "version of aespa-pl")
+    return ", ".join(names) or "their order"
 
 
 def _write(folder: Path, cells: Sequence[Cell]) -> None:
