@@ -101,3 +101,10 @@ def test_products_of_the_search_are_counted_one_by_one() -> None:
     grouped = replace(settings, group_size=4)
     expected = sum(2 * m.size * (10 * 4 + 200 * 4) for m in s.matrices)
     assert block_flops(s, WORK, grouped)["grid"] == pytest.approx(expected)
+
+
+def test_an_exhaustive_search_multiplies_all_candidates_with_the_hessian() -> None:
+    s, fast = shape("llama"), resolved(QuantizationSettings(method="aespa-fast"))
+    settings = replace(fast, grid=replace(fast.grid, zfold=False, exhaustive=True))
+    expected = sum(200 * 2 * m.size * m.columns for m in s.matrices)
+    assert block_flops(s, WORK, settings)["grid"] == pytest.approx(expected)
