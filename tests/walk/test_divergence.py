@@ -65,7 +65,7 @@ def test_block_that_diverges_is_done_again_with_more_damping(
 
 def test_block_that_diverges_twice_is_refused(tmp_path: Path) -> None:
     poison = Poison(times=9)
-    message = "^block 0: the loss of fc1 is not finite; check .* try another quantization.damping in a new run$"
+    message = "^block 0: the loss of fc1 is not finite; check .* another quantization.damping in a new run$"
     with pytest.raises(UserError, match=message):
         walk("opt", tmp_path, options=poison.options)
     assert poison.trainings == 2
