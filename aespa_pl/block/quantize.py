@@ -23,6 +23,8 @@ from aespa_pl.settings import QuantizationSettings
 
 DAMPING_GROWTH = 10
 """Factor of the damping in the second attempt at a block whose loss was not finite."""
+ADVICE = "check model.pretrained and data.calibration.source, or try another quantization.damping in a new run"
+"""What to do about a NumericalError that a second attempt doesn't mend."""
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +91,7 @@ class BlockQuantizer:
         try:
             correct(block, shifts, self.settings.input_correction or 0.0)
         except NumericalError as error:
-            raise UserError(
-                f"{error}; check model.pretrained and data.calibration.source, or try another "
-                "quantization.damping in a new run"
-            ) from error
+            raise UserError(f"{error}; {ADVICE}") from error
 
     def _update(self, block: QuantizedBlock) -> None:
         if self.settings.optq.enabled:
@@ -105,10 +104,7 @@ class BlockQuantizer:
         """Return the damping of the second attempt; there is no third."""
         stronger = DAMPING_GROWTH * used
         if used != self.settings.damping or stronger >= 1:
-            raise UserError(
-                f"{error}; check model.pretrained and data.calibration.source, or try another "
-                "quantization.damping in a new run"
-            ) from error
+            raise UserError(f"{error}; {ADVICE}") from error
         log.warning("%s; again with damping %g", error, stronger)
         self.run.damping[index] = stronger
         self.run.forget_learning()
