@@ -75,3 +75,11 @@ def test_loss_of_the_scores_falls_below_that_of_optq() -> None:
         losses.append([float(((G @ dW @ H) * dW).sum()) for dW in found])
     ours, plain = map(sum, zip(*losses, strict=True))
     assert ours < plain
+
+
+def test_damping_that_the_coupling_needed_is_reported() -> None:
+    W, H, G, grid = problem()
+    *_, added = update_rows(W, H, G, grid)
+    assert float(added.max()) == 0
+    *_, added = update_rows(W, H, torch.zeros_like(G) + 1, grid)  # rank 1
+    assert float(added.min()) > 0
