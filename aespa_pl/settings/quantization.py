@@ -33,7 +33,7 @@ class GridSettings:
     """Alternations between zeta and the clip search at most (docs/algorithm.md)."""
     exhaustive: bool = False
     """Try all clips of each grid with their exact losses in every round, and alternate as long as the loss
-    falls, to compare with others' figures; the search takes 4 to 10 times as long (docs/methods.md)."""
+    falls, to compare with others' figures; the search takes 4 times as long or more (docs/methods.md)."""
 
 
 @dataclass(frozen=True)
