@@ -23,7 +23,9 @@ from aespa_pl.settings import QuantizationSettings
 
 DAMPING_GROWTH = 10
 """Factor of the damping in the second attempt at a block whose loss was not finite."""
-ADVICE = "check model.pretrained and data.calibration.source, or try another quantization.damping in a new run"
+ADVICE = (
+    "check the model and data.calibration.source, or try another quantization.damping in a new run"
+)
 """What to do about a NumericalError that a second attempt doesn't mend."""
 
 log = logging.getLogger(__name__)
