@@ -68,6 +68,7 @@ def main(
     label: str = "",
     threads: int = 1,
     segments: int | None = None,
+    batch: int = 8,
     nearest: bool = False,
     says: bool = False,
     output: str | None = None,
@@ -82,6 +83,7 @@ def main(
         label: Name of the row.
         threads: Threads of torch.
         segments: Use only the first so many calibration segments.
+        batch: Segments that go through a block at once; it changes last bits.
         nearest: Measure the original and round-to-nearest as well.
         says: Print what the walk tells of each block.
         output: JSON lines are appended to this file.
@@ -94,7 +96,7 @@ def main(
         DataSettings(
             CalibrationSettings(segment_length=length),
             EvaluationSettings(segment_length=length),
-            batch_size=8,
+            batch_size=batch,
         ),
         quantization,
         OutputSettings(),

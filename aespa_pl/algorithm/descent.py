@@ -28,6 +28,7 @@ from aespa_pl.algorithm.tile import (
     add_times,
     find_coupled_moves,
     find_moves,
+    moving,
     settled_coupled_moves,
     settled_moves,
     times,
@@ -179,7 +180,7 @@ class _Units:
             moves = find_moves(tile, self.H[:, columns, columns].triu(1), self.rounds)
             few = None  # units that move; an accelerator would make the host wait for them
             if moves.device.type == "cpu":
-                few = moves.flatten(1).any(-1).nonzero()[:, 0]
+                few = moving(moves)
                 if not few.numel():
                     continue
             delta = self._move(slice(None), columns, moves)

@@ -42,6 +42,10 @@ class Tile:
         """Return the tile of some units."""
         return Tile(*(x.index_select(0, chosen) for x in self.tensors()))
 
+    def contiguous(self) -> "Tile":
+        """Return the same tile in memory of its own, which many rounds read faster."""
+        return Tile(*(x.contiguous() for x in self.tensors()))
+
     def nearest(self, gradient: Float[Tensor, "units rows columns"]) -> Tensor:
         """Return the best moves for half a gradient, in its memory."""
         moves = gradient.mul_(self.newton).round_()
@@ -62,7 +66,7 @@ def find_moves(
     if tile.P.device.type != "cpu":
         return rounds(later, *tile.tensors())[0]
     found = moves = tile.nearest(tile.P.clone())
-    among = unsettled = moves.flatten(1).any(-1).nonzero()[:, 0]
+    among = unsettled = moving(moves)
     for _ in range(tile.P[0].numel()):  # NaN would go on for ever
         if not unsettled.numel():
             break
@@ -75,7 +79,7 @@ def find_moves(
             found = moves
         else:
             found.index_copy_(0, among, moves)
-        unsettled = (moves != before).flatten(1).any(-1).nonzero()[:, 0]
+        unsettled = moving(moves - before)
     return found
 
 
@@ -97,14 +101,32 @@ def find_coupled_moves(
     """
     if tile.P.device.type != "cpu":
         return rounds(both, own, below, *tile.tensors())[0]
-    coupling = _Coupling(tile.P, both, own, below)
-    moves = tile.nearest(tile.P.clone())
-    for _ in range(tile.P[0].numel()):
+    tile = tile.contiguous()
+    found = moves = tile.nearest(tile.P.clone())
+    coupling, among = _Coupling(tile.P, both, own, below), None
+    for done in range(1, 1 + tile.P[0].numel()):
         before = moves
         moves = coupling.round(tile, moves)
         if torch.equal(moves, before):
             break
-    return moves
+        if done in (8, 24):  # now and then: a look takes as long as a fifth of a round
+            unsettled = moving(moves - before)
+            if 2 * len(unsettled) <= len(moves):
+                if among is None:
+                    found, among = moves, unsettled
+                else:
+                    found.index_copy_(0, among, moves)
+                    among = among[unsettled]
+                tile, moves = tile.some(unsettled), moves.index_select(0, unsettled)
+                own, below = own.index_select(0, unsettled), below.index_select(0, unsettled)
+                coupling = _Coupling(tile.P, both, own, below)
+    return moves if among is None else found.index_copy_(0, among, moves)
+
+
+def moving(moves: Float[Tensor, "units rows columns"]) -> Int[Tensor, " some"]:
+    """Return the units with a move that is not 0."""
+    # a sixth of the time of any() on numbers
+    return moves.flatten(1).abs().amax(-1).nonzero()[:, 0]
 
 
 def settled_moves(later: Tensor, *tile: Tensor) -> tuple[Tensor]:
@@ -151,13 +173,19 @@ class _Coupling:
 
     def __init__(self, P: Tensor, both: Tensor, own: Tensor, below: Tensor) -> None:
         self._both, self._own, self._below = both, own, below
+        self._delta = torch.empty_like(P, memory_format=torch.contiguous_format)
+        self._flat_delta = self._delta.view(-1, P.shape[-1])
         product = P.new_empty(*P.shape[:2], both.shape[-1])
-        self._flat = product.flatten(0, 1)
+        self._flat_product = product.view(-1, both.shape[-1])
         self._of_rows_above, self._of_this_row = product.chunk(2, -1)
+        self._next, self._last = torch.empty_like(self._delta), torch.empty_like(self._delta)
 
     def round(self, tile: Tile, moves: Tensor) -> Tensor:
-        torch.mm((moves * tile.step).flatten(0, 1), self._both, out=self._flat)
-        gradient = torch.baddbmm(tile.P, self._below, self._of_rows_above)
+        """Return the next moves, in memory that the round after the next one takes."""
+        torch.mul(moves, tile.step, out=self._delta)
+        torch.mm(self._flat_delta, self._both, out=self._flat_product)
+        gradient, self._next, self._last = self._next, self._last, self._next
+        torch.baddbmm(tile.P, self._below, self._of_rows_above, out=gradient)
         return tile.nearest(gradient.addcmul_(self._own, self._of_this_row))
 
 
