@@ -1,6 +1,5 @@
 """Each of several devices computes and sends what the program divides, at assumed rates."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
 
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Role
-from aespa_pl.planning.arithmetic import TYPICAL_ZFOLD_ROUNDS, block_flops, learned
+from aespa_pl.planning.arithmetic import TYPICAL_ZFOLD_ROUNDS, learned
+from aespa_pl.planning.division import device_flops
 from aespa_pl.planning.needs import device_bytes, hessian_bytes, shift_bytes
-from aespa_pl.planning.shape import Matrix, Shape, Work
+from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings
 
@@ -63,42 +62,14 @@ def curve(name: str, config: PreTrainedConfig, assumed: Assumed) -> Iterator[dic
 
 def _flops(shape: Shape, work: Work, settings: QuantizationSettings, count: int) -> float:
     """Return the operations of one block on the device that has most to do."""
-    phases = block_flops(shape, work, settings)
-    batches = math.ceil(work.segments / work.batch_size)
-    total = (phases["forward"] + phases["statistics"]) * math.ceil(batches / count) / batches
-    heads = shape.layout.key_value_heads
-    largest = math.ceil(heads / count) / heads
+    total = sum(device_flops(shape, work, settings, count).values())
     product = sum(m.product_flops for m in shape.matrices)
-    # the search and OPTQ know no G: of them only V goes by heads
-    searched, descended = (
-        sum(m.product_flops * _share(m, shape, count, coupled=by) for m in shape.matrices) / product
-        for by in (False, True)
-    )
-    total += (phases["grid"] + product) * searched
-    factors = sum(3 * columns**3 for columns in shape.inputs.values())  # everywhere
-    total += factors + 3 * heads * shape.hidden**3 * largest
-    learning = [m for m in shape.matrices if learned(m, settings)]
-    for m in learning:
-        coupled = m.role in (Role.QUERY, Role.KEY)
-        step = m.product_flops + (2 * m.size * shape.layout.head_dim if coupled else 0)
-        total += settings.rounding.iterations * step * _share(m, shape, count, coupled=True)
-    total += phases["polish"] * descended
     total += RECORDED_PRODUCTS * product
     if settings.input_correction:  # every process does all of it
         total += product + sum(2 * m.size * m.columns for m in shape.matrices)
         total += sum(columns**3 for columns in shape.inputs.values()) / 3
-        total += heads * shape.hidden**3 / 3
+        total += shape.layout.key_value_heads * shape.hidden**3 / 3
     return total
-
-
-def _share(matrix: Matrix, shape: Shape, count: int, *, coupled: bool) -> float:
-    """Return the largest share of a matrix's rows that a process gets."""
-    units = matrix.rows
-    if matrix.role is Role.VALUE or (coupled and matrix.role is Role.KEY):
-        units = shape.layout.key_value_heads
-    elif coupled and matrix.role is Role.QUERY:
-        units = shape.layout.heads
-    return math.ceil(units / count) / units
 
 
 def _bytes(shape: Shape, settings: QuantizationSettings, count: int) -> float:

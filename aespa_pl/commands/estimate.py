@@ -17,6 +17,7 @@ from aespa_pl.commands.trainer_section import TRAINER_KEYS, refuse_trainer_keys,
 from aespa_pl.commands.trainers import check_trainer, check_tuning, first_trainer
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config
+from aespa_pl.planning.division import Devices
 from aespa_pl.planning.table import Needs, needs_of, rows_of
 
 MEASURING_SECONDS = 30.0
@@ -30,7 +31,7 @@ def estimate(arguments: Arguments) -> None:
         UserError: fit would refuse this.
     """
     quiet_libraries()
-    job = _job(_settings(arguments))
+    job, devices = _job(_settings(arguments))
     needs = needs_of(
         job.shape,
         job.work,
@@ -39,6 +40,7 @@ def estimate(arguments: Arguments) -> None:
         job.device,
         stored_bytes=job.stored.itemsize,
         seconds=MEASURING_SECONDS,
+        devices=devices,
     )
     console, table = Console(), Table(show_header=False, box=None)
     for row in rows_of(needs, job.shape, job.work, job.data, job.device):
@@ -67,8 +69,8 @@ def _settings(arguments: Arguments) -> Any:
     return instantiated(parser, config)
 
 
-def _job(settings: Any) -> Checked:
-    """Return the settings, checked as ``fit`` checks them.
+def _job(settings: Any) -> tuple[Checked, Devices]:
+    """Return the settings, checked as ``fit`` checks them, and the devices that they ask for.
 
     Raises:
         UserError: fit would refuse them.
@@ -94,7 +96,7 @@ def _job(settings: Any) -> Checked:
     )
     check_tuning(trainer, settings.trainer, job.quantization.tuning, job.work)
     refuse_tuning(job.shape, job.work, job.data, job.quantization, device)
-    return job
+    return job, Devices(trainer.world_size, trainer.num_nodes)
 
 
 def _missing(job: Checked, needs: Needs) -> list[str]:

@@ -208,10 +208,11 @@ def _quantize(
 ) -> None:
     source = job.stream(job.pretrained)
     trainer = partial(make_trainer, run)
-    partition = divide(job.shape, job.work, job.data, job.quantization, job.device, world=world)
+    given = (job.shape, job.work, job.data, job.quantization, job.device)
+    partition = divide(*given, world=world)
     for words in portions_in_words(partition, job.shape):
         progress.say(words)
-    free = free_to_plan(job.shape, job.work, job.data, job.quantization, job.device)
+    free = -world.largest(-free_to_plan(*given, devices=world.size))
     recompute = not tuning_fits(job.shape, job.work, job.quantization, free, recompute=False)
     stopwatch = Stopwatch(progress.phase)
     tuning, tuning_trainer = job.quantization.tuning, partial(make_tuning_trainer, run)

@@ -42,7 +42,8 @@ def _help_parser() -> ArgumentParser:
     parser.add_argument(
         "--trainer",
         type=dict[str, Any] | None,
-        help="Keys as in fit --help; with several devices the numbers are those of one that works alone.",
+        help="Keys as in fit --help; with several devices the time is that of the one with most to "
+        "do, without what they send each other.",
     )
     parser.add_argument("--seed_everything", help="Ignored.")
     parser.add_argument(

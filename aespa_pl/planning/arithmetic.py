@@ -91,7 +91,7 @@ def block_flops(
 ) -> dict[str, float]:
     """Return the floating-point operations of one block, by phase; two for a multiply-add."""
     streams = 2 if settings.two_streams else 1
-    tokens, d = work.segments * work.length, shape.hidden
+    tokens = work.segments * work.length
     kv = shape.layout.key_value_heads
     attention = 4 * tokens * work.length * shape.layout.heads * shape.layout.head_dim
     forward = 2 * tokens * shape.weights + attention
@@ -108,13 +108,8 @@ def block_flops(
         for m in shape.matrices
         for effort, count in searches(shape, m, settings).items()
     )  # fmt: skip
-    factors = sum(3 * columns**3 for columns in shape.inputs.values()) + 3 * kv * d**3
-    step = sum(m.product_flops for m in shape.matrices if learned(m, settings))
-    step += sum(
-        2 * m.size * shape.layout.head_dim
-        for m in shape.matrices
-        if learned(m, settings) and m.role in (Role.QUERY, Role.KEY)
-    )
+    factors = shared_factor_flops(shape) + value_factor_flops(shape)
+    step = sum(learning_flops(m, shape) for m in shape.matrices if learned(m, settings))
     # a product of all rows before and after, and in each pass one of the rows that move
     polish = (2 + LATER_PASSES * settings.polish.passes) * product if settings.polish.enabled else 0
     return {
@@ -126,6 +121,22 @@ def block_flops(
         "polish": float(polish),
         **tuning.tuning_flops(shape, work, settings, forward),
     }
+
+
+def shared_factor_flops(shape: Shape) -> float:
+    """Return the operations of OPTQ's factors of the Hessians that all rows of a projection share."""
+    return float(sum(3 * columns**3 for columns in shape.inputs.values()))
+
+
+def value_factor_flops(shape: Shape) -> float:
+    """Return the operations of OPTQ's factors of H_V, one for each key/value head."""
+    return float(3 * shape.layout.key_value_heads * shape.hidden**3)
+
+
+def learning_flops(matrix: Matrix, shape: Shape) -> float:
+    """Return the operations of an iteration of a matrix's rounding: dW H, and for query and key G dW."""
+    coupled = matrix.role in (Role.QUERY, Role.KEY)
+    return float(matrix.product_flops + (2 * matrix.size * shape.layout.head_dim if coupled else 0))
 
 
 def input_shifts(shape: Shape) -> int:

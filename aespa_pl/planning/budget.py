@@ -23,7 +23,8 @@ def divide(
     world: World = ALONE,
 ) -> Partition:
     """Return a partition that fits ``data.memory_gb``, or the memory that is free on all devices now."""
-    free = free_to_plan(shape, work, data, quantization, device, world=world)
+    free = free_to_plan(shape, work, data, quantization, device, devices=world.size)
+    free = -world.largest(-free)
     return partition_for(shape, work, quantization, free, accelerator=device.type != "cpu")
 
 
@@ -34,16 +35,15 @@ def free_to_plan(
     quantization: QuantizationSettings,
     device: torch.device,
     *,
-    world: World = ALONE,
+    devices: int = 1,
 ) -> float:
-    """Return the bytes of the device that a phase may take, beside the hidden states."""
+    """Return the bytes of a device that a phase may take, beside its share of the hidden states."""
     free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
     if device.type == "cpu" and not data.memory_gb:
-        free /= world.size  # on one host, unless more are known of: they share its memory
-    free = -world.largest(-free)
+        free /= devices  # on one host, unless more are known of: they share its memory
     on_device = device.type == "cpu" or data.hidden_states == "device"
     if on_device and data.hidden_states != "disk":
-        free -= hidden_bytes(shape, work, quantization)
+        free -= hidden_bytes(shape, work.of_device(devices), quantization)
     return free
 
 

@@ -44,7 +44,6 @@ some rows have ended; the integers found."""
 WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
 """An iteration computes this many bytes meanwhile, for each weight of the largest projection that is learned.
 An accelerator (True) does all of it at once, a CPU most of it in chunks."""
-
 GRAPH_BYTES, GRAPH_WORKSPACE = 2, 2**25
 """The graph of a projection's iteration keeps the rounded error (bytes a weight, with products in
 bfloat16), and what NVIDIA's library of products works in (bytes, on an H100, by its documentation)."""
@@ -234,20 +233,22 @@ def host_bytes(
     on_cpu: bool,
     on_disk: bool,
     partition: Partition = WHOLE,
+    processes: int = 1,
 ) -> int:
-    """Return the bytes in host memory of the whole process.
+    """Return the bytes in host memory of all processes of a host.
 
     Args:
         shape: Sizes of the model.
-        work: Calibration text.
+        work: Calibration text, as much as the host's processes have together.
         settings: Settings of the quantization.
         on_cpu: The device is the CPU: its memory is the host's.
         on_disk: Hidden states are kept in files.
         partition: The part of a block that is in memory at once.
+        processes: Number of processes, one for each device of the host.
     """
     hidden = 0 if on_disk else hidden_bytes(shape, work, settings)
     device = max(device_bytes(shape, work, settings, partition).values()) if on_cpu else 0
-    return PROCESS_BYTES + hidden + device
+    return processes * (PROCESS_BYTES + device) + hidden
 
 
 def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
@@ -278,9 +279,8 @@ def disk_bytes(
     integers = shape.blocks * shape.weights
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
     hidden = hidden_bytes(shape, work, settings) if on_disk else 0
-    values = 0
-    if partition.heads:
-        values = shape.layout.key_value_heads * value_bytes(shape, settings)
+    on_disk_heads = shape.layout.key_value_heads if partition.heads else 0
+    values = on_disk_heads * value_bytes(shape, settings)
     checkpoints = 2 * CHECKPOINT_BYTES * learning
     if settings.tuning.blocks.enabled:  # beside its checkpoints wait the integers that were learned
         tuned = 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning

@@ -1,6 +1,7 @@
 """Describe the shape of a model and of its calibration text: all that its needs follow from."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
@@ -105,6 +106,11 @@ class Work:
     def tokens(self) -> int:
         """Return the number of tokens in a batch."""
         return self.batch_size * self.length
+
+    def of_device(self, devices: int) -> "Work":
+        """Return the work of the device that gets most of it: segments are divided in whole batches."""
+        batches = math.ceil(math.ceil(self.segments / self.batch_size) / devices)
+        return replace(self, segments=min(self.segments, batches * self.batch_size))
 
     def stream_bytes(self, hidden: int) -> int:
         """Return the bytes of the hidden states of all segments."""

@@ -5,15 +5,26 @@ from dataclasses import dataclass
 
 import torch
 
-from aespa_pl.planning.arithmetic import block_flops, block_visits
-from aespa_pl.planning.budget import divide, portions_in_words
+from aespa_pl.algorithm.threads import threads_limited_to
+from aespa_pl.planning.arithmetic import block_flops
+from aespa_pl.planning.budget import free_to_plan, portions_in_words
 from aespa_pl.planning.complexity import SEQUENCES, aespa_flops, conventional_flops
-from aespa_pl.planning.needs import device_bytes, disk_bytes, hidden_bytes, host_bytes
+from aespa_pl.planning.division import Devices, device_flops, device_visits
+from aespa_pl.planning.needs import (
+    device_bytes,
+    disk_bytes,
+    hidden_bytes,
+    host_bytes,
+    partition_for,
+)
 from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.rates import measure_rates
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.units import duration, human
 from aespa_pl.settings import DataSettings, QuantizationSettings
+
+ALONE = Devices()
+"""A single device."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +36,12 @@ class Needs:
     host: int
     disk: int
     flops: Mapping[str, float]
-    """Operations of one block, by phase."""
+    """Operations of one block on all devices together, by phase."""
     seconds: Mapping[str, float]
-    """Seconds of one block, by phase."""
+    """Seconds of one block on the device that has most to do, by phase."""
     partition: Partition
+    devices: Devices = ALONE
+    """All devices of the run."""
 
     @property
     def most_on_device(self) -> int:
@@ -45,6 +58,7 @@ def needs_of(
     *,
     stored_bytes: int,
     seconds: float,
+    devices: Devices = ALONE,
 ) -> Needs:
     """Return what a run needs.
 
@@ -56,23 +70,29 @@ def needs_of(
         device: Device that blocks run on; it is measured.
         stored_bytes: Bytes of each weight in the checkpoint.
         seconds: Time of the measurement.
+        devices: All devices of the run, which divide each block.
     """
     on_cpu, on_disk = device.type == "cpu", data.hidden_states == "disk"
-    partition = divide(shape, work, data, quantization, device)
-    flops = block_flops(shape, work, quantization, partition)
-    rates = measure_rates(shape, device, seconds=seconds, precision=quantization.precision)
+    own = work.of_device(devices.count)
+    free = free_to_plan(shape, work, data, quantization, device, devices=devices.count)
+    partition = partition_for(shape, own, quantization, free, accelerator=not on_cpu)
+    # processes of a host share its processors
+    threads = max(1, torch.get_num_threads() // devices.of_host)
+    with threads_limited_to(threads):
+        rates = measure_rates(shape, device, seconds=seconds, precision=quantization.precision)
     kept = data.hidden_states == "device" and not on_cpu
-    streams = hidden_bytes(shape, work, quantization) if kept else 0
-    on_device = device_bytes(shape, work, quantization, partition, accelerator=not on_cpu)
+    streams = hidden_bytes(shape, own, quantization) if kept else 0
+    on_device = device_bytes(shape, own, quantization, partition, accelerator=not on_cpu)
     return Needs(
         {phase: count and count + streams for phase, count in on_device.items()},
         host_bytes(
             shape,
-            work,
+            work.of_device(devices.hosts),
             quantization,
             on_cpu=on_cpu,
             on_disk=on_disk or kept,
             partition=partition,
+            processes=devices.of_host,
         ),
         disk_bytes(
             shape,
@@ -82,9 +102,13 @@ def needs_of(
             on_disk=on_disk,
             partition=partition,
         ),
-        flops,
-        rates.seconds(flops, block_visits(shape, quantization)),
+        block_flops(shape, work, quantization, partition),
+        rates.seconds(
+            device_flops(shape, work, quantization, devices.count, partition),
+            device_visits(shape, quantization, devices.count),
+        ),
         partition,
+        devices,
     )
 
 
@@ -97,8 +121,12 @@ def rows_of(
     host = f"hidden states: {stream}B a stream, {data.hidden_states}"
     host += ", and all that the device needs" if device.type == "cpu" else ""
     on_device = f"{device.type}, one block at a time"
-    flops, total = sum(needs.flops.values()), sum(needs.seconds.values())
     estimate = "estimate, without evaluation: arithmetic over the rates just measured"
+    if needs.devices.count > 1:
+        host += f"; {needs.devices.of_host} processes"
+        on_device += f", each of {needs.devices.count}"
+        estimate += f"; {needs.devices.count} devices, without what they send each other"
+    flops, total = sum(needs.flops.values()), sum(needs.seconds.values())
     phases = {phase: count for phase, count in needs.device.items() if count}
     seconds = {phase: count for phase, count in needs.seconds.items() if count}
     return [
