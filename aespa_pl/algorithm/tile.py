@@ -18,6 +18,9 @@ from aespa_pl.algorithm.replay import Replayed
 
 ROUNDS, COUPLED_ROUNDS = 4, 8
 """Rounds of a visit on an accelerator, without G and with it; two at least, to tell what is settled."""
+LOOKS = (8, 24)
+"""Rounds after which a CPU looks which heads have settled, and goes on with the others if these are half or
+less. A look takes as long as half a round."""
 
 
 @dataclass
@@ -103,24 +106,21 @@ def find_coupled_moves(
         return rounds(both, own, below, *tile.tensors())[0]
     tile = tile.contiguous()
     found = moves = tile.nearest(tile.P.clone())
-    coupling, among = _Coupling(tile.P, both, own, below), None
+    coupling, among = _Coupling(tile.P, both, own, below), torch.arange(len(moves))
     for done in range(1, 1 + tile.P[0].numel()):
         before = moves
         moves = coupling.round(tile, moves)
         if torch.equal(moves, before):
             break
-        if done in (8, 24):  # now and then: a look takes as long as a fifth of a round
+        if done in LOOKS:
             unsettled = moving(moves - before)
             if 2 * len(unsettled) <= len(moves):
-                if among is None:
-                    found, among = moves, unsettled
-                else:
-                    found.index_copy_(0, among, moves)
-                    among = among[unsettled]
+                found.index_copy_(0, among, moves)
+                among = among[unsettled]
                 tile, moves = tile.some(unsettled), moves.index_select(0, unsettled)
                 own, below = own.index_select(0, unsettled), below.index_select(0, unsettled)
                 coupling = _Coupling(tile.P, both, own, below)
-    return moves if among is None else found.index_copy_(0, among, moves)
+    return found.index_copy_(0, among, moves)
 
 
 def moving(moves: Float[Tensor, "units rows columns"]) -> Int[Tensor, " some"]:

@@ -1,11 +1,18 @@
-"""An accelerator's visit of a tile: after few rounds a part of a sequential visit, after many the whole."""
+"""A CPU visits a tile weight after weight; an accelerator makes the beginning of such a visit, or all of it."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import tile as tiles
-from aespa_pl.algorithm.tile import Tile, settled_coupled_moves, settled_moves
+from aespa_pl.algorithm.replay import Replayed
+from aespa_pl.algorithm.tile import (
+    Tile,
+    find_coupled_moves,
+    find_moves,
+    settled_coupled_moves,
+    settled_moves,
+)
 
 UNITS, ROWS, COLUMNS = 5, 4, 8
 MANY = ROWS * COLUMNS + 2
@@ -71,3 +78,30 @@ def test_few_rounds_are_its_beginning(
             assert kept >= int(whole[:rounds].nonzero().amax()) + 1
         cut += bool(whole[kept:].any())
     assert cut  # rounds were too few for some
+
+
+@both_kinds
+@pytest.mark.parametrize("looks", [(), (1, 2, 4), tuple(range(1, MANY))])
+def test_a_cpu_finds_the_moves_of_a_sequential_visit(
+    looks: tuple[int, ...], coupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units that have settled are left out of the rounds that follow."""
+    monkeypatch.setattr(tiles, "LOOKS", looks)
+    left: list[int] = []
+    some = Tile.some
+
+    def noted(self: Tile, chosen: Tensor) -> Tile:
+        left.append(len(chosen))
+        return some(self, chosen)
+
+    monkeypatch.setattr(Tile, "some", noted)
+    tile, H, G = given(coupled=coupled)
+    rounds = Replayed(settled_moves, "a test")
+    if coupled:
+        both, own = torch.cat([H, H.triu(1)], -1), G.diagonal(dim1=1, dim2=2)[..., None]
+        found = find_coupled_moves(tile, both, own, G.tril(-1), rounds)
+    else:
+        rows = Tile(*(x.flatten(0, 1)[:, None] for x in tile.tensors()))
+        found = find_moves(rows, H.triu(1)[None], rounds).view_as(tile.P)
+    assert torch.equal(found, sequential(tile, H, G))
+    assert bool(left) == (not coupled or bool(looks))
