@@ -1,4 +1,4 @@
-"""A CPU visits a tile weight after weight; an accelerator makes the beginning of such a visit, or all of it."""
+"""A CPU visits a tile weight after weight; an accelerator makes the beginning of that visit or all of it."""
 
 import pytest
 import torch
