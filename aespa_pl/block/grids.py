@@ -3,11 +3,14 @@
 Source: docs/algorithm.md, step 2; Section 3.4 and 4.1 of the paper (Z-Fold).
 """
 
+from collections.abc import Sequence
+from itertools import repeat
+
 import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.awq import candidate_zetas, nearest_loss
-from aespa_pl.algorithm.candidates import EXHAUSTIVE, THOROUGH, Effort
+from aespa_pl.algorithm.candidates import EXHAUSTIVE, THOROUGH, Compared, Effort
 from aespa_pl.algorithm.grid import min_max_grid, search_with_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
@@ -43,17 +46,23 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
     grids: dict[str, Grid] = {}
 
     def search(
-        p: QuantizedProjection, zeta: Tensor, form: GridFormat, *, effort: Effort
-    ) -> tuple[Grid, float]:
+        p: QuantizedProjection,
+        zeta: Tensor,
+        form: GridFormat,
+        *,
+        effort: Effort,
+        compared: Sequence[Sequence[Compared | None]] = (),
+    ) -> tuple[Grid, float, list[Sequence[Compared | None]]]:
         share = p.share(world)
         found = [
-            search_with_loss(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)
+            search_with_loss(r.weight, r.hessian, zeta, form, effort=effort, compared=known)
+            for r, known in zip(p.rows(share), compared or repeat(()), strict=False)
         ]
-        parts, losses = zip(*found, strict=True)
-        scale = torch.cat([part.scale for part in parts])
-        zero_point = torch.cat([part.zero_point for part in parts])
+        scale = torch.cat([part.grid.scale for part in found])
+        zero_point = torch.cat([part.grid.zero_point for part in found])
         whole = share.whole_grid(Grid(scale, zero_point, zeta, form.bits))
-        return whole, share.sum(float(sum(losses)))
+        loss = share.sum(float(sum(part.loss for part in found)))
+        return whole, loss, [part.compared for part in found]
 
     form = grid_format(settings)
     for group in block.layout.groups:

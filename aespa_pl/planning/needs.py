@@ -7,7 +7,7 @@ The memory holds the tensors that exist at once in the hungriest moment of each 
 import math
 from dataclasses import replace
 
-from aespa_pl.algorithm import candidates, optq
+from aespa_pl.algorithm import candidate_losses, optq
 from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
@@ -34,8 +34,9 @@ PROCESS_BYTES = 600_000_000
 (benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
 MOST_PORTIONS = 64
 """Largest number of portions that a block is learned in; each large projection is one by then."""
-GRID_BYTES = 3 * FLOAT
-"""A candidate of a row and group takes this many bytes: scale, zero point, loss."""
+GRID_BYTES, GRID_BYTES_OF_GROUPS = 8 * FLOAT, 3 * FLOAT
+"""A candidate of a row (and group) takes this many bytes: scale, zero point, loss. Without groups also copies
+of those that a quick search has not compared, with their places; and what quick searches have compared."""
 CHUNK_BYTES = 3 * FLOAT
 """An error of a candidate that is compared takes this many bytes: itself, its square, a product."""
 POLISH_BYTES = 11 * FLOAT
@@ -175,10 +176,11 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
     rows = max(m.size // (settings.group_size or m.columns) for m in shape.matrices)
     size = max(m.size for m in shape.matrices)
     columns = max(shape.inputs.values())
-    chunk = candidates.cpu_chunk(settings.group_size or columns)
+    chunk = candidate_losses.cpu_chunk(settings.group_size or columns)
+    of_candidate = GRID_BYTES_OF_GROUPS if settings.group_size else GRID_BYTES
     return (
-        GRID_BYTES * candidates_of(settings) * rows
-        + CHUNK_BYTES * (candidates.ACCELERATOR_CHUNK if accelerator else chunk)
+        of_candidate * candidates_of(settings) * rows
+        + CHUNK_BYTES * (candidate_losses.ACCELERATOR_CHUNK if accelerator else chunk)
         + 2 * FLOAT * size  # over zeta, and in groups
         + 3 * FLOAT * columns**2  # times zeta, from both sides, and its blocks
     )
@@ -279,12 +281,10 @@ def disk_bytes(
     integers = shape.blocks * shape.weights
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
     hidden = hidden_bytes(shape, work, settings) if on_disk else 0
-    on_disk_heads = shape.layout.key_value_heads if partition.heads else 0
-    values = on_disk_heads * value_bytes(shape, settings)
+    values = bool(partition.heads) * shape.layout.key_value_heads * value_bytes(shape, settings)
     checkpoints = 2 * CHECKPOINT_BYTES * learning
     if settings.tuning.blocks.enabled:  # beside its checkpoints wait the integers that were learned
-        tuned = 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning
-        checkpoints = max(checkpoints, tuned)
+        checkpoints = max(checkpoints, 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning)
     if settings.tuning.model.enabled:
         waiting = shape.block_weights * stored_bytes + shape.weights  # to replace a block
         if settings.tuning.model.integer_rate:

@@ -129,7 +129,7 @@ def test_grids_of_groups_need_memory_for_their_candidates() -> None:
     s = shape()
     found = [device_bytes(s, WORK, replace(PAPER, group_size=size))["grid"] for size in (None, 4)]
     most = max(m.rows for m in s.matrices), max(m.size // 4 for m in s.matrices)
-    assert found[1] - found[0] == 12 * 200 * (most[1] - most[0])
+    assert found[1] - found[0] == 200 * (12 * most[1] - 32 * most[0])
 
 
 def test_polish_needs_memory_for_query_and_key_together() -> None:
