@@ -136,9 +136,8 @@ def _compare_some(
     near = near.flatten(-2).clamp(0, count - 1)
     of_near = approximate_losses(V, A, D, candidates.take(near))
     compared = None
-    if (
-        count % effort.stride == 0 and len(V) == 1
-    ):  # no neighbour twice; groups would take much memory
+    # only where no neighbour is compared twice; and those of many groups would take too much memory
+    if count % effort.stride == 0 and len(V) == 1:
         places = torch.cat([coarse, near], -1).to(torch.int16)
         compared = Compared(A, D, places, torch.cat([losses, of_near], -1))
     return torch.cat([index, near], -1), torch.cat([least, of_near], -1), compared

@@ -7,6 +7,7 @@ them a device makes in a second.
 
 from dataclasses import dataclass
 
+from aespa_pl.algorithm.candidate_losses import leading_rank
 from aespa_pl.algorithm.candidates import (
     EXHAUSTIVE,
     QUICK,
@@ -68,18 +69,21 @@ def searches(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> di
     return {EXHAUSTIVE: rounds + 1} if settings.grid.exhaustive else {QUICK: rounds, THOROUGH: 1}
 
 
+def comparisons(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> int:
+    """Return how many candidates of a row of a matrix all searches compare together."""
+    found, candidates = searches(shape, matrix, settings), candidates_of(settings)
+    known = QUICK.compared(candidates) if QUICK in found and not settings.group_size else 0
+    # the last search leaves out what the quick one with the same zeta has compared
+    return sum(count * effort.compared(candidates) for effort, count in found.items()) - known
+
+
 def block_visits(shape: Shape, settings: QuantizationSettings) -> Visits:
     """Return the visits of a block's weights."""
     passes = LATER_PASSES * settings.polish.passes if settings.polish.enabled else 0
     with_G = settings.objective.query_key == "attention"
     coupled = sum(m.size for m in shape.matrices if with_G and m.role in (Role.QUERY, Role.KEY))
-    candidates = candidates_of(settings)
     return Visits(
-        compared=sum(
-            m.size * count * effort.compared(candidates)
-            for m in shape.matrices
-            for effort, count in searches(shape, m, settings).items()
-        ),
+        compared=sum(m.size * comparisons(shape, m, settings) for m in shape.matrices),
         updated=shape.weights if settings.optq.enabled else 0,
         polished=passes * (shape.weights - coupled),
         coupled=passes * coupled,
@@ -100,14 +104,9 @@ def block_flops(
     )
     product = sum(m.product_flops for m in shape.matrices)
     grid = sum(
-        count
-        * 2 * m.size * _searched_columns(m, settings)
-        * products_of_a_search(
-            _searched_columns(m, settings), candidates_of(settings), effort
-        )
+        2 * m.size * _searched_columns(m, settings) * _products_of_searches(shape, m, settings)
         for m in shape.matrices
-        for effort, count in searches(shape, m, settings).items()
-    )  # fmt: skip
+    )
     factors = shared_factor_flops(shape) + value_factor_flops(shape)
     step = sum(learning_flops(m, shape) for m in shape.matrices if learned(m, settings))
     # a product of all rows before and after, and in each pass one of the rows that move
@@ -166,6 +165,16 @@ def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> floa
     if settings.objective.query_key == "attention":
         products += (layout.heads + layout.key_value_heads) * layout.head_dim**2
     return 2.0 * work.segments * work.length * products
+
+
+def _products_of_searches(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> float:
+    """Return how many products of a row with H all searches make, or what takes as much arithmetic."""
+    columns, candidates = _searched_columns(matrix, settings), candidates_of(settings)
+    found = searches(shape, matrix, settings)
+    each = sum(n * products_of_a_search(columns, candidates, e) for e, n in found.items())
+    compared = sum(n * effort.compared(candidates) for effort, n in found.items())
+    known = compared - comparisons(shape, matrix, settings)
+    return each - known * leading_rank(columns) / columns
 
 
 def _searched_columns(matrix: Matrix, settings: QuantizationSettings) -> int:

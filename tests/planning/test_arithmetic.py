@@ -71,13 +71,16 @@ def test_rates_are_measured(precision: Precision) -> None:
 
 
 def test_visits_are_counted_one_by_one() -> None:
-    """A search compares 200 grids; a quick one (without zeta, and 4 rounds) 40, then 4 beside the best 4."""
+    """A search compares 200 grids; a quick one (without zeta, and 4 rounds) 40, then 4 beside the best 4.
+
+    The last leaves out what a quick one has compared.
+    """
     s = shape()
     settings = resolved(QuantizationSettings(method="aespa-fast"))
     q, k, v, o, *others = (m.size for m in s.matrices)
     folded = q + k + v + sum(others)  # the output projection's input has no norm before it
     assert block_visits(s, settings) == Visits(
-        compared=200 * o + (200 + 5 * (40 + 16)) * folded,
+        compared=200 * o + (200 + 4 * (40 + 16)) * folded,
         updated=s.weights,
         polished=0.4 * 10 * (s.weights - q - k),
         coupled=0.4 * 10 * (q + k),
@@ -101,6 +104,12 @@ def test_products_of_the_search_are_counted_one_by_one() -> None:
     grouped = replace(settings, group_size=4)
     expected = sum(2 * m.size * (10 * 4 + 200 * 4) for m in s.matrices)
     assert block_flops(s, WORK, grouped)["grid"] == pytest.approx(expected)
+    folded = [
+        m for m in s.matrices if m.group != s.matrices[3].group
+    ]  # that of the output projection
+    expected = sum(2 * m.size * (10 * m.columns + 200 * min(16, m.columns)) for m in s.matrices)
+    expected += sum(2 * m.size * (5 * 3 * m.columns + 4 * 56 * min(16, m.columns)) for m in folded)
+    assert block_flops(s, WORK, fast)["grid"] == pytest.approx(expected)
 
 
 def test_an_exhaustive_search_multiplies_all_candidates_with_the_hessian() -> None:
