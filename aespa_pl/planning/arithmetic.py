@@ -71,10 +71,16 @@ def searches(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> di
 
 def comparisons(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> int:
     """Return how many candidates of a row of a matrix all searches compare together."""
-    found, candidates = searches(shape, matrix, settings), candidates_of(settings)
-    known = QUICK.compared(candidates) if QUICK in found and not settings.group_size else 0
-    # the last search leaves out what the quick one with the same zeta has compared
-    return sum(count * effort.compared(candidates) for effort, count in found.items()) - known
+    candidates = candidates_of(settings)
+    found = searches(shape, matrix, settings).items()
+    compared = sum(count * effort.compared(candidates) for effort, count in found)
+    return compared - left_out(shape, matrix, settings)
+
+
+def left_out(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> int:
+    """Return how many candidates the last search leaves out: those that a quick one has compared."""
+    quick = QUICK in searches(shape, matrix, settings) and not settings.group_size
+    return QUICK.compared(candidates_of(settings)) if quick else 0
 
 
 def block_visits(shape: Shape, settings: QuantizationSettings) -> Visits:
@@ -170,11 +176,9 @@ def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> floa
 def _products_of_searches(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> float:
     """Return how many products of a row with H all searches make, or what takes as much arithmetic."""
     columns, candidates = _searched_columns(matrix, settings), candidates_of(settings)
-    found = searches(shape, matrix, settings)
-    each = sum(n * products_of_a_search(columns, candidates, e) for e, n in found.items())
-    compared = sum(n * effort.compared(candidates) for effort, n in found.items())
-    known = compared - comparisons(shape, matrix, settings)
-    return each - known * leading_rank(columns) / columns
+    found = searches(shape, matrix, settings).items()
+    products = sum(n * products_of_a_search(columns, candidates, effort) for effort, n in found)
+    return products - left_out(shape, matrix, settings) * leading_rank(columns) / columns
 
 
 def _searched_columns(matrix: Matrix, settings: QuantizationSettings) -> int:

@@ -45,13 +45,14 @@ def device_flops(
     where the rows of a head depend on each other.
     """
     flops = block_flops(shape, work.of_device(devices), settings, partition)
-    for phase, share in row_shares(shape, settings, devices).items():
+    shares = row_shares(shape, settings, devices)
+    for phase, share in shares.items():
         flops[phase] *= share
     if settings.optq.enabled:
         # the share is that of the products; each device factors a Hessian that all rows share
         products = sum(m.product_flops for m in shape.matrices)
         heads = shape.layout.key_value_heads
-        flops["OPTQ"] = products * row_shares(shape, settings, devices)["OPTQ"]
+        flops["OPTQ"] = products * shares["OPTQ"]
         flops["OPTQ"] += shared_factor_flops(shape)
         flops["OPTQ"] += value_factor_flops(shape) * math.ceil(heads / devices) / heads
     return flops

@@ -23,7 +23,7 @@ from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.units import duration, human
 from aespa_pl.settings import DataSettings, QuantizationSettings
 
-ALONE = Devices()
+ONE_DEVICE = Devices()
 """A single device."""
 
 
@@ -40,7 +40,7 @@ class Needs:
     seconds: Mapping[str, float]
     """Seconds of one block on the device that has most to do, by phase."""
     partition: Partition
-    devices: Devices = ALONE
+    devices: Devices = ONE_DEVICE
     """All devices of the run."""
 
     @property
@@ -58,7 +58,7 @@ def needs_of(
     *,
     stored_bytes: int,
     seconds: float,
-    devices: Devices = ALONE,
+    devices: Devices = ONE_DEVICE,
 ) -> Needs:
     """Return what a run needs.
 
