@@ -32,8 +32,8 @@ COLUMN_KERNELS = 16
 """Kernels for each column of OPTQ's update; graphs repeat them, but for the first columns of a projection."""
 TILE_LAUNCHES = 12
 """Launches for each tile of weights in the descent: a graph for its rounds, and what its moves change."""
-ROUND_KERNELS, OTHER_KERNELS = 8, 10
-"""Kernels that it repeats for each round but the first, and besides."""
+ROUND_KERNELS, COUPLED_ROUND_KERNELS, OTHER_KERNELS = 4, 6, 9
+"""Kernels that it repeats for each round but the first, without G and with it, and besides."""
 CANDIDATE_BYTES = 52
 """Bytes for each weight of each candidate: the errors take five kernels, their losses three."""
 PROBABILITY_BYTES = 32
@@ -181,8 +181,10 @@ def _polish(shape: Shape, settings: QuantizationSettings, assumed: Assumed) -> C
     for matrix in shape.matrices:
         tiles = assumed.passes * _tiles(matrix, shape)
         launched += TILE_LAUNCHES * tiles
-        rounds = COUPLED_ROUNDS if matrix.role in COUPLED else ROUNDS
-        repeated += (ROUND_KERNELS * (rounds - 1) + OTHER_KERNELS) * tiles
+        rounds, each = ROUNDS, ROUND_KERNELS
+        if matrix.role in COUPLED:
+            rounds, each = COUPLED_ROUNDS, COUPLED_ROUND_KERNELS
+        repeated += (each * (rounds - 1) + OTHER_KERNELS) * tiles
     return Costs(assumed.passes * products, 0.0, launched, repeated)
 
 

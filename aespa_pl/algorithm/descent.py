@@ -14,6 +14,7 @@ Here a *unit* is what can be minimized alone: a row, or a head where G couples i
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from jaxtyping import Float, Int, Real
@@ -98,10 +99,10 @@ def _descend(
     dW, step = dequantize(integers, grid) - W, grid.step()
     curvature = H.diagonal(dim1=1, dim2=2)[:, None]
     if G is not None:
-        least = torch.finfo(G.dtype).tiny  # where G_ii is 0, so is P: nothing moves
-        curvature = curvature * G.diagonal(dim1=1, dim2=2)[..., None].clamp(min=least)
+        curvature = curvature * _curvature(G)[..., None]
     q, newton = integers.to(W.dtype, copy=True), -1 / (step * curvature)
-    units = _Units(q, dW, step, newton, times(dW, H), H, G, grid.largest)
+    groups = _groups(H, grid, COLUMNS if G is None else COUPLED_COLUMNS)
+    units = _Units(q, dW, step, newton, times(dW, H), H, groups, G, grid.largest)
     if G is None and H.shape[0] == 1 and not heads_alone:
         units = units.rows_alone()
     before = units.loss()  # [units, separable]
@@ -109,7 +110,8 @@ def _descend(
     taken, left = torch.zeros_like(loss, dtype=torch.long), torch.arange(len(loss), device=W.device)
     for done in range(1, passes + 1):
         units.visit()
-        found[left], taken[left] = units.integers, done
+        found.index_copy_(0, left, units.integers)
+        taken[left] = done
         now = units.loss().sum(-1)
         going = ((now < loss) & (now <= (1 - LEAST_GAIN) * loss)).nonzero()[:, 0]
         if not going.numel():
@@ -119,6 +121,39 @@ def _descend(
     after = reconstruction_loss(dequantize(current, grid) - W, H, G)
     kept = keep_better(integers, before.view_as(after), current.to(integers.dtype), after)
     return Descent(kept, taken.view(len(W), -1).amax(-1), before.view_as(after))
+
+
+def _curvature(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"]:
+    """Return the diagonal of G, but 1 where it is 0: there P is 0 as well, and nothing moves."""
+    diagonal = G.diagonal(dim1=1, dim2=2)
+    return diagonal.where(diagonal > torch.finfo(G.dtype).tiny, 1)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Describes the columns of a tile."""
+
+    here: slice
+    effects: Float[Tensor, "#units columns twice_columns"]
+    """What a move by 1 in a column adds to the moves that these columns want, and beside it the part above
+    the diagonal: what it adds to the columns to come."""
+
+    def some(self, chosen: Int[Tensor, " some"]) -> "_Columns":
+        """Return the same for some units, where each has its own H."""
+        return _Columns(self.here, self.effects[chosen])
+
+
+def _groups(H: Float[Tensor, "#units d_in d_in"], grid: Grid, size: int) -> list[list[_Columns]]:
+    """Return each group's columns in tiles of ``size`` or less, so that a row has one scale in a tile."""
+    # the scale of the row cancels out: it is that of the column that moves and of the one that wants to
+    curvature = grid.zeta * H.diagonal(dim1=1, dim2=2)
+    groups = []
+    for group in _slices(0, H.shape[-1], H.shape[-1] // grid.scale.shape[-1]):
+        tiles = list(_slices(group.start, group.stop, size))
+        effects = [-grid.zeta[t, None] * H[:, t, t] / curvature[:, None, t] for t in tiles]
+        both = [torch.cat([effect, effect.triu(1)], -1) for effect in effects]
+        groups.append([_Columns(*each) for each in zip(tiles, both, strict=True)])
+    return groups
 
 
 @dataclass
@@ -134,6 +169,8 @@ class _Units:
     R: Float[Tensor, "units rows d_in"]
     """``dW H``."""
     H: Float[Tensor, "#units d_in d_in"]
+    groups: list[list[_Columns]]
+    """The tiles of each group."""
     G: Float[Tensor, "units rows rows"] | None
     largest: int
     """The largest integer."""
@@ -145,16 +182,18 @@ class _Units:
     def rows_alone(self) -> "_Units":
         """Return the same weights with each row as a unit."""
         q, errors, step, newton, R = (x.flatten(0, 1)[:, None] for x in self._weights())
-        return _Units(q, errors, step, newton, R, self.H, None, self.largest)
+        return _Units(q, errors, step, newton, R, self.H, self.groups, None, self.largest)
 
     def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
         """Return some of the units, in their order."""
         if len(chosen) == len(self.errors):
             return self
         q, errors, step, newton, R = (x.index_select(0, chosen) for x in self._weights())
-        H = self.H if len(self.H) == 1 else self.H[chosen]
+        H, groups = self.H, self.groups
+        if len(H) > 1:
+            H, groups = H[chosen], [[tile.some(chosen) for tile in tiles] for tiles in groups]
         G = None if self.G is None else self.G[chosen]
-        return _Units(q, errors, step, newton, R, H, G, self.largest)
+        return _Units(q, errors, step, newton, R, H, groups, G, self.largest)
 
     def _weights(self) -> tuple[Tensor, ...]:
         """Return the fields that have a number for each weight."""
@@ -171,43 +210,47 @@ class _Units:
         if self.G is None:
             self._visit_independent_rows()
             return
-        for rows in _slices(self.errors.shape[1], COUPLED_ROWS):
+        for rows in _slices(0, self.errors.shape[1], COUPLED_ROWS):
             self._visit_coupled_rows(rows, self.G)
 
     def _visit_independent_rows(self) -> None:
-        for columns in _slices(self.H.shape[-1], COLUMNS):
-            tile = self._tile(slice(None), columns, self.R[..., columns])
-            moves = find_moves(tile, self.H[:, columns, columns].triu(1), self.rounds)
+        for columns in chain.from_iterable(self.groups):
+            here = columns.here
+            _, later = columns.effects.chunk(2, -1)
+            tile = self._tile(slice(None), here, self.R[..., here])
+            moves = find_moves(tile, later, self.rounds)
             few = None  # units that move; an accelerator would make the host wait for them
             if moves.device.type == "cpu":
                 few = moving(moves)
                 if not few.numel():
                     continue
-            delta = self._move(slice(None), columns, moves)
+            delta = self._move(slice(None), here, moves)
             if few is None or 2 * len(few) > len(delta) or len(self.H) > 1:
-                add_times(self.R, delta, self.H[:, columns])
+                add_times(self.R, delta, self.H[:, here])
             else:  # most units are still
                 R = self.R.index_select(0, few)
-                add_times(R, delta.index_select(0, few), self.H[:, columns])
+                add_times(R, delta.index_select(0, few), self.H[:, here])
                 self.R.index_copy_(0, few, R)
 
     def _visit_coupled_rows(self, rows: slice, G: Float[Tensor, "units rows rows"]) -> None:
         """Visit a few rows of each head, with tensors so small that the number of calls counts."""
         R, P, G = self.R[:, rows], G[:, rows] @ self.R, G[:, rows, rows]
-        own, below = G.diagonal(dim1=1, dim2=2)[..., None], G.tril(-1)
-        for columns in _slices(self.H.shape[-1], COUPLED_COLUMNS):
-            tile = self._tile(rows, columns, P[..., columns])
-            H = self.H[0, columns, columns]
-            both = torch.cat([H, H.triu(1)], -1)
-            moves = find_coupled_moves(tile, both, own, below, self.coupled_rounds)
-            change = times(self._move(rows, columns, moves), self.H[:, columns])
-            R += change
-            P.baddbmm_(G, change)  # all columns: a part of them would be one call a head
+        for tiles in self.groups:
+            # the same in all columns of a group, as zeta is the same in all rows
+            step = self.step[:, rows, tiles[0].here.start]
+            below = (G * step[:, None] / (_curvature(G) * step)[..., None]).tril(-1)
+            for columns in tiles:
+                here = columns.here
+                tile = self._tile(rows, here, P[..., here])
+                moves = find_coupled_moves(tile, columns.effects[0], below, self.coupled_rounds)
+                change = times(self._move(rows, here, moves), self.H[:, here])
+                R += change
+                P.baddbmm_(G, change)  # all columns: a part of them would be one call a head
 
     def _tile(self, rows: slice, columns: slice, P: Tensor) -> Tile:
         here = (slice(None), rows, columns)
-        q = self.integers[here]
-        return Tile(P, self.step[here], self.newton[here], -q, self.largest - q)
+        down = -self.integers[here]
+        return Tile(P * self.newton[here], down, down + self.largest)
 
     def _move(self, rows: slice, columns: slice, moves: Tensor) -> Tensor:
         """Change a tile's integers and errors; return the change of its weights."""
@@ -218,6 +261,6 @@ class _Units:
         return delta
 
 
-def _slices(size: int, step: int) -> Iterator[slice]:
-    """Yield slices of ``step`` indices that together have all of them."""
-    return (slice(start, start + step) for start in range(0, size, step))
+def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
+    """Yield slices of at most ``step`` indices that together have all of ``start .. stop - 1``."""
+    return (slice(first, min(first + step, stop)) for first in range(start, stop, step))

@@ -4,8 +4,11 @@ A move depends on those before it. All moves are found at once, again and again,
 moves that were found before: so the first is right at once, the second when the first is, and so on. As
 few moves matter to others, all are settled after a few rounds.
 
-A CPU goes on until all are settled. On an accelerator the host would have to wait for each answer, so there a
-visit has a fixed number of rounds. The moves behind the first that is not settled are left to the next visit.
+A visit has a limited number of rounds. Moves behind the first that is not settled are left to the next visit.
+On a CPU a visit ends as soon as all moves are settled, and without G it goes on until they are. On an
+accelerator the host would have to wait for each answer, so there a visit always has all its rounds.
+
+Everything in a tile is counted in integers, that is in steps of the grid. So its columns belong to one group.
 """
 
 from dataclasses import dataclass
@@ -18,20 +21,16 @@ from aespa_pl.algorithm.replay import Replayed
 
 ROUNDS, COUPLED_ROUNDS = 4, 8
 """Rounds of a visit on an accelerator, without G and with it; two at least, to tell what is settled."""
-LOOKS = (8, 24)
-"""Rounds after which a CPU looks which heads have settled, and goes on with the others if these are half or
-less. A look takes as long as half a round."""
+CPU_COUPLED_ROUNDS = 16
+"""Rounds of a visit on a CPU with G, at most. A few heads that couple their rows strongly would take 100."""
 
 
 @dataclass
 class Tile:
-    """Holds what the moves of some rows and columns of each unit depend on."""
+    """Holds the moves that some rows and columns of each unit would make, and how far they can go."""
 
-    P: Float[Tensor, "units rows columns"]
-    """Half the gradient with respect to ``dW``."""
-    step: Float[Tensor, "units rows columns"]
-    newton: Float[Tensor, "units rows columns"]
-    """What P is multiplied with for the best move, before it is rounded."""
+    wanted: Float[Tensor, "units rows columns"]
+    """The best move of each weight while all others stay, before it is rounded."""
     down: Float[Tensor, "units rows columns"]
     """The least moves that stay in the range."""
     up: Float[Tensor, "units rows columns"]
@@ -39,19 +38,19 @@ class Tile:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all fields, in the order of the constructor."""
-        return self.P, self.step, self.newton, self.down, self.up
+        return self.wanted, self.down, self.up
 
     def some(self, chosen: Int[Tensor, " some"]) -> "Tile":
         """Return the tile of some units."""
         return Tile(*(x.index_select(0, chosen) for x in self.tensors()))
 
-    def contiguous(self) -> "Tile":
-        """Return the same tile in memory of its own, which many rounds read faster."""
-        return Tile(*(x.contiguous() for x in self.tensors()))
+    def first(self) -> Tensor:
+        """Return the moves of a round that knows of no others."""
+        return self.possible(self.wanted.clone())
 
-    def nearest(self, gradient: Float[Tensor, "units rows columns"]) -> Tensor:
-        """Return the best moves for half a gradient, in its memory."""
-        moves = gradient.mul_(self.newton).round_()
+    def possible(self, wanted: Float[Tensor, "units rows columns"]) -> Tensor:
+        """Return the integers nearest to what is wanted that stay in the range, in its memory."""
+        moves = wanted.round_()
         # a clamp with tensors would take four times as long
         return torch.minimum(torch.maximum(moves, self.down, out=moves), self.up, out=moves)
 
@@ -63,21 +62,20 @@ def find_moves(
 
     Args:
         tile: Rows and columns to visit.
-        later: Part of the damped Hessian above the diagonal: what a move changes for the columns to come.
+        later: What a move by 1 adds to the wanted moves of the columns to come; 0 on the diagonal and below.
         rounds: ``settled_moves``, for accelerators.
     """
-    if tile.P.device.type != "cpu":
+    if tile.wanted.device.type != "cpu":
         return rounds(later, *tile.tensors())[0]
-    found = moves = tile.nearest(tile.P.clone())
+    found = moves = tile.first()
     among = unsettled = moving(moves)
-    for _ in range(tile.P[0].numel()):  # NaN would go on for ever
+    for _ in range(tile.wanted[0].numel()):  # NaN would go on for ever
         if not unsettled.numel():
             break
         if len(later) == 1 and 2 * len(unsettled) <= len(moves):
             among = unsettled if moves is found else among[unsettled]
             tile, moves = tile.some(unsettled), moves.index_select(0, unsettled)
-        before = moves
-        moves = tile.nearest(tile.P + times(moves * tile.step, later))
+        before, moves = moves, tile.possible(plus_times(tile.wanted, moves, later))
         if len(moves) == len(found):
             found = moves
         else:
@@ -89,7 +87,6 @@ def find_moves(
 def find_coupled_moves(
     tile: Tile,
     both: Float[Tensor, "columns twice_columns"],
-    own: Float[Tensor, "units rows 1"],
     below: Float[Tensor, "units rows rows"],
     rounds: Replayed,
 ) -> Float[Tensor, "units rows columns"]:
@@ -97,68 +94,55 @@ def find_coupled_moves(
 
     Args:
         tile: Rows and columns to visit.
-        both: Damped Hessian between these columns, and beside it ``later`` of ``find_moves``.
-        own: Diagonal of G, the second moment of the other side, between these rows.
-        below: Part of G below the diagonal: what a move changes for the rows to come.
+        both: What a move by 1 adds to the wanted moves of all these columns, and beside it the part above
+            the diagonal, ``later`` of ``find_moves``.
+        below: How much of that a move of a row adds to each row to come; 0 on the diagonal and above.
         rounds: ``settled_coupled_moves``, for accelerators.
     """
-    if tile.P.device.type != "cpu":
-        return rounds(both, own, below, *tile.tensors())[0]
-    tile = tile.contiguous()
-    found = moves = tile.nearest(tile.P.clone())
-    coupling, among = _Coupling(tile.P, both, own, below), torch.arange(len(moves))
-    for done in range(1, 1 + tile.P[0].numel()):
-        before = moves
-        moves = coupling.round(tile, moves)
+    if tile.wanted.device.type != "cpu":
+        return rounds(both, below, *tile.tensors())[0]
+    coupling = _Coupling(tile, both, below)
+    moves = before = tile.first()
+    for _ in range(CPU_COUPLED_ROUNDS - 1):
+        before, moves = moves, coupling.round(moves)
         if torch.equal(moves, before):
-            break
-        if done in LOOKS:
-            unsettled = moving(moves - before)
-            if 2 * len(unsettled) <= len(moves):
-                found.index_copy_(0, among, moves)
-                among = among[unsettled]
-                tile, moves = tile.some(unsettled), moves.index_select(0, unsettled)
-                own, below = own.index_select(0, unsettled), below.index_select(0, unsettled)
-                coupling = _Coupling(tile.P, both, own, below)
-    return found.index_copy_(0, among, moves)
+            return moves
+    return _settled(moves.flatten(1), before.flatten(1)).view_as(moves)
 
 
 def moving(moves: Float[Tensor, "units rows columns"]) -> Int[Tensor, " some"]:
     """Return the units with a move that is not 0."""
     # a sixth of the time of any() on numbers
-    return moves.flatten(1).abs().amax(-1).nonzero()[:, 0]
+    return torch.linalg.vector_norm(moves.flatten(1), dim=-1).nonzero()[:, 0]
 
 
 def settled_moves(later: Tensor, *tile: Tensor) -> tuple[Tensor]:
     """Return the moves that are settled after ``ROUNDS`` rounds, the others 0.
 
     Args:
-        later: Part of the damped Hessian above the diagonal: what a move changes for the columns to come.
+        later: As of ``find_moves``.
         tile: ``Tile.tensors()``, each ``[units, rows, columns]``; one by one, because a graph takes tensors.
     """
     here = Tile(*tile)
-    moves = before = here.nearest(here.P.clone())
+    moves = before = here.first()
     for _ in range(ROUNDS - 1):
-        before = moves
-        moves = here.nearest(here.P + times(moves * here.step, later))
+        before, moves = moves, here.possible(plus_times(here.wanted, moves, later))
     return (_settled(moves, before),)
 
 
-def settled_coupled_moves(both: Tensor, own: Tensor, below: Tensor, *tile: Tensor) -> tuple[Tensor]:
+def settled_coupled_moves(both: Tensor, below: Tensor, *tile: Tensor) -> tuple[Tensor]:
     """Return the moves that are settled after ``COUPLED_ROUNDS`` rounds, the others 0.
 
     Args:
-        both: Damped Hessian between these columns, and beside it its part above the diagonal.
-        own: Diagonal of G between these rows.
-        below: Part of G below the diagonal.
+        both: As of ``find_coupled_moves``.
+        below: As of ``find_coupled_moves``.
         tile: ``Tile.tensors()``, each ``[units, rows, columns]``; one by one, because a graph takes tensors.
     """
     here = Tile(*tile)
-    coupling = _Coupling(here.P, both, own, below)
-    moves = before = here.nearest(here.P.clone())
+    coupling = _Coupling(here, both, below)
+    moves = before = here.first()
     for _ in range(COUPLED_ROUNDS - 1):
-        before = moves
-        moves = coupling.round(here, moves)
+        before, moves = moves, coupling.round(moves)
     return (_settled(moves.flatten(1), before.flatten(1)).view_as(moves),)
 
 
@@ -171,22 +155,23 @@ def _settled(moves: Tensor, before: Tensor) -> Tensor:
 class _Coupling:
     """Finds the moves of a round where G couples the rows, in memory that all rounds share."""
 
-    def __init__(self, P: Tensor, both: Tensor, own: Tensor, below: Tensor) -> None:
-        self._both, self._own, self._below = both, own, below
-        self._delta = torch.empty_like(P, memory_format=torch.contiguous_format)
-        self._flat_delta = self._delta.view(-1, P.shape[-1])
-        product = P.new_empty(*P.shape[:2], both.shape[-1])
-        self._flat_product = product.view(-1, both.shape[-1])
+    def __init__(self, tile: Tile, both: Tensor, below: Tensor) -> None:
+        self._tile, self._both, self._below = tile, both, below
+        units, rows, columns = tile.wanted.shape
+        product = tile.wanted.new_empty(units, rows, 2 * columns)
+        self._flat_product = product.view(-1, 2 * columns)
         self._of_rows_above, self._of_this_row = product.chunk(2, -1)
-        self._next, self._last = torch.empty_like(self._delta), torch.empty_like(self._delta)
+        self._next, self._last = (
+            torch.empty_like(product[..., :columns]),
+            torch.empty_like(product[..., :columns]),
+        )
 
-    def round(self, tile: Tile, moves: Tensor) -> Tensor:
+    def round(self, moves: Tensor) -> Tensor:
         """Return the next moves, in memory that the round after the next one takes."""
-        torch.mul(moves, tile.step, out=self._delta)
-        torch.mm(self._flat_delta, self._both, out=self._flat_product)
-        gradient, self._next, self._last = self._next, self._last, self._next
-        torch.baddbmm(tile.P, self._below, self._of_rows_above, out=gradient)
-        return tile.nearest(gradient.addcmul_(self._own, self._of_this_row))
+        torch.mm(moves.view(-1, moves.shape[-1]), self._both, out=self._flat_product)
+        wanted, self._next, self._last = self._next, self._last, self._next
+        torch.baddbmm(self._tile.wanted, self._below, self._of_rows_above, out=wanted)
+        return self._tile.possible(wanted.add_(self._of_this_row))
 
 
 def times(
@@ -194,6 +179,18 @@ def times(
 ) -> Float[Tensor, "units rows some"]:
     """Return ``delta H``, as one large product where all units share H."""
     return delta @ (H[0] if len(H) == 1 else H)
+
+
+def plus_times(
+    total: Float[Tensor, "units rows some"],
+    moves: Float[Tensor, "units rows columns"],
+    H: Float[Tensor, "#units columns some"],
+) -> Float[Tensor, "units rows some"]:
+    """Return ``total + moves H`` in new memory."""
+    if len(H) == 1:
+        flat = torch.addmm(total.flatten(0, 1), moves.flatten(0, 1), H[0])
+        return flat.view_as(total)
+    return torch.baddbmm(total, moves, H)
 
 
 def add_times(

@@ -184,7 +184,7 @@ def test_a_column_of_optq_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         assert found.waits.total() == 2
 
 
-@pytest.mark.parametrize(("coupled", "kernels", "launches"), [(False, 45, 12), (True, 80, 14)])
+@pytest.mark.parametrize(("coupled", "kernels", "launches"), [(False, 34, 12), (True, 64, 13)])
 def test_the_descent_takes_few_kernels_and_waits_once_a_pass(
     coupled: bool, kernels: int, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
