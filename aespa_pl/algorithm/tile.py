@@ -113,7 +113,8 @@ def find_coupled_moves(
 def moving(moves: Float[Tensor, "units rows columns"]) -> Int[Tensor, " some"]:
     """Return the units with a move that is not 0."""
     # a sixth of the time of any() on numbers
-    return torch.linalg.vector_norm(moves.flatten(1), dim=-1).nonzero()[:, 0]
+    lengths: Tensor = torch.linalg.vector_norm(moves.flatten(1), dim=-1)
+    return lengths.nonzero()[:, 0]
 
 
 def settled_moves(later: Tensor, *tile: Tensor) -> tuple[Tensor]:
