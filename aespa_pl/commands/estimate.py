@@ -95,8 +95,9 @@ def _job(settings: Any) -> tuple[Checked, Devices]:
         stored=getattr(config, "dtype", None) or torch.float32,
     )
     check_tuning(trainer, settings.trainer, job.quantization.tuning, job.work)
-    refuse_tuning(job.shape, job.work, job.data, job.quantization, device)
-    return job, Devices(trainer.world_size, trainer.num_nodes)
+    devices = Devices(trainer.world_size, trainer.num_nodes)
+    refuse_tuning(job.shape, job.work, job.data, job.quantization, device, devices=devices.count)
+    return job, devices
 
 
 def _missing(job: Checked, needs: Needs) -> list[str]:

@@ -83,7 +83,7 @@ def fit(
     """
     began, began_to_work = time.perf_counter(), time.process_time()
     with ExitStack() as locks:
-        start = world.from_first(lambda: _start(job, resume, locks, progress))
+        start = world.from_first(lambda: _start(job, resume, locks, progress, world.size))
         run = replace(start.run, writes=world.is_first)
         if start.metrics is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
@@ -132,7 +132,9 @@ def fit(
     return run, metrics
 
 
-def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress) -> Start:
+def _start(
+    job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: int
+) -> Start:
     """Return the run, new or to be continued, locked, and its texts.
 
     Raises:
@@ -143,7 +145,8 @@ def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgres
     if earlier is None or not earlier.metrics_file.is_file():
         folder = job.runs_folder if earlier is None else earlier.folder
         check_space(folder, _bytes_to_write(job, earlier))
-        refuse_tuning(job.shape, job.work, job.data, job.quantization, job.device)
+        given = (job.shape, job.work, job.data, job.quantization, job.device)
+        refuse_tuning(*given, devices=devices)
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)

@@ -84,6 +84,8 @@ def refuse_tuning(
     data: DataSettings,
     settings: QuantizationSettings,
     device: torch.device,
+    *,
+    devices: int = 1,
 ) -> None:
     """Refuse a tuning that has too few segments, or doesn't fit into the device's memory.
 
@@ -93,6 +95,7 @@ def refuse_tuning(
         data: Settings: where hidden states wait, and how much memory may be taken.
         settings: Settings of the quantization.
         device: Device that the model runs on.
+        devices: Number of them; processes of a CPU share its memory.
 
     Raises:
         UserError: The tuning can't work; the message says which key to change.
@@ -100,7 +103,7 @@ def refuse_tuning(
     tuning = settings.tuning
     if not tuning.enabled:
         return
-    free = free_to_plan(shape, work, data, settings, device)
+    free = free_to_plan(shape, work, data, settings, device, devices=devices)
     for key, section, needed in (
         ("blocks", tuning.blocks, block_bytes(shape, work, settings)),
         ("model", tuning.model, model_bytes(shape, work, settings, recompute=True)),

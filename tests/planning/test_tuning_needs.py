@@ -8,7 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from aespa_pl.commands.limits import refuse_tuning
 from aespa_pl.errors import UserError
+from aespa_pl.planning import budget
 from aespa_pl.planning.arithmetic import block_flops
+from aespa_pl.planning.budget import RESERVE
 from aespa_pl.planning.needs import device_bytes, hidden_bytes
 from aespa_pl.planning.shape import Work
 from aespa_pl.planning.tuning import model_bytes
@@ -89,6 +91,15 @@ def test_what_does_not_fit_is_refused_with_what_to_switch_off(
     refuse_tuning(shape(), WORK, tight, NONE, CPU)
     with pytest.raises(UserError, match=rf"quantization.tuning.{key}.enabled to false"):
         refuse_tuning(shape(), WORK, tight, settings, CPU)
+
+
+def test_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = model_bytes(shape(), WORK, MODEL, recompute=True)
+    free = 1.5 * needed / RESERVE + 2 * hidden_bytes(shape(), WORK, MODEL)
+    monkeypatch.setattr(budget, "free_bytes", lambda _: free)
+    refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU)
+    with pytest.raises(UserError, match=r"quantization.tuning.model needs about"):
+        refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU, devices=2)
 
 
 @pytest.mark.parametrize("settings", [BLOCKS, MODEL])
