@@ -33,7 +33,8 @@ COLUMN_KERNELS = 16
 TILE_LAUNCHES = 12
 """Launches for each tile of weights in the descent: a graph for its rounds, and what its moves change."""
 ROUND_KERNELS, COUPLED_ROUND_KERNELS, OTHER_KERNELS = 4, 6, 9
-"""Kernels that it repeats for each round but the first, without G and with it, and besides."""
+"""Kernels that it repeats for each round but the first, without G and with it, and besides. A product that
+is added to something is counted as one kernel, though a device may copy the summand first."""
 CANDIDATE_BYTES = 52
 """Bytes for each weight of each candidate: the errors take five kernels, their losses three."""
 PROBABILITY_BYTES = 32

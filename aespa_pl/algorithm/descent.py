@@ -70,7 +70,7 @@ def descend(
 
     The weights are visited tile by tile, first along the columns, and row by row within a tile. Where
     the objective ended higher all the same (in a row, with G in a head), because float32 is not exact, the
-    integers stay as they were.
+    integers stay as they were. With G, and on an accelerator, a pass may leave moves to the next (tile.py).
 
     Args:
         integers: To begin with, of any type; the result is of the same.
@@ -96,13 +96,7 @@ def _descend(
     passes: int,
     heads_alone: bool,
 ) -> Descent:
-    dW, step = dequantize(integers, grid) - W, grid.step()
-    curvature = H.diagonal(dim1=1, dim2=2)[:, None]
-    if G is not None:
-        curvature = curvature * _curvature(G)[..., None]
-    q, newton = integers.to(W.dtype, copy=True), -1 / (step * curvature)
-    groups = _groups(H, grid, COLUMNS if G is None else COUPLED_COLUMNS)
-    units = _Units(q, dW, step, newton, times(dW, H), H, groups, G, grid.largest)
+    units = _Units.of(integers, W, grid, H, G)
     if G is None and H.shape[0] == 1 and not heads_alone:
         units = units.rows_alone()
     before = units.loss()  # [units, separable]
@@ -123,8 +117,8 @@ def _descend(
     return Descent(kept, taken.view(len(W), -1).amax(-1), before.view_as(after))
 
 
-def _curvature(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"]:
-    """Return the diagonal of G, but 1 where it is 0: there P is 0 as well, and nothing moves."""
+def _diagonal(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"]:
+    """Return the diagonal, but 1 where its inverse might overflow: there P is 0, or next to it."""
     diagonal = G.diagonal(dim1=1, dim2=2)
     return diagonal.where(diagonal > torch.finfo(G.dtype).tiny, 1)
 
@@ -134,25 +128,28 @@ class _Columns:
     """Describes the columns of a tile."""
 
     here: slice
-    effects: Float[Tensor, "#units columns twice_columns"]
-    """What a move by 1 in a column adds to the moves that these columns want, and beside it the part above
-    the diagonal: what it adds to the columns to come."""
+    effects: Float[Tensor, "#units columns some"]
+    """What a move by 1 in a column adds to the moves that the columns to come want, all above the diagonal;
+    with G what it adds to those of all columns of the tile, and beside it that part."""
 
     def some(self, chosen: Int[Tensor, " some"]) -> "_Columns":
         """Return the same for some units, where each has its own H."""
         return _Columns(self.here, self.effects[chosen])
 
 
-def _groups(H: Float[Tensor, "#units d_in d_in"], grid: Grid, size: int) -> list[list[_Columns]]:
-    """Return each group's columns in tiles of ``size`` or less, so that a row has one scale in a tile."""
-    # the scale of the row cancels out: it is that of the column that moves and of the one that wants to
-    curvature = grid.zeta * H.diagonal(dim1=1, dim2=2)
-    groups = []
+def _groups(
+    H: Float[Tensor, "#units d_in d_in"], grid: Grid, *, coupled: bool
+) -> list[list[_Columns]]:
+    """Return the columns of the tiles of each group, in which the scale of a row is the same."""
+    # so it cancels out: it is that of the column that moves and of the one that wants to
+    own = grid.zeta * H.diagonal(dim1=1, dim2=2)
+    groups: list[list[_Columns]] = []
     for group in _slices(0, H.shape[-1], H.shape[-1] // grid.scale.shape[-1]):
-        tiles = list(_slices(group.start, group.stop, size))
-        effects = [-grid.zeta[t, None] * H[:, t, t] / curvature[:, None, t] for t in tiles]
-        both = [torch.cat([effect, effect.triu(1)], -1) for effect in effects]
-        groups.append([_Columns(*each) for each in zip(tiles, both, strict=True)])
+        groups.append([])
+        for here in _slices(group.start, group.stop, COUPLED_COLUMNS if coupled else COLUMNS):
+            effects = -grid.zeta[here, None] * H[:, here, here] / own[:, None, here]
+            later = effects.triu(1)
+            groups[-1].append(_Columns(here, torch.cat([effects, later], -1) if coupled else later))
     return groups
 
 
@@ -170,7 +167,7 @@ class _Units:
     """``dW H``."""
     H: Float[Tensor, "#units d_in d_in"]
     groups: list[list[_Columns]]
-    """The tiles of each group."""
+    """The columns of the tiles of each group."""
     G: Float[Tensor, "units rows rows"] | None
     largest: int
     """The largest integer."""
@@ -178,6 +175,24 @@ class _Units:
     coupled_rounds: Replayed = field(
         default_factory=lambda: Replayed(settled_coupled_moves, "the polish")
     )
+
+    @classmethod
+    def of(
+        cls,
+        integers: Real[Tensor, "heads rows d_in"],
+        W: Float[Tensor, "heads rows d_in"],
+        grid: Grid,
+        H: Float[Tensor, "#heads d_in d_in"],
+        G: Float[Tensor, "heads rows rows"] | None,
+    ) -> "_Units":
+        """Return the heads as units, before the first pass."""
+        errors, step = dequantize(integers, grid) - W, grid.step()
+        curvature = H.diagonal(dim1=1, dim2=2)[:, None]
+        if G is not None:
+            curvature = curvature * _diagonal(G)[..., None]
+        q, newton = integers.to(W.dtype, copy=True), -1 / (step * curvature)
+        groups = _groups(H, grid, coupled=G is not None)
+        return cls(q, errors, step, newton, times(errors, H), H, groups, G, grid.largest)
 
     def rows_alone(self) -> "_Units":
         """Return the same weights with each row as a unit."""
@@ -191,7 +206,7 @@ class _Units:
         q, errors, step, newton, R = (x.index_select(0, chosen) for x in self._weights())
         H, groups = self.H, self.groups
         if len(H) > 1:
-            H, groups = H[chosen], [[tile.some(chosen) for tile in tiles] for tiles in groups]
+            H, groups = H[chosen], [[columns.some(chosen) for columns in group] for group in groups]
         G = None if self.G is None else self.G[chosen]
         return _Units(q, errors, step, newton, R, H, groups, G, self.largest)
 
@@ -216,9 +231,8 @@ class _Units:
     def _visit_independent_rows(self) -> None:
         for columns in chain.from_iterable(self.groups):
             here = columns.here
-            _, later = columns.effects.chunk(2, -1)
             tile = self._tile(slice(None), here, self.R[..., here])
-            moves = find_moves(tile, later, self.rounds)
+            moves = find_moves(tile, columns.effects, self.rounds)
             few = None  # units that move; an accelerator would make the host wait for them
             if moves.device.type == "cpu":
                 few = moving(moves)
@@ -235,11 +249,12 @@ class _Units:
     def _visit_coupled_rows(self, rows: slice, G: Float[Tensor, "units rows rows"]) -> None:
         """Visit a few rows of each head, with tensors so small that the number of calls counts."""
         R, P, G = self.R[:, rows], G[:, rows] @ self.R, G[:, rows, rows]
-        for tiles in self.groups:
+        relative = (G / _diagonal(G)[..., None]).tril(-1)
+        for group in self.groups:
             # the same in all columns of a group, as zeta is the same in all rows
-            step = self.step[:, rows, tiles[0].here.start]
-            below = (G * step[:, None] / (_curvature(G) * step)[..., None]).tril(-1)
-            for columns in tiles:
+            step = self.step[:, rows, group[0].here.start]
+            below = relative * step[:, None] / step[..., None]
+            for columns in group:
                 here = columns.here
                 tile = self._tile(rows, here, P[..., here])
                 moves = find_coupled_moves(tile, columns.effects[0], below, self.coupled_rounds)

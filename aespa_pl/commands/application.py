@@ -42,6 +42,7 @@ from aespa_pl.distributed.launch import (
 )
 from aespa_pl.distributed.processes import PeerLostError, World
 from aespa_pl.errors import UserError
+from aespa_pl.planning.division import Devices
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.settings import TaskSettings
@@ -128,6 +129,7 @@ class AespaCLI(LightningCLI):
                 make_loggers=board.open,
                 save_config=self._save_config,
                 progress=progress,
+                devices=Devices(self.trainer.world_size, self.trainer.num_nodes),
                 world=world,
             )
         board.show_result(asdict(self.settings.quantization), metrics)

@@ -96,7 +96,7 @@ def _job(settings: Any) -> tuple[Checked, Devices]:
     )
     check_tuning(trainer, settings.trainer, job.quantization.tuning, job.work)
     devices = Devices(trainer.world_size, trainer.num_nodes)
-    refuse_tuning(job.shape, job.work, job.data, job.quantization, device, devices=devices.count)
+    refuse_tuning(job.shape, job.work, job.data, job.quantization, device, devices=devices)
     return job, devices
 
 

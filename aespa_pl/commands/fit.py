@@ -26,6 +26,7 @@ from aespa_pl.commands.resuming import LAST
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import divide, free_to_plan, portions_in_words
+from aespa_pl.planning.division import ONE_DEVICE, Devices
 from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import Portion
 from aespa_pl.planning.tuning import tuning_fits
@@ -64,6 +65,7 @@ def fit(
     make_loggers: Callable[[Run], Sequence[Logger]],
     save_config: Callable[[Path], None],
     progress: WalkProgress,
+    devices: Devices = ONE_DEVICE,
     world: World = ALONE,
 ) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics.
@@ -76,6 +78,7 @@ def fit(
         make_loggers: Makes the loggers of the curves over the blocks.
         save_config: Writes the configuration into the folder of the run.
         progress: Shows the steps and says what is found.
+        devices: All devices of the run.
         world: The processes of the run; all of them call this, and the first one writes.
 
     Raises:
@@ -83,7 +86,7 @@ def fit(
     """
     began, began_to_work = time.perf_counter(), time.process_time()
     with ExitStack() as locks:
-        start = world.from_first(lambda: _start(job, resume, locks, progress, world.size))
+        start = world.from_first(lambda: _start(job, resume, locks, progress, devices))
         run = replace(start.run, writes=world.is_first)
         if start.metrics is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
@@ -100,6 +103,7 @@ def fit(
             make_tuning_trainer=make_tuning_trainer,
             loggers=make_loggers(run) if world.is_first else [],
             progress=progress,
+            devices=devices,
             world=world,
         )
         world.wait_for_all()  # for the files of the first
@@ -133,7 +137,7 @@ def fit(
 
 
 def _start(
-    job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: int
+    job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: Devices
 ) -> Start:
     """Return the run, new or to be continued, locked, and its texts.
 
@@ -207,15 +211,16 @@ def _quantize(
     make_tuning_trainer: Callable[[Run, Portion, int], Trainer],
     loggers: Sequence[Logger],
     progress: WalkProgress,
+    devices: Devices,
     world: World,
 ) -> None:
     source = job.stream(job.pretrained)
     trainer = partial(make_trainer, run)
     given = (job.shape, job.work, job.data, job.quantization, job.device)
-    partition = divide(*given, world=world)
+    partition = divide(*given, devices=devices, world=world)
     for words in portions_in_words(partition, job.shape):
         progress.say(words)
-    free = -world.largest(-free_to_plan(*given, devices=world.size))
+    free = -world.largest(-free_to_plan(*given, devices=devices))
     recompute = not tuning_fits(job.shape, job.work, job.quantization, free, recompute=False)
     stopwatch = Stopwatch(progress.phase)
     tuning, tuning_trainer = job.quantization.tuning, partial(make_tuning_trainer, run)

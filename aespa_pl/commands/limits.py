@@ -12,6 +12,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.planning.budget import free_to_plan
+from aespa_pl.planning.division import ONE_DEVICE, Devices
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.tuning import block_bytes, model_bytes
 from aespa_pl.planning.units import human
@@ -85,7 +86,7 @@ def refuse_tuning(
     settings: QuantizationSettings,
     device: torch.device,
     *,
-    devices: int = 1,
+    devices: Devices = ONE_DEVICE,
 ) -> None:
     """Refuse a tuning that has too few segments, or doesn't fit into the device's memory.
 
@@ -95,7 +96,7 @@ def refuse_tuning(
         data: Settings: where hidden states wait, and how much memory may be taken.
         settings: Settings of the quantization.
         device: Device that the model runs on.
-        devices: Number of them; processes of a CPU share its memory.
+        devices: All devices of the run; the processes of a host share the memory of its CPU.
 
     Raises:
         UserError: The tuning can't work; the message says which key to change.
@@ -104,6 +105,7 @@ def refuse_tuning(
     if not tuning.enabled:
         return
     free = free_to_plan(shape, work, data, settings, device, devices=devices)
+    shared = f" by each of {devices.of_host} processes" if devices.of_host > 1 else ""
     for key, section, needed in (
         ("blocks", tuning.blocks, block_bytes(shape, work, settings)),
         ("model", tuning.model, model_bytes(shape, work, settings, recompute=True)),
@@ -115,7 +117,8 @@ def refuse_tuning(
             smaller = key == "model" and bool(tuning.model.integer_rate)
             raise UserError(
                 f"quantization.tuning.{key} needs about {human(needed)}B of the {device.type}'s memory, of "
-                f"which {human(max(free, 0.0))}B may be taken: lower quantization.tuning.{key}.batch_size "
+                f"which {human(max(free, 0.0))}B may be taken{shared}: lower "
+                f"quantization.tuning.{key}.batch_size "
                 "or data.calibration.segment_length where the activations are too large, or set "
                 + ("quantization.tuning.model.integer_rate to 0, or " if smaller else "")
                 + f"quantization.tuning.{key}.enabled to false"

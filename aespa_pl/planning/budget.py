@@ -4,6 +4,7 @@ import torch
 
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import free_bytes
+from aespa_pl.planning.division import ONE_DEVICE, Devices
 from aespa_pl.planning.needs import hidden_bytes, partition_for
 from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.shape import Shape, Work
@@ -20,10 +21,11 @@ def divide(
     quantization: QuantizationSettings,
     device: torch.device,
     *,
+    devices: Devices = ONE_DEVICE,
     world: World = ALONE,
 ) -> Partition:
     """Return a partition that fits ``data.memory_gb``, or the memory that is free on all devices now."""
-    free = free_to_plan(shape, work, data, quantization, device, devices=world.size)
+    free = free_to_plan(shape, work, data, quantization, device, devices=devices)
     free = -world.largest(-free)
     return partition_for(shape, work, quantization, free, accelerator=device.type != "cpu")
 
@@ -35,15 +37,15 @@ def free_to_plan(
     quantization: QuantizationSettings,
     device: torch.device,
     *,
-    devices: int = 1,
+    devices: Devices = ONE_DEVICE,
 ) -> float:
     """Return the bytes of a device that a phase may take, beside its share of the hidden states."""
     free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
     if device.type == "cpu" and not data.memory_gb:
-        free /= devices  # on one host, unless more are known of: they share its memory
+        free /= devices.of_host  # its processes share its memory
     on_device = device.type == "cpu" or data.hidden_states == "device"
     if on_device and data.hidden_states != "disk":
-        free -= hidden_bytes(shape, work.of_device(devices), quantization)
+        free -= hidden_bytes(shape, work.of_device(devices.count), quantization)
     return free
 
 

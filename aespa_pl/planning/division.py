@@ -32,6 +32,10 @@ class Devices:
         return math.ceil(self.count / self.hosts)
 
 
+ONE_DEVICE = Devices()
+"""A single device."""
+
+
 def device_flops(
     shape: Shape,
     work: Work,

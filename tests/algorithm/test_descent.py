@@ -128,10 +128,13 @@ def test_moves_are_those_of_trying_every_value(
         assert (passes == 20) is (max(taken) < passes)  # the limit, and the end without it
 
 
+@pytest.mark.parametrize("rounds", [2, tile.CPU_COUPLED_ROUNDS])
 @every_kind
 def test_at_the_end_a_second_descent_changes_nothing(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where a tile has so few rounds that most of its moves wait for the next pass."""
+    monkeypatch.setattr(tile, "CPU_COUPLED_ROUNDS", rounds)
     monkeypatch.setattr(descent, "LEAST_GAIN", 0)
     W, H, G, grid = problem(kind, rows=6, columns=30, dtype=torch.float32)
     first = descend(starts(W, H, grid)["optq"], W, grid, H, G, passes=100)
@@ -139,6 +142,31 @@ def test_at_the_end_a_second_descent_changes_nothing(
     second = descend(first.integers, W, grid, H, G, passes=100)
     assert torch.equal(first.integers, second.integers)
     assert second.passes.tolist() == [1] * len(W)
+
+
+@pytest.mark.parametrize("kind", ["query", "value"])
+def test_heads_that_go_on_do_as_they_would_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads end after different passes; those that are left keep their own H and G."""
+    monkeypatch.setattr(descent, "LEAST_GAIN", 0)
+    W, H, G, grid = problem(kind, rows=6, columns=60, group_size=30)
+    q = starts(W, H, grid)["nearest"]
+    together = descend(q, W, grid, H, G, passes=100)
+    assert len(set(together.passes.tolist())) > 1
+    for head in range(len(W)):
+        own = slice(head, head + 1)
+        alone = descend(
+            q[own],
+            W[own],
+            grid.heads(head, 1),
+            H if len(H) == 1 else H[own],
+            None if G is None else G[own],
+            passes=100,
+            heads_alone=True,
+        )
+        assert torch.equal(alone.integers, together.integers[own])
+        assert alone.passes.tolist() == together.passes[own].tolist()
 
 
 @pytest.mark.parametrize("kind", ["value", "value, one H", "other"])

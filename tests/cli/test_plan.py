@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from aespa_pl.commands import estimate
+from aespa_pl.planning import budget
 from tests.cli.commands import LENGTH, ROOT, CommandLine
 
 
@@ -78,6 +79,20 @@ def test_plan_refuses_what_fit_refuses_in_the_same_words(
     assert (planned[0], planned[1], planned[2].count("\n")) == (2, "", 1)
     assert re.search(message, planned[2])
     assert aespa("fit", *shared, *words) == planned
+
+
+def test_processes_of_a_host_share_its_memory(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "free_bytes", lambda _: 2**20)
+    status, _, err = aespa(
+        "plan", "--model.pretrained", model, "--data.calibration.segment_length", LENGTH,
+        "--trainer.accelerator", "cpu", "--trainer.devices", 2,
+        "--quantization.method", "aespa-tuned",
+    )  # fmt: skip
+    assert (status, err.count("\n")) == (2, 1)
+    assert "of the cpu's memory, of which" in err
+    assert "by each of 2 processes" in err
 
 
 def test_keys_of_the_trainer_that_change_no_need_are_taken(

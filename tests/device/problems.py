@@ -19,10 +19,16 @@ class Problem:
     grid: Grid
 
 
-def problem(device: torch.device, heads: int = 1, rows: int = 48, columns: int = 160) -> Problem:
+def problem(
+    device: torch.device,
+    heads: int = 1,
+    rows: int = 48,
+    columns: int = 160,
+    group_size: int | None = None,
+) -> Problem:
     W, X = torch.randn(heads, rows, columns), torch.randn(columns, 400)
     K = torch.randn(heads, 90, rows)
-    grid = min_max_grid(W, torch.rand(columns) + 0.5, GridFormat(2))
+    grid = min_max_grid(W, torch.rand(columns) + 0.5, GridFormat(2, group_size=group_size))
     on_device = Grid(
         grid.scale.to(device), grid.zero_point.to(device), grid.zeta.to(device), grid.bits
     )

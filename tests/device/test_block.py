@@ -184,9 +184,14 @@ def test_a_column_of_optq_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         assert found.waits.total() == 2
 
 
-@pytest.mark.parametrize(("coupled", "kernels", "launches"), [(False, 34, 12), (True, 64, 13)])
+@pytest.mark.parametrize("group_size", [None, 64])
+@pytest.mark.parametrize(("coupled", "kernels", "launches"), [(False, 34, 12), (True, 64, 14)])
 def test_the_descent_takes_few_kernels_and_waits_once_a_pass(
-    coupled: bool, kernels: int, launches: int, monkeypatch: pytest.MonkeyPatch
+    coupled: bool,
+    kernels: int,
+    launches: int,
+    group_size: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def tallies(passes: int) -> Tally:
         with counting() as found:
@@ -198,7 +203,7 @@ def test_the_descent_takes_few_kernels_and_waits_once_a_pass(
         return found
 
     with simulated(monkeypatch) as device:
-        given = problem(device, columns=320)
+        given = problem(device, columns=320, group_size=group_size)
         nearest, G = quantize(given.W, given.grid), given.G if coupled else None
         tiles = 320 // 32 * 48 // 8 if coupled else 320 // 64
         first, both = tallies(1), tallies(2)

@@ -11,6 +11,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.planning import budget
 from aespa_pl.planning.arithmetic import block_flops
 from aespa_pl.planning.budget import RESERVE
+from aespa_pl.planning.division import Devices
 from aespa_pl.planning.needs import device_bytes, hidden_bytes
 from aespa_pl.planning.shape import Work
 from aespa_pl.planning.tuning import model_bytes
@@ -98,8 +99,9 @@ def test_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
     free = 1.5 * needed / RESERVE + 2 * hidden_bytes(shape(), WORK, MODEL)
     monkeypatch.setattr(budget, "free_bytes", lambda _: free)
     refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU)
-    with pytest.raises(UserError, match=r"quantization.tuning.model needs about"):
-        refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU, devices=2)
+    with pytest.raises(UserError, match=r"tuning.model needs .* by each of 2 processes"):
+        refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU, devices=Devices(2))
+    refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU, devices=Devices(2, hosts=2))
 
 
 @pytest.mark.parametrize("settings", [BLOCKS, MODEL])
