@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def test(
             f"{shlex.quote(str(folder))}"
         )
     world.from_first(lambda: _check_files(run))
+    job = _with_grids_of(job, run)
     texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
         raise UserError(
@@ -86,6 +88,13 @@ def test(
         write_json(folder / "test.json", metrics)
         write_text(folder / "test.md", result_table(metrics, method_of(run)).markdown())
     return run, metrics
+
+
+def _with_grids_of(job: Job, run: Run) -> Job:
+    """Return the job with the bits and groups of the run, whatever the settings of this command are."""
+    stored = run.fingerprint["quantization"]
+    grids = {key: stored[key] for key in ("bits", "symmetric", "group_size")}
+    return replace(job, quantization=replace(job.quantization, **grids))
 
 
 def _check_files(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -193,4 +194,16 @@ def configuration_text(
     for key in ("config", "ckpt_path"):
         content.pop(key, None)
     content["quantization"] = json.loads(json.dumps(asdict(quantization)))  # plain numbers only
+    # a run may be continued, measured and exported from another folder
+    for section, key in (
+        (content["model"], "pretrained"),
+        (content["data"]["calibration"], "source"),
+    ):
+        section[key] = _absolute(section[key])
     return yaml.safe_dump(content, sort_keys=False)
+
+
+def _absolute(given: str) -> str:
+    """Return the absolute path of what exists on this machine, and any other name as it is."""
+    path = Path(os.path.expanduser(given))  # noqa: PTH111  (Path's raises for an unknown ~user)
+    return str(path.absolute()) if path.exists() else given

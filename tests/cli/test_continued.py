@@ -1,9 +1,11 @@
 """A run is continued and measured only if it is whole and its inputs are the same."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.cli.commands import LAST, NO_TEXTS, CommandLine, Done, small
@@ -40,6 +42,37 @@ def test_run_alone_is_continued_and_measured(
     assert (status, err) == (0, "")
     assert out.splitlines()[-1] == str(run)
     assert not list(Path().glob("lightning_logs"))
+
+
+def test_a_run_is_measured_with_its_own_bits_and_groups(
+    aespa: CommandLine, model: Path, unmeasured: Done
+) -> None:
+    run = unmeasured.copied()
+    others = ("--quantization.bits", 4, "--quantization.group_size", 2)
+    sizes = []
+    for words in ((), others):
+        status, _, _ = aespa("test", *small(model), *words)
+        assert status == 0
+        sizes.append(json.loads((run / "test.json").read_text())["size"])
+    assert sizes[0] == sizes[1]
+    assert 2 < sizes[0]["quantized"]["bits_per_weight"] < 4
+
+
+def test_a_run_keeps_the_place_of_its_model(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path would be looked for in another folder, and then on the hub."""
+    Path("opt").symlink_to(model)
+    status, out, _ = aespa("fit", *small(model), "--model.pretrained", "opt", *NO_TEXTS)
+    assert status == 0
+    run = Path(out.splitlines()[-1]).absolute()
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["pretrained"] == str(
+        Path("opt").absolute()
+    )
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    status, _, err = aespa("fit", "--ckpt_path", run)
+    assert (status, err) == (0, "")
 
 
 def test_changed_weights_are_not_measured(
