@@ -21,7 +21,7 @@ from aespa_pl.block.learn import Learner
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
-from aespa_pl.commands.limits import check_space, refuse_tuning
+from aespa_pl.commands.limits import DESCRIPTION, check_space, refuse_own, refuse_tuning
 from aespa_pl.commands.resuming import LAST
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes
@@ -146,11 +146,11 @@ def _start(
     """
     progress.phase("reading the model and the texts")
     earlier = _run_to_continue(job, resume, progress)
+    refuse_own(job.pretrained.folder, job.model.pretrained)
     if earlier is None or not earlier.metrics_file.is_file():
-        folder = job.runs_folder if earlier is None else earlier.folder
+        folder = earlier.folder if earlier else job.runs_folder
         check_space(folder, _bytes_to_write(job, earlier))
-        given = (job.shape, job.work, job.data, job.quantization, job.device)
-        refuse_tuning(*given, devices=devices)
+        refuse_tuning(job.shape, job.work, job.data, job.quantization, job.device, devices=devices)
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
@@ -262,7 +262,7 @@ def _quantize(
 def _write_description(job: Job, run: Run) -> None:
     """Write ``quantization.json`` beside the quantized weights."""
     write_json(
-        run.model_folder / "quantization.json",
+        run.model_folder / DESCRIPTION,
         {
             "method": job.quantization.method,
             "model": asdict(job.model),

@@ -1,5 +1,6 @@
 """Refuse what a model, its texts or this machine don't allow, in ``fit`` and ``plan`` alike."""
 
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from aespa_pl.commands.arguments import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes
 from aespa_pl.models.family import BlockLayout
-from aespa_pl.planning.budget import free_to_plan
+from aespa_pl.planning.budget import free_to_plan, waiting_bytes
 from aespa_pl.planning.division import ONE_DEVICE, Devices
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.tuning import block_bytes, model_bytes
@@ -23,6 +24,22 @@ from aespa_pl.tuning.data import divided
 
 EVALUATION_LENGTH = 2048
 """Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
+DESCRIPTION = "quantization.json"
+"""File in the folder of a model that this package has quantized; it says how."""
+
+
+def refuse_own(folder: Path, given: str) -> None:
+    """Raise UserError if a folder holds what an earlier run has made of an original.
+
+    Args:
+        folder: The folder of the model.
+        given: What the user calls it.
+    """
+    if (folder / DESCRIPTION).is_file():
+        raise UserError(
+            f"{given} is a model that aespa-pl has quantized already ({DESCRIPTION} lies in it): give the "
+            "original to model.pretrained"
+        )
 
 
 def calibration_length(data: DataSettings, positions: int | None) -> int:
@@ -73,9 +90,11 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
     widths = {matrix.group: matrix.columns for matrix in shape.matrices}
     if size and any(columns % size for columns in widths.values()):
         found = ", ".join(f"{columns} ({group})" for group, columns in widths.items())
+        common = math.gcd(*widths.values())
+        largest = max(d for d in range(1, min(size, common) + 1) if common % d == 0)
         raise UserError(
             f"quantization.group_size is {size}, but the projections have columns {found}: choose a "
-            "divisor of all, or null"
+            f"divisor of all, such as {largest}, or null"
         )
 
 
@@ -105,6 +124,8 @@ def refuse_tuning(
     if not tuning.enabled:
         return
     free = free_to_plan(shape, work, data, settings, device, devices=devices)
+    waiting = waiting_bytes(shape, work, data, settings, device, devices=devices)
+    allowed = f" by data.memory_gb {data.memory_gb:g}" if data.memory_gb else ""
     shared = f" by each of {devices.of_host} processes" if devices.of_host > 1 else ""
     for key, section, needed in (
         ("blocks", tuning.blocks, block_bytes(shape, work, settings)),
@@ -114,14 +135,22 @@ def refuse_tuning(
             continue
         divided(work.segments, section.batch_size, tuning.held_back)
         if needed > free:
-            smaller = key == "model" and bool(tuning.model.integer_rate)
+            remedies = [
+                f"lower quantization.tuning.{key}.batch_size or data.calibration.segment_length where "
+                "the activations are too large",
+                f"set quantization.tuning.{key}.enabled to false",
+            ]
+            if key == "model" and tuning.model.integer_rate:
+                remedies.insert(1, "set quantization.tuning.model.integer_rate to 0")
+            if waiting and needed <= free + waiting:
+                remedies.insert(
+                    0,
+                    f"move the hidden states, {human(waiting)}B of it, to a file with data.hidden_states "
+                    "disk, or lower data.calibration.segments",
+                )
             raise UserError(
                 f"quantization.tuning.{key} needs about {human(needed)}B of the {device.type}'s memory, of "
-                f"which {human(max(free, 0.0))}B may be taken{shared}: lower "
-                f"quantization.tuning.{key}.batch_size "
-                "or data.calibration.segment_length where the activations are too large, or set "
-                + ("quantization.tuning.model.integer_rate to 0, or " if smaller else "")
-                + f"quantization.tuning.{key}.enabled to false"
+                f"which {human(max(free, 0.0))}B may be taken{shared}{allowed}: {', or '.join(remedies)}"
             )
 
 

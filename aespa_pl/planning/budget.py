@@ -43,10 +43,23 @@ def free_to_plan(
     free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
     if device.type == "cpu" and not data.memory_gb:
         free /= devices.of_host  # its processes share its memory
+    return free - waiting_bytes(shape, work, data, quantization, device, devices=devices)
+
+
+def waiting_bytes(
+    shape: Shape,
+    work: Work,
+    data: DataSettings,
+    quantization: QuantizationSettings,
+    device: torch.device,
+    *,
+    devices: Devices = ONE_DEVICE,
+) -> int:
+    """Return the bytes of a device that its share of the hidden states takes; 0 if they wait elsewhere."""
     on_device = device.type == "cpu" or data.hidden_states == "device"
-    if on_device and data.hidden_states != "disk":
-        free -= hidden_bytes(shape, work.of_device(devices.count), quantization)
-    return free
+    if not on_device or data.hidden_states == "disk":
+        return 0
+    return hidden_bytes(shape, work.of_device(devices.count), quantization)
 
 
 def portions_in_words(partition: Partition, shape: Shape) -> list[str]:

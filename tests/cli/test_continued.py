@@ -75,6 +75,16 @@ def test_a_run_keeps_the_place_of_its_model(
     assert (status, err) == (0, "")
 
 
+def test_a_quantized_model_is_not_quantized_again(
+    aespa: CommandLine, model: Path, unmeasured: Done
+) -> None:
+    quantized = unmeasured.copied() / "model"
+    status, _, err = aespa("fit", *small(model), "--model.pretrained", quantized)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "quantized already" in err
+    assert "give the original to model.pretrained" in err
+
+
 def test_changed_weights_are_not_measured(
     aespa: CommandLine, model: Path, unmeasured: Done
 ) -> None:

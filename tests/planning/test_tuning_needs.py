@@ -94,6 +94,19 @@ def test_what_does_not_fit_is_refused_with_what_to_switch_off(
         refuse_tuning(shape(), WORK, tight, settings, CPU)
 
 
+def test_hidden_states_that_take_the_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = model_bytes(shape(), WORK, MODEL, recompute=True)
+    waiting = hidden_bytes(shape(), WORK, MODEL)
+    for free, named in ((needed + 0.5 * waiting, True), (0.5 * needed, False)):
+        monkeypatch.setattr(budget, "free_bytes", lambda _, free=free: free / RESERVE)
+        with pytest.raises(UserError) as refused:
+            refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU)
+        assert ("with data.hidden_states disk, or lower" in str(refused.value)) is named
+        refuse_tuning(shape(), WORK, DataSettings(), NONE, CPU)
+    with pytest.raises(UserError, match=r"may be taken by data\.memory_gb 1e-06: "):
+        refuse_tuning(shape(), WORK, DataSettings(memory_gb=1e-6), MODEL, CPU)
+
+
 def test_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = model_bytes(shape(), WORK, MODEL, recompute=True)
     free = 1.5 * needed / RESERVE + 2 * hidden_bytes(shape(), WORK, MODEL)
