@@ -11,8 +11,8 @@ from aespa_pl.settings import QuantizationSettings
 T = TypeVar("T")
 Products = Literal["auto", "float32", "tf32", "bfloat16"]
 RATE_WIDTH, LEAST_SHARE = 192, 0.2
-"""Hidden size up to which the method's learning rate of integers holds in the tuning of blocks, and the share
-of it that is left at five times that and more (docs/tuning.md)."""
+"""Hidden size up to which two learning rates hold, and the share of them that is left at five times that and
+more: of integers in the tuning of blocks, and of scales end to end (docs/tuning.md)."""
 MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003
 """Learning rates of the end-to-end tuning at 2 bits."""
 
@@ -82,7 +82,7 @@ def resolved(
                 model,
                 enabled=_either(model.enabled, method.tune_model),
                 integer_rate=_either(model.integer_rate, MODEL_INTEGER_RATE * error),
-                scale_rate=_either(model.scale_rate, MODEL_SCALE_RATE * error),
+                scale_rate=_either(model.scale_rate, MODEL_SCALE_RATE * min(error, _narrow(width))),
             ),
         ),
     )
@@ -132,7 +132,12 @@ def _integer_rate(method: Method, bits: int, width: int) -> float:
     """Return the method's learning rate of integers; rows of more weights move further in each step."""
     if method.parametrization != "straight-through":
         return method.integer_rate
-    return _share(bits) * method.integer_rate * min(1.0, max(LEAST_SHARE, RATE_WIDTH / width))
+    return _share(bits) * method.integer_rate * _narrow(width)
+
+
+def _narrow(width: int) -> float:
+    """Return the share of a learning rate that a model of this hidden size bears."""
+    return min(1.0, max(LEAST_SHARE, RATE_WIDTH / width))
 
 
 def _share(bits: int) -> float:

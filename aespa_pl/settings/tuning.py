@@ -64,7 +64,7 @@ class ModelTuningSettings:
     memory."""
     scale_rate: FinitePositive | None = None
     """Largest learning rate of the logarithms of scales, and of the weights of norms; null:
-    0.003 at 2 bits, and less with more."""
+    0.003 at 2 bits, and less with more or in models wider than 192 (docs/tuning.md)."""
     bias_rate: FinitePositive = 0.0003
     """Largest learning rate of biases."""
 

@@ -89,11 +89,20 @@ def test_integers_of_wide_models_and_more_bits_are_learned_at_a_lower_rate(
     assert resolved(given, width=width).tuning.blocks.integer_rate == 0.7
 
 
-@pytest.mark.parametrize(("bits", "integers", "scales"), [(2, 0.02, 0.003), (4, 0.0008, 0.00012)])
-def test_the_end_to_end_tuning_learns_more_bits_at_a_lower_rate(
-    bits: Bits, integers: float, scales: float
+@pytest.mark.parametrize(
+    ("bits", "width", "integers", "scales"),
+    [
+        (2, 192, 0.02, 0.003),
+        (2, 576, 0.02, 0.001),
+        (2, 4096, 0.02, 0.0006),
+        (4, 64, 0.0008, 0.00012),
+        (4, 4096, 0.0008, 0.00012),
+    ],
+)
+def test_the_end_to_end_tuning_learns_more_bits_and_wider_models_at_lower_rates(
+    bits: Bits, width: int, integers: float, scales: float
 ) -> None:
-    found = resolved(QuantizationSettings(bits=bits)).tuning.model
+    found = resolved(QuantizationSettings(bits=bits), width=width).tuning.model
     assert found.integer_rate == pytest.approx(integers)
     assert found.scale_rate == pytest.approx(scales)
     kept = changed({"tuning.model.integer_rate": 0.0}, QuantizationSettings(bits=bits))
