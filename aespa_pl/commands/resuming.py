@@ -38,7 +38,7 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
         command: ``fit``, ``test`` or ``plan``; only test takes the last run without being asked.
 
     Raises:
-        UserError: ``ckpt_path`` is neither the folder of a run nor a file in one.
+        UserError: ``ckpt_path`` is neither the folder of a run nor a file in one, or test finds no run.
     """
     which = arguments.last(CKPT_PATH)
     if arguments.wants_help or (which is None and command != "test"):
@@ -50,6 +50,11 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
         folder = _last(arguments)
     if arguments.last("config") or arguments.last(REQUIRED):
         return arguments
+    if folder is None and command == "test":
+        raise UserError(
+            "no run to measure: give the folder of a run (NAME/version_N) with --ckpt_path, or begin with "
+            "aespa-pl fit"
+        )
     if folder is None or not (folder / "config.yaml").is_file():
         return arguments
     return arguments.after(
@@ -61,12 +66,9 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
 
 
 def _last(arguments: Arguments) -> Path | None:
-    """Return the newest run where the command line looks for one."""
-    from aespa_pl.run.versions import last_run  # noqa: PLC0415  (imports torch for its neighbours)
+    """Return the newest run where the command line looks for one: of its name, or without one of any."""
+    from aespa_pl.run.versions import last_run, newest_run  # noqa: PLC0415  (imports torch for its neighbours)
 
-    defaults = OutputSettings()
-    parent = Path(
-        arguments.last("output.folder") or defaults.folder,
-        arguments.last("output.name") or defaults.name,
-    )
-    return last_run(parent.expanduser())
+    folder = Path(arguments.last("output.folder") or OutputSettings().folder).expanduser()
+    name = arguments.last("output.name")
+    return last_run(folder / name) if name else newest_run(folder)

@@ -85,6 +85,18 @@ def test_a_quantized_model_is_not_quantized_again(
     assert "give the original to model.pretrained" in err
 
 
+def test_the_last_run_of_any_name_is_measured(aespa: CommandLine, finished: Done) -> None:
+    for words in ((), LAST):
+        status, _, err = aespa("test", *words)
+        assert (status, err.count("\n")) == (2, 1)
+        assert "no run to measure: give the folder of a run" in err
+    run = finished.copied("mine")
+    for words in ((), LAST):
+        status, out, err = aespa("test", *words)
+        assert (status, err) == (0, "")
+        assert Path(out.splitlines()[-1]) == run
+
+
 def test_changed_weights_are_not_measured(
     aespa: CommandLine, model: Path, unmeasured: Done
 ) -> None:
