@@ -118,7 +118,7 @@ def _descend(
 
 
 def _diagonal(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"]:
-    """Return the diagonal, but 1 where its inverse might overflow: there P is 0, or next to it."""
+    """Return the diagonal of G, but 1 where its inverse might overflow: there P is 0, or next to it."""
     diagonal = G.diagonal(dim1=1, dim2=2)
     return diagonal.where(diagonal > torch.finfo(G.dtype).tiny, 1)
 

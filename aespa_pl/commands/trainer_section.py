@@ -4,7 +4,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib import import_module
@@ -195,15 +195,13 @@ def configuration_text(
         content.pop(key, None)
     content["quantization"] = json.loads(json.dumps(asdict(quantization)))  # plain numbers only
     # a run may be continued, measured and exported from another folder
-    for section, key in (
-        (content["model"], "pretrained"),
-        (content["data"]["calibration"], "source"),
-    ):
-        section[key] = _absolute(section[key])
+    model, text = content["model"], content["data"]["calibration"]
+    model["pretrained"] = _absolute(model["pretrained"], Path.is_dir)
+    text["source"] = _absolute(text["source"], Path.is_file)  # a folder named c4 is not the text c4
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def _absolute(given: str) -> str:
-    """Return the absolute path of what exists on this machine, and any other name as it is."""
+def _absolute(given: str, is_meant: Callable[[Path], bool]) -> str:
+    """Return the absolute path of what is meant on this machine, and any other name as it is."""
     path = Path(os.path.expanduser(given))  # noqa: PTH111  (Path's raises for an unknown ~user)
-    return str(path.absolute()) if path.exists() else given
+    return str(path.absolute()) if is_meant(path) else given
