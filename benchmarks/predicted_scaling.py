@@ -33,9 +33,8 @@ class Assumed:
 
 def curve(name: str, config: PreTrainedConfig, assumed: Assumed) -> Iterator[dict[str, Any]]:
     """Yield what is predicted of a model on each number of devices."""
-    settings = resolved(
-        QuantizationSettings(method="aespa")
-    )  # learns the rounding, without tunings
+    # learns the rounding, without tunings
+    settings = resolved(QuantizationSettings(method="aespa"))
     shape = Shape.of(config, family_of(config))
     work = Work(segments=128, length=2048, batch_size=1, dtype_bytes=2)
     alone = 0.0

@@ -21,11 +21,11 @@ from aespa_pl.block.learn import Learner
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
-from aespa_pl.commands.limits import DESCRIPTION, check_space, refuse_own, refuse_tuning
+from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
 from aespa_pl.commands.resuming import LAST
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes
-from aespa_pl.planning.budget import divide, free_to_plan, portions_in_words
+from aespa_pl.planning.budget import divide, portions_in_words, room
 from aespa_pl.planning.division import ONE_DEVICE, Devices
 from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import Portion
@@ -220,7 +220,7 @@ def _quantize(
     partition = divide(*given, devices=devices, world=world)
     for words in portions_in_words(partition, job.shape):
         progress.say(words)
-    free = -world.largest(-free_to_plan(*given, devices=devices))
+    free = -world.largest(-room(*given, devices=devices).free)
     recompute = not tuning_fits(job.shape, job.work, job.quantization, free, recompute=False)
     stopwatch = Stopwatch(progress.phase)
     tuning, tuning_trainer = job.quantization.tuning, partial(make_tuning_trainer, run)
@@ -262,7 +262,7 @@ def _quantize(
 def _write_description(job: Job, run: Run) -> None:
     """Write ``quantization.json`` beside the quantized weights."""
     write_json(
-        run.model_folder / DESCRIPTION,
+        run.description_file,
         {
             "method": job.quantization.method,
             "model": asdict(job.model),

@@ -12,11 +12,12 @@ from aespa_pl.commands.arguments import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes
 from aespa_pl.models.family import BlockLayout
-from aespa_pl.planning.budget import free_to_plan, waiting_bytes
+from aespa_pl.planning.budget import room
 from aespa_pl.planning.division import ONE_DEVICE, Devices
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.tuning import block_bytes, model_bytes
 from aespa_pl.planning.units import human
+from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.run.versions import ANOTHER_FOLDER
 from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import disk_errors
@@ -24,8 +25,6 @@ from aespa_pl.tuning.data import divided
 
 EVALUATION_LENGTH = 2048
 """Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
-DESCRIPTION = "quantization.json"
-"""File in the folder of a model that this package has quantized; it says how."""
 
 
 def refuse_own(folder: Path, given: str) -> None:
@@ -123,8 +122,7 @@ def refuse_tuning(
     tuning = settings.tuning
     if not tuning.enabled:
         return
-    free = free_to_plan(shape, work, data, settings, device, devices=devices)
-    waiting = waiting_bytes(shape, work, data, settings, device, devices=devices)
+    found = room(shape, work, data, settings, device, devices=devices)
     allowed = f" by data.memory_gb {data.memory_gb:g}" if data.memory_gb else ""
     shared = f" by each of {devices.of_host} processes" if devices.of_host > 1 else ""
     for key, section, needed in (
@@ -134,7 +132,7 @@ def refuse_tuning(
         if not section.enabled:
             continue
         divided(work.segments, section.batch_size, tuning.held_back)
-        if needed > free:
+        if needed > found.free:
             remedies = [
                 f"lower quantization.tuning.{key}.batch_size or data.calibration.segment_length where "
                 "the activations are too large",
@@ -142,15 +140,16 @@ def refuse_tuning(
             ]
             if key == "model" and tuning.model.integer_rate:
                 remedies.insert(1, "set quantization.tuning.model.integer_rate to 0")
-            if waiting and needed <= free + waiting:
+            if found.waiting and needed <= found.free + found.waiting:
                 remedies.insert(
                     0,
-                    f"move the hidden states, {human(waiting)}B of it, to a file with data.hidden_states "
-                    "disk, or lower data.calibration.segments",
+                    f"move the hidden states, {human(found.waiting)}B of it, to a file with "
+                    "data.hidden_states disk, or lower data.calibration.segments",
                 )
             raise UserError(
                 f"quantization.tuning.{key} needs about {human(needed)}B of the {device.type}'s memory, of "
-                f"which {human(max(free, 0.0))}B may be taken{shared}{allowed}: {', or '.join(remedies)}"
+                f"which {human(max(found.free, 0.0))}B may be taken{shared}{allowed}: "
+                f"{', or '.join(remedies)}"
             )
 
 

@@ -1,5 +1,7 @@
 """Choose how much of a block is worked on at once, from the memory that is free."""
 
+from dataclasses import dataclass
+
 import torch
 
 from aespa_pl.distributed.processes import ALONE, World
@@ -25,12 +27,22 @@ def divide(
     world: World = ALONE,
 ) -> Partition:
     """Return a partition that fits ``data.memory_gb``, or the memory that is free on all devices now."""
-    free = free_to_plan(shape, work, data, quantization, device, devices=devices)
+    free = room(shape, work, data, quantization, device, devices=devices).free
     free = -world.largest(-free)
     return partition_for(shape, work, quantization, free, accelerator=device.type != "cpu")
 
 
-def free_to_plan(
+@dataclass(frozen=True)
+class Room:
+    """Says how much memory of a device a phase may take."""
+
+    free: float
+    """Bytes, beside those of the hidden states; below 0 where these alone are too many."""
+    waiting: int
+    """Bytes that the device's share of the hidden states takes; 0 where they wait elsewhere."""
+
+
+def room(
     shape: Shape,
     work: Work,
     data: DataSettings,
@@ -38,28 +50,15 @@ def free_to_plan(
     device: torch.device,
     *,
     devices: Devices = ONE_DEVICE,
-) -> float:
-    """Return the bytes of a device that a phase may take, beside its share of the hidden states."""
+) -> Room:
+    """Return what may be taken of ``data.memory_gb``, or of the memory that is free now."""
     free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
     if device.type == "cpu" and not data.memory_gb:
         free /= devices.of_host  # its processes share its memory
-    return free - waiting_bytes(shape, work, data, quantization, device, devices=devices)
-
-
-def waiting_bytes(
-    shape: Shape,
-    work: Work,
-    data: DataSettings,
-    quantization: QuantizationSettings,
-    device: torch.device,
-    *,
-    devices: Devices = ONE_DEVICE,
-) -> int:
-    """Return the bytes of a device that its share of the hidden states takes; 0 if they wait elsewhere."""
-    on_device = device.type == "cpu" or data.hidden_states == "device"
-    if not on_device or data.hidden_states == "disk":
-        return 0
-    return hidden_bytes(shape, work.of_device(devices.count), quantization)
+    waiting, on_device = 0, device.type == "cpu" or data.hidden_states == "device"
+    if on_device and data.hidden_states != "disk":
+        waiting = hidden_bytes(shape, work.of_device(devices.count), quantization)
+    return Room(free - waiting, waiting)
 
 
 def portions_in_words(partition: Partition, shape: Shape) -> list[str]:

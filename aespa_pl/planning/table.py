@@ -7,7 +7,7 @@ import torch
 
 from aespa_pl.algorithm.threads import threads_limited_to
 from aespa_pl.planning.arithmetic import block_flops
-from aespa_pl.planning.budget import free_to_plan, portions_in_words
+from aespa_pl.planning.budget import portions_in_words, room
 from aespa_pl.planning.complexity import SEQUENCES, aespa_flops, conventional_flops
 from aespa_pl.planning.division import ONE_DEVICE, Devices, device_flops, device_visits
 from aespa_pl.planning.needs import (
@@ -71,7 +71,7 @@ def needs_of(
     """
     on_cpu, on_disk = device.type == "cpu", data.hidden_states == "disk"
     own = work.of_device(devices.count)
-    free = free_to_plan(shape, work, data, quantization, device, devices=devices)
+    free = room(shape, work, data, quantization, device, devices=devices).free
     partition = partition_for(shape, own, quantization, free, accelerator=not on_cpu)
     # processes of a host share its processors
     threads = max(1, torch.get_num_threads() // devices.of_host)

@@ -15,7 +15,7 @@ from aespa_pl.curve_names import RECONSTRUCTION
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.report.curves import Curves, read_curves
-from aespa_pl.run.schema import FORMAT
+from aespa_pl.run.schema import DESCRIPTION, FORMAT
 from aespa_pl.run.versions import last_run, newest_run
 
 LAST = "last"
@@ -140,9 +140,7 @@ def read_run(folder: Path) -> StoredRun:
         for path in curves.unreadable
     ]
     grids, shape = _grids(folder, blocks, settings, notes)
-    made = _json(
-        folder / "model" / "quantization.json", notes, "remove it; it is not needed to load"
-    )
+    made = _json(folder / "model" / DESCRIPTION, notes, "remove it; it is not needed to load")
     return StoredRun(
         folder=folder,
         settings=settings,

@@ -9,6 +9,7 @@ from filelock import FileLock, Timeout
 
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import Portion
+from aespa_pl.run.schema import DESCRIPTION
 
 
 @dataclass
@@ -26,6 +27,11 @@ class RunFolder:
     def model_folder(self) -> Path:
         """Return the folder of the quantized model."""
         return self.folder / "model"
+
+    @property
+    def description_file(self) -> Path:
+        """Return the file that says how the quantized model was made."""
+        return self.model_folder / DESCRIPTION
 
     @property
     def metrics_file(self) -> Path:

@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from aespa_pl.errors import UserError
 
+DESCRIPTION = "quantization.json"
+"""File in the folder of a quantized model; it says how the model was made."""
 FORMAT = 2
 """Version of the journal."""
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from aespa_pl.models import family_of
 from aespa_pl.planning import placement
-from aespa_pl.planning.budget import RESERVE, free_to_plan
+from aespa_pl.planning.budget import RESERVE, Room, room
 from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
 from aespa_pl.planning.placement import resolved_data
 from aespa_pl.planning.shape import Shape, Work
@@ -73,7 +73,8 @@ def test_streams_on_the_device_are_not_planned_with_twice() -> None:
         (GPU, "device", streams), (GPU, "memory", 0), (CPU, "memory", streams), (CPU, "disk", 0),
     ):  # fmt: skip
         data = DataSettings(memory_gb=1.0, hidden_states=place)  # type: ignore[arg-type]
-        assert free_to_plan(shape(), WORK, data, QUANTIZATION, device) == 1e9 - taken
+        found = room(shape(), WORK, data, QUANTIZATION, device)
+        assert found == Room(1e9 - taken, taken)
 
 
 def test_products_are_tf32_on_cuda_alone() -> None:
