@@ -89,6 +89,8 @@ def export(
             model, chosen, target, questions=questions, command=command, progress=progress
         )
     _show(console, chosen, exported)
+    if remark := chosen.remark(model):
+        console.print(remark, highlight=False, soft_wrap=True)
     if push_to_hub is not None:
         push(exported.folder, push_to_hub)
         console.print(f"pushed to https://huggingface.co/{push_to_hub}", soft_wrap=True)

@@ -44,6 +44,11 @@ class Format(ABC):
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
         """Yield every tensor of a written folder: what lies outside the blocks, then the blocks."""
 
+    def remark(self, model: QuantizedModel) -> str | None:
+        """Return a sentence about a model that takes more bits than the format could give it, or None."""
+        del model
+        return None
+
     @abstractmethod
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return what the file should hold of a tensor; ``value`` is it in float32 or as stored."""

@@ -31,6 +31,8 @@ from aespa_pl.storage.files import write_whole
 
 FILE = "model.gguf"
 ROPE_FACTORS = "rope_freqs.weight"
+IDEAL_WIDTH = 256
+"""A number of columns that every block type divides."""
 PLAIN = {
     torch.float16: GGMLQuantizationType.F16,
     torch.bfloat16: GGMLQuantizationType.BF16,
@@ -84,6 +86,24 @@ class Gguf(Format):
             if order is not None:
                 value = torch.empty_like(value).index_copy_(0, order, value)
             yield ReadTensor(name, value, int(tensor.n_bytes))
+
+    def remark(self, model: QuantizedModel) -> str | None:
+        """Say which matrices have a larger block type because of their width, or of the group size."""
+        ideal = smallest_type(model.bits, IDEAL_WIDTH, None, symmetric=model.symmetric)
+        if ideal is None:
+            return None
+        larger: dict[str, list[str]] = {}
+        for name, projections in model.matrix_names(0).items():
+            kind = _exact_type(model, name)
+            if kind.bits > ideal.bits:
+                larger.setdefault(kind.words, []).extend(p.name for p in projections)
+        if not larger:
+            return None
+        kinds = "; ".join(f"{', '.join(names)} as {words}" for words, names in larger.items())
+        return (
+            f"{kinds}: {ideal.words} holds whole blocks of {ideal.columns} columns only, of a row that has "
+            "one scale, or of a group. A format without such blocks: --format compressed-tensors"
+        )
 
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return the value in float32; rounded where embeddings are asked for in q8_0."""

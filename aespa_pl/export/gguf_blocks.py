@@ -44,6 +44,17 @@ class BlockType:
         """Return the number of columns of a block."""
         return int(GGML_QUANT_SIZES[self.type][0])
 
+    @property
+    def bits(self) -> float:
+        """Return the bits of the file for each weight, with its part of scale and zero point."""
+        columns, size = GGML_QUANT_SIZES[self.type]
+        return 8 * size / columns
+
+    @property
+    def words(self) -> str:
+        """Return the name of the type with its bits, for messages."""
+        return f"{self.type.name} ({self.bits:g} bits a weight)"
+
     def holds(self, bits: int, *, symmetric: bool) -> bool:
         """Return whether every integer of a grid fits."""
         largest = int(2**bits - 1)

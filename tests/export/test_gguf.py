@@ -182,3 +182,30 @@ def test_smallest_type_is_the_smallest_that_holds_the_range(
             possible = [Q.Q2_K if bits == 2 else Q.Q4_K, *possible]
         found = smallest_type(bits, columns, group_size, symmetric=symmetric)
         assert (found and found.type) == (possible[0] if possible else None)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "words"),
+    [
+        (
+            2,
+            None,
+            "o_proj, gate_proj, up_proj as Q4_0 (4.5 bits a weight): Q2_K (2.625 bits a weight)",
+        ),
+        (2, 32, "up_proj, down_proj as Q4_0"),
+        (4, None, "as Q5_0 (5.5 bits a weight): Q4_K (4.5 bits a weight)"),
+    ],
+)
+def test_a_larger_type_than_the_bits_need_is_said_with_its_reason(
+    bits: int, group_size: int | None, words: str, known: MakeRun
+) -> None:
+    remark = Gguf().remark(QuantizedModel.open(known("llama", bits, group_size).folder))
+    assert remark is not None
+    assert words in remark
+    assert "blocks of 256 columns" in remark
+
+
+@pytest.mark.parametrize(("name", "bits"), [("llama-wide", 2), ("llama-wide", 4), ("llama", 3)])
+def test_the_smallest_type_of_all_needs_no_remark(name: str, bits: int, known: MakeRun) -> None:
+    # at 3 bits the type of 32 columns is as small as that of 256
+    assert Gguf().remark(QuantizedModel.open(known(name, bits, None).folder)) is None
