@@ -162,7 +162,7 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
         source, settings = job.stream(job.pretrained), job.quantization
         learner = Learner(settings, trainer, run, job.device)
         blocks = BlockTuner(source, run, settings, trainer)
-        model = ModelTuner(source, run, settings.tuning, settings.bits, trainer, recompute=False)
+        model = ModelTuner(source, run, settings, trainer, recompute=False)
         Walk(
             source,
             run,

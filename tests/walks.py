@@ -194,9 +194,7 @@ def walk(
         block_tuner=BlockTuner(source, run, settings, tuning)
         if settings.tuning.blocks.enabled
         else None,
-        model_tuner=ModelTuner(
-            source, run, settings.tuning, settings.bits, tuning, recompute=recompute
-        )
+        model_tuner=ModelTuner(source, run, settings, tuning, recompute=recompute)
         if settings.tuning.model.enabled
         else None,
     )

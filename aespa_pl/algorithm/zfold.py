@@ -32,7 +32,7 @@ and what was compared (see ``grid.search_with_loss``)."""
 def fit_grids(
     weights: Sequence[Float[Tensor, "_ _ d_in"]],
     problems: Sequence[Problem],
-    grid_format: GridFormat,
+    formats: Sequence[GridFormat],
     *,
     with_zeta: bool,
     max_rounds: int,
@@ -44,7 +44,7 @@ def fit_grids(
     Args:
         weights: Weights of each projection; d_in is the same for all.
         problems: Argument of ``search_one`` for each projection.
-        grid_format: Bits, symmetry and groups, the same for all.
+        formats: Bits, symmetry and groups of each projection.
         with_zeta: Alternate between zeta and the search; otherwise zeta is 1 and one search is made.
         max_rounds: Alternations at most. They end when the loss of all projections together,
             ``tr(dW H dW^T)`` under nearest rounding, falls by less than a thousandth; the best zeta is
@@ -63,8 +63,8 @@ def fit_grids(
         zeta: Tensor, effort: Effort, known: Iterable[Any] = repeat(())
     ) -> tuple[list[Grid], float, list[Any]]:
         found = [
-            search_one(problem, zeta, grid_format, effort=effort, compared=compared)
-            for problem, compared in zip(problems, known, strict=False)
+            search_one(problem, zeta, form, effort=effort, compared=compared)
+            for problem, form, compared in zip(problems, formats, known, strict=False)
         ]
         grids, losses, compared = map(list, zip(*found, strict=True))
         return grids, sum(losses), compared
@@ -73,9 +73,10 @@ def fit_grids(
         return search(ones, last)[0]
     _, without_zeta, of_ones = search(ones, quick)
     # from the searched grids it ended at losses that were 1.8 % lower to 1.5 % higher (docs/performance.md)
-    grids = [min_max_grid(W, ones, grid_format) for W in weights]
+    grids = [min_max_grid(W, ones, form) for W, form in zip(weights, formats, strict=True)]
     of_best: list[Any] = []
-    least, exponent = torch.inf, LEAP if grid_format.bits > 2 and not exhaustive else 1.0
+    fine = all(form.bits > 2 for form in formats)
+    least, exponent = torch.inf, LEAP if fine and not exhaustive else 1.0
     for _ in range(max_rounds):
         zeta = grids[0].zeta * (least_squares_zeta(weights, grids) / grids[0].zeta) ** exponent
         found, loss, compared = search(zeta, quick)

@@ -33,10 +33,13 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: Worl
     if settings.grid.search:
         _search_grids(block, settings, world)
     elif settings.input_correction:
-        form = grid_format(settings)
         block.take_grids(
             {
-                name: min_max_grid(p.weight, torch.ones_like(p.weight[0, 0]), form)
+                name: min_max_grid(
+                    p.weight,
+                    torch.ones_like(p.weight[0, 0]),
+                    grid_format(settings, block.index, name),
+                )
                 for name, p in block.projections.items()
             }
         )
@@ -64,18 +67,21 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
         loss = share.sum(float(sum(part.loss for part in found)))
         return whole, loss, [part.compared for part in found]
 
-    form = grid_format(settings)
     for group in block.layout.groups:
         projections = block.of_group(group)
+        forms = [grid_format(settings, block.index, p.name) for p in group.projections]
         if settings.grid.awq:
-            zeta = _zeta_of_inputs(block, group, form, world)
+            zeta = _zeta_of_inputs(block, group, forms, world)
             effort = EXHAUSTIVE if settings.grid.exhaustive else THOROUGH
-            fitted = [search(p, zeta, form, effort=effort)[0] for p in projections]
+            fitted = [
+                search(p, zeta, form, effort=effort)[0]
+                for p, form in zip(projections, forms, strict=True)
+            ]
         else:
             fitted = fit_grids_of_group(
                 [p.weight for p in projections],
                 projections,
-                form,
+                forms,
                 with_zeta=bool(settings.grid.zfold) and group.fold is not None,
                 max_rounds=settings.grid.max_rounds,
                 search_one=search,
@@ -86,7 +92,7 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
 
 
 def _zeta_of_inputs(
-    block: QuantizedBlock, group: InputGroup, form: GridFormat, world: World
+    block: QuantizedBlock, group: InputGroup, forms: Sequence[GridFormat], world: World
 ) -> Tensor:
     """Return AWQ's zeta: of all powers the one with the least loss of the group's projections together."""
     projections = block.of_group(group)
@@ -95,10 +101,10 @@ def _zeta_of_inputs(
         return zetas[0]  # 1 everywhere
 
     def loss(zeta: Tensor) -> float:
-        shares = [(p, p.share(world)) for p in projections]
+        shares = [(p, form, p.share(world)) for p, form in zip(projections, forms, strict=True)]
         return sum(
             share.sum(sum(nearest_loss(r.weight, r.hessian, zeta, form) for r in p.rows(share)))
-            for p, share in shares
+            for p, form, share in shares
         )
 
     return zetas[min(range(len(zetas)), key=lambda number: loss(zetas[number]))]

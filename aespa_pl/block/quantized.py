@@ -150,7 +150,7 @@ class QuantizedBlock:
                 if p.role is Role.VALUE and statistics.attended is not None:
                     hessian = statistics.attended
                 zeta = torch.ones_like(weight[0, 0])
-                grid = min_max_grid(weight, zeta, grid_format(settings))
+                grid = min_max_grid(weight, zeta, grid_format(settings, index, p.name))
                 quantized = QuantizedProjection(
                     p,
                     weight,
@@ -209,17 +209,21 @@ def head_count(layout: BlockLayout, projection: Projection) -> int:
     return 1 if projection.role is Role.OTHER else layout.key_value_heads
 
 
-def grid_format(settings: QuantizationSettings) -> GridFormat:
-    """Return the format of grids that the settings ask for."""
-    return GridFormat(settings.bits, settings.symmetric, settings.group_size)
+def grid_format(settings: QuantizationSettings, block: int, projection: str) -> GridFormat:
+    """Return the format of the grids of a projection, given the number of its block."""
+    bits = settings.bits_for(block, projection)
+    return GridFormat(bits, settings.symmetric, settings.group_size)
 
 
 def nearest_weight(
-    module: nn.Module, layout: BlockLayout, projection: Projection, settings: QuantizationSettings
+    module: nn.Module,
+    layout: BlockLayout,
+    projection: Projection,
+    form: GridFormat,
 ) -> Tensor:
     """Return round-to-nearest on the min-max grid, ``[rows, d_in]``: the usual thing to compare with."""
     W = projection_weight(module, layout, projection).float()[None]
-    grid = min_max_grid(W, torch.ones_like(W[0, 0]), grid_format(settings))
+    grid = min_max_grid(W, torch.ones_like(W[0, 0]), form)
     return dequantize(quantize(W, grid), grid)[0]
 
 

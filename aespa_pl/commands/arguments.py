@@ -208,6 +208,8 @@ def expected(kind: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is list:
         return "a list"
+    if get_origin(kind) is dict:
+        return f"a number for each name, {expected(get_args(kind)[1])}, such as {{down_proj: 4}}"
     choices = sorted(get_args(kind), key=lambda choice: choice is NoneType)
     return ", or ".join(map(expected, choices))
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from aespa_pl.commands.limits import (
     calibration_length,
+    check_bits_of,
     check_groups,
     check_histograms,
     check_lengths,
@@ -129,10 +130,12 @@ def checked(
         UserError: The model can't be quantized with these settings.
     """
     width = Shape.of(config, family_of(config)).hidden
-    found = Checked(
-        model, data, resolved(quantization, device.type, width), output, device, config, stored
-    )
+    # a YAML file has the number of a block as a number
+    bits_of = {str(key): bits for key, bits in quantization.bits_of.items()}
+    quantization = resolved(replace(quantization, bits_of=bits_of), device.type, width)
+    found = Checked(model, data, quantization, output, device, config, stored)
     check_lengths(data, found.family.positions(config), model.pretrained)
+    check_bits_of(found.family.layout(config), config.num_hidden_layers, found.quantization)
     check_groups(found.shape, found.quantization)
     check_histograms(output.histograms, found.family.layout(config))
     data = resolved_data(

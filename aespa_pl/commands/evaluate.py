@@ -93,7 +93,8 @@ def test(
 def _with_grids_of(job: Job, run: Run) -> Job:
     """Return the job with the bits and groups of the run, whatever the settings of this command are."""
     stored = run.fingerprint["quantization"]
-    grids = {key: stored[key] for key in ("bits", "symmetric", "group_size")}
+    keys = ("bits", "bits_of", "symmetric", "group_size")
+    grids = {key: stored[key] for key in keys if key in stored}  # bits_of is newer than some runs
     return replace(job, quantization=replace(job.quantization, **grids))
 
 
@@ -122,7 +123,7 @@ def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float
     }
     stored = {tensor.file: tensor.file.stat().st_size for tensor in job.pretrained.tensors.values()}
     original, bits = sum(stored.values()), 8.0 * job.pretrained.dtype.itemsize
-    packed = bits_per_weight(shapes, job.quantization.bits)
+    packed = bits_per_weight(shapes, job.quantization.bits_for)
     small = packed_bytes(original, projection_weights(shapes), int(bits), packed)
     return {
         kind: {"bits_per_weight": bits, "bytes": original}
@@ -196,6 +197,8 @@ def _remembered_as(job: Job, kind: str, tokens: Tensor) -> dict[str, object] | N
         return None
     q = job.quantization
     rounding = {"bits": q.bits, "symmetric": q.symmetric, "group_size": q.group_size}
+    if q.bits_of:
+        rounding["bits_of"] = q.bits_of
     model = {
         "model": job.model_fingerprint,
         "rounded": rounding if kind == "nearest" else None,

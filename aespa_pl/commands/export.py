@@ -41,7 +41,7 @@ def export(
     format: FormatName,  # noqa: A002 - the option is called --format
     output: str | None = None,
     verify: Verify = "auto",
-    container_bits: Literal[4] | None = None,
+    container_bits: Literal[4, 8] | None = None,
     embedding: Embedding = "keep",
     original: str | None = None,
     push_to_hub: str | None = None,
@@ -57,7 +57,8 @@ def export(
         output: Folder to write; null: export/FORMAT in the run's folder.
         verify: Besides the bytes, which are always read back and compared: the engine that must give the
             run's next-token distributions. auto: all that are installed, fit and run here; bytes: none.
-        container_bits: Bits that each integer takes, if more than it has: vLLM runs 2 and 3 bits in 4.
+        container_bits: Bits that each integer takes, if more than it has: vLLM runs 2 and 3 bits in 4; where
+            quantization.bits_of gave several, all take these.
         embedding: gguf: q8_0 rounds embedding and head to 8.5 bits a weight; keep: they stay.
         original: Folder of the model that was quantized, if it is no longer where the run found it.
         push_to_hub: Name of a repository on the Hugging Face hub that gets the folder as well.

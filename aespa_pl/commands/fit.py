@@ -240,8 +240,7 @@ def _quantize(
         model_tuner=ModelTuner(
             source,
             run,
-            tuning,
-            job.quantization.bits,
+            job.quantization,
             tuning_trainer,
             recompute=recompute,
             world=world,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 import aespa_pl
-from aespa_pl.block.quantized import nearest_weight
+from aespa_pl.block.quantized import grid_format, nearest_weight
 from aespa_pl.commands.checked import Checked, checked, find_model
 from aespa_pl.data import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -66,11 +66,17 @@ class Job(Checked):
             hidden_on_device=self.data.hidden_states == "device",
         )
 
-    def round_to_nearest(self, block: nn.Module) -> None:
-        """Round a block's weights to the nearest integers of min-max grids: the usual comparison."""
+    def round_to_nearest(self, index: int, block: nn.Module) -> None:
+        """Round a block's weights to the nearest integers of min-max grids: the usual comparison.
+
+        Args:
+            index: Number of the block, from 0.
+            block: The block, which is changed.
+        """
         layout = self.family.layout(self.config)
         for projection in layout.projections:
-            weight = nearest_weight(block, layout, projection, self.quantization)
+            form = grid_format(self.quantization, index, projection.name)
+            weight = nearest_weight(block, layout, projection, form)
             set_projection_weight(block, layout, projection, weight)
 
     def calibration(self) -> Tensor:

@@ -97,6 +97,39 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
         )
 
 
+def check_bits_of(layout: BlockLayout, blocks: int, settings: QuantizationSettings) -> None:
+    """Refuse bits of a projection that the model does not have, or of a part of a matrix.
+
+    Args:
+        layout: Projections of a block.
+        blocks: Number of blocks.
+        settings: Settings of the user.
+
+    Raises:
+        UserError: A key names nothing, or projections in one matrix have different bits.
+    """
+    names = [p.name for p in layout.projections]
+    numbers = [str(index) for index in range(blocks)]
+    known = {*names, *numbers, *(f"{number}.{name}" for number in numbers for name in names)}
+    for key in settings.bits_of:
+        if key not in known:
+            raise UserError(
+                f"quantization.bits_of: {key} names nothing in this model: expected a projection "
+                f"({', '.join(names)}), a block (0 to {blocks - 1}), or both, such as 0.{names[0]}"
+            )
+    for index in range(blocks):
+        of_matrix: dict[str, dict[str, int]] = {}
+        for p in layout.projections:
+            of_matrix.setdefault(p.module, {})[p.name] = settings.bits_for(index, p.name)
+        for parts in of_matrix.values():
+            if len(set(parts.values())) > 1:
+                found = ", ".join(f"{name}: {bits}" for name, bits in parts.items())
+                raise UserError(
+                    f"quantization.bits_of: {found} in block {index} are one matrix in this model: give "
+                    "all of them the same bits"
+                )
+
+
 def refuse_tuning(
     shape: Shape,
     work: Work,

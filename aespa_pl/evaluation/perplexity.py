@@ -26,7 +26,8 @@ from aespa_pl.storage.batches import Batches
 LARGEST_EXPONENT = 700
 """exp() of more than 709 is no double."""
 
-BlockChange = Callable[[nn.Module], None]
+BlockChange = Callable[[int, nn.Module], None]
+"""Changes a block, whose number counts from 0."""
 
 
 @torch.inference_mode()
@@ -57,9 +58,9 @@ def perplexity(
         for name, all_tokens in texts.items():
             tokens = world.segments(all_tokens, batch_size)
             batches = source.embed_with_stem(tokens, batch_size)
-            for block in source.blocks():
+            for index, block in enumerate(source.blocks()):
                 if change is not None:
-                    change(block)
+                    change(index, block)
                 source.advance(block, batches)
                 after_block()
             found[name] = _head_perplexity(source, batches, tokens, batch_size)

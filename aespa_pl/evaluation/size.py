@@ -1,7 +1,7 @@
 """Compute how many bits a weight takes, and how large a packed model is."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 SCALE_BITS = 16
 """Scales are stored in float16; a zero point takes as many bits as a weight."""
@@ -16,15 +16,22 @@ def projection_weights(shapes: Mapping[str, Sequence[int]]) -> int:
     return sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(".integers"))
 
 
-def bits_per_weight(shapes: Mapping[str, Sequence[int]], bits: int) -> float:
-    """Return the bits that a quantized weight takes, with its share of scales and zero points.
+def bits_per_weight(shapes: Mapping[str, Sequence[int]], bits: Callable[[int, str], int]) -> float:
+    """Return the mean of the bits that quantized weights take, with their share of scales and zero points.
 
     Args:
-        shapes: Shapes of the tensors in block files; at least one name ends in ``integers``.
-        bits: Bits of an integer.
+        shapes: Shapes of the tensors in block files by ``BLOCK.PROJECTION.KIND``; at least one kind is
+            ``integers``.
+        bits: Bits of an integer of a projection, given its block and its name.
     """
-    pairs = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(".scale"))
-    return bits + pairs * (SCALE_BITS + bits) / projection_weights(shapes)
+    total = 0
+    for name, shape in shapes.items():
+        block, projection, kind = name.split(".")[0], name.split(".")[1], name.split(".")[-1]
+        if kind == "integers":
+            total += math.prod(shape) * bits(int(block), projection)
+        elif kind == "scale":
+            total += math.prod(shape) * (SCALE_BITS + bits(int(block), projection))
+    return total / projection_weights(shapes)
 
 
 def packed_bytes(original: int, weights: int, original_bits: int, packed_bits: float) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from aespa_pl.errors import UserError
+from aespa_pl.evaluation.perplexity import BlockChange
 from aespa_pl.evaluation.whole import load_whole
 from aespa_pl.settings import TaskSettings
 
@@ -122,7 +123,7 @@ def measure_tasks(
     return {name: _score(name, results) for name in _reported(tasks, results)}
 
 
-def in_blocks(path: str, change: Callable[[nn.Module], None]) -> ModelChange:
+def in_blocks(path: str, change: BlockChange) -> ModelChange:
     """Return the change of a model that changes each of its blocks.
 
     Args:
@@ -131,8 +132,8 @@ def in_blocks(path: str, change: Callable[[nn.Module], None]) -> ModelChange:
     """
 
     def change_all(model: PreTrainedModel) -> None:
-        for block in cast(nn.ModuleList, model.get_submodule(path)):
-            change(block)
+        for index, block in enumerate(cast(nn.ModuleList, model.get_submodule(path))):
+            change(index, block)
 
     return change_all
 

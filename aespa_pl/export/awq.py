@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aespa_pl.export.compressed_tensors import CompressedTensors, unpacked_by_library
 from aespa_pl.export.folder import FolderFormat, signed_words
-from aespa_pl.export.format import impossible
+from aespa_pl.export.format import impossible, refuse_several_bits
 from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
 
 BITS = 4
@@ -35,6 +35,7 @@ class Awq(FolderFormat):
         """Refuse other bits than 4, and rows that do not fill an int32."""
         if model.bits > BITS:
             raise impossible(model, self.name, "it has 4 bits", "Use --format compressed-tensors")
+        refuse_several_bits(model, self.name, self.container_bits)
         if (self.container_bits or model.bits) != BITS:
             raise impossible(
                 model,

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from aespa_pl.export.folder import FolderFormat
-from aespa_pl.export.format import impossible
+from aespa_pl.export.format import impossible, refuse_several_bits
 from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
 
 
@@ -31,6 +31,7 @@ class CompressedTensors(FolderFormat):
 
     def refuse(self, model: QuantizedModel) -> None:
         """Refuse a container that is too small for the integers."""
+        refuse_several_bits(model, self.name, self.container_bits)
         if self._bits(model) < model.bits:
             raise impossible(
                 model,

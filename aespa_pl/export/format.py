@@ -11,6 +11,9 @@ from torch import Tensor
 from aespa_pl.errors import UserError
 from aespa_pl.export.quantized import QuantizedModel
 
+CONTAINER_BITS = (4, 8)
+"""Bits that integers of fewer bits may take in a file."""
+
 
 @dataclass(frozen=True)
 class ReadTensor:
@@ -52,6 +55,27 @@ class Format(ABC):
     @abstractmethod
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return what the file should hold of a tensor; ``value`` is it in float32 or as stored."""
+
+
+def refuse_several_bits(
+    model: QuantizedModel, format_name: str, container_bits: int | None
+) -> None:
+    """Refuse a model whose matrices have different bits, unless all of them take the container's.
+
+    Raises:
+        UserError: The bits differ, and there is no container.
+    """
+    if container_bits is None and len(model.matrix_bits) > 1:
+        container = next(
+            (bits for bits in CONTAINER_BITS if bits >= model.bits), max(CONTAINER_BITS)
+        )
+        raise impossible(
+            model,
+            format_name,
+            "engines expect one number of bits here",
+            f"Add --container_bits {container}, in which all integers take {container} bits, or use "
+            "--format gguf, which has a type for each matrix",
+        )
 
 
 def impossible(model: QuantizedModel, format_name: str, why: str, instead: str) -> UserError:

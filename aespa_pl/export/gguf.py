@@ -60,7 +60,7 @@ class Gguf(Format):
                 "Use --format compressed-tensors (transformers, vLLM), or hf",
             )
         refuse_tokenizer(model.original)
-        for name in model.matrix_names(0):
+        for name in _matrix_names(model):
             if _candidate(model, name) is None:
                 columns = model.pretrained.tensors[name].shape[1]
                 raise impossible(
@@ -89,21 +89,17 @@ class Gguf(Format):
 
     def remark(self, model: QuantizedModel) -> str | None:
         """Say which matrices have a larger block type because of their width, or of the group size."""
-        ideal = smallest_type(model.bits, IDEAL_WIDTH, None, symmetric=model.symmetric)
-        if ideal is None:
-            return None
-        larger: dict[str, list[str]] = {}
-        for name, projections in model.matrix_names(0).items():
-            kind = _exact_type(model, name)
-            if kind.bits > ideal.bits:
-                larger.setdefault(kind.words, []).extend(p.name for p in projections)
+        larger: dict[str, dict[str, None]] = {}
+        for index in range(model.block_count):
+            for name, projections in model.matrix_names(index).items():
+                kind, ideal = _exact_type(model, name), _ideal_type(model, name)
+                if kind.bits > ideal.bits:
+                    words = f"as {kind.words}: blocks of {ideal.words} have {ideal.columns} columns"
+                    larger.setdefault(words, {}).update({p.name: None for p in projections})
         if not larger:
             return None
-        kinds = "; ".join(f"{', '.join(names)} as {words}" for words, names in larger.items())
-        return (
-            f"{kinds}: {ideal.words} holds whole blocks of {ideal.columns} columns only, of a row that has "
-            "one scale, or of a group. A format without such blocks: --format compressed-tensors"
-        )
+        kinds = "; ".join(f"{', '.join(names)} {words}" for words, names in larger.items())
+        return f"{kinds}, and a row or group must be a multiple. --format compressed-tensors has no blocks"
 
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return the value in float32; rounded where embeddings are asked for in q8_0."""
@@ -180,6 +176,11 @@ def _all_names(model: QuantizedModel) -> Iterator[str]:
         yield from model.block_names(index)
 
 
+def _matrix_names(model: QuantizedModel) -> Iterator[str]:
+    for index in range(model.block_count):
+        yield from model.matrix_names(index)
+
+
 def _is_quantized(model: QuantizedModel, name: str) -> bool:
     return name.endswith(".weight") and bool(_projections(model, name))
 
@@ -187,7 +188,8 @@ def _is_quantized(model: QuantizedModel, name: str) -> bool:
 def _candidate(model: QuantizedModel, name: str) -> BlockType | None:
     """Return the smallest block type that holds a quantized matrix exactly, None if there is none."""
     columns = model.pretrained.tensors[name].shape[1]
-    return smallest_type(model.bits, columns, model.group_size, symmetric=model.symmetric)
+    bits = model.bits_of(name)
+    return smallest_type(bits, columns, model.group_size, symmetric=model.symmetric)
 
 
 def _exact_type(model: QuantizedModel, name: str) -> BlockType:
@@ -198,10 +200,16 @@ def _exact_type(model: QuantizedModel, name: str) -> BlockType:
     return found
 
 
+def _ideal_type(model: QuantizedModel, name: str) -> BlockType:
+    """Return the block type that a matrix would have if its width were no matter."""
+    found = smallest_type(model.bits_of(name), IDEAL_WIDTH, None, symmetric=model.symmetric)
+    return found or _exact_type(model, name)
+
+
 def _mostly(model: QuantizedModel) -> gguf.LlamaFileType:
     """Return what the file is called: by the type that most of a block's weights have."""
     weights: Counter[gguf.LlamaFileType] = Counter()
-    for name in model.matrix_names(0):
+    for name in _matrix_names(model):
         weights[_exact_type(model, name).file_type] += math.prod(
             model.pretrained.tensors[name].shape
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.export.folder import FolderFormat, signed_words
-from aespa_pl.export.format import impossible
+from aespa_pl.export.format import impossible, refuse_several_bits
 from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
 
 BITS = (2, 3, 4, 8)
@@ -31,6 +31,7 @@ class Gptq(FolderFormat):
 
     def refuse(self, model: QuantizedModel) -> None:
         """Refuse other bits, and sides that do not fill whole words."""
+        refuse_several_bits(model, self.name, self.container_bits)
         bits = self._bits(model)
         if bits < model.bits or bits not in BITS:
             raise impossible(

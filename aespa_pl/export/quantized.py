@@ -22,6 +22,7 @@ from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.journal import Run
+from aespa_pl.settings.quantization import bits_of_projection
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,26 @@ class QuantizedModel:
 
     @property
     def bits(self) -> int:
-        """Return the bits of an integer."""
-        return int(self.settings["quantization"]["bits"])
+        """Return the largest number of bits that an integer has."""
+        return max(self.matrix_bits)
+
+    @property
+    def matrix_bits(self) -> tuple[int, ...]:
+        """Return the numbers of bits that matrices have, from the least to the most; one for most runs."""
+        names = (name for index in range(self.block_count) for name in self.matrix_names(index))
+        return tuple(sorted({self.bits_of(name) for name in names}))
+
+    def bits_of(self, name: str) -> int:
+        """Return the bits of the integers of a quantized weight, given its name."""
+        path = f"{self.family.blocks_path}."
+        index = int(name.removeprefix(path).partition(".")[0])
+        quantization = self.settings["quantization"]
+        return bits_of_projection(
+            int(quantization["bits"]),
+            quantization.get("bits_of") or {},
+            index,
+            self.matrix_names(index)[name][0].name,
+        )
 
     @property
     def symmetric(self) -> bool:
@@ -128,7 +147,8 @@ class QuantizedModel:
         """Return bits and groups in words, for messages."""
         groups = f"groups of {self.group_size}" if self.group_size else "per channel"
         kind = "symmetric" if self.symmetric else "asymmetric"
-        return f"{self.bits} bits, {groups}, {kind}"
+        bits = " and ".join(map(str, self.matrix_bits))
+        return f"{bits} bits, {groups}, {kind}"
 
     @property
     def family(self) -> Family:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.report.curves import Curves, read_curves
 from aespa_pl.run.schema import DESCRIPTION, FORMAT
 from aespa_pl.run.versions import last_run, newest_run
+from aespa_pl.settings.quantization import bits_of_projection
 
 LAST = "last"
 """Word for the newest run."""
@@ -258,7 +260,10 @@ def _grids(
     bits, weights = settings.get("quantization.bits"), projection_weights(shapes)
     shape: dict[str, float] = {"weights": weights} if weights else {}
     if weights and isinstance(bits, int):
-        shape["bits_per_weight"] = bits_per_weight(shapes, bits)
+        prefix = "quantization.bits_of."
+        bits_of = {k.removeprefix(prefix): v for k, v in settings.items() if k.startswith(prefix)}
+        of_projection = partial(bits_of_projection, bits, bits_of)
+        shape["bits_per_weight"] = bits_per_weight(shapes, of_projection)
     known = GridTensors.__dataclass_fields__
     return {
         key: GridTensors(**{what: value for what, value in found.items() if what in known})

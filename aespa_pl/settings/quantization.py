@@ -1,5 +1,6 @@
 """Define the settings that decide how weights become integers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -108,6 +109,10 @@ class QuantizationSettings:
     aespa-fast and trains blocks and model; the others are what the paper compares with."""
     bits: Bits = 2
     """Bits of a weight, 2 to 8."""
+    bits_of: dict[str, Bits] = field(default_factory=dict)
+    """Bits of some projections, where they are others: by name (down_proj: 4), by block (0: 4, counted from
+    0), or by both (0.v_proj: 3), which counts first; of a name and a block the larger number counts
+    (docs/methods.md)."""
     symmetric: bool = False
     """Fix the zero point in the middle of the range."""
     group_size: PositiveInt | None = None
@@ -136,6 +141,10 @@ class QuantizationSettings:
     tuning: TuningSettings = field(default_factory=TuningSettings)
     """Training of blocks and of the model after these steps."""
 
+    def bits_for(self, block: int, projection: str) -> int:
+        """Return the bits of a projection of a block."""
+        return bits_of_projection(self.bits, self.bits_of, block, projection)
+
     @property
     def precision(self) -> Literal["float32", "tf32", "bfloat16"]:
         """Return ``products`` without auto."""
@@ -158,3 +167,18 @@ class QuantizationSettings:
         if self.rounding.learn is None:
             raise ValueError("these settings are not resolved: see aespa_pl.resolve")
         return self.rounding.learn == "all" or (self.rounding.learn == "attention" and attention)
+
+
+def bits_of_projection(bits: int, bits_of: Mapping[str, int], block: int, projection: str) -> int:
+    """Return the bits of a projection of a block.
+
+    Args:
+        bits: Bits of the projections that ``bits_of`` does not name.
+        bits_of: Bits by ``PROJECTION``, by ``BLOCK`` and by ``BLOCK.PROJECTION``.
+        block: Number of the block, from 0.
+        projection: Name of the projection.
+    """
+    exact = bits_of.get(f"{block}.{projection}")
+    if exact is not None:
+        return exact
+    return max((bits_of[key] for key in (projection, str(block)) if key in bits_of), default=bits)

@@ -55,6 +55,8 @@ class WeightParametrization(nn.Module, ABC):
 
     learns_latent: ClassVar[bool]
     """Whether the latent values are trained; otherwise they stay."""
+    bits: int
+    """Bits of the integers."""
     _start: Tensor
     """Latent values at the start; empty once torch has registered them, because once is enough in memory."""
 

@@ -30,13 +30,22 @@ class LearningRates(NamedTuple):
     """Holds the largest values of the one-cycle schedule."""
 
     latent: float
-    """Rate of the latent values of weights, in distances of two integers."""
+    """Rate of the latent values of weights, in distances of two integers where they are rounded to these."""
     others: float
     """Rate of the logarithms of scales, and of the weights of norms."""
     biases: float
     """Rate of biases; small models want it below the rate of the others."""
     transformations: float = 0.0
     """Rate of equivalent transformations."""
+    bits: int | None = None
+    """Bits that the rate of latent values is meant for; that of weights with other bits is in proportion to
+    the distance of two integers in the same range. None: one rate for all."""
+
+    def of_latent(self, bits: int) -> float:
+        """Return the rate of the latent values of weights with so many bits."""
+        if self.bits is None:
+            return self.latent
+        return self.latent * ((2.0**self.bits - 1) / (2.0**bits - 1))
 
 
 class Tuning(LightningModule):
@@ -82,16 +91,12 @@ class Tuning(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return Adam with a one-cycle learning rate."""
-        groups = [(p, r) for p, r in zip(self._by_rate(), self.rates, strict=True) if p]
-        # plain numbers: a checkpoint that is read without unpickling can't hold the settings' own types
-        rates = [float(rate) for _, rate in groups]
-        adam = torch.optim.Adam(
-            [{"params": p, "lr": r} for (p, _), r in zip(groups, rates, strict=True)], fused=True
-        )
+        groups = self._groups()
+        adam = torch.optim.Adam([{"params": p, "lr": rate} for p, rate in groups], fused=True)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             adam,
-            rates,
+            [rate for _, rate in groups],
             total_steps=steps,
             pct_start=WARMUP if steps * WARMUP != 1 else 2 / steps,  # it divides by one step less
             cycle_momentum=False,
@@ -179,25 +184,31 @@ class Tuning(LightningModule):
         for name, parameter in self._trained():
             parameter.copy_(self._best[name])
 
-    def _by_rate(self) -> tuple[list[nn.Parameter], ...]:
-        """Return the trained parameters of each learning rate, in the order of the rates."""
-        latent = {id(p) for p in latent_values(self.module)}
+    def _groups(self) -> list[tuple[list[nn.Parameter], float]]:
+        """Return the trained parameters with their learning rates; weights with other bits have their own."""
+        latent = {
+            id(original): self.rates.of_latent(weight.bits)
+            for weight, original in parametrized_weights(self.module)
+        }
         transforming = {
             id(p)
             for inner in self.module.modules()
             if isinstance(inner, Transformation)
             for p in inner.parameters()
         }
-        kinds: tuple[list[nn.Parameter], ...] = ([], [], [], [])
+        groups: dict[tuple[int, float], list[nn.Parameter]] = {}
         for name, parameter in self._trained():
             if id(parameter) in latent:
-                kind = 0
+                kind, rate = 0, latent[id(parameter)]
             elif id(parameter) in transforming:
-                kind = 3
+                kind, rate = 3, self.rates.transformations
+            elif "bias" in name.split("."):
+                kind, rate = 2, self.rates.biases
             else:
-                kind = 2 if "bias" in name.split(".") else 1
-            kinds[kind].append(parameter)
-        return kinds
+                kind, rate = 1, self.rates.others
+            # a plain number: a checkpoint that is read without unpickling can't hold the settings' own types
+            groups.setdefault((kind, float(rate)), []).append(parameter)
+        return [(groups[key], key[1]) for key in sorted(groups)]
 
     @property
     def _pairs(self) -> SegmentPairs:
@@ -266,10 +277,10 @@ def fit(
     module.restore_best()
 
 
-def latent_values(module: nn.Module) -> list[nn.Parameter]:
-    """Return the latent values of all parametrized weights."""
-    return [
-        cast(nn.Parameter, inner.original)
-        for inner in module.modules()
-        if isinstance(inner, ParametrizationList) and isinstance(inner[0], WeightParametrization)
-    ]
+def parametrized_weights(
+    module: nn.Module,
+) -> Iterator[tuple[WeightParametrization, nn.Parameter]]:
+    """Yield the parametrization of each weight, with its latent values."""
+    for inner in module.modules():
+        if isinstance(inner, ParametrizationList) and isinstance(inner[0], WeightParametrization):
+            yield inner[0], cast(nn.Parameter, inner.original)

@@ -17,7 +17,7 @@ from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
-from aespa_pl.settings import TuningSettings
+from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import write_tensors
 from aespa_pl.tuning import (
@@ -40,8 +40,7 @@ class ModelTuner:
     source: StreamedModel
     """Original model."""
     run: Run
-    settings: TuningSettings
-    bits: int
+    settings: QuantizationSettings
     make_trainer: MakeTuningTrainer
     recompute: bool
     """Whether each block runs once more in the backward pass, which takes less memory."""
@@ -60,7 +59,7 @@ class ModelTuner:
             writer: Knows the files of the quantized blocks.
         """
         self.world.wait_for_all()  # for the files of the last block
-        settings, count, world = self.settings.model, self.source.block_count, self.world
+        settings, count, world = self.settings.tuning.model, self.source.block_count, self.world
         portion = tuning_portion(count, "model", world)
         files = {index: writer.block_file(index) for index in range(count)}
         tunable = self._load(self.source.pretrained.with_blocks(self.source.family, files))
@@ -68,7 +67,7 @@ class ModelTuner:
             list(world.segments(tokens, batch_size).split(batch_size)),
             hidden,
             batch_size=settings.batch_size,
-            held_back=self.settings.held_back,
+            held_back=self.settings.tuning.held_back,
             seed=count,
             world=world,
         )
@@ -81,6 +80,7 @@ class ModelTuner:
                     cast(float, settings.integer_rate),
                     cast(float, settings.scale_rate),
                     settings.bias_rate,
+                    bits=self.settings.bits,
                 ),
                 trainer=self.make_trainer(portion, settings.epochs),
                 checkpoint=world.from_first(lambda: self.run.checkpoint_to_continue(portion)),
@@ -118,13 +118,13 @@ class ModelTuner:
             for index in range(self.source.block_count)
         ]
         weights = [
-            self._weights(load_file(self.run.block_file(index), str(device)))
+            self._weights(index, load_file(self.run.block_file(index), str(device)))
             for index in range(self.source.block_count)
         ]
         types = {name: DTYPES[stored.dtype] for name, stored in pretrained.tensors.items()}
         return TunableModel(model, blocks, family.layout(pretrained.config), weights, types)
 
-    def _weights(self, tensors: Mapping[str, Tensor]) -> dict[str, QuantizedWeight]:
+    def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, QuantizedWeight]:
         """Return what the file of a block holds, by projection."""
         layout = self.source.family.layout(self.source.pretrained.config)
         return {
@@ -132,7 +132,7 @@ class ModelTuner:
                 tensors[f"{p.name}.integers"],
                 tensors[f"{p.name}.scale"].float(),
                 tensors[f"{p.name}.zero_point"].float(),
-                self.bits,
+                self.settings.bits_for(index, p.name),
             )
             for p in layout.projections
         }
@@ -143,7 +143,7 @@ class ModelTuner:
         for index, weights in enumerate(found.weights):
             for name, q in weights.items():
                 tensors[_key(index, name, "scale")] = q.scale.to(torch.float16)
-                if self.settings.model.integer_rate:
+                if self.settings.tuning.model.integer_rate:
                     tensors[_key(index, name, "integers")] = q.integers
         for name, parameter in tunable.model.named_parameters():
             if parameter.dim() == 1:
@@ -162,7 +162,7 @@ class ModelTuner:
                 key = _key(index, p.name, kind)
                 if key in learned:
                     tensors[f"{p.name}.{kind}"] = learned[key]
-        weights = {name: q.weight() for name, q in self._weights(tensors).items()}
+        weights = {name: q.weight() for name, q in self._weights(index, tensors).items()}
         prefix = family.block_prefix(index)
         types = stored_types(self.source, index)
         shard |= {name: learned[name] for name in shard if name in learned}

@@ -178,6 +178,7 @@ class BlockTuner:
             seed=portion.block,
             world=self.world,
         )
+        rounds_latent = settings.parametrization == "straight-through"
         found = reconstruct(
             replace(tunable, layout=layout, weights={n: tunable.weights[n] for n in names}),
             pairs,
@@ -187,6 +188,7 @@ class BlockTuner:
                 cast(float, settings.scale_rate),
                 settings.bias_rate,
                 settings.transformation_rate,
+                bits=self.settings.bits if rounds_latent else None,
             ),
             trainer=self.make_trainer(portion, cast(int, settings.epochs)),
             label=f"block {portion.block}",

@@ -40,7 +40,7 @@ def fit(
     *,
     with_zeta: bool = True,
     max_rounds: int = 30,
-    form: GridFormat = FORM,
+    form: GridFormat | Sequence[GridFormat] = FORM,
     exhaustive: bool = False,
     searched: list[Searched] | None = None,
     efforts: list[Effort] | None = None,
@@ -68,7 +68,7 @@ def fit(
     return fit_grids(
         weights,
         list(zip(weights, hessians, strict=True)),
-        form,
+        [form] * len(weights) if isinstance(form, GridFormat) else form,
         with_zeta=with_zeta,
         max_rounds=max_rounds,
         search_one=search_one,

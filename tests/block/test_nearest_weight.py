@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.block.quantized import nearest_weight
 from aespa_pl.models.weights import projection_weight
-from aespa_pl.resolve import resolved
-from aespa_pl.settings import QuantizationSettings
 from tests.block.blocks import example, linear, rows_by_hand
 
 
@@ -29,14 +28,14 @@ def test_nearest_weight_is_the_nearest_value_of_the_min_max_grid(
     bits: int, group_size: int | None, *, symmetric: bool
 ) -> None:
     block, layout = example("bloom")
-    settings = resolved(QuantizationSettings(bits=bits, symmetric=symmetric, group_size=group_size))
+    form = GridFormat(bits, symmetric, group_size)
     fused = linear(block, "self_attention.query_key_value").weight
     fused[:12].abs_()  # rows without a negative weight: their range reaches down to 0 all the same
     for p in layout.projections:
         if p.name not in ("query", "value", "dense"):
             continue
         W = rows_by_hand(block, layout, p.name, p.module).flatten(0, 1).double()
-        found = nearest_weight(block, layout, p, settings).double()
+        found = nearest_weight(block, layout, p, form).double()
         assert found.shape == W.shape
         size = group_size or W.shape[1]
         for row in range(W.shape[0]):
@@ -51,7 +50,7 @@ def test_nearest_weight_leaves_the_block_as_it_is() -> None:
     block, layout = example("llama")
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     for p in layout.projections:
-        nearest = nearest_weight(block, layout, p, resolved(QuantizationSettings()))
+        nearest = nearest_weight(block, layout, p, GridFormat(2))
         assert not torch.equal(nearest, projection_weight(block, layout, p))
     for name, tensor in block.state_dict().items():
         assert torch.equal(tensor, before[name])

@@ -138,7 +138,7 @@ def test_no_texts_give_no_numbers(tmp_path: Path) -> None:
     assert perplexity(make("opt", tmp_path)[1], {}, batch_size=2) == {}
 
 
-def halve(block: nn.Module) -> None:
+def halve(_: int, block: nn.Module) -> None:
     for parameter in block.parameters():
         parameter.detach().mul_(0.5)
 
@@ -152,8 +152,8 @@ def test_change_is_applied_once_to_each_block(name: str, tmp_path: Path) -> None
     changed = perplexity(source, texts, batch_size=2, change=halve)
     again = perplexity(source, texts, batch_size=2)
     blocks = model.get_submodule(family_of(model.config).blocks_path)
-    for block in blocks:
-        halve(block)
+    for index, block in enumerate(blocks):
+        halve(index, block)
     for text, tokens in texts.items():
         assert changed[text] == pytest.approx(by_hand(model, tokens), rel=CLOSE)
         assert changed[text] != pytest.approx(original[text], rel=10 * CLOSE)

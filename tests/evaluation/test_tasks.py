@@ -118,8 +118,8 @@ def test_a_changed_model_is_measured_as_changed(task: str) -> None:
     settings = TaskSettings([task])
     visited = []
 
-    def zero(block: nn.Module) -> None:
-        visited.append(block)
+    def zero(index: int, block: nn.Module) -> None:
+        visited.append(index)
         nn.init.zeros_(block.get_parameter("fc2.weight"))
 
     found = measure_tasks(
@@ -130,7 +130,7 @@ def test_a_changed_model_is_measured_as_changed(task: str) -> None:
         dtype=torch.float32,
         change=in_blocks("model.decoder.layers", zero),
     )
-    assert len(visited) == 3
+    assert visited == [0, 1, 2]
     assert found["tiny_task_of_this_test"].value == by_hand(folder, ITEMS, zeroed=True)[0]
 
 

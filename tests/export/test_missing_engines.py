@@ -28,6 +28,10 @@ def test_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_hf_and_gptq_need_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are imported where gguf and compressed-tensors are not installed."""
+    for package in ("aespa_pl", "aespa_pl.commands"):
+        # restored after the test, because other tests patch the modules that these attributes lead to
+        parent = import_module(package)
+        monkeypatch.setattr(parent, "export", import_module(f"{package}.export"))
     for name in [name for name in sys.modules if name.startswith("aespa_pl.")]:
         if name.startswith(("aespa_pl.export", "aespa_pl.commands.export")):
             monkeypatch.delitem(sys.modules, name)
