@@ -22,6 +22,19 @@ DECIDED = (
         (["--quantization.bits", 1], r"quantization\.bits is [19]: expected 2 to 8$"),
         (["--quantization.bits", 9], r"quantization\.bits is [19]: expected 2 to 8$"),
         (
+            ["--quantization.bits_of", "{down_proj: 9}"],
+            r"bits_of is {down_proj: 9}: expected a number for each name, 2 to 8, such as {down_proj: 4}$",
+        ),
+        (
+            ["--quantization.bits_of", "{v: 3}"],
+            r"bits_of: v names nothing in this model: expected a p",
+        ),
+        (
+            ["--quantization.bits_of", "{7: 3}"],
+            r"bits_of: 7 names .*a block \(0 to 1\), or both, such as",
+        ),
+        (["--quantization.bits_of", "{0.v: 3}"], r"bits_of: 0\.v names nothing"),
+        (
             ["--quantization.bit", 3],
             r"quantization\.bit is unknown: did you mean quantization\.bits\?",
         ),

@@ -7,7 +7,7 @@ because those are the rows that packers get wrong. Norms differ from the origina
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,8 +187,9 @@ def make_run(
     *,
     symmetric: bool = False,
     forced: bool = True,
+    bits_of: Mapping[str, int] | None = None,
 ) -> Known:
-    """Write a finished run of a checkpoint."""
+    """Write a finished run of a checkpoint; ``bits_of`` is about whole projections."""
     model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
     kind = model.config.model_type
     path, layers = PATHS.get(kind, "model.layers"), LAYERS.get(kind, LLAMA_LAYERS)
@@ -200,7 +201,7 @@ def make_run(
         tensors: dict[str, Tensor] = {}
         for name, layer in layers.items():
             found = round_to_nearest(
-                state[f"{block}.{layer}.weight"], bits, group_size,
+                state[f"{block}.{layer}.weight"], (bits_of or {}).get(name, bits), group_size,
                 symmetric=symmetric, forced=forced,
             )  # fmt: skip
             matrices[f"{block}.{layer}.weight"] = found
@@ -222,7 +223,7 @@ def make_run(
                 tensor.copy_((tensor * 1.25).half())  # zeta has been folded into it
     tied = "lm_head.weight" if model.config.tie_word_embeddings else None
     shards[0] = {n: t for n, t in state.items() if not n.startswith(f"{path}.") and n != tied}
-    write_run(original, folder, shards, bits, group_size, symmetric=symmetric)
+    write_run(original, folder, shards, bits, group_size, symmetric=symmetric, bits_of=bits_of)
     return Known(folder, original, matrices, model)
 
 
@@ -246,6 +247,7 @@ def write_run(
     group_size: int | None,
     *,
     symmetric: bool,
+    bits_of: Mapping[str, int] | None,
 ) -> None:
     """Write the model folder, the journal and the configuration of a run."""
     target, count = folder / "model", len(shards)
@@ -273,13 +275,15 @@ def write_run(
         "checkpoint": None, "portions": [], "damping": {}, "model": sums,
     }  # fmt: skip
     (folder / "journal.json").write_text(json.dumps(journal))
-    settings = {
+    settings: dict[str, Any] = {
         "model": {"pretrained": str(original), "revision": None},
         "data": {"calibration": {"source": "embedded", "segments": 32, "segment_length": 64}},
         "quantization": {
             "method": "aespa", "bits": bits, "symmetric": symmetric, "group_size": group_size,
         },
     }  # fmt: skip
+    if bits_of:  # runs of earlier versions have no such key
+        settings["quantization"]["bits_of"] = dict(bits_of)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     perplexity = {"original": {"embedded": 25.73}, "quantized": {"embedded": 31.134}}
     (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))

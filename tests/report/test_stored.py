@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
@@ -55,6 +56,16 @@ def test_bits_per_weight_count_scales_and_zero_points(tmp_path: Path) -> None:
     # each row of WIDTH weights of 3 bits has a scale of 16 bits and a zero point of 3
     assert run.shape["bits_per_weight"] == pytest.approx((3 * WIDTH + 16 + 3) / WIDTH)
     assert run.shape["weights"] == 2 * len(PROJECTIONS) * WIDTH**2
+
+
+def test_bits_per_weight_count_projections_with_bits_of_their_own(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "a/version_0", 2, bits=3)
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings["quantization"]["bits_of"] = {"0": 5, "1.v_proj": 8}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    each = [5] * len(PROJECTIONS) + [8] + [3] * (len(PROJECTIONS) - 1)
+    mean = sum(bits * WIDTH + 16 + bits for bits in each) / (len(each) * WIDTH)
+    assert read_run(folder).shape["bits_per_weight"] == pytest.approx(mean)
 
 
 def test_a_run_without_metrics_says_so_and_how_to_go_on(tmp_path: Path) -> None:

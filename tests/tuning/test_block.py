@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from aespa_pl.models.weights import projection_weight
-from aespa_pl.tuning import Reconstruction, reconstruct
+from aespa_pl.tuning import LearningRates, Reconstruction, reconstruct
 from tests import massive
-from tests.tuning.tuned import RATES, Example, silent_trainer
+from tests.tuning.tuned import RATES, Example, quantize, silent_trainer
 
 
 def tune(
@@ -181,3 +182,24 @@ def test_a_training_that_was_killed_goes_on_bit_for_bit(kills: list[int], tmp_pa
     )  # fmt: skip
     assert wanted.epoch > 1
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_weights_of_more_bits_learn_in_proportion_to_the_distance_of_integers() -> None:
+    example = Example.make(bits=2)
+    finer = quantize(example.quantized.targets["down_proj"], 4)
+    weights = {**example.quantized.weights, "down_proj": finer}
+    example.quantized = replace(example.quantized, weights=weights)
+    rates: dict[str, float] = {}
+
+    class Watch(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            names = {id(p): name for name, p in pl_module.module.named_parameters()}
+            for group in trainer.optimizers[0].param_groups:
+                rates.update({names[id(p)]: group["max_lr"] for p in group["params"]})
+
+    tune(example, 1, rates=LearningRates(0.01, 0.005, 0.003, bits=2), callbacks=[Watch()])
+    assert rates["mlp.down_proj.parametrizations.weight.original"] == pytest.approx(0.01 * 3 / 15)
+    assert rates["mlp.up_proj.parametrizations.weight.original"] == 0.01
+    assert rates["mlp.down_proj.parametrizations.weight.0.log_scale"] == 0.005
+    tune(example, 1, rates=LearningRates(0.01, 0.005, 0.003), callbacks=[Watch()])
+    assert rates["mlp.down_proj.parametrizations.weight.original"] == 0.01

@@ -1,0 +1,26 @@
+"""Settings that a model cannot have are refused with what it can."""
+
+import pytest
+
+from aespa_pl.commands.limits import check_bits_of
+from aespa_pl.errors import UserError
+from aespa_pl.models import family_of
+from aespa_pl.settings import QuantizationSettings
+from tests.models.examples import make_model
+
+
+def check(name: str, bits_of: dict[str, int]) -> None:
+    config = make_model(name).config
+    layout = family_of(config).layout(config)
+    check_bits_of(layout, config.num_hidden_layers, QuantizationSettings(bits=2, bits_of=bits_of))
+
+
+def test_parts_of_one_matrix_need_the_same_bits() -> None:
+    with pytest.raises(
+        UserError, match=r"query: 2, key: 2, value: 4 in block 0 are one matrix .*: give all"
+    ):
+        check("bloom", {"value": 4})
+    with pytest.raises(UserError, match=r"query: 2, key: 3, value: 3 in block 1 are one matrix"):
+        check("bloom", {"1": 3, "1.query": 2})
+    check("bloom", {"query": 4, "key": 4, "value": 4, "1": 3})
+    check("opt", {"v_proj": 4})

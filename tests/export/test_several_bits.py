@@ -1,0 +1,77 @@
+"""A run whose projections have different bits: GGUF has a type for each, other formats one container."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGUFReader
+
+from aespa_pl.errors import UserError
+from aespa_pl.export.awq import Awq
+from aespa_pl.export.compressed_tensors import CompressedTensors
+from aespa_pl.export.folder import FolderFormat
+from aespa_pl.export.format import Format
+from aespa_pl.export.gguf import Gguf
+from aespa_pl.export.gptq import Gptq
+from aespa_pl.export.quantized import QuantizedModel
+from tests.export.conftest import MakeRun
+from tests.export.gguf_files import Q
+from tests.export.runs import CONFIGS, Known, make_run, save_original
+
+BITS_OF = {"down_proj": 4, "v_proj": 3}
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    """Return a run with 2 bits in most projections, which are 256 and 512 wide."""
+    folder = tmp_path_factory.mktemp("several")
+    with torch.no_grad():
+        original = save_original(CONFIGS["llama-wide"](), folder / "original")
+        return make_run(original, folder / "version_0", 2, None, bits_of=BITS_OF)
+
+
+def read_back(run: Known, chosen: Format, folder: Path) -> None:
+    """Write a folder and compare what the format's own reader gets of each matrix."""
+    model = QuantizedModel.open(run.folder)
+    chosen.refuse(model)
+    folder.mkdir()
+    chosen.write(model, folder, lambda: None)
+    found = {tensor.name: tensor.value for tensor in chosen.read(model, folder)}
+    for (
+        name
+    ) in run.matrices:  # a GGUF file has the rows of q and k in another order, which it undoes
+        assert torch.equal(found[name].float(), run.weight(name)), name
+
+
+def test_gguf_has_a_type_for_each_matrix(several: Known, tmp_path: Path) -> None:
+    read_back(several, Gguf(), tmp_path / "packed")
+    tensors = GGUFReader(tmp_path / "packed" / "model.gguf").tensors
+    types = {tensor.name: tensor.tensor_type for tensor in tensors}
+    assert types["blk.1.ffn_down.weight"] == types["blk.1.attn_v.weight"] == Q.Q4_K
+    assert types["blk.1.attn_q.weight"] == types["blk.0.ffn_gate.weight"] == Q.Q2_K
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [CompressedTensors(4), CompressedTensors(8), Gptq(4), Gptq(8), Awq(4)],
+    ids=lambda chosen: f"{chosen.name} {chosen.container_bits}",
+)
+def test_a_container_holds_all_of_them(
+    chosen: FolderFormat, several: Known, tmp_path: Path
+) -> None:
+    read_back(several, chosen, tmp_path / "packed")
+
+
+@pytest.mark.parametrize("chosen", [CompressedTensors(), Gptq(), Awq()], ids=lambda c: c.name)
+def test_without_a_container_they_are_refused(chosen: FolderFormat, several: Known) -> None:
+    model = QuantizedModel.open(several.folder)
+    assert model.matrix_bits == (2, 3, 4)
+    with pytest.raises(
+        UserError,
+        match=r"\(2 and 3 and 4 bits, per channel.*Add --container_bits 4, in which .* --format gguf",
+    ):
+        chosen.refuse(model)
+
+
+def test_a_run_of_an_earlier_version_has_the_same_bits_everywhere(known: MakeRun) -> None:
+    assert QuantizedModel.open(known("llama", 3, None).folder).matrix_bits == (3,)

@@ -1,0 +1,93 @@
+"""Projections and blocks with bits of their own, from the grid to the files of a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aespa_pl.settings import QuantizationSettings
+from tests.walk.test_tuning import BOTH, LEARNED
+from tests.walks import Quantized, walk
+
+CASES = {
+    "opt": {"fc2": 4, "1": 3, "1.v_proj": 2},
+    "bloom": {"dense": 4, "1": 3, "1.dense_h_to_4h": 2},
+    "llama": {"down_proj": 4, "1": 3, "1.v_proj": 2},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "rtn": {"method": "rtn"},
+    "awq": {"method": "awq"},
+    "aespa": {"method": "aespa", "rounding.iterations": 12},
+    "aespa-fast": {"method": "aespa-fast"},
+    "tuned": {"method": "aespa-fast", **BOTH, **LEARNED},
+    "clipping": {
+        "method": "omniquant",
+        "tuning.blocks.epochs": 2,
+        "tuning.held_back": 0.3,
+    },
+}
+
+
+def wanted(bits_of: dict[str, int], block: int, projection: str) -> int:
+    """Return the bits of a projection where no block has fewer than a projection's name says."""
+    exact = bits_of.get(f"{block}.{projection}")
+    return exact or max(bits_of.get(projection, 2), bits_of.get(str(block), 2))
+
+
+def assert_bits(found: Quantized, bits_of: dict[str, int]) -> None:
+    """Each projection uses its whole range, and the model's weights are ``scale * (q - z)``."""
+    state = found.exported().state_dict()
+    for block in range(2):
+        tensors = found.file(block)
+        for p in found.layout.projections:
+            largest = 2 ** wanted(bits_of, block, p.name) - 1
+            q, scale, zero = (
+                tensors[f"{p.name}.{what}"].double() for what in ("integers", "scale", "zero_point")
+            )
+            assert int(q.max()) == largest, (block, p.name)
+            assert int(q.min()) == 0
+            weight = state[f"{found.blocks_path}.{block}.{p.module}.weight"].double()
+            if p.fused == (0, 1):
+                torch.testing.assert_close(weight, scale * (q - zero), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_projection_has_its_bits(name: str, method: str, tmp_path: Path) -> None:
+    found = walk(name, tmp_path, {"bits_of": CASES[name], **METHODS[method]})
+    assert_bits(found, CASES[name])
+
+
+def test_the_same_bits_by_another_way_give_the_same_integers(tmp_path: Path) -> None:
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ways: list[dict[str, Any]] = [
+        {"bits": 3},
+        {"bits_of": {"0": 3, "1": 3}},
+        {"bits_of": dict.fromkeys(names, 3)},
+        {"bits": 8, "bits_of": {f"{block}.{name}": 3 for block in (0, 1) for name in names}},
+    ]
+    first, *others = (
+        walk("llama", tmp_path / str(i), {**METHODS["aespa-fast"], **way})
+        for i, way in enumerate(ways)
+    )
+    for block in range(2):
+        tensors = first.file(block)
+        for other in others:
+            assert all(torch.equal(tensors[key], other.file(block)[key]) for key in tensors)
+
+
+@pytest.mark.parametrize(
+    ("bits_of", "expected"),
+    [
+        ({}, 2),
+        ({"v_proj": 4}, 4),
+        ({"3": 5}, 5),
+        ({"v_proj": 4, "3": 5}, 5),
+        ({"v_proj": 5, "3": 4}, 5),
+        ({"3.v_proj": 3, "v_proj": 5, "3": 4}, 3),
+        ({"k_proj": 4, "2": 5, "3.k_proj": 6, "30": 7}, 2),
+    ],
+)
+def test_the_most_exact_key_counts_then_the_largest(bits_of: dict[str, int], expected: int) -> None:
+    assert QuantizationSettings(bits=2, bits_of=bits_of).bits_for(3, "v_proj") == expected
