@@ -223,7 +223,9 @@ def make_run(
                 tensor.copy_((tensor * 1.25).half())  # zeta has been folded into it
     tied = "lm_head.weight" if model.config.tie_word_embeddings else None
     shards[0] = {n: t for n, t in state.items() if not n.startswith(f"{path}.") and n != tied}
-    write_run(original, folder, shards, bits, group_size, symmetric=symmetric, bits_of=bits_of)
+    # runs of earlier versions have no key bits_of
+    several = {"bits_of": dict(bits_of)} if bits_of else {}
+    write_run(original, folder, shards, bits, group_size, symmetric=symmetric, **several)
     return Known(folder, original, matrices, model)
 
 
@@ -245,9 +247,7 @@ def write_run(
     shards: list[dict[str, Tensor]],
     bits: int,
     group_size: int | None,
-    *,
-    symmetric: bool,
-    bits_of: Mapping[str, int] | None,
+    **quantization: Any,
 ) -> None:
     """Write the model folder, the journal and the configuration of a run."""
     target, count = folder / "model", len(shards)
@@ -275,15 +275,13 @@ def write_run(
         "checkpoint": None, "portions": [], "damping": {}, "model": sums,
     }  # fmt: skip
     (folder / "journal.json").write_text(json.dumps(journal))
-    settings: dict[str, Any] = {
+    settings = {
         "model": {"pretrained": str(original), "revision": None},
         "data": {"calibration": {"source": "embedded", "segments": 32, "segment_length": 64}},
         "quantization": {
-            "method": "aespa", "bits": bits, "symmetric": symmetric, "group_size": group_size,
+            "method": "aespa", "bits": bits, "group_size": group_size, **quantization,
         },
     }  # fmt: skip
-    if bits_of:  # runs of earlier versions have no such key
-        settings["quantization"]["bits_of"] = dict(bits_of)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     perplexity = {"original": {"embedded": 25.73}, "quantized": {"embedded": 31.134}}
     (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))

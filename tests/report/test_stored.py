@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 import torch
+import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from aespa_pl.errors import UserError
