@@ -278,9 +278,7 @@ def write_run(
     settings = {
         "model": {"pretrained": str(original), "revision": None},
         "data": {"calibration": {"source": "embedded", "segments": 32, "segment_length": 64}},
-        "quantization": {
-            "method": "aespa", "bits": bits, "group_size": group_size, **quantization,
-        },
+        "quantization": dict(method="aespa", bits=bits, group_size=group_size, **quantization),
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     perplexity = {"original": {"embedded": 25.73}, "quantized": {"embedded": 31.134}}
