@@ -175,6 +175,7 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     damaged = run.all_damaged_files()
     if damaged:
         progress.say(f"{run.folder}: {named(damaged, run.folder)}: what was lost is made again")
+        run.metrics_file.unlink()  # a process that is killed meanwhile leaves a run that is not finished
     return None if damaged else metrics
 
 

@@ -99,6 +99,7 @@ class Walk:
         self.run.finish_replacing()
         for folder in (self.run.block_file(0).parent, self.run.model_folder):
             remove_leftovers(folder)
+        self.run.model = {}  # of a finished run that is mended: the next write of the journal says so
         self._drop_damaged_blocks()
         stem = {name: pretrained.tensor(name) for name in pretrained.stem_names(family)}
         if self.run.tuned is None:  # otherwise it is rewritten with the blocks

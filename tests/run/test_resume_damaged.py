@@ -1,5 +1,6 @@
 """A stopped run whose files were damaged does again what they held, and ends with the same bytes."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from aespa_pl.run.fingerprint import checksum
+from aespa_pl.run.journal import Run
 from tests.run.bench import ITERATIONS, LAST, Bench, check, copied, flip, remove, results, truncate
 from tests.walks import BLOCKS
 
@@ -30,6 +32,24 @@ def test_damaged_block_is_named_and_done_again(
     )
     assert message in outcome.text.splitlines()
     check(bench, name, outcome, whole)
+
+
+def test_finished_run_whose_repair_is_killed_is_mended_at_the_next_start(
+    bench: Bench, whole: dict[str, bytes]
+) -> None:
+    run = copied(bench.run_of("whole"), bench, "killed_repair")
+    for index in range(BLOCKS):
+        remove(run / f"blocks/block_{index:03}.safetensors")
+    killed = bench.fit(
+        "killed_repair", *LAST, number=signal.SIGKILL, when="*/checkpoints/block_001/*.ckpt"
+    )
+    assert killed.status == -signal.SIGKILL, killed.text
+    left = Run.open(run)
+    assert sorted(left.blocks) == [0]
+    assert not left.metrics_file.exists()  # so test refuses it
+    assert not left.model  # so export does
+    check(bench, "killed_repair", bench.fit("killed_repair", *LAST), whole)
+    assert Run.open(run).all_damaged_files() == []
 
 
 @pytest.mark.parametrize("damage", [truncate, remove])
