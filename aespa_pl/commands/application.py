@@ -164,9 +164,10 @@ class AespaCLI(LightningCLI):
             "--ckpt_path",
             type=str | None,
             default=None,
-            help="last (the newest of output.folder/output.name), or the folder of a run or a file in it. "
-            "fit: continue this run; without it, a new one starts. test: measure this run; without it, the "
-            "last. Without --config and --model.pretrained, the run's own config.yaml is taken.",
+            help="last (the run of output.folder/output.name that was worked on last), or the folder of a "
+            "run or a file in it. fit: continue this run; without it, a new one starts. test: measure this "
+            "run; without it, the last. Without --config and --model.pretrained, the run's own config.yaml "
+            "is taken.",
         )
 
     def _job(self) -> Job:

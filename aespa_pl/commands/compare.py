@@ -157,8 +157,8 @@ def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:
 
 def _finished(folder: Path, cell: Cell) -> Cell:
     """Return the cell with the metrics of its run, if that is finished."""
-    newest = last_run(folder / cell.name)
-    return replace(cell, metrics=None if newest is None else Run.open(newest).metrics())
+    last = last_run(folder / cell.name)
+    return replace(cell, metrics=None if last is None else Run.open(last).metrics())
 
 
 def _value(given: Arguments, key: str, default: str) -> str:

@@ -39,7 +39,7 @@ def test(
 
     Args:
         job: Which model and texts.
-        which: Folder of a finished run; ``last``: the newest of ``output.folder/output.name``.
+        which: Folder of a finished run; ``last``: the last of ``output.folder/output.name``.
         tasks: Tasks, if any; with them round-to-nearest is measured as well.
         progress: Shows how many blocks are done.
         world: The processes that divide the texts; all of them call this.

@@ -19,7 +19,7 @@ from aespa_pl.export.proof import ClassSize, prove
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.export.verification import Answers, Questions, Verify, ask, choose_engines, that_fit
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run.versions import last_run, newest_run
+from aespa_pl.run.versions import last_run, last_run_of_any_name
 from aespa_pl.storage.files import disk_errors, write_text
 
 Embedding = Literal["keep", "q8_0"]
@@ -51,7 +51,7 @@ def export(
     """Write the quantized model of a finished run in the format of an engine, and prove that it is it.
 
     Args:
-        run: Folder of a run (NAME/version_N); last: the newest run of runs_folder.
+        run: Folder of a run (NAME/version_N); last: the run of runs_folder that was worked on last.
         format: hf (Hugging Face, the original's types), compressed-tensors (vLLM, transformers), awq
             (vLLM, 4 bits), gptq (GPTQModel, SGLang) or gguf (llama.cpp).
         output: Folder to write; null: export/FORMAT in the run's folder.
@@ -161,7 +161,7 @@ def push(folder: Path, name: str) -> None:
 def _run_folder(run: str, runs: Path, name: str | None) -> Path:
     if run != "last":
         return Path(run).expanduser()
-    folder = newest_run(runs) if name is None else last_run(runs / name)
+    folder = last_run_of_any_name(runs) if name is None else last_run(runs / name)
     if folder is None:
         where = runs if name is None else runs / name
         raise UserError(

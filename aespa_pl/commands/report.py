@@ -33,8 +33,8 @@ def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG0
         "runs",
         metavar="RUN",
         nargs="+",
-        help="Folder of a run (NAME/version_N), or folder of runs of one name, of which the newest is taken; "
-        "last: the newest run of all.",
+        help="Folder of a run (NAME/version_N), or folder of runs of one name, of which the last is taken; "
+        "last: the run that was worked on last, of all.",
     )
     parser.add_argument("--config", action="config", help="Path to a configuration file.")
     parser.add_function_arguments(report, skip={"runs"})
@@ -53,8 +53,8 @@ def report(
     A run may still be going on. The page needs no network to be read.
 
     Args:
-        runs: Folders of runs, or folders of runs of one name, of which the newest is taken; last: the newest
-            run of all.
+        runs: Folders of runs, or folders of runs of one name, of which the last is taken; last: the run
+            that was worked on last, of all.
         output: Folder for report.html and the figures; null: report in the folder of the first run.
         figures: Format of the files with one figure each, beside the page; none: only the page.
         runs_folder: Where last looks for runs, their output.folder.

@@ -7,7 +7,9 @@ from aespa_pl.errors import UserError
 from aespa_pl.settings import OutputSettings
 
 LAST = "last"
-"""``--ckpt_path last``: the newest run."""
+"""``--ckpt_path last``: the run that was worked on last."""
+UNNAMED = (None, "null")
+"""Values of ``--ckpt_path`` that name no run."""
 CKPT_PATH = "ckpt_path"
 JOURNAL = "journal.json"
 
@@ -41,21 +43,23 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
         UserError: ``ckpt_path`` is neither the folder of a run nor a file in one, or test finds no run.
     """
     which = arguments.last(CKPT_PATH)
-    if arguments.wants_help or (which is None and command != "test"):
+    if arguments.wants_help or (which in UNNAMED and command != "test"):
         return arguments
-    if which not in (None, LAST, "null"):
-        folder: Path | None = run_folder(str(which))
-        arguments = arguments.then(Option(CKPT_PATH, str(folder)))
-    else:
-        folder = _last(arguments)
+    is_last = which in (*UNNAMED, LAST)
+    folder = _last(arguments) if is_last else run_folder(str(which))
     if arguments.last("config") or arguments.last(REQUIRED):
-        return arguments
+        # last is then of the name in that configuration, which is read later
+        return arguments if is_last else arguments.then(Option(CKPT_PATH, str(folder)))
     if folder is None and command == "test":
         raise UserError(
             "no run to measure: give the folder of a run (NAME/version_N) with --ckpt_path, or begin with "
             "aespa-pl fit"
         )
-    if folder is None or not (folder / "config.yaml").is_file():
+    if folder is None:
+        return arguments
+    # by its folder: last may be another run by the time that the command asks
+    arguments = arguments.then(Option(CKPT_PATH, str(folder)))
+    if not (folder / "config.yaml").is_file():
         return arguments
     return arguments.after(
         Option("config", str(folder / "config.yaml")),
@@ -66,9 +70,9 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
 
 
 def _last(arguments: Arguments) -> Path | None:
-    """Return the newest run where the command line looks for one: of its name, or without one of any."""
-    from aespa_pl.run.versions import last_run, newest_run  # noqa: PLC0415  (imports torch for its neighbours)
+    """Return the last run where the command line looks for one: of its name, or without one of any."""
+    from aespa_pl.run.versions import last_run, last_run_of_any_name  # noqa: PLC0415  (imports torch for its neighbours)
 
     folder = Path(arguments.last("output.folder") or OutputSettings().folder).expanduser()
     name = arguments.last("output.name")
-    return last_run(folder / name) if name else newest_run(folder)
+    return last_run(folder / name) if name else last_run_of_any_name(folder)

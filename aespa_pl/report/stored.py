@@ -17,11 +17,11 @@ from aespa_pl.errors import UserError
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.report.curves import Curves, read_curves
 from aespa_pl.run.schema import DESCRIPTION, FORMAT
-from aespa_pl.run.versions import last_run, newest_run
+from aespa_pl.run.versions import last_run, last_run_of_any_name
 from aespa_pl.settings.quantization import bits_of_projection
 
 LAST = "last"
-"""Word for the newest run."""
+"""Word for the run that was worked on last."""
 
 Losses = dict[tuple[int, str], dict[str, float]]
 
@@ -88,29 +88,29 @@ def find_run(given: str, runs_folder: Path) -> Path:
     """Return the folder of the run that the user means.
 
     Args:
-        given: Folder of a run, folder of runs of one name (its newest is taken), or ``last``.
-        runs_folder: Folder where ``last`` looks for the newest run of any name.
+        given: Folder of a run, folder of runs of one name (the last of them is taken), or ``last``.
+        runs_folder: Folder where ``last`` looks for runs of any name.
 
     Raises:
         UserError: There is no run.
     """
     if given == LAST:
-        newest = newest_run(runs_folder)
-        if newest is None:
+        last = last_run_of_any_name(runs_folder)
+        if last is None:
             raise UserError(
                 f"there is no run in {runs_folder}: start one with aespa-pl fit, or give --runs_folder, the "
                 "output.folder of your runs"
             )
-        return newest
+        return last
     folder = Path(given).expanduser()
     if not (folder / "journal.json").is_file():
-        newest_version = last_run(folder)
-        if newest_version is None:
+        last = last_run(folder)
+        if last is None:
             raise UserError(
                 f"{given} is not the folder of a run: it has no journal.json; give NAME/version_N below "
                 "output.folder, or last"
             )
-        return newest_version
+        return last
     return folder
 
 

@@ -1,5 +1,6 @@
 """Number the folders of runs: NAME/version_0, version_1 ..."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from aespa_pl.storage.files import MEND, disk_errors
@@ -34,16 +35,22 @@ def version_number(path: Path) -> int:
 
 
 def last_run(parent: Path) -> Path | None:
-    """Return the newest run in ``parent``, None if there is none."""
-    runs = [path for path in parent.glob("version_*") if (path / "journal.json").is_file()]
-    return max(runs, key=version_number, default=None)
+    """Return the run in ``parent`` that was worked on last, None if there is none.
+
+    It is the one whose journal was written last, so a run that was continued comes after runs that
+    were begun later; of journals with the same time, the one of the highest version.
+    """
+    return _last(parent.glob("version_*/journal.json"))
 
 
-def newest_run(runs_folder: Path) -> Path | None:
-    """Return the newest run of any name in a folder of runs, None if there is none."""
-    journals = runs_folder.glob("*/version_*/journal.json")
-    newest = max(journals, key=_age, default=None)
-    return None if newest is None else newest.parent
+def last_run_of_any_name(runs_folder: Path) -> Path | None:
+    """Return the run of any name in a folder of runs that was worked on last, None if there is none."""
+    return _last(runs_folder.glob("*/version_*/journal.json"))
+
+
+def _last(journals: Iterable[Path]) -> Path | None:
+    last = max(journals, key=_age, default=None)
+    return None if last is None else last.parent
 
 
 def _age(journal: Path) -> tuple[float, int]:

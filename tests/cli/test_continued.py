@@ -1,13 +1,17 @@
 """A run is continued and measured only if it is whole and its inputs are the same."""
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from aespa_pl.commands.arguments import Arguments
+from aespa_pl.commands.resuming import with_run
 from tests.cli.commands import LAST, NO_TEXTS, CommandLine, Done, small
 
 
@@ -95,6 +99,32 @@ def test_the_last_run_of_any_name_is_measured(aespa: CommandLine, finished: Done
         status, out, err = aespa("test", *words)
         assert (status, err) == (0, "")
         assert Path(out.splitlines()[-1]) == run
+
+
+def test_the_run_that_was_continued_last_is_measured_and_continued(
+    aespa: CommandLine, finished: Done
+) -> None:
+    """All of it: its texts and bits were once taken, and the run with the highest number measured."""
+    run = finished.copied("mine")
+    begun_later = shutil.copytree(run, run.parent / "version_1")
+    os.utime(begun_later / "journal.json", (1, 1))
+    for words in (("test",), ("test", *LAST), ("fit", *LAST), ("test", "--output.name", "mine")):
+        status, out, err = aespa(*words)
+        assert (status, err) == (0, "")
+        assert Path(out.splitlines()[-1]) == run
+
+
+def test_a_run_is_named_to_the_command_whose_configuration_is_taken(
+    aespa: CommandLine, finished: Done
+) -> None:
+    run = finished.copied("mine")
+    for command, which in (("fit", "last"), ("test", "last"), ("test", "null"), ("fit", str(run))):
+        given = with_run(Arguments.read(["--ckpt_path", which]), command)
+        assert given.last("config") == str(run / "config.yaml")
+        assert given.last("ckpt_path") == str(run)
+    new = Arguments.read(["--ckpt_path", "null"])
+    assert with_run(new, "fit") == new
+    assert aespa("fit", "--ckpt_path", "null")[0] == 2  # a new run, of no model
 
 
 def test_changed_weights_are_not_measured(

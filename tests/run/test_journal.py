@@ -1,6 +1,7 @@
 """The journal names what is complete, and forgets what is needed no more."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from aespa_pl.planning.partition import HeadRange, Portion
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import LearnedFile
-from aespa_pl.run.versions import last_run
+from aespa_pl.run.versions import last_run, last_run_of_any_name
 from tests.run.journals import RECORD, make_file, note_checkpoint, portion_of, sha
 
 
@@ -60,13 +61,20 @@ def test_version_numbers_are_not_used_again(tmp_path: Path) -> None:
     assert Run.create(tmp_path, {}).folder.name == "version_11"
 
 
-def test_last_run_is_the_newest_with_a_journal(tmp_path: Path) -> None:
-    assert last_run(tmp_path) is None
+def test_last_run_is_the_one_whose_journal_was_written_last(tmp_path: Path) -> None:
+    runs = tmp_path / "mine"
+    assert last_run(runs) is None
+    assert last_run_of_any_name(tmp_path) is None
     for _ in range(11):
-        newest = Run.create(tmp_path, {}).folder
-    (tmp_path / "version_99").mkdir()
-    assert newest.name == "version_10"  # not version_9, the last by name
-    assert last_run(tmp_path) == newest
+        begun = Run.create(runs, {}).folder
+    (runs / "version_99").mkdir()
+    for journal in runs.glob("*/journal.json"):
+        os.utime(journal, (1000, 1000))
+    assert begun.name == "version_10"  # not version_9, the last by name
+    assert last_run(runs) == last_run_of_any_name(tmp_path) == begun
+    continued = Run.open(runs / "version_3")
+    continued.save()
+    assert last_run(runs) == last_run_of_any_name(tmp_path) == continued.folder
 
 
 def test_portion_of_other_heads_is_forgotten_with_all_after_it(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""A run goes on only where its inputs allow it, and ``last`` is the newest of a name."""
+"""A run goes on only where its inputs allow it, and ``last`` is the last of a name."""
 
 import re
 import shutil
@@ -63,12 +63,12 @@ def test_finished_run_is_left_alone(bench: Bench, whole: dict[str, bytes]) -> No
     assert f"{bench.run_of('whole')} is finished already: nothing to do" in outcome.text
 
 
-def test_last_of_no_run_is_a_new_one_and_of_several_the_newest(bench: Bench) -> None:
+def test_last_of_no_run_is_a_new_one_and_of_several_the_last_begun(bench: Bench) -> None:
     outcome = bench.fit("numbers", *LAST, number=signal.SIGKILL, when="*/journal.json")
     assert "no run in" in outcome.text
     assert bench.fit("numbers", number=signal.SIGKILL, when="version_1/journal.json").status == -9
     (bench.runs / "numbers" / "version_7").mkdir()  # killed before its journal
     outcome = bench.fit("numbers", *LAST)
-    newest = outcome.text.splitlines()[-1]
-    assert version_number(Path(newest)) == 1
+    last = outcome.text.splitlines()[-1]
+    assert version_number(Path(last)) == 1
     assert bench.fit("numbers").text.splitlines()[-1].endswith("version_8")
