@@ -17,10 +17,11 @@ def checksum(path: Path) -> str:
 def model_fingerprint(files: Iterable[Path]) -> str:
     """Return a SHA-256 over names, sizes, and first and last MiB of the files of a model.
 
-    Hashing 60 GB would take minutes; a model that was trained further differs in every tensor.
+    Hashing 60 GB would take minutes; a model that was trained further differs in every tensor. Where the
+    files lie does not count: weights out of a pickle are in the cache, which may be moved.
     """
     digest = hashlib.sha256()
-    for path in sorted(files):
+    for path in sorted(files, key=lambda path: path.name):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

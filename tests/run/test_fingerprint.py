@@ -53,6 +53,14 @@ def test_model_fingerprint_sees_other_weights(place: str, tmp_path: Path) -> Non
     assert model_fingerprint([path]) != before
 
 
+def test_model_fingerprint_does_not_depend_on_the_place_of_the_cache(tmp_path: Path) -> None:
+    """Weights out of a pickle lie in the cache, in a folder before or after the model's own."""
+    config = make_file(tmp_path / "model" / "config.json", "{}")
+    caches = [make_file(tmp_path / name / "pytorch_model.safetensors", "w") for name in "az"]
+    first, second = (model_fingerprint({config, weights}) for weights in caches)
+    assert first == second
+
+
 def test_model_fingerprint_does_not_depend_on_the_order(tmp_path: Path) -> None:
     paths = [make_file(tmp_path / name, name) for name in "ab"]
     assert model_fingerprint(paths) == model_fingerprint(reversed(paths))
