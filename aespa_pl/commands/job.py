@@ -18,7 +18,7 @@ from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
-from aespa_pl.storage.cache import default_cache
+from aespa_pl.storage.cache import cache_folder
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Job(Checked):
             UserError: The model can't be found, read or quantized with these settings.
         """
         folder = find_model(model, quantization, output, device, weights=True)
-        pretrained = PretrainedFolder.open(folder, cache_folder(data))
+        pretrained = PretrainedFolder.open(folder, cache_folder(data.cache))
         found = checked(
             model,
             data,
@@ -126,12 +126,7 @@ class Job(Checked):
     @property
     def cache(self) -> Path:
         """Return the folder of tokens, weights and perplexities that later runs need again."""
-        return cache_folder(self.data)
-
-
-def cache_folder(data: DataSettings) -> Path:
-    """Return the folder of tokens, weights and perplexities that later runs need again."""
-    return Path(data.cache).expanduser() if data.cache else default_cache()
+        return cache_folder(self.data.cache)
 
 
 def held_out_texts(
@@ -148,7 +143,7 @@ def held_out_texts(
     Raises:
         UserError: A text can't be had, or has fewer tokens than a segment or others than the model knows.
     """
-    limit, cache = data.evaluation.max_segments, cache_folder(data)
+    limit, cache = data.evaluation.max_segments, cache_folder(data.cache)
     texts = {
         name: evaluation_tokens(name, tokenizer, length, limit, cache)
         for name in data.evaluation.names

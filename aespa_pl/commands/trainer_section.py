@@ -195,9 +195,10 @@ def configuration_text(
         content.pop(key, None)
     content["quantization"] = json.loads(json.dumps(asdict(quantization)))  # plain numbers only
     # a run may be continued, measured and exported from another folder
-    model, text = content["model"], content["data"]["calibration"]
+    model, data, text = content["model"], content["data"], content["data"]["calibration"]
     model["pretrained"] = _absolute(model["pretrained"], Path.is_dir)
     text["source"] = _absolute(text["source"], Path.is_file)  # a folder named c4 is not the text c4
+    data["cache"] = data["cache"] and _absolute(data["cache"], lambda _: True)
     return yaml.safe_dump(content, sort_keys=False)
 
 

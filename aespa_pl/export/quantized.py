@@ -23,6 +23,7 @@ from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.journal import Run
 from aespa_pl.settings.quantization import bits_of_projection
+from aespa_pl.storage.cache import cache_folder
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,19 @@ class QuantizedModel:
         pretrained = PretrainedFolder.open(run.model_folder)
         model = settings["model"]
         source = resolve(original or model["pretrained"], model.get("revision"))
-        weights = {tensor.file for tensor in PretrainedFolder.open(source).tensors.values()}
+        stored = PretrainedFolder.open(source, _cache(settings)).tensors.values()
+        weights = {tensor.file for tensor in stored}
         if model_fingerprint({source / "config.json", *weights}) != run.fingerprint["model"]:
             raise UserError(
                 f"--original: the run {folder} was made from another model than {source}: give the "
                 "folder of the model that was quantized"
             )
         return cls(run, settings, source, pretrained, _embeddings(pretrained))
+
+    @property
+    def cache(self) -> Path:
+        """Return the folder of the run's cache (``data.cache``)."""
+        return _cache(self.settings)
 
     @property
     def bits(self) -> int:
@@ -237,10 +244,14 @@ def _embeddings(pretrained: PretrainedFolder) -> frozenset[str]:
     return frozenset(name for name, value in state.items() if any(value is e for e in ends))
 
 
+def _cache(settings: Mapping[str, Any]) -> Path:
+    return cache_folder(settings["data"]["cache"])
+
+
 def _settings(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        content["model"]["pretrained"], content["quantization"]["bits"]
+        content["model"]["pretrained"], content["quantization"]["bits"], _cache(content)
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(
             f"{path} cannot be read ({error!r}): give the folder of a run (NAME/version_N)"

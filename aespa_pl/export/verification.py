@@ -16,7 +16,6 @@ from aespa_pl.export.format import Format
 from aespa_pl.export.formats import FormatName
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.measure import free_bytes
-from aespa_pl.storage.cache import default_cache
 
 Verify = Literal["auto", "bytes", "transformers", "llama.cpp", "vllm", "gptqmodel"]
 SEGMENT = 64
@@ -120,5 +119,5 @@ def _tokens(model: QuantizedModel) -> Tensor:
     """Return one segment ``[L]`` of held-out text."""
     limit = model.family.positions(model.pretrained.config) or SEGMENT
     tokenizer = model.pretrained.tokenizer()
-    segments = evaluation_tokens(TEXT, tokenizer, min(SEGMENT, limit), 1, default_cache())
+    segments = evaluation_tokens(TEXT, tokenizer, min(SEGMENT, limit), 1, model.cache)
     return segments[0]

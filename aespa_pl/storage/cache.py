@@ -14,8 +14,13 @@ from pathlib import Path
 from filelock import FileLock
 
 
+def cache_folder(given: str | None) -> Path:
+    """Return the folder of the cache that ``data.cache`` names; None: the default one."""
+    return Path(given).expanduser() if given else default_cache()
+
+
 def default_cache() -> Path:
-    """Return the folder of the cache: aespa_pl under $XDG_CACHE_HOME or ~/.cache."""
+    """Return the folder of the cache where none is named: aespa_pl under $XDG_CACHE_HOME or ~/.cache."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # the XDG specification: a relative path is to be ignored
     return (given if given.is_absolute() else Path.home() / ".cache") / "aespa_pl"

@@ -62,17 +62,18 @@ def test_a_run_is_measured_with_its_own_bits_and_groups(
     assert 2 < sizes[0]["quantized"]["bits_per_weight"] < 4
 
 
-def test_a_run_keeps_the_place_of_its_model(
+def test_a_run_keeps_the_places_of_its_model_and_cache(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative path would be looked for in another folder, and then on the hub."""
     Path("opt").symlink_to(model)
-    status, out, _ = aespa("fit", *small(model), "--model.pretrained", "opt", *NO_TEXTS)
+    places = ("--model.pretrained", "opt", "--data.cache", "kept")
+    status, out, _ = aespa("fit", *small(model), *places, *NO_TEXTS)
     assert status == 0
     run = Path(out.splitlines()[-1]).absolute()
-    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["pretrained"] == str(
-        Path("opt").absolute()
-    )
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    assert settings["model"]["pretrained"] == str(Path("opt").absolute())
+    assert settings["data"]["cache"] == str(Path("kept").absolute())
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     status, _, err = aespa("fit", "--ckpt_path", run)

@@ -277,7 +277,7 @@ def write_run(
     (folder / "journal.json").write_text(json.dumps(journal))
     settings = {
         "model": {"pretrained": str(original), "revision": None},
-        "data": {"calibration": {"source": "embedded", "segments": 32, "segment_length": 64}},
+        "data": {"cache": None, "calibration": {"source": "embedded", "segments": 32, "segment_length": 64}},
         "quantization": dict(method="aespa", bits=bits, group_size=group_size, **quantization),
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))

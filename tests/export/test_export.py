@@ -1,16 +1,22 @@
 """The command ``export`` writes a folder that is complete and the run's, or none."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
+import yaml
 from jsonargparse import auto_cli
+from safetensors.torch import load_file
 
 from aespa_pl.commands.export import export
 from aespa_pl.errors import UserError
 from aespa_pl.export import formats, proof
+from aespa_pl.models.pretrained import PretrainedFolder
+from aespa_pl.run.fingerprint import model_fingerprint
 from tests.export.conftest import MakeRun
 from tests.export.folders import files
 from tests.export.runs import Known
@@ -55,6 +61,29 @@ def test_last_run_is_found(fresh: Known, tmp_path: Path) -> None:
     assert (runs / "version_3" / "export" / "hf" / "README.md").is_file()
     with pytest.raises(UserError, match=r"no run in .*third: correct --runs_folder"):
         export("last", format="hf", runs_folder=str(runs.parent), name="third")
+
+
+def test_the_cache_of_the_run_is_used(
+    fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights out of pickles and tokens lie there already; the default may be on a full disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "default"))
+    (weights,) = fresh.original.glob("*.safetensors")
+    torch.save(load_file(weights), fresh.original / "pytorch_model.bin")
+    weights.unlink()
+    cache = tmp_path / "cache"
+    pretrained = PretrainedFolder.open(fresh.original, cache)
+    (converted,) = {tensor.file for tensor in pretrained.tensors.values()}
+    journal = json.loads((fresh.folder / "journal.json").read_text())
+    files_of_model = {fresh.original / "config.json", converted}
+    journal["fingerprint"]["model"] = model_fingerprint(files_of_model)
+    (fresh.folder / "journal.json").write_text(json.dumps(journal))
+    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
+    settings["data"]["cache"] = str(cache)
+    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    export(str(fresh.folder), format="hf", verify="transformers")
+    assert {path.name for path in cache.iterdir()} == {"weights", "tokens"}
+    assert not (tmp_path / "default").exists()
 
 
 def test_every_format_from_the_command(fresh: Known, tmp_path: Path) -> None:
