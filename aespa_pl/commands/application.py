@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -44,6 +43,7 @@ from aespa_pl.distributed.processes import PeerLostError, World
 from aespa_pl.errors import UserError
 from aespa_pl.planning.division import Devices
 from aespa_pl.progress import WalkProgress
+from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.settings import TaskSettings
 from aespa_pl.storage.files import write_text
@@ -198,7 +198,7 @@ class AespaCLI(LightningCLI):
 
     def _save_config(self, folder: Path) -> None:
         write_text(folder / "config.yaml", self.saved)
-        self.interruption.how_to_continue = f"aespa-pl fit --ckpt_path {shlex.quote(str(folder))}"
+        self.interruption.how_to_continue = how_to_continue(folder)
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:

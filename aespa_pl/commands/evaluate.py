@@ -1,7 +1,6 @@
 """Run ``aespa-pl test``: measure the perplexity of the original and of the quantized model."""
 
 import math
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ from aespa_pl.models.headers import read_header
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.damage import refuse_damaged
+from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
 from aespa_pl.settings import TaskSettings
@@ -62,8 +62,7 @@ def test(
         )
     if not run.metrics_file.is_file():
         raise UserError(
-            f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path "
-            f"{shlex.quote(str(folder))}"
+            f"the run {folder} is not finished: continue it with {how_to_continue(folder)}"
         )
     world.from_first(lambda: _check_files(run))
     job = _with_grids_of(job, run)

@@ -1,5 +1,6 @@
 """Run ``aespa-pl export``: pack a finished run for an engine, and prove the files before they are kept."""
 
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def push(folder: Path, name: str) -> None:
     except Exception as error:  # which class that is depends on the HTTP library under the client
         raise UserError(
             f"--push_to_hub: {name} cannot be uploaded ({error}). The export is complete in {folder}: "
-            f"hf upload {name} {folder}"
+            f"hf upload {name} {shlex.quote(str(folder))}"
         ) from error
 
 

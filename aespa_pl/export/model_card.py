@@ -1,6 +1,7 @@
 """Write the model card, which is the README.md of an exported folder."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -113,7 +114,7 @@ def _commands(model: QuantizedModel, command: str) -> str:
         "quantization": model.settings["quantization"],
         "data": {"calibration": {**data, "source": _public_name(data["source"])}},
     }
-    name = _public_name(model.settings["model"]["pretrained"])
+    name = shlex.quote(_public_name(model.settings["model"]["pretrained"]))
     return (
         f"With these settings in `settings.yaml`:\n\n```yaml\n{yaml.safe_dump(settings)}```\n\n```sh\n"
         f"aespa-pl fit --config settings.yaml --model.pretrained {name}\n{command}\n```"

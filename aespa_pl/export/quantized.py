@@ -21,6 +21,7 @@ from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.fingerprint import model_fingerprint
+from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
 from aespa_pl.settings.quantization import bits_of_projection
 from aespa_pl.storage.cache import cache_folder
@@ -95,7 +96,7 @@ class QuantizedModel:
         settings = _settings(folder / "config.yaml")
         if not run.model:
             raise UserError(
-                f"the run {folder} is not finished: continue it with aespa-pl fit --ckpt_path {folder}"
+                f"the run {folder} is not finished: continue it with {how_to_continue(folder)}"
             )
         refuse_damaged(run)
         pretrained = PretrainedFolder.open(run.model_folder)

@@ -1,6 +1,7 @@
 """Read what a run has stored; whatever is missing or damaged becomes a note on the page."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from aespa_pl.curve_names import RECONSTRUCTION
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.report.curves import Curves, read_curves
+from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.schema import DESCRIPTION, FORMAT
 from aespa_pl.run.versions import last_run, last_run_of_any_name
 from aespa_pl.settings.quantization import bits_of_projection
@@ -81,7 +83,7 @@ class StoredRun:
     @property
     def command(self) -> str:
         """Return the command that makes the run again."""
-        return f"aespa-pl fit --config {self.folder / 'config.yaml'}"
+        return f"aespa-pl fit --config {shlex.quote(str(self.folder / 'config.yaml'))}"
 
 
 def find_run(given: str, runs_folder: Path) -> Path:
@@ -188,7 +190,7 @@ def _progress(folder: Path, finished: int) -> list[str]:
         of = ""
     return [
         f"This run has no metrics.json: it is still going, or it was stopped. {finished}{of} blocks are "
-        f"finished. Continue it with: aespa-pl fit --config {folder / 'config.yaml'} --ckpt_path {folder}"
+        f"finished. Continue it with: {how_to_continue(folder)}"
     ]
 
 

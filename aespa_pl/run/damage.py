@@ -1,10 +1,10 @@
 """Say which files of a finished run were changed or removed after the run had written them."""
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from aespa_pl.errors import UserError
+from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
 
 SHOWN = 3
@@ -20,8 +20,8 @@ def refuse_damaged(run: Run) -> None:
     damaged = run.all_damaged_files()
     if damaged:
         raise UserError(
-            f"the run {run.folder} is damaged ({named(damaged, run.folder)}): mend it with aespa-pl fit "
-            f"--ckpt_path {shlex.quote(str(run.folder))}"
+            f"the run {run.folder} is damaged ({named(damaged, run.folder)}): mend it with "
+            f"{how_to_continue(run.folder)}"
         )
 
 

@@ -1,5 +1,6 @@
 """Know where everything lies in the folder of a run, and keep the folder for one process."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,3 +94,8 @@ class RunFolder:
             yield
         finally:
             lock.release()
+
+
+def how_to_continue(folder: Path) -> str:
+    """Return the command that continues a run, ready to be copied into a shell."""
+    return f"aespa-pl fit --ckpt_path {shlex.quote(str(folder))}"

@@ -61,6 +61,7 @@ def test_model_card_names_files_of_this_machine_without_their_folders(
     text.write_text("{}")
     settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
     settings["data"]["calibration"]["source"] = str(text)
+    settings["model"]["pretrained"] = str(fresh.original.rename(tmp_path / "a model"))
     (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
     (fresh.folder / "metrics.json").write_text(
         json.dumps({"perplexity": {"original": {str(text): 25.73}}})
@@ -68,7 +69,12 @@ def test_model_card_names_files_of_this_machine_without_their_folders(
     export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
     _, content = card(tmp_path / "out")
     assert str(tmp_path) not in content
-    for part in ("| mine.jsonl |", "    source: mine.jsonl", "tokens of mine.jsonl;"):
+    for part in (
+        "| mine.jsonl |",
+        "    source: mine.jsonl",
+        "tokens of mine.jsonl;",
+        "--model.pretrained 'a model'\n",
+    ):
         assert part in content
 
 

@@ -56,9 +56,10 @@ def test_upload_that_fails_leaves_the_folder(
     fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "HfApi", Hub)
-    out = tmp_path / "out"
+    out = tmp_path / "an output"
     with pytest.raises(
-        UserError, match=r"me/broken cannot be uploaded .no network.*complete in .*out"
+        UserError,
+        match=r"me/broken cannot be uploaded .no network.*complete in .*: hf upload \S+ '.*an output'",
     ):
         export(
             str(fresh.folder),

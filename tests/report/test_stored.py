@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -69,11 +70,14 @@ def test_bits_per_weight_count_projections_with_bits_of_their_own(tmp_path: Path
 
 
 def test_a_run_without_metrics_says_so_and_how_to_go_on(tmp_path: Path) -> None:
-    folder = simulate(tmp_path / "a/version_0", 2, finished=False)
+    folder = simulate(tmp_path / "a name/version_0", 2, finished=False)
     (folder / "model" / "config.json").write_text('{"num_hidden_layers": 7}')
-    (note,) = read_run(folder).notes
+    run = read_run(folder)
+    (note,) = run.notes
     assert "still going, or it was stopped. 2 of 7 blocks are finished" in note
-    assert f"--ckpt_path {folder}" in note
+    continued = shlex.split(note.partition("Continue it with: ")[2])
+    assert continued == ["aespa-pl", "fit", "--ckpt_path", str(folder)]
+    assert shlex.split(run.command) == ["aespa-pl", "fit", "--config", str(folder / "config.yaml")]
 
 
 def test_a_run_of_an_older_version_is_shown_and_named(tmp_path: Path) -> None:
