@@ -20,7 +20,7 @@ from aespa_pl.commands.output import print_whole
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import TextTable
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
-from aespa_pl.run.interruption import Interruption
+from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
 from aespa_pl.settings import OutputSettings
@@ -96,13 +96,13 @@ def in_processes(interruption: Interruption) -> RunCell:
 
     def run_cell(words: Sequence[str]) -> str:
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
+            interruption.defer(active=True)
             # a process group of its own: a Ctrl-C reaches it once, from us
             process = subprocess.Popen(  # noqa: S603 - our own program
                 [sys.executable, "-m", "aespa_pl", "fit", *words],
                 stderr=errors,
                 process_group=0,
             )
-            interruption.defer(active=True)
             status = _wait(process, interruption)
             interruption.defer(active=False)
             errors.seek(0)
@@ -133,14 +133,25 @@ def failure(status: int, said: str) -> str:
 
 
 def _wait(process: "subprocess.Popen[bytes]", interruption: Interruption) -> int:
+    """Return the status of a process; a signal is passed on to it.
+
+    Raises:
+        RunInterrupted: A second signal came, which does not wait for the end of the process.
+    """
     passed_on = False
-    while True:
-        try:
-            return process.wait(POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            if interruption.received is not None and not passed_on:
-                process.send_signal(interruption.received)
-                passed_on = True
+    try:
+        while True:
+            try:
+                return process.wait(POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                if interruption.received is not None and not passed_on:
+                    process.send_signal(interruption.received)
+                    passed_on = True
+    except RunInterrupted as second:
+        process.send_signal(
+            second.number
+        )  # it may not have the first one yet, and would go on alone
+        raise
 
 
 def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:

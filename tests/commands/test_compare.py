@@ -3,7 +3,9 @@
 import csv
 import io
 import math
+import os
 import signal
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.console import Console
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.compare import compare, failure, in_processes, run
+from aespa_pl.commands.compare import POLL_SECONDS, compare, failure, in_processes, run
 from aespa_pl.commands.compare_section import CompareSettings
 from aespa_pl.commands.evaluate import refuse_diverged
 from aespa_pl.errors import UserError
@@ -239,6 +241,39 @@ def test_a_signal_is_passed_on_and_ends_the_comparison(monkeypatch: pytest.Monke
     interruption.received = signal.SIGTERM
     with pytest.raises(RunInterrupted):
         in_processes(interruption)(["60"])
+
+
+class Impatient(subprocess.Popen[bytes]):
+    """A process whose user sends two signals before the first one is passed on."""
+
+    started: "Impatient"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        Impatient.started = self
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout == POLL_SECONDS:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().wait(timeout)
+
+
+def test_two_signals_at_once_do_not_leave_a_run_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr("subprocess.Popen", Impatient)
+    interruption = Interruption()
+    with pytest.raises(RunInterrupted), interruption.watching():
+        in_processes(interruption)([])
+    try:
+        assert Impatient.started.wait(10) == -signal.SIGTERM
+    finally:
+        Impatient.started.kill()
 
 
 def test_a_perplexity_that_is_not_finite_is_an_error() -> None:
