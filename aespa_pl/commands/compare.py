@@ -200,6 +200,9 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
         is_file = option.key == "config" and option.value
         value = read_configuration(Path(str(option.value))) if is_file else option.value
         shared["options"].append([option.key, value])
+    shared = json.loads(
+        json.dumps(shared)
+    )  # as it comes back: keys of a YAML mapping may be numbers
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else shared

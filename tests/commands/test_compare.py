@@ -117,6 +117,14 @@ def test_finished_cells_are_not_run_again_and_others_are(tmp_path: Path) -> None
     compare(SETTINGS, given(tmp_path), never, silent())
 
 
+def test_a_configuration_with_numbers_as_keys_is_the_same_again(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("quantization: {bits_of: {0: 4}}")
+    runs = Runs({f"{m}_w2_s{s}": 20.0 for m in ("rtn", "optq") for s in (0, 1)})
+    for run_cell in (runs, never):
+        compare(SETTINGS, given(tmp_path, f"--config={file}"), run_cell, silent())
+
+
 def test_finished_cells_stay_in_the_table_of_a_comparison_that_is_killed_early(
     tmp_path: Path,
 ) -> None:
