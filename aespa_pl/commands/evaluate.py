@@ -14,7 +14,7 @@ from aespa_pl.commands.resuming import LAST
 from aespa_pl.commands.tasks import compare_tasks
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.perplexity import perplexity
+from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
 from aespa_pl.evaluation.size import bits_per_weight, packed_bytes, projection_weights
 from aespa_pl.evaluation.table import result_table
@@ -28,6 +28,12 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
 from aespa_pl.settings import TaskSettings
 from aespa_pl.storage.files import write_json, write_text
+
+MENDED_BY = {
+    "original": "check model.pretrained",
+    "quantized": "quantize with another method or more bits",
+}
+"""Advice where a model of a kind has a perplexity that is not finite."""
 
 
 def test(
@@ -143,6 +149,8 @@ def compare_perplexities(
 ) -> dict[str, dict[str, float]]:
     """Return the perplexity of each kind of model on each text, by kind and text.
 
+    Round-to-nearest is only a comparison: where its perplexity is not finite, it is left out.
+
     Args:
         job: Which model.
         model: Folder of the quantized model.
@@ -152,7 +160,7 @@ def compare_perplexities(
         world: The processes that divide the segments.
 
     Raises:
-        UserError: A perplexity is not finite.
+        UserError: A perplexity of the original or of the quantized model is not finite.
     """
     results = {}
     for kind in kinds:
@@ -171,23 +179,29 @@ def compare_perplexities(
                 after_block=progress.advance,
                 world=world,
             )
+        values = {name: {**known, **measured}[name] for name in texts}
+        if kind == "nearest":
+            values = _without_diverged(values, progress)
+        else:
+            refuse_diverged(values, f"the {kind} model", job.dtype, MENDED_BY[kind])
         if world.is_first:
-            for name, value in measured.items():
+            for name in values.keys() & measured.keys():
                 if (key := keys[name]) is not None:
-                    remember(job.cache, key, value)
-        results[kind] = {name: {**known, **measured}[name] for name in texts}
-        refuse_diverged(kind, results[kind])
+                    remember(job.cache, key, measured[name])
+        if values:
+            results[kind] = values
     return results
 
 
-def refuse_diverged(kind: str, values: Mapping[str, float]) -> None:
-    """Raise UserError where a perplexity is not finite."""
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise UserError(
-                f"diverged: the perplexity of the {kind} model on {name} is {value}: quantize with another "
-                "method or more bits, and check model.dtype"
-            )
+def _without_diverged(values: Mapping[str, float], progress: WalkProgress) -> dict[str, float]:
+    """Return the finite ones of round-to-nearest's perplexities, by text; say which are left out."""
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    if left_out := ", ".join(name for name in values if name not in finite):
+        progress.say(
+            f"round-to-nearest is left out of the comparison on {left_out}: its perplexity is not a finite "
+            "number"
+        )
+    return finite
 
 
 def _remembered_as(job: Job, kind: str, tokens: Tensor) -> dict[str, object] | None:
@@ -223,6 +237,8 @@ def evaluate(
     world: World = ALONE,
 ) -> dict[str, float]:
     """Return the perplexity of the job's model, or of another one of its shape, on each text.
+
+    It is infinity where it is not a finite number.
 
     Args:
         job: Device, types and quantization settings.

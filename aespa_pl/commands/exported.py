@@ -17,7 +17,7 @@ from aespa_pl.commands.checked import block_dtype
 from aespa_pl.commands.job import held_out_texts
 from aespa_pl.commands.limits import check_length, evaluation_length
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.perplexity import whole_perplexity
+from aespa_pl.evaluation.perplexity import refuse_diverged, whole_perplexity
 from aespa_pl.evaluation.table import result_table
 from aespa_pl.evaluation.tasks import find_tasks, measure_tasks
 from aespa_pl.evaluation.whole import load_whole, unpacked_config
@@ -64,8 +64,8 @@ def measure_exported(
         device: Device that the model runs on.
 
     Raises:
-        UserError: There is nothing to measure, a text or a task can't be had, or transformers can't load
-            the model.
+        UserError: There is nothing to measure, a text or a task can't be had, transformers can't load
+            the model, or a perplexity is not finite.
     """
     if not tasks.tasks and not data.evaluation.names:
         raise UserError(
@@ -80,6 +80,7 @@ def measure_exported(
     if texts:
         whole = load_whole(folder, device, dtype)
         measured = {name: whole_perplexity(whole, tokens) for name, tokens in texts.items()}
+        refuse_diverged(measured, str(folder), dtype, "export a run with more bits")
         metrics["perplexity"] = {"quantized": measured}
         del whole  # the harness loads its own
     if found is not None:

@@ -40,7 +40,7 @@ def perplexity(
     after_block: Callable[[], None] = lambda: None,
     world: World = ALONE,
 ) -> dict[str, float]:
-    """Return the perplexity on each text.
+    """Return the perplexity on each text; infinity where it is not a finite number.
 
     Args:
         source: Model, of which one block at a time is in memory.
@@ -49,9 +49,6 @@ def perplexity(
         change: Function that changes each block before it is used (round-to-nearest, for example).
         after_block: Function that is called after each block of each text, for a progress bar.
         world: The processes that divide the segments; all get the perplexities.
-
-    Raises:
-        UserError: A perplexity is not a finite number.
     """
     found = {}
     with source.stem():
@@ -69,19 +66,38 @@ def perplexity(
 
 @torch.inference_mode()
 def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
-    """Return the perplexity of a model that is in memory as a whole.
+    """Return the perplexity of a model that is in memory as a whole; infinity as in :func:`perplexity`.
 
     Args:
         model: A causal language model.
         tokens: Token ids, ``[segments, L]``.
-
-    Raises:
-        UserError: The perplexity is not a finite number.
     """
     mean = _mean(model.device)
     for segment in tokens.to(model.device):
         mean.update(_losses(model(segment[None], use_cache=False).logits[0], segment))
-    return _perplexity(float(mean.compute()), model.name_or_path, model.dtype)
+    return _perplexity(float(mean.compute()))
+
+
+def refuse_diverged(
+    values: Mapping[str, float], model: str, dtype: torch.dtype, advice: str
+) -> None:
+    """Refuse perplexities that are not finite: such a model is broken, or its type too narrow.
+
+    Args:
+        values: Perplexities by text.
+        model: Words for the model that was measured.
+        dtype: Type that it ran in.
+        advice: What the user can do where the type is wide enough.
+
+    Raises:
+        UserError: A perplexity is not a finite number; the message names the text.
+    """
+    for text, value in values.items():
+        if not math.isfinite(value):
+            do = advice if dtype == torch.float32 else "try --model.dtype float32"
+            raise UserError(
+                f"the perplexity of {model} on {text} is not a finite number in {dtype}: {do}"
+            )
 
 
 def _head_perplexity(
@@ -96,8 +112,7 @@ def _head_perplexity(
             mean.update(_losses(logits, segment_ids.to(source.device)))
     if not len(batches):
         mean.update(torch.zeros(0))  # the other processes have all segments of the text
-    average = float(mean.compute())  # over all processes: the metric adds up its sums
-    return _perplexity(average, str(source.pretrained.folder), source.dtype)
+    return _perplexity(float(mean.compute()))  # over all processes: the metric adds up its sums
 
 
 def _mean(device: torch.device) -> MeanMetric:
@@ -109,12 +124,5 @@ def _losses(logits: Tensor, ids: Tensor) -> Tensor:
     return cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
 
 
-def _perplexity(average: float, model: str, dtype: torch.dtype) -> float:
-    if not average < LARGEST_EXPONENT:
-        advice = (
-            ": check model.pretrained, or quantize with more bits"
-            if dtype == torch.float32
-            else ": try --model.dtype float32"
-        )
-        raise UserError(f"the perplexity of {model} is not a finite number in {dtype}{advice}")
-    return math.exp(average)
+def _perplexity(average: float) -> float:
+    return math.exp(average) if average < LARGEST_EXPONENT else math.inf  # NaN is not less either

@@ -19,7 +19,6 @@ import aespa_pl
 from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.compare import POLL_SECONDS, compare, failure, in_processes, run
 from aespa_pl.commands.compare_section import CompareSettings
-from aespa_pl.commands.evaluate import refuse_diverged
 from aespa_pl.errors import UserError
 from aespa_pl.report.comparison import Cell, figure, summary
 from aespa_pl.run.interruption import Interruption, RunInterrupted
@@ -282,10 +281,3 @@ def test_two_signals_at_once_do_not_leave_a_run_behind(
         assert Impatient.started.wait(10) == -signal.SIGTERM
     finally:
         Impatient.started.kill()
-
-
-def test_a_perplexity_that_is_not_finite_is_an_error() -> None:
-    with pytest.raises(
-        UserError, match=r"diverged: the perplexity of the quantized model on b is inf"
-    ):
-        refuse_diverged("quantized", {"a": 3.0, "b": math.inf})

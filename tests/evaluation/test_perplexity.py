@@ -1,6 +1,7 @@
 """Perplexity is the exponential of the library model's own cross entropy."""
 
 import math
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.perplexity import perplexity
+from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged, whole_perplexity
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Family
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -176,12 +177,26 @@ def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(tmp_path: P
 
 
 @pytest.mark.parametrize("factor", [1e4, 5e37])  # too large a loss, and infinite logits
-def test_perplexity_that_is_no_number_is_refused(tmp_path: Path, factor: float) -> None:
+def test_a_perplexity_that_is_no_number_is_infinity(tmp_path: Path, factor: float) -> None:
     model = make_model("llama", torch.float32)
     set_head(factor)(model)
     source = open_stream(save(model, tmp_path))
-    with pytest.raises(UserError, match=r"not a finite number in torch\.float32"):
-        perplexity(source, {"text": make_ids(2)}, batch_size=2)
+    found = perplexity(source, {"text": make_ids(2)}, batch_size=2)
+    assert found == {"text": math.inf}
+    assert whole_perplexity(model, make_ids(2)) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [(torch.float32, "more bits"), (torch.float16, "try --model.dtype float32")],
+)
+def test_a_perplexity_that_is_no_number_is_refused_by_the_texts_name(
+    dtype: torch.dtype, advice: str
+) -> None:
+    message = f"of the quantized model on b is not a finite number in {dtype}: {advice}"
+    with pytest.raises(UserError, match=re.escape(message)):
+        refuse_diverged({"a": 3.0, "b": math.inf}, "the quantized model", dtype, "more bits")
+    refuse_diverged({"a": 3.0}, "the quantized model", dtype, "more bits")
 
 
 def test_many_tokens_do_not_lose_digits(tmp_path: Path) -> None:

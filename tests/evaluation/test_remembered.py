@@ -1,6 +1,7 @@
 """A remembered perplexity is the one that was measured on the same, or there is none."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import aespa_pl
 from aespa_pl.commands import evaluate
 from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import ALONE
+from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
 from aespa_pl.models.streamed import StreamedModel
@@ -98,21 +100,25 @@ def test_a_cache_that_can_not_be_written_to_stops_nothing(tmp_path: Path) -> Non
     assert recall(tmp_path / "file", key) is None
 
 
-def test_only_the_quantized_model_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second command, with one more text, runs what the first did not."""
-    job = Job.prepare(
+def job_with_cache(folder: Path) -> Job:
+    return Job.prepare(
         ModelSettings("embedded:opt"),
         DataSettings(
             CalibrationSettings("embedded", segment_length=16),
             EvaluationSettings(["embedded"], segment_length=16),
-            cache=str(tmp_path),
+            cache=str(folder),
         ),
         QuantizationSettings(),
         OutputSettings(),
         torch.device("cpu"),
     )
+
+
+def test_only_the_quantized_model_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second command, with one more text, runs what the first did not."""
+    job = job_with_cache(tmp_path)
     segments = torch.randint(3, 100, (3, 16))
     run: list[tuple[str, ...]] = []
     measure = perplexity
@@ -155,3 +161,49 @@ def test_only_the_quantized_model_is_measured_again(
     assert run == [("a",)]  # nearest, with other bits
     assert third["original"]["a"] == first["original"]["a"]
     assert third["nearest"]["a"] != first["nearest"]["a"]
+
+
+def test_nearest_rounding_that_is_no_number_is_left_out_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nearest rounding is only a comparison: it must not end a quantization that is finished."""
+    job = job_with_cache(tmp_path)
+    measured = iter([{"a": 3.0, "b": 4.0}, {"a": math.inf, "b": 9.0}, {"a": 3.5, "b": 4.5}])
+    monkeypatch.setattr(evaluate, "perplexity", lambda *_, **__: next(measured))
+    found = evaluate.compare_perplexities(
+        job,
+        job.pretrained.folder,
+        {"a": TOKENS, "b": TOKENS + 1},
+        ("original", "nearest", "quantized"),
+        progress=WalkProgress(Console(width=200)),
+        world=ALONE,
+    )
+    assert found == {
+        "original": {"a": 3.0, "b": 4.0},
+        "nearest": {"b": 9.0},
+        "quantized": {"a": 3.5, "b": 4.5},
+    }
+    said = "round-to-nearest is left out of the comparison on a: its perplexity is not a finite"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("broken", ["original", "quantized"])
+def test_another_model_whose_perplexity_is_no_number_is_refused_by_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    job = job_with_cache(tmp_path)
+    values = iter(
+        [{"a": math.inf if kind == broken else 3.0} for kind in ("original", "quantized")]
+    )
+    monkeypatch.setattr(evaluate, "perplexity", lambda *_, **__: next(values))
+    with pytest.raises(
+        UserError, match=f"the perplexity of the {broken} model on a is not a finite"
+    ):
+        evaluate.compare_perplexities(
+            job,
+            job.pretrained.folder,
+            {"a": TOKENS},
+            ("original", "quantized"),
+            progress=WalkProgress(Console(quiet=True)),
+            world=ALONE,
+        )
