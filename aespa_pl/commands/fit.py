@@ -23,6 +23,7 @@ from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
 from aespa_pl.commands.resuming import LAST
+from aespa_pl.commands.seconds import phase_seconds
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import divide, portions_in_words, room
@@ -39,8 +40,6 @@ from aespa_pl.walk.collect import StatisticsPasses
 from aespa_pl.walk.end_to_end import ModelTuner
 from aespa_pl.walk.tuning import BlockTuner
 from aespa_pl.walk.walk import Walk
-
-PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish", "tuning", "forward")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def fit(
         if world.is_first:
             save_config(run.folder)
         progress.say(f"run folder: {run.folder}")
-        before = sum(sum(record.seconds.values()) for record in run.blocks.values())
+        before = sum(phase_seconds(run).values())
         _quantize(
             job,
             run,
@@ -119,7 +118,6 @@ def fit(
             if texts
             else {}
         )
-        seconds = {phase: _total(run, phase) for phase in PHASES}
         metrics = {
             "perplexity": results,
             "seconds": {
@@ -127,7 +125,7 @@ def fit(
                 "quantization": quantized,
                 # earlier processes of a continued run took theirs with them
                 **({} if before else {"processor": worked}),
-                **seconds,
+                **phase_seconds(run),
             },
             "peak_bytes": peak_bytes(job.device),
         }
@@ -278,10 +276,6 @@ def _write_description(job: Job, run: Run) -> None:
             "losses": {str(i): record.losses for i, record in sorted(run.blocks.items())},
         },
     )
-
-
-def _total(run: Run, phase: str) -> float:
-    return sum(float(record.seconds.get(phase, 0)) for record in run.blocks.values())
 
 
 def _bytes_to_write(job: Job, run: Run | None) -> float:

@@ -1,5 +1,7 @@
 """Draw the costs of a run: seconds by phase and block, and memory."""
 
+from typing import Any
+
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -12,30 +14,37 @@ GIB = 2**30
 
 
 def seconds(run: StoredRun, width: float) -> Picture:
-    """Return the seconds of each phase of each block as stacked bars."""
+    """Return the seconds of each phase of each block as stacked bars, and a bar of the end-to-end tuning."""
     name, title = "seconds", "Seconds by block and phase"
     blocks = [index for index, record in run.blocks.items() if record.get("seconds")]
     if not blocks:
         return Picture(name, title, NO_BLOCK)
-    phases = _phases(run, blocks)
+    tuned = sum(run.tuned.get("seconds", {}).values())
+    phases = _phases(run, blocks, len(SERIES) - bool(tuned))
     figure = Figure(
         figsize=(min(width, max(HALF, 4 + 0.5 * len(blocks))), 3.0), layout="constrained"
     )
     axes = figure.subplots()
     bottom = np.zeros(len(blocks))
+    bars: dict[str, Any] = {
+        "width": 0.8 if len(blocks) > 4 else 0.4,
+        "edgecolor": PALETTE["panel"][0],
+        "linewidth": 0.4,
+    }
     for number, (phase, values) in enumerate(phases.items()):
         axes.bar(
             range(len(blocks)),
             values,
-            width=0.8 if len(blocks) > 4 else 0.4,
             bottom=bottom,
             label=phase,
             color=SERIES[number],
-            edgecolor=PALETTE["panel"][0],
-            linewidth=0.4,
+            **bars,
         )
         bottom += values
-    axes.set(xlabel="block", ylabel="seconds", xlim=(-0.6, max(len(blocks), 4) - 0.4))
+    if tuned:
+        axes.bar(len(blocks), tuned, label="tuning the model", color=SERIES[len(phases)], **bars)
+    columns = len(blocks) + bool(tuned)
+    axes.set(xlabel="block", ylabel="seconds", xlim=(-0.6, max(columns, 4) - 0.4))
     axes.grid(visible=False, axis="x")
     block_ticks(axes, blocks)
     figure.legend(
@@ -49,18 +58,23 @@ def seconds(run: StoredRun, width: float) -> Picture:
         f"{100 * float(phases[longest].sum()) / total:.0f} % of it is {longest}. The slowest is block "
         f"{blocks[int(np.argmax(bottom))]} ({duration(float(bottom.max()))})."
     )
+    if tuned:
+        caption += f" Tuning of the model end to end, the bar on the right, took {duration(tuned)}."
     return Picture(name, title, caption, figure)
 
 
-def _phases(run: StoredRun, blocks: list[int]) -> dict[str, np.ndarray]:
-    """Return the seconds of each phase by block, in the order of the work; the smallest are added up."""
+def _phases(run: StoredRun, blocks: list[int], most: int) -> dict[str, np.ndarray]:
+    """Return the seconds of each phase by block, in the order of the work.
+
+    Where there are more than ``most`` phases, the smallest are added up.
+    """
     names = list(dict.fromkeys(phase for index in blocks for phase in run.blocks[index]["seconds"]))
     values = {
         phase: np.array([run.blocks[index]["seconds"].get(phase, 0.0) for index in blocks], float)
         for phase in names
     }
     largest = sorted(names, key=lambda phase: float(values[phase].sum()), reverse=True)
-    kept = largest[: len(SERIES) - 1] if len(names) > len(SERIES) else largest
+    kept = largest[: most - 1] if len(names) > most else largest
     phases = {phase: values[phase] for phase in names if phase in kept}
     rest = [values[phase] for phase in names if phase not in kept]
     return phases | ({"other": np.sum(rest, axis=0)} if rest else {})

@@ -144,6 +144,12 @@ class Run(RunFolder):
         )
         self.forget_learning()
 
+    def note_tuning_seconds(self, seconds: Mapping[str, float]) -> None:
+        """Note the seconds by phase of the end-to-end tuning, which are known later than its result is."""
+        if self.tuned is not None:  # only the process that writes has a result
+            self.tuned = self.tuned.model_copy(update={"seconds": dict(seconds)})
+            self.save()
+
     def replace_block(self, index: int, files: Iterable[Path]) -> None:
         """Put the staged files of a block in the place of those that it has.
 

@@ -40,6 +40,8 @@ class TunedModelRecord(TuningRecord):
     file: str
     """Path, in the folder of the run, of what was learned; blocks are rewritten from it one by one."""
     checksum: str
+    seconds: dict[str, int | float] = {}
+    """Seconds by phase; empty where an earlier version made the run, or it was killed right after."""
 
 
 class BlockRecord(Strict):

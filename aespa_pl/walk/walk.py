@@ -79,6 +79,8 @@ class Walk:
                     tuned = self.model_tuner.tune(
                         tokens, cast(Batches, streams.original), self.batch_size, writer
                     )
+                seconds = self.stopwatch.seconds["tuning the model"]
+                self.run.note_tuning_seconds({"tuning the model": seconds})
                 self._tell_of_tuning(tuned)
         if self.world.is_first:
             if self.model_tuner is not None:

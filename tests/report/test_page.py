@@ -5,6 +5,7 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
@@ -22,7 +23,9 @@ if find_spec("matplotlib") is None or find_spec("jinja2") is None:
         "matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True
     )
 
-from aespa_pl.report import maps, page, results, tuning
+from matplotlib.patches import Rectangle
+
+from aespa_pl.report import costs, maps, page, results, tuning
 
 
 @pytest.fixture
@@ -142,6 +145,26 @@ def test_tuning_is_told_from_the_journal(tmp_path: Path) -> None:
     # the last of the four epochs: 0.0082 / 0.4, 0.0164 / 0.5, 0.0246 / 0.3
     assert "ends at 0.03 of the error before tuning" in tuning.tuning_curves(run, 10).caption
     assert "In 3 of them an earlier epoch was better" in tuning.tuning_curves(run, 10).caption
+
+
+def test_the_seconds_of_the_end_to_end_tuning_are_drawn_and_told(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 2)
+    without = costs.seconds(read_run(folder), 10)
+    path = folder / "journal.json"
+    journal = json.loads(path.read_text())
+    journal["tuned"] = {"start_error": 0.2, "error": 0.1, "seconds": {"tuning the model": 60.0}}
+    path.write_text(json.dumps(journal))
+    found = costs.seconds(read_run(folder), 10)
+    assert without.figure is not None
+    assert found.figure is not None
+    drawn, more = (
+        sum(cast(Rectangle, patch).get_height() for patch in figure.axes[0].patches)
+        for figure in (without.figure, found.figure)
+    )
+    assert more == pytest.approx(drawn + 60.0)
+    told = " Tuning of the model end to end, the bar on the right, took 60.0 s."
+    assert found.caption.endswith(told)
+    assert "end to end" not in without.caption
 
 
 def test_both_sublayers_of_a_tuning_are_told(tmp_path: Path) -> None:

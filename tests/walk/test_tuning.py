@@ -123,6 +123,8 @@ def test_the_divergence_in_the_journal_is_that_of_the_exported_model(
     record = found.journal["tuned"]
     assert record["error"] == pytest.approx(divergence(found), rel=1e-3)
     assert record["error"] <= record["start_error"]
+    assert record["seconds"].keys() == {"tuning the model"}
+    assert record["seconds"]["tuning the model"] > 0
     before = walked(name, BLOCKS_ONLY)
     assert record["start_error"] == pytest.approx(divergence(before), rel=1e-3)
     for index in range(walks.BLOCKS):
