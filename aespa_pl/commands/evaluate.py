@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from aespa_pl.commands.job import Job
+from aespa_pl.commands.measured import store
 from aespa_pl.commands.resuming import LAST
 from aespa_pl.commands.tasks import compare_tasks
 from aespa_pl.distributed.processes import ALONE, World
@@ -17,8 +18,8 @@ from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
 from aespa_pl.evaluation.size import bits_per_weight, packed_bytes, projection_weights
-from aespa_pl.evaluation.table import result_table
 from aespa_pl.evaluation.tasks import find_tasks
+from aespa_pl.evaluation.whole import refuse_too_large
 from aespa_pl.models.headers import read_header
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
@@ -27,7 +28,6 @@ from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
 from aespa_pl.settings import TaskSettings
-from aespa_pl.storage.files import write_json, write_text
 
 MENDED_BY = {
     "original": "check model.pretrained",
@@ -51,7 +51,8 @@ def test(
         world: The processes that divide the texts; all of them call this.
 
     Raises:
-        UserError: There is no finished run, or a text or a task can't be had.
+        UserError: There is no finished run, a text or a task can't be had, or the model does not fit
+            into the memory that is free, as tasks need it to.
     """
     folder = last_run(job.runs_folder) if which == LAST else Path(which)
     if folder is None:
@@ -77,8 +78,10 @@ def test(
         raise UserError(
             "data.evaluation.texts is empty: name at least one text, or tasks with --tasks"
         )
-    # before the perplexities: a task that can't be had is noticed at once
-    found = find_tasks(tasks) if tasks.tasks and world.is_first else None
+    found = None
+    if tasks.tasks and world.is_first:  # before the perplexities, which may take hours
+        refuse_too_large(job.pretrained.folder, job.device, job.dtype)
+        found = find_tasks(tasks)
     kinds = ("original", "nearest", "quantized") if tasks.tasks else ("original", "quantized")
     metrics: dict[str, Any] = {"size": sizes(job, run, kinds)}
     if texts:
@@ -90,8 +93,7 @@ def test(
         metrics |= compare_tasks(job, model, found, tasks, kinds)
     world.wait_for_all()
     if world.is_first:
-        write_json(folder / "test.json", metrics)
-        write_text(folder / "test.md", result_table(metrics, method_of(run)).markdown())
+        store(folder, metrics, method_of(run))
     return run, metrics
 
 

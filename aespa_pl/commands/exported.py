@@ -16,15 +16,14 @@ from transformers import AutoTokenizer
 from aespa_pl.commands.checked import block_dtype
 from aespa_pl.commands.job import held_out_texts
 from aespa_pl.commands.limits import check_length, evaluation_length
+from aespa_pl.commands.measured import store
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import refuse_diverged, whole_perplexity
-from aespa_pl.evaluation.table import result_table
 from aespa_pl.evaluation.tasks import find_tasks, measure_tasks
 from aespa_pl.evaluation.whole import load_whole, unpacked_config
 from aespa_pl.models import family_of
 from aespa_pl.models.headers import shards
 from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
-from aespa_pl.storage.files import write_json, write_text
 
 
 def quantized_folder(model: ModelSettings) -> Path | None:
@@ -87,8 +86,7 @@ def measure_exported(
         scores = measure_tasks(folder, found, tasks, device=device, dtype=dtype)
         metrics["tasks"] = {"quantized": {name: asdict(score) for name, score in scores.items()}}
         metrics["test_seconds"] = {"quantized": time.perf_counter() - start}
-    write_json(folder / "test.json", metrics)
-    write_text(folder / "test.md", result_table(metrics, folder.name).markdown())
+    store(folder, metrics, folder.name)
     return metrics
 
 

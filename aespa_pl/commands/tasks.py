@@ -8,7 +8,6 @@ from typing import Any
 
 from aespa_pl.commands.job import Job
 from aespa_pl.evaluation.tasks import Tasks, in_blocks, measure_tasks
-from aespa_pl.evaluation.whole import refuse_too_large
 from aespa_pl.settings import TaskSettings
 
 
@@ -27,7 +26,6 @@ def compare_tasks(
     Raises:
         UserError: The model does not fit into the memory that is free.
     """
-    refuse_too_large(job.pretrained.folder, job.device, job.dtype)
     scores, seconds = {}, {}
     for kind in kinds:
         start = time.perf_counter()

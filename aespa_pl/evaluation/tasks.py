@@ -5,7 +5,7 @@ The harness needs the whole model in memory; perplexity does not.
 
 import difflib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -55,8 +55,8 @@ def find_tasks(settings: TaskSettings) -> Tasks:
     """Find the tasks and load their data, before hours of anything else.
 
     Raises:
-        UserError: The harness is not installed, a task is unknown, its file can't be read, or its data
-            can't be had.
+        UserError: The harness is not installed, a task is unknown or has no accuracy, its file can't be
+            read, or its data can't be had.
     """
     try:
         from lm_eval.tasks import TaskManager  # noqa: PLC0415  (optional)
@@ -181,7 +181,7 @@ def _refuse_unknown(manager: "TaskManager", name: str) -> None:
 def _load(manager: "TaskManager", name: str) -> None:
     """Load a task and its data once; later loads take them from the disk."""
     try:
-        manager.load([name])
+        loaded = manager.load([name])
     except (
         Exception
     ) as error:  # raised by the hub, the data library, or a function in the task file
@@ -189,6 +189,12 @@ def _load(manager: "TaskManager", name: str) -> None:
             f"--tasks: the data of {name} cannot be had ({' '.join(str(error).split())[:300]}): check the "
             "connection to the hub, or the paths in the task file"
         ) from error
+    group = loaded["groups"].get(name)
+    if group is not None:
+        _accuracy(name, {means.metric for means in group.aggregate_metric_list or ()})
+    else:
+        for task, content in loaded["tasks"].items():
+            _accuracy(task, content.aggregation())
 
 
 def _reported(tasks: Tasks, results: Mapping[str, Any]) -> list[str]:
@@ -202,12 +208,7 @@ def _reported(tasks: Tasks, results: Mapping[str, Any]) -> list[str]:
 
 def _score(name: str, results: Mapping[str, Any]) -> TaskScore:
     found = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
-    metric = next((metric for metric in METRICS if metric in found), None)
-    if metric is None:
-        raise UserError(
-            f"--tasks: {name} has none of the metrics {', '.join(METRICS)}: leave it out, or name a task "
-            "that reports one of them"
-        )
+    metric = _accuracy(name, found)
     error = found.get(f"{metric}_stderr")
     members = results.get("group_subtasks", {}).get(name) or [name]
     counts = results.get("n-samples", {})
@@ -217,3 +218,18 @@ def _score(name: str, results: Mapping[str, Any]) -> TaskScore:
         error=float(error) if isinstance(error, int | float) else None,
         items=sum(int(counts[member]["effective"]) for member in members if member in counts),
     )
+
+
+def _accuracy(name: str, metrics: Collection[str]) -> str:
+    """Return the metric that is a task's accuracy.
+
+    Raises:
+        UserError: The task has none.
+    """
+    metric = next((metric for metric in METRICS if metric in metrics), None)
+    if metric is None:
+        raise UserError(
+            f"--tasks: {name} has none of the metrics {', '.join(METRICS)}: leave it out, or name a task "
+            "that reports one of them"
+        )
+    return metric

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.commands import LAST, NO_TEXTS, CommandLine, small
+from aespa_pl.commands import evaluate
+from tests.cli.commands import LAST, NO_TEXTS, CommandLine, Done, small
 
 
 def test_write_that_fails_in_a_checkpoint_is_one_line(
@@ -69,3 +70,26 @@ def test_other_errors_keep_their_traceback(
     monkeypatch.setattr("aespa_pl.walk.walk.Walk.quantize", fail)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         aespa("fit", *small(model), *NO_TEXTS)
+
+
+def test_results_that_cannot_be_stored_are_printed_all_the_same(
+    aespa: CommandLine, model: Path, finished: Done, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The test runs as root, who may write anywhere: a folder has the name of the file."""
+    run = finished.copied()
+    (run / "test.json").mkdir()
+    status, out, _ = aespa("test", *small(model))
+    assert status == 0
+    assert re.search(r"aespa +│ +\d+\.\d+", out)
+    assert f"printed but not stored: cannot write to {run}" in caplog.text
+
+
+def test_a_model_too_large_for_tasks_is_refused_before_anything_is_measured(
+    aespa: CommandLine, model: Path, finished: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished.copied()
+    monkeypatch.setattr("aespa_pl.evaluation.whole.free_bytes", lambda _device: 0)
+    monkeypatch.setattr(evaluate, "compare_perplexities", lambda *_, **__: pytest.fail("measured"))
+    status, _, err = aespa("test", *small(model), "--tasks", "[piqa]")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "need the whole model in memory" in err

@@ -151,6 +151,36 @@ def test_missing_data_of_a_task_is_reported_before_a_model_is_loaded(task: str) 
 
 @harness
 @foreign_warnings
+def test_a_task_without_accuracy_is_refused_before_a_model_is_loaded(task: str) -> None:
+    content = Path(task).read_text().replace("metric: acc", "metric: brier_score")
+    Path(task).write_text(content)
+    with pytest.raises(UserError, match=r"tiny_task_of_this_test has none of the metrics acc_norm"):
+        find_tasks(TaskSettings([task]))
+
+
+GROUP = """\
+group: tiny_group_of_this_test
+task:
+  - tiny_task_of_this_test
+{means}
+"""
+MEANS = "aggregate_metric_list: [{metric: acc, aggregation: mean}]"
+
+
+@harness
+@foreign_warnings
+def test_a_group_is_measured_by_its_mean_alone(task: str) -> None:
+    group = Path(task).with_name("group.yaml")
+    settings = TaskSettings([task, "tiny_group_of_this_test"])
+    group.write_text(GROUP.format(means=MEANS))
+    assert find_tasks(settings).names[1] == "tiny_group_of_this_test"
+    group.write_text(GROUP.format(means=""))
+    with pytest.raises(UserError, match="tiny_group_of_this_test has none of the metrics acc_norm"):
+        find_tasks(settings)
+
+
+@harness
+@foreign_warnings
 @pytest.mark.parametrize(
     ("content", "message"),
     [
