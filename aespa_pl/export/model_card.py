@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from aespa_pl.evaluation.later import with_later
 from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 
@@ -123,11 +124,11 @@ def _commands(model: QuantizedModel, command: str) -> str:
 
 def _perplexities(run: Path) -> str:
     """Return the table of the perplexities that ``fit`` or ``test`` measured."""
-    found: dict[str, dict[str, float]] = {}
-    for name in ("metrics.json", "test.json"):
-        if (run / name).is_file():
-            content = json.loads((run / name).read_text(encoding="utf-8"))
-            found |= content.get("perplexity", {})  # test.json may have accuracies only
+    files = (run / "metrics.json", run / "test.json")
+    metrics, later = (
+        json.loads(f.read_text(encoding="utf-8")) if f.is_file() else {} for f in files
+    )
+    found = with_later(metrics, later).get("perplexity", {})
     texts = sorted({text for values in found.values() for text in values})
     if not texts:
         return "Not measured."

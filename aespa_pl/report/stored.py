@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from aespa_pl.curve_names import RECONSTRUCTION
 from aespa_pl.errors import UserError
+from aespa_pl.evaluation.later import with_later
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.report.curves import Curves, read_curves
 from aespa_pl.run.folder import how_to_continue
@@ -50,7 +51,7 @@ class StoredRun:
     grids: Mapping[tuple[int, str], GridTensors]
     """Scales, zero points and zeta, by block and by projection or input group."""
     metrics: Mapping[str, Any]
-    """``metrics.json``, and over it ``test.json``, which ``aespa-pl test`` writes later."""
+    """``metrics.json``, with the measurements of a later ``aespa-pl test``, which ``test.json`` has."""
     versions: Mapping[str, str]
     tuned: Mapping[str, Any] = field(default_factory=dict)
     """The journal's record of the end-to-end tuning; empty where there was none."""
@@ -151,7 +152,7 @@ def read_run(folder: Path) -> StoredRun:
         blocks=blocks,
         curves=curves,
         grids=grids,
-        metrics={**metrics, **later},
+        metrics=with_later(metrics, later),
         versions=made.get("versions", {}),
         tuned=journal.get("tuned") or {},
         shape=shape,

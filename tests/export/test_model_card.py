@@ -78,6 +78,21 @@ def test_model_card_names_files_of_this_machine_without_their_folders(
         assert part in content
 
 
+def test_texts_of_a_later_test_are_not_mixed_with_those_of_the_run(
+    fresh: Known, tmp_path: Path
+) -> None:
+    fitted = {"original": {"a": 10.0}, "nearest": {"a": 40.0}, "quantized": {"a": 12.0}}
+    later = {"original": {"b": 20.0}, "quantized": {"b": 22.0}}
+    (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": fitted}))
+    (fresh.folder / "test.json").write_text(json.dumps({"perplexity": later}))
+    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
+    table = (
+        "|  | a | b |\n| --- | --- | --- |\n"
+        "| original | 10.000 | 20.000 |\n| nearest | 40.000 |  |\n| quantized | 12.000 | 22.000 |\n"
+    )
+    assert table in card(tmp_path / "out")[1]
+
+
 def test_unmeasured_perplexity_is_not_made_up(fresh: Known, tmp_path: Path) -> None:
     (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {}}))
     (fresh.folder / "test.json").write_text(json.dumps({"tasks": {}}))  # test without texts

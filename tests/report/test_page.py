@@ -89,10 +89,15 @@ def test_the_verdict_is_the_arithmetic_of_the_perplexities(tmp_path: Path) -> No
 
 def test_later_measurements_are_shown_instead_of_the_runs_own(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 1, extras=False)
-    later = {"perplexity": {"original": {"t": 10.0}, "quantized": {"t": 11.0}}}
+    later = {"perplexity": {"original": {"c4": 10.0}, "quantized": {"c4": 11.0}}}
     (folder / "test.json").write_text(json.dumps(later))
-    (row, other) = page.result_table([read_run(folder)]).rows
-    assert (row[:2], other[:2]) == (["original", "10.000"], ["quantized", "11.000"])
+    table = page.result_table([read_run(folder)])
+    assert table.head[:3] == ["", "perplexity, wikitext2", "perplexity, c4"]
+    assert [row[:3] for row in table.rows] == [
+        ["original", "20.000", "10.000"],
+        ["round-to-nearest", "300.000", "-"],
+        ["quantized", "27.000", "11.000"],
+    ]
 
 
 def test_the_page_has_the_table_of_the_terminal_with_the_names_of_the_runs(tmp_path: Path) -> None:

@@ -1,0 +1,30 @@
+"""Join what a run measured at its end with what ``aespa-pl test`` measured later."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from aespa_pl.evaluation.table import KINDS
+
+
+def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a run, with those of a later test in their place.
+
+    A text that was measured again is replaced for all kinds of model, because its segments may be others.
+    Where the original's perplexity is the same number they are not, and round-to-nearest, which was not
+    measured again, stays.
+
+    Args:
+        metrics: Content of ``metrics.json``; empty where there is none.
+        later: Content of ``test.json``; empty where there is none.
+    """
+    before, after = metrics.get("perplexity", {}), later.get("perplexity", {})
+    again = {text for values in after.values() for text in values}
+    original = after.get("original", {}).items() & before.get("original", {}).items()
+    replaced = again - {text for text, _ in original}
+    found = {}
+    for kind in KINDS:
+        new = after.get(kind, {})
+        both = before.get(kind, {}) | new
+        if values := {text: x for text, x in both.items() if text in new or text not in replaced}:
+            found[kind] = values
+    return {**metrics, **later, **({"perplexity": found} if found else {})}
