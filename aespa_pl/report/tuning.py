@@ -53,7 +53,9 @@ def tuning_errors(run: StoredRun, width: float) -> Picture:
     figure, panels = _panels(errors, width, 3.2)
     for unit, axes in panels.items():
         _draw_errors(axes, errors[unit])
-    figure.supylabel("‖output - original‖² / ‖original‖²\non held-back segments", fontsize=9)
+    figure.supylabel(
+        "squared error of a token, relative to\nits size, mean of held-back segments", fontsize=9
+    )
     handles, labels = next(iter(panels.values())).get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
     return Picture(name, title, _caption(run, errors), figure)

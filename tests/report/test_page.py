@@ -143,6 +143,10 @@ def test_tuning_is_told_from_the_journal(tmp_path: Path) -> None:
     journal["tuned"] = {"start_error": 0.031, "error": 0.025}
     path.write_text(json.dumps(journal))
     run = read_run(folder)
+    figure = tuning.tuning_errors(run, 10).figure
+    assert figure is not None
+    # a mean over tokens, each divided by its own size, and not a ratio of sums
+    assert figure.get_supylabel().startswith("squared error of a token, relative to\nits size")
     assert tuning.tuning_errors(run, 10).caption == (
         "Tuning leaves 0.50 of a block's error (median), least in block 0 (0.25), most in block 2 (0.90). "
         "Tuning of the model end to end then took its error from 0.031 to 0.025."
