@@ -69,7 +69,10 @@ class Cell:
     @property
     def peak_bytes(self) -> int | None:
         """Return the largest memory of the run: of the device where it has its own, else of the host."""
-        return None if self.metrics is None else max(self.metrics["peak_bytes"].values())
+        if self.metrics is None:
+            return None
+        peaks: Mapping[str, int] = self.metrics["peak_bytes"]
+        return peaks.get("device") or peaks["host"]
 
 
 def texts_of(cells: Sequence[Cell]) -> list[str]:

@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from aespa_pl.evaluation.table import GB
 from aespa_pl.planning.units import duration
 from aespa_pl.report.maps import NO_BLOCK
 from aespa_pl.report.picture import HALF, PALETTE, SERIES, Picture, block_ticks, depth_axis
 from aespa_pl.report.stored import StoredRun
-
-GIB = 2**30
 
 
 def seconds(run: StoredRun, width: float) -> Picture:
@@ -90,7 +89,7 @@ def memory(run: StoredRun, width: float) -> Picture:
     }
     whole = run.metrics.get("peak_bytes", {})
     sentence = " ".join(
-        f"The run took {whole[place] / GIB:.2f} GiB of {place} memory at its peak."
+        f"The run took {whole[place] / GB:.2f} GB of {place} memory at its peak."
         for place in ("host", "device")
         if whole.get(place)
     )
@@ -100,20 +99,20 @@ def memory(run: StoredRun, width: float) -> Picture:
     figure = Figure(figsize=(width, 2.6), layout="constrained")
     axes = figure.subplots()
     for number, place in enumerate(("host", "device")):
-        values = {index: peak[place] / GIB for index, peak in peaks.items() if peak.get(place)}
+        values = {index: peak[place] / GB for index, peak in peaks.items() if peak.get(place)}
         if values:
             line = axes.plot(
                 list(values), list(values.values()), label=place, color=SERIES[number]
             )[0]
             line.set_linestyle(("-", "--")[number])
-    axes.set(ylabel="peak memory (GiB)", ylim=(0, None))
+    axes.set(ylabel="peak memory (GB)", ylim=(0, None))
     depth_axis(axes)
     figure.legend(loc="outside lower center", ncols=2)
     first, last = peaks[min(peaks)], peaks[max(peaks)]
-    growth = (last["host"] - first["host"]) / GIB
+    growth = (last["host"] - first["host"]) / GB
     return Picture(
         name,
         title,
-        f"{sentence} From the first to the last block the host's peak grows by {growth:.2f} GiB.".strip(),
+        f"{sentence} From the first to the last block the host's peak grows by {growth:.2f} GB.".strip(),
         figure,
     )

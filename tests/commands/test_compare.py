@@ -79,6 +79,15 @@ def silent() -> Console:
     return Console(file=io.StringIO(), width=40)
 
 
+@pytest.mark.parametrize(
+    ("peaks", "found"),
+    [({"host": 9, "device": 4}, 4), ({"host": 9, "device": 0}, 9), ({"host": 9}, 9)],
+)
+def test_memory_is_the_devices_where_it_has_its_own(peaks: dict[str, int], found: int) -> None:
+    assert Cell("rtn", 2, 0, {"peak_bytes": peaks}).peak_bytes == found
+    assert Cell("rtn", 2, 0).peak_bytes is None
+
+
 def test_all_methods_are_compared_unless_some_are_named() -> None:
     files = (Path(aespa_pl.__file__).parent / "methods").glob("*.py")
     names = {file.stem.replace("_", "-") for file in files} - {"--init--", "method"}

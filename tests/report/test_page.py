@@ -176,6 +176,15 @@ def test_the_seconds_of_the_end_to_end_tuning_are_drawn_and_told(tmp_path: Path)
     assert "end to end" not in without.caption
 
 
+def test_memory_is_told_in_the_gigabytes_of_all_other_tables(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 2)
+    path = folder / "metrics.json"
+    peak = {"peak_bytes": {"host": 2_500_000_000, "device": 0}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | peak))
+    caption = costs.memory(read_run(folder), 10).caption
+    assert caption.startswith("The run took 2.50 GB of host memory at its peak. From")
+
+
 def test_both_sublayers_of_a_tuning_are_told(tmp_path: Path) -> None:
     """The attention's errors stand in its curve alone, the feed-forward network's in the journal."""
     folder = simulate(tmp_path / "run/version_0", 1, extras=False)
