@@ -81,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with interruption.watching():
             _run(words, interruption)
     except BrokenPipeError:
-        _end(interrupted_by_closed_pipe(), interruption)
+        _end(interrupted_by_closed_pipe(), interruption, words)
     except ENDINGS as error:
-        _end(error, interruption)
+        _end(error, interruption, words)
 
 
 def overview() -> str:
@@ -149,8 +149,10 @@ def _imported(command: Command):  # type: ignore[no-untyped-def]
     return getattr(importlib.import_module(module), function)
 
 
-def _end(error: BaseException, interruption: Interruption) -> None:
-    known = message_and_status(error, interruption.how_to_continue)
+def _end(error: BaseException, interruption: Interruption, words: Sequence[str]) -> None:
+    command = COMMANDS.get(words[0]) if words else None
+    configured = command is not None and command.configured
+    known = message_and_status(error, interruption.how_to_continue, configured=configured)
     if known is None:
         raise error
     stop(*known)

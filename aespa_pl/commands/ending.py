@@ -26,6 +26,7 @@ MISTAKE = 2
 LESS_MEMORY = (
     "set data.memory_gb below what is free, data.hidden_states to disk, or lower data.batch_size"
 )
+MORE_MEMORY = "end other programs, or take a machine with more memory"
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 """Words of torch in a RuntimeError where the host has no memory; it has no class for that error."""
 ENDINGS = (
@@ -34,12 +35,15 @@ ENDINGS = (
 """Errors that :func:`message_and_status` may know; a RuntimeError that it doesn't know is a fault of ours."""
 
 
-def message_and_status(error: BaseException, advice: str | None) -> tuple[str, int] | None:
+def message_and_status(
+    error: BaseException, advice: str | None, *, configured: bool
+) -> tuple[str, int] | None:
     """Return the message and the status for an error; None for one that is a fault of ours.
 
     Args:
         error: Error that ended the command.
         advice: The command that continues the run; None where no run has begun.
+        configured: Whether the command has the keys of a configuration, some of which save memory.
     """
     torch = sys.modules.get("torch")  # whoever has not imported it has none of its errors
     then = f"; continue with: {advice}" if advice else ""
@@ -50,7 +54,8 @@ def message_and_status(error: BaseException, advice: str | None) -> tuple[str, i
     if isinstance(error, ArgumentError | UserError):
         return f"{error}{then}", MISTAKE
     if isinstance(error, MemoryError) or _is_out_of_memory(error, torch):
-        return f"out of memory ({error}): {LESS_MEMORY}{then}", MISTAKE
+        do = LESS_MEMORY if configured else MORE_MEMORY
+        return f"out of memory ({error}): {do}{then}", MISTAKE
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}{then}", MISTAKE

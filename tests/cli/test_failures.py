@@ -61,6 +61,19 @@ def test_lack_of_memory_names_what_needs_less(
         assert word in err
 
 
+def test_lack_of_memory_names_no_key_to_a_command_that_has_none(
+    aespa: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("aespa_pl.commands.report.run", fail)
+    status, _, err = aespa("report", "last")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "end other programs" in err
+    assert "data." not in err
+
+
 def test_other_errors_keep_their_traceback(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
