@@ -58,12 +58,13 @@ def model_card(
     if licence is not None:
         header["license"] = licence
     stated = licence or "not stated: the folder of the base model has no card that names one"
+    base = Path(pretrained).name
+    if not _is_local(pretrained):
+        base = f"[{base}](https://huggingface.co/{pretrained})"
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
         f"# {Path(pretrained).name}, {model.granularity}, {chosen.name}",
-        f"[{Path(pretrained).name}]({pretrained}) quantized with aespa_pl {version('aespa-pl')}."
-        if not _is_local(pretrained)
-        else f"{Path(pretrained).name} quantized with aespa_pl {version('aespa-pl')}.",
+        f"{base} quantized with aespa_pl {version('aespa-pl')}.",
         f"Licence of the base model: {stated}.",
         f"## Method\n\n{_method(model)}",
         f"## Perplexity\n\n{_perplexities(model.run.folder)}",

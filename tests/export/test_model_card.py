@@ -20,6 +20,7 @@ def test_model_card_says_what_it_is_and_how_it_was_made(fresh: Known, tmp_path: 
     assert str(tmp_path) not in text
     for part in (
         "# original, 4 bits, groups of 32, asymmetric, compressed-tensors",
+        "\noriginal quantized with aespa_pl ",
         "Licence of the base model: apache-2.0.",
         "aespa: 4 bits, groups of 32, asymmetric; calibrated on 32 segments of 64 tokens of embedded",
         "| original | 25.730 |",
@@ -49,6 +50,7 @@ def test_model_card_of_a_model_from_the_hub(
     )
     header, text = card(out)
     assert header["base_model"] == "org/name"
+    assert "[name](https://huggingface.co/org/name) quantized with aespa_pl" in text
     assert "license" not in header
     assert "Licence of the base model: not stated" in text
     assert "No engine was run" in text
