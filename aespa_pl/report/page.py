@@ -102,7 +102,7 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
             ),
             each("Wall-clock seconds.", lambda run: costs.seconds(run, width)),
             each(
-                "Of this process; weights, statistics and hidden states.",
+                "The most memory that the process had: weights, statistics and hidden states.",
                 lambda run: costs.memory(run, width),
             ),
         ]
