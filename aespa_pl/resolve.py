@@ -5,7 +5,7 @@ from typing import Literal, TypeVar
 
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS
-from aespa_pl.methods.method import Method
+from aespa_pl.methods.method import Parametrization
 from aespa_pl.settings import QuantizationSettings
 
 T = TypeVar("T")
@@ -13,6 +13,13 @@ Products = Literal["auto", "float32", "tf32", "bfloat16"]
 RATE_WIDTH, LEAST_SHARE = 192, 0.2
 """Hidden size up to which two learning rates hold, and the share of them that is left at five times that and
 more: of integers in the tuning of blocks, and of scales end to end (docs/tuning.md)."""
+BLOCK_RATES: dict[Parametrization, tuple[float, float]] = {
+    "straight-through": (0.005, 0.003),  # at 2 bits, up to RATE_WIDTH
+    "rounding": (0.02, 0.003),
+    "clipping": (0.005, 0.04),
+    "affine": (0.005, 0.04),
+}
+"""Learning rates of integers and of scales in the tuning of blocks, by what is learned of a weight."""
 MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003
 """Learning rates of the end-to-end tuning at 2 bits."""
 
@@ -38,6 +45,8 @@ def resolved(
         raise UserError(f"quantization.method is {settings.method}: expected one of {known}")
     grid, objective, rounding = settings.grid, settings.objective, settings.rounding
     blocks, model = settings.tuning.blocks, settings.tuning.model
+    parametrization = _either(blocks.parametrization, method.parametrization)
+    integer_rate, scale_rate = _block_rates(parametrization, settings.bits, width)
     error = _share(settings.bits) ** 2  # rounding's error beside that at 2 bits, of the same range
     found = replace(
         settings,
@@ -70,13 +79,11 @@ def resolved(
             blocks=replace(
                 blocks,
                 enabled=_either(blocks.enabled, method.tune_blocks),
-                parametrization=_either(blocks.parametrization, method.parametrization),
+                parametrization=parametrization,
                 unit=_either(blocks.unit, method.unit),
                 epochs=_either(blocks.epochs, method.epochs),
-                integer_rate=_either(
-                    blocks.integer_rate, _integer_rate(method, settings.bits, width)
-                ),
-                scale_rate=_either(blocks.scale_rate, method.scale_rate),
+                integer_rate=_either(blocks.integer_rate, integer_rate),
+                scale_rate=_either(blocks.scale_rate, scale_rate),
             ),
             model=replace(
                 model,
@@ -128,11 +135,12 @@ def _refuse_contradictions(settings: QuantizationSettings) -> None:
         )
 
 
-def _integer_rate(method: Method, bits: int, width: int) -> float:
-    """Return the method's learning rate of integers; rows of more weights move further in each step."""
-    if method.parametrization != "straight-through":
-        return method.integer_rate
-    return _share(bits) * method.integer_rate * _narrow(width)
+def _block_rates(parametrization: Parametrization, bits: int, width: int) -> tuple[float, float]:
+    """Return the learning rates of integers and of scales in the tuning of blocks."""
+    integers, scales = BLOCK_RATES[parametrization]
+    if parametrization == "straight-through":  # rows of more weights move further in each step
+        integers = _share(bits) * integers * _narrow(width)
+    return integers, scales
 
 
 def _narrow(width: int) -> float:

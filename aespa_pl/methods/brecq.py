@@ -13,5 +13,4 @@ METHOD = Method(
     parametrization="rounding",
     unit="sublayer",
     epochs=8,
-    integer_rate=0.02,
 )

@@ -53,7 +53,3 @@ class Method:
     """What the tuning of blocks trains together."""
     epochs: int = 2
     """Visits of all calibration segments in the tuning of blocks."""
-    integer_rate: float = 0.005
-    """Learning rate of what the integers are rounded from, in the tuning of blocks."""
-    scale_rate: float = 0.003
-    """Learning rate of what the scales are made from, in the tuning of blocks."""

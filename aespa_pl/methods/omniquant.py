@@ -11,5 +11,4 @@ METHOD = Method(
     tune_blocks=True,
     parametrization="clipping",
     epochs=3,
-    scale_rate=0.04,
 )

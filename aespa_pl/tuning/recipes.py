@@ -23,13 +23,17 @@ class Recipe:
     weight: MakeWeight
     learns_vectors: bool = False
     """Whether norms and biases are trained."""
+    learns_steps: bool = False
+    """Whether latent values are learned in distances of two integers, whose rate depends on the bits."""
     transforms: Mapping[str, nn.Module] = field(default_factory=dict)
     """Modules that transform norms and biases, by their names, where the weights are transformed."""
     penalty: RoundingPenalty | None = None
     """Penalty that is added to the error."""
 
 
-EVERYTHING = Recipe(lambda _, start, target: StraightThrough(start, target), learns_vectors=True)
+EVERYTHING = Recipe(
+    lambda _, start, target: StraightThrough(start, target), learns_vectors=True, learns_steps=True
+)
 """Recipe that learns integers, scales, norms and biases."""
 
 

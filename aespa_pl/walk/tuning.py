@@ -178,7 +178,7 @@ class BlockTuner:
             seed=portion.block,
             world=self.world,
         )
-        rounds_latent = settings.parametrization == "straight-through"
+        learned = recipe(self.settings, block, layout)
         found = reconstruct(
             replace(tunable, layout=layout, weights={n: tunable.weights[n] for n in names}),
             pairs,
@@ -188,12 +188,12 @@ class BlockTuner:
                 cast(float, settings.scale_rate),
                 settings.bias_rate,
                 settings.transformation_rate,
-                bits=self.settings.bits if rounds_latent else None,
+                bits=self.settings.bits if learned.learns_steps else None,
             ),
             trainer=self.make_trainer(portion, cast(int, settings.epochs)),
             label=f"block {portion.block}",
             checkpoint=self.world.from_first(lambda: self.run.checkpoint_to_continue(portion)),
-            learned=recipe(self.settings, block, layout),
+            learned=learned,
         )
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()

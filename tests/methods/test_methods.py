@@ -42,11 +42,16 @@ OVERRIDES = {
     "parametrization": ("tuning.blocks.parametrization", "rounding"),
     "unit": ("tuning.blocks.unit", "sublayer"),
     "epochs": ("tuning.blocks.epochs", 5),
-    "integer_rate": ("tuning.blocks.integer_rate", 0.25),
-    "scale_rate": ("tuning.blocks.scale_rate", 0.25),
     "tune_model": ("tuning.model.enabled", True),
 }
 """By field of a declaration: its setting, and a value that nearest rounding does not have."""
+
+
+RATES = {
+    "tuning.blocks.integer_rate", "tuning.blocks.scale_rate",
+    "tuning.model.integer_rate", "tuning.model.scale_rate",
+}  # fmt: skip
+"""Settings that follow from what is learned, from the bits and from the model's width."""
 
 
 def value_of(settings: QuantizationSettings, key: str) -> object:
@@ -87,6 +92,35 @@ def test_integers_of_wide_models_and_more_bits_are_learned_at_a_lower_rate(
     assert resolved(found, width=64) == found
     given = changed({"tuning.blocks.integer_rate": 0.7}, QuantizationSettings(method=method))
     assert resolved(given, width=width).tuning.blocks.integer_rate == 0.7
+
+
+@pytest.mark.parametrize("method", ["rtn", "brecq", "omniquant", "aespa-tuned"])
+@pytest.mark.parametrize(
+    ("learned", "integers", "scales"),
+    [
+        ("straight-through", 0.005 / 5 / 3, 0.003),
+        ("rounding", 0.02, 0.003),  # the variables know neither bits nor width
+        ("clipping", None, 0.04),
+        ("affine", None, 0.04),
+    ],
+)
+def test_rates_are_those_of_what_is_learned_whichever_the_method(
+    method: str, learned: str, integers: float | None, scales: float
+) -> None:
+    off = {
+        "grid.search": False,
+        "grid.zfold": False,
+        "optq.enabled": False,
+        "polish.enabled": False,
+    }
+    settings = changed(
+        {"tuning.blocks.parametrization": learned, **off},
+        QuantizationSettings(method=method, bits=4),
+    )
+    found = resolved(settings, width=576).tuning.blocks
+    if integers is not None:  # with the others no integers are learned
+        assert found.integer_rate == pytest.approx(integers)
+    assert found.scale_rate == scales
 
 
 @pytest.mark.parametrize(
@@ -192,8 +226,9 @@ def test_only_what_a_method_decides_may_be_null_in_addition() -> None:
         if type(None) in getattr(kind, "__args__", ())
     }
     assert nullable == {f".{key}" for key, _ in OVERRIDES.values()} | {
-        ".group_size", ".tuning.model.integer_rate", ".tuning.model.scale_rate"
-    }  # fmt: skip
+        ".group_size",
+        *(f".{key}" for key in RATES),
+    }
 
 
 FREE: dict[str, object] = {
