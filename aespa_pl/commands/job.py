@@ -97,8 +97,9 @@ class Job(Checked):
 
         The number of iterations may change (it then holds for the block under way and those to come), and
         so may the batch size (sums are then rounded in another order) and model.dtype (so that a run whose
-        activations overflow can go on in a wider type). Another version of this package may compute
-        something else, so its number belongs to the inputs.
+        activations overflow can go on in a wider type). The trainer section is left out as well: of what
+        changes the result ``check_trainer`` refuses all but devices and the user's callbacks. Another
+        version of this package may compute something else, so its number belongs to the inputs.
         """
         quantization = asdict(self.quantization)
         del quantization["rounding"]["iterations"]

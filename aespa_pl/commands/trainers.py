@@ -194,6 +194,12 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
             "32-true: set quantization.products for the matrix products, and model.dtype for the "
             "model's own passes"
         )
+    if trainer["gradient_clip_val"] is not None:
+        # each portion and each device would be clipped by a norm of its own
+        raise UserError(
+            f"trainer.gradient_clip_val is {trainer['gradient_clip_val']}: remove it, because the result "
+            "would depend on the memory and the devices that learning is divided by"
+        )
 
 
 def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: Work) -> None:

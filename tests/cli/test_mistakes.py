@@ -67,6 +67,7 @@ DECIDED = (
         ),
         (["--trainer", "none.yaml"], r"trainer can't have this value \(.*none\.yaml"),
         (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true.*model\.dtype"),
+        (["--trainer.gradient_clip_val", 0.5], r"trainer\.gradient_clip_val is 0\.5: remove it"),
         (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
         (["--data.evaluation.segment_length", 1], r"segment_length is 1: expected 2 or more"),
         (
