@@ -135,7 +135,8 @@ def _evaluation(job: Job, name: str) -> Tensor:
     if name.endswith(".safetensors"):
         return load_file(name)["ids"].long().view(-1, job.segment_length)
     settings = replace(job.data.evaluation, texts=[name])
-    return replace(job, data=replace(job.data, evaluation=settings)).evaluation()[name]
+    (ids,) = replace(job, data=replace(job.data, evaluation=settings)).evaluation().values()
+    return ids
 
 
 def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:

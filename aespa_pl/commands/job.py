@@ -13,6 +13,7 @@ import aespa_pl
 from aespa_pl.block.quantized import grid_format, nearest_weight
 from aespa_pl.commands.checked import Checked, checked, find_model
 from aespa_pl.data import calibration_tokens, check_vocabulary, evaluation_tokens
+from aespa_pl.data.texts import short_names
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
@@ -133,7 +134,7 @@ class Job(Checked):
 def held_out_texts(
     data: DataSettings, tokenizer: PreTrainedTokenizerBase, length: int, vocabulary: int
 ) -> dict[str, Tensor]:
-    """Return the segments ``[segments, length]`` of each held-out text, by its name.
+    """Return the segments ``[segments, length]`` of each held-out text, by its name in tables.
 
     Args:
         data: Names of the texts, number of segments, and the folder that keeps the tokens.
@@ -146,8 +147,8 @@ def held_out_texts(
     """
     limit, cache = data.evaluation.max_segments, cache_folder(data.cache)
     texts = {
-        name: evaluation_tokens(name, tokenizer, length, limit, cache)
-        for name in data.evaluation.names
+        name: evaluation_tokens(source, tokenizer, length, limit, cache)
+        for source, name in short_names(data.evaluation.names).items()
     }
     for tokens in texts.values():
         check_vocabulary(tokens, vocabulary)

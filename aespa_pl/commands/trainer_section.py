@@ -22,6 +22,7 @@ from aespa_pl.commands.arguments import (
     read_configuration,
 )
 from aespa_pl.commands.trainers import DECIDED, OWN_KEYS
+from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
 from aespa_pl.settings import QuantizationSettings
 
@@ -195,11 +196,22 @@ def configuration_text(
         content.pop(key, None)
     content["quantization"] = json.loads(json.dumps(asdict(quantization)))  # plain numbers only
     # a run may be continued, measured and exported from another folder
-    model, data, text = content["model"], content["data"], content["data"]["calibration"]
+    model, data = content["model"], content["data"]
+    texts, held_out = data["calibration"], data["evaluation"]
     model["pretrained"] = _absolute(model["pretrained"], Path.is_dir)
-    text["source"] = _absolute(text["source"], Path.is_file)  # a folder named c4 is not the text c4
-    data["cache"] = data["cache"] and _absolute(data["cache"], lambda _: True)
+    texts["source"] = _absolute_text(texts["source"])
+    one = isinstance(held_out["texts"], str)
+    held_out["texts"] = (
+        _absolute_text(held_out["texts"]) if one else [*map(_absolute_text, held_out["texts"])]
+    )
+    if data["cache"]:
+        data["cache"] = _absolute(data["cache"], lambda _: True)
     return yaml.safe_dump(content, sort_keys=False)
+
+
+def _absolute_text(source: str) -> str:
+    """Return the absolute path of a text's file; a file named c4 is not the text c4."""
+    return _absolute(source, Path.is_file) if is_file(source) else source
 
 
 def _absolute(given: str, is_meant: Callable[[Path], bool]) -> str:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
+from pathlib import Path
 
 from aespa_pl.data.files import SENTENCE_FILES, TextFile
 from aespa_pl.data.hub import HubRows
@@ -93,6 +94,21 @@ EVALUATION = {
     "wikitext2": (_wikitext2("test"), PARAGRAPHS),
     "ptb": (_ptb("test"), SENTENCES),
 }
+
+
+def is_file(source: str) -> bool:
+    """Tell whether a text is a local file, and not one that has a name of its own."""
+    return source != "embedded" and source not in EVALUATION
+
+
+def short_names(sources: Sequence[str]) -> dict[str, str]:
+    """Return the name of each text in tables: of a file its own, without folders.
+
+    Where that would be another text's name too, the source stays as the user wrote it.
+    """
+    short = {s: Path(s).name if is_file(s) else s for s in sources}
+    taken = [name for name in short.values() if is_file(name)]
+    return {s: name if taken.count(name) == 1 else s for s, name in short.items()}
 
 
 def calibration_text(source: str) -> Text:

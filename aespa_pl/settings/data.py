@@ -48,7 +48,7 @@ class EvaluationSettings:
 
     texts: list[str] | str = field(default_factory=lambda: ["wikitext2", "ptb", "c4"])
     """Any of wikitext2, ptb, c4 (from the hub), embedded, or local files, as a list; one may stand alone.
-    An empty list: no evaluation."""
+    Tables name a file without its folder. An empty list: no evaluation."""
     segment_length: PositiveInt | None = None
     """Tokens in a segment; null: as many as the model has positions, 2048 at most (Section 4.1)."""
     max_segments: PositiveInt | None = None

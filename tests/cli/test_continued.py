@@ -80,6 +80,32 @@ def test_a_run_keeps_the_places_of_its_model_and_cache(
     assert (status, err) == (0, "")
 
 
+def test_a_run_keeps_the_places_of_its_texts_and_its_cache(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only names of files are in the tables, so they are the same from every folder."""
+    Path("texts").mkdir()
+    Path("texts/held.txt").write_text("the cat sat on the mat and looked at the dog. " * 40)
+    Path("embedded").write_text("a file, but embedded means the text that comes with the package")
+    texts = ("--data.evaluation.texts", "[texts/held.txt, embedded]", "--data.cache", "cache")
+    status, out, _ = aespa("fit", *small(model), *texts)
+    assert status == 0
+    run = Path(out.splitlines()[-1]).absolute()
+    data = yaml.safe_load((run / "config.yaml").read_text())["data"]
+    assert data["evaluation"]["texts"] == [str(Path("texts/held.txt").absolute()), "embedded"]
+    assert data["calibration"]["source"] == "embedded"
+    assert data["cache"] == str(Path("cache").absolute())
+    fitted = json.loads((run / "metrics.json").read_text())["perplexity"]
+    assert list(fitted["original"]) == ["held.txt", "embedded"]
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert aespa("fit", "--ckpt_path", run)[0] == 0
+    assert aespa("test", "--ckpt_path", run)[0] == 0
+    measured = json.loads((run / "test.json").read_text())["perplexity"]
+    assert measured == {kind: fitted[kind] for kind in ("original", "quantized")}
+    assert not list(Path().iterdir())
+
+
 def test_a_quantized_model_is_not_quantized_again(
     aespa: CommandLine, model: Path, unmeasured: Done
 ) -> None:

@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from aespa_pl.data import texts
-from aespa_pl.data.texts import Text, calibration_text, evaluation_text
+from aespa_pl.data.texts import Text, calibration_text, evaluation_text, short_names
 from aespa_pl.errors import UserError
 
 NAMED = ["c4", "wikitext2", "ptb"]
@@ -280,3 +280,17 @@ def test_the_same_bytes_read_in_another_way_are_another_text(tmp_path: Path) -> 
 def test_a_wrong_name_is_refused_with_the_setting_it_stands_in(purpose: str, key: str) -> None:
     with pytest.raises(UserError, match=f"^{key}: c5 is neither"):
         READERS[purpose]("c5")
+
+
+def test_tables_name_files_without_their_folders_unless_another_text_has_the_name() -> None:
+    sources = [
+        "c4",
+        "/texts/held.txt",
+        "ptb.test.txt",
+        "own/c4",
+        "a/same.txt",
+        "b/same.txt",
+        "embedded",
+    ]
+    names = ["c4", "held.txt", "ptb.test.txt", "own/c4", "a/same.txt", "b/same.txt", "embedded"]
+    assert short_names(sources) == dict(zip(sources, names, strict=True))
