@@ -23,7 +23,7 @@ from aespa_pl.settings import QuantizationSettings
 def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: World) -> None:
     """Search the grids of a block, one input group after the other; the integers are the nearest then.
 
-    Without a search the grids stay min-max; where the weights were corrected, they fit the new weights.
+    Without a search the grids are min-max, of the weights that are aimed at now.
 
     Args:
         block: The block, with damped Hessians.
@@ -32,7 +32,7 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: Worl
     """
     if settings.grid.search:
         _search_grids(block, settings, world)
-    elif settings.input_correction:
+    else:
         block.take_grids(
             {
                 name: min_max_grid(

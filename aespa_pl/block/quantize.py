@@ -64,7 +64,8 @@ class BlockQuantizer:
         if statistics.shifts is not None:
             with self._measure("correction"):
                 self._correct(block, statistics.shifts)
-        block.clear_dead_columns()
+        if self.settings.uses_inputs:
+            block.clear_dead_columns()
         return block
 
     def quantize(self, block: QuantizedBlock) -> None:

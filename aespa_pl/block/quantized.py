@@ -46,7 +46,8 @@ class QuantizedProjection:
     projection: Projection
     weight: Tensor
     """The weight that is aimed at, ``[heads, rows, d_in]``, float32: the original one, or with
-    input_correction the one that makes up for earlier blocks' errors; columns of dead inputs are 0."""
+    input_correction the one that makes up for earlier blocks' errors; columns of dead inputs are 0 where
+    anything depends on the inputs."""
     hessian: Hessian
     other_side: Tensor | None
     """G ``[heads, d_h, d_h]`` of the query and key projections' objective; None for the others."""

@@ -153,6 +153,14 @@ class QuantizationSettings:
         return self.products
 
     @property
+    def uses_inputs(self) -> bool:
+        """Tell whether a block's grids or integers depend on its inputs; of nearest rounding they don't."""
+        chosen = self.grid.search or self.optq.enabled or self.learns(attention=True)
+        return bool(
+            chosen or self.polish.enabled or self.input_correction or self.tuning.blocks.enabled
+        )
+
+    @property
     def two_streams(self) -> bool:
         """Tell whether the original model's hidden states are needed beside the quantized model's."""
         return bool(self.input_correction) or self.tuning.enabled

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS
@@ -24,7 +25,8 @@ from aespa_pl.settings import (
     TuningSettings,
     keys_of,
 )
-from tests.walks import changed, walk
+from tests.models.examples import make_model
+from tests.walks import changed, shortened, walk
 
 OVERRIDES = {
     "search": ("grid.search", True),
@@ -239,8 +241,18 @@ FREE: dict[str, object] = {
 """Nulls in place of what the tests' settings fix."""
 
 
+def with_a_dead_input() -> PreTrainedModel:
+    """Return a model of which one hidden unit is always 0, with weights that would widen every grid."""
+    model = shortened(make_model("opt"))
+    layer = model.model.decoder.layers[0]
+    layer.fc1.bias.data.fill_(5)  # the others never are
+    layer.fc1.bias.data[3] = -100
+    layer.fc2.weight.data[:, 3] = 2 * layer.fc2.weight.abs().max()
+    return model
+
+
 def test_rtn_is_round_to_nearest_of_the_original_weights(tmp_path: Path) -> None:
-    quantized = walk("opt", tmp_path, {"method": "rtn", **FREE})
+    quantized = walk("opt", tmp_path, {"method": "rtn", **FREE}, model=with_a_dead_input())
     exported, compared = quantized.exported(), 0
     for name, layer in quantized.original.get_submodule(quantized.blocks_path).named_modules():
         if not isinstance(layer, nn.Linear):
@@ -254,3 +266,19 @@ def test_rtn_is_round_to_nearest_of_the_original_weights(tmp_path: Path) -> None
         torch.testing.assert_close(stored.double(), expected, rtol=1e-6, atol=0)
         compared += 1
     assert compared == 2 * 6
+    for loss in quantized.losses(0).values():
+        assert loss["final"] == loss["nearest"]
+        assert loss["share_not_nearest"] == 0
+
+
+def test_a_dead_input_costs_no_range_of_a_min_max_grid(tmp_path: Path) -> None:
+    changes = {"method": "optq", "grid.search": False, **FREE}
+    quantized = walk("opt", tmp_path, changes, model=with_a_dead_input())
+    path = f"{quantized.blocks_path}.0.fc2.weight"
+    W = quantized.original.get_parameter(path).clone()
+    assert not quantized.exported().get_parameter(path)[:, 3].any()
+    W[:, 3] = 0
+    expected = (W.amax(1).clamp(min=0) - W.amin(1).clamp(max=0)) / 3
+    torch.testing.assert_close(
+        quantized.file(0)["fc2.scale"][:, 0].float(), expected.half().float()
+    )

@@ -219,9 +219,10 @@ class Poison(Callback):
 def test_a_tuning_that_is_not_finite_leaves_the_block_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = walk("opt", tmp_path / "plain", ROUNDED)
+    searched = ROUNDED | {"grid.search": True}  # rtn itself keeps the columns of dead inputs
+    plain = walk("opt", tmp_path / "plain", searched)
     monkeypatch.setattr(walks, "tuning_trainer", partial(_poisoned, walks.tuning_trainer))
-    found = walk("opt", tmp_path / "poisoned", BOTH | ROUNDED)
+    found = walk("opt", tmp_path / "poisoned", BOTH | searched)
     for index in range(walks.BLOCKS):
         record = found.journal["blocks"][str(index)]["tuning"]
         assert (record["finite"], record["epoch"], record["changed"]) == (False, 0, 0)
