@@ -15,6 +15,7 @@ from rich.console import Console
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, nearest, refuse_mistakes
 from aespa_pl.commands.ending import ENDINGS, interrupted_by_closed_pipe, message_and_status, stop
+from aespa_pl.commands.pinned import refuse_other_methods
 from aespa_pl.commands.resuming import with_run
 from aespa_pl.errors import UserError
 from aespa_pl.run.interruption import Interruption
@@ -119,6 +120,11 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
         given = with_run(Arguments.read(rest).with_configurations(), name)
         own = given.without(command.section) if command.section else given
         refuse_mistakes(own, name)
+        if name in (
+            "fit",
+            "plan",
+        ):  # compare has a key of its own for methods, and test takes the run's
+            refuse_other_methods(own)
         rest = rest if given.wants_help else given.words
     # shown in a terminal only; importing torch and Lightning takes seconds
     with Console(stderr=True).status(f"{name}: importing PyTorch and Lightning"):

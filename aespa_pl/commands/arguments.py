@@ -155,9 +155,9 @@ def refuse_mistakes(arguments: Arguments, command: str) -> None:
         if option.value is None:
             mistakes.append(f"{key} has no value: give one after --{key}")
         elif key == "config":
-            leaves = _leaves(read_configuration(Path(option.value)))
-            seen.update(inner for inner, _ in leaves)
-            mistakes += _mistakes(parser, kinds, leaves, f" ({option.value})")
+            found = leaves(read_configuration(Path(option.value)))
+            seen.update(inner for inner, _ in found)
+            mistakes += _mistakes(parser, kinds, found, f" ({option.value})")
         elif key in SECTIONS:
             seen.add(REQUIRED)  # a section as a whole, in JSON or in a file: the parser's to check
         else:
@@ -191,6 +191,19 @@ def read_configuration(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise UserError(f"config: {path} has no keys: expected sections such as model and data")
     return content
+
+
+def leaves(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the values of a nested mapping by whole key."""
+    found: list[tuple[str, Any]] = []
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        is_section = any(known.startswith(f"{key}.") for known in KEYS)
+        if isinstance(value, Mapping) and (is_section or key not in KEYS):
+            found += leaves(value, f"{key}.")
+        else:
+            found.append((key, value))
+    return found
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -262,19 +275,6 @@ def _parser() -> ArgumentParser:
     parser.add_class_arguments(TaskSettings)
     parser.add_argument("--seed_everything", type=KEYS["seed_everything"])
     return parser
-
-
-def _leaves(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the values of a nested mapping by whole key."""
-    found: list[tuple[str, Any]] = []
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        is_section = any(known.startswith(f"{key}.") for known in KEYS)
-        if isinstance(value, Mapping) and (is_section or key not in KEYS):
-            found += _leaves(value, f"{key}.")
-        else:
-            found.append((key, value))
-    return found
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

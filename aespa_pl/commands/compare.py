@@ -17,6 +17,7 @@ import aespa_pl
 from aespa_pl.commands.arguments import Arguments, Option, read_configuration
 from aespa_pl.commands.compare_section import SECTION, CompareSettings, compare_parser, divide
 from aespa_pl.commands.output import print_whole
+from aespa_pl.commands.pinned import refuse_other_methods
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import TextTable
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
@@ -50,6 +51,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
         compare_parser().print_help()
         sys.exit()
     settings, rest = divide(given)
+    refuse_other_methods(rest, settings.methods)
     console = Console()
     folder = compare(settings, rest, in_processes(interruption), console)
     console.print(str(folder), highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.commands import CONFIGS, CommandLine
+from tests.cli.commands import CONFIGS, CommandLine, Done
 
 MODELS = [path for path in CONFIGS if path.stem != "paper"]
 
@@ -72,3 +72,28 @@ def test_mistakes_in_a_file_are_told_together(
     status, out, err = aespa("fit", "--config", "wrong.yaml")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert re.search(message, err)
+
+
+def test_another_method_beside_the_configuration_of_a_run_is_refused(
+    aespa: CommandLine, unmeasured: Done
+) -> None:
+    """It would be the run's own method under another name, because nothing is null there."""
+    given = ("--config", unmeasured.run / "config.yaml")
+    refused = (
+        r"config\.yaml is the configuration of a run .*, so {} would give aespa's result: take the"
+    )
+    for command, other in (
+        ("fit", ("--quantization.method", "rtn")),
+        ("plan", ("--config", "other.yaml")),
+        ("compare", ("--compare.methods", "[aespa, rtn]")),
+    ):
+        Path("other.yaml").write_text("quantization: {method: rtn}\n")
+        status, out, err = aespa(command, *given, *other)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert re.search(refused.format("rtn"), err)
+    assert aespa("fit", *given, "--quantization.method", "aespa", "--print_config")[0] == 0
+    overlay = yaml.safe_load((unmeasured.run / "config.yaml").read_text())
+    overlay["quantization"]["grid"]["search"] = None  # one key is left to the method
+    Path("other.yaml").write_text(yaml.safe_dump(overlay))
+    words = ("--config", "other.yaml", "--quantization.method", "rtn", "--print_config")
+    assert aespa("fit", *words)[0] == 0
