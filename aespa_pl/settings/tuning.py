@@ -28,7 +28,8 @@ class BlockTuningSettings:
     feed-forward network; one more stream of hidden states waits in data.hidden_states). null: as the method
     does."""
     epochs: PositiveInt | None = None
-    """Visits of all calibration segments, for each unit; null: as the method does."""
+    """Visits of all calibration segments, for each unit, except those that are held back or left over from
+    whole mini-batches; null: as the method does."""
     batch_size: PositiveInt = 1
     """Segments in a mini-batch; there is one optimizer step for each."""
     integer_rate: FinitePositive | None = None
@@ -55,7 +56,8 @@ class ModelTuningSettings:
     """After the last block, train the model on the original's next-token distribution. The whole model must
     fit into the device's memory (docs/tuning.md); null: as the method does."""
     epochs: PositiveInt = 2
-    """Visits of all calibration segments."""
+    """Visits of all calibration segments, except those that are held back or left over from whole
+    mini-batches."""
     batch_size: PositiveInt = 1
     """Segments in a mini-batch; there is one optimizer step for each."""
     integer_rate: FiniteNonNegative | None = None

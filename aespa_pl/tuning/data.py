@@ -47,17 +47,24 @@ class EpochOrder(Sampler[int]):
     """
 
     def __init__(
-        self, segments: Sequence[int], seed: int, visited: Callable[[], int] = lambda: 0
+        self,
+        segments: Sequence[int],
+        seed: int,
+        visited: Callable[[], int] = lambda: 0,
+        *,
+        visits: int | None = None,
     ) -> None:
         """Take the segments.
 
         Args:
-            segments: Segments that are visited in each epoch.
+            segments: Segments that are put into an order in each epoch.
             seed: Seed of the order.
             visited: Tells how many visits there were in all epochs; it is asked when one begins,
                 because Lightning makes its loaders before it knows where a training goes on.
+            visits: Number of segments that an epoch visits, the first ones of its order; None: all.
         """
         self.segments = segments
+        self.visits = len(segments) if visits is None else visits
         self.seed = seed
         self.visited = visited
         self.epoch = 0
@@ -68,14 +75,14 @@ class EpochOrder(Sampler[int]):
 
     def __len__(self) -> int:
         """Return the number of visits in a whole epoch."""
-        return len(self.segments)
+        return self.visits
 
     def __iter__(self) -> Iterator[int]:
         """Yield the rest of the epoch."""
         generator = torch.Generator().manual_seed(EPOCHS_PER_SEED * self.seed + self.epoch)
         order = torch.randperm(len(self.segments), generator=generator).tolist()
-        first = max(0, self.visited() - self.epoch * len(self.segments))
-        for place in order[first:]:
+        first = max(0, self.visited() - self.epoch * self.visits)
+        for place in order[first : self.visits]:
             yield self.segments[place]
 
 
@@ -126,13 +133,14 @@ class SegmentPairs(LightningDataModule):
         # mini-batches of an epoch
         kept, steps = divided(count, batch_size, held_back)
         self.steps = int(-world.largest(-steps))
-        whole = self.steps * batch_size
-        self.training = range(whole)
+        # with those that whole mini-batches leave over, but not what this process has more than others
+        self.training = range(min(count - kept, (self.steps + 1) * batch_size - 1))
         self.validation = range(count - kept, count)
 
     def train_dataloader(self) -> DataLoader[Pair]:
         """Return the mini-batches, from where an interrupted training stopped."""
-        order = EpochOrder(self.training, self.seed, self._visited)
+        visits = self.steps * self.batch_size  # each epoch leaves out others than the epoch before
+        order = EpochOrder(self.training, self.seed, self._visited, visits=visits)
         return PairLoader(self.pairs, self.batch_size, sampler=order)
 
     def val_dataloader(self) -> DataLoader[Pair]:

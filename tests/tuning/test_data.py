@@ -38,19 +38,31 @@ def test_an_order_goes_on_in_the_middle_of_an_epoch() -> None:
     assert len(resumed) == 10
 
 
+def test_segments_that_an_epoch_leaves_out_are_visited_in_others() -> None:
+    """Ten segments, of which mini-batches of four leave two over."""
+    whole = [visited(EpochOrder(range(10), 5), epoch) for epoch in range(4)]
+    found = [visited(EpochOrder(range(10), 5, visits=8), epoch) for epoch in range(4)]
+    assert found == [order[:8] for order in whole]
+    assert {segment for order in found for segment in order} == set(range(10))
+    resumed = EpochOrder(range(10), 5, visited=lambda: 11, visits=8)
+    assert visited(resumed, 1) == whole[1][3:8]
+    assert len(resumed) == 8
+
+
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_pairs_belong_together_and_those_held_back_are_not_trained_on(
     on_disk: bool, tmp_path: Path
 ) -> None:
     streams = [stream(11), stream(11, first=100)]
     inputs, targets = (BatchesOnDisk(tmp_path, s) for s in streams) if on_disk else streams
-    pairs = SegmentPairs(inputs, targets, batch_size=3, held_back=0.1, seed=0)
+    pairs = SegmentPairs(inputs, targets, batch_size=2, held_back=0.1, seed=0)
     seen: dict[str, list[float]] = {}
     for kind, loader in (("train", pairs.train_dataloader()), ("val", pairs.val_dataloader())):
         for x, y in loader:
             assert torch.equal(x + 100, y)
             seen.setdefault(kind, []).extend(x[:, 0].tolist())
-    assert sorted(seen["train"]) == list(range(9))
+    assert len(set(seen["train"])) == len(seen["train"]) == 8
+    assert set(seen["train"]) < set(range(9))
     assert seen["val"] == [9, 10]
 
 
