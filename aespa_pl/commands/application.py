@@ -132,7 +132,7 @@ class AespaCLI(LightningCLI):
                 devices=Devices(self.trainer.world_size, self.trainer.num_nodes),
                 world=world,
             )
-        board.show_result(asdict(self.settings.quantization), metrics)
+        board.show_result(asdict(job.quantization), metrics)
         print_results(console, metrics, evaluate.method_of(run))
         console.print(
             f"{metrics['seconds']['quantization']:.0f} s for the quantization", highlight=False

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
 from transformers import AutoModelForCausalLM
 
 from aespa_pl.report.stored import read_run
@@ -151,6 +152,11 @@ def test_tensorboard_shows_configuration_and_result(finished: Done) -> None:
     for kind, texts in perplexity.items():
         (point,) = events.Scalars(f"perplexity/{kind}/embedded")
         assert point.value == pytest.approx(texts["embedded"], rel=1e-6)
+    content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    shown = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    # what the method decides is shown as it was run
+    assert shown["optq.enabled"].number_value == 1
+    assert shown["input_correction"].number_value == 0.5
 
 
 def test_histograms_of_chosen_projections(aespa: CommandLine, model: Path) -> None:
