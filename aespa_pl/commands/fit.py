@@ -27,8 +27,8 @@ from aespa_pl.commands.seconds import phase_seconds
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import divide, portions_in_words, room
+from aespa_pl.planning.disk import disk_bytes
 from aespa_pl.planning.division import ONE_DEVICE, Devices
-from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import Portion
 from aespa_pl.planning.tuning import tuning_fits
 from aespa_pl.progress import WalkProgress

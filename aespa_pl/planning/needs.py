@@ -1,6 +1,6 @@
-"""Compute memory and disk from shapes.
+"""Compute memory from shapes.
 
-The memory holds the tensors that exist at once in the hungriest moment of each phase of a block;
+It holds the tensors that exist at once in the hungriest moment of each phase of a block;
 ``benchmarks/memory.py`` holds it against measured runs.
 """
 
@@ -26,9 +26,6 @@ KEPT_BYTES = FLOAT + 1
 OPTQ_BYTES = 5 * FLOAT
 """A weight of the projection that OPTQ works on takes this many bytes: it is there as pending and as visited
 weight, with step, zero point and integer."""
-CHECKPOINT_BYTES = 3 * FLOAT
-"""A checkpoint has this many bytes of a learned weight: the rounding variable and two moments. It is there
-twice while one replaces another."""
 PROCESS_BYTES = 600_000_000
 """Bytes of Python, torch, lightning and transformers: 380 MB were measured on Linux with CPU torch
 (benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
@@ -256,43 +253,6 @@ def host_bytes(
 def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
     """Return the bytes of the hidden states of all segments, in one to three streams."""
     return settings.streams * work.stream_bytes(shape.hidden)
-
-
-def disk_bytes(
-    shape: Shape,
-    work: Work,
-    settings: QuantizationSettings,
-    *,
-    stored_bytes: int,
-    on_disk: bool,
-    partition: Partition = WHOLE,
-) -> int:
-    """Return the bytes that a run leaves or holds on disk.
-
-    Args:
-        shape: Sizes of the model.
-        work: Calibration text.
-        settings: Settings of the quantization.
-        stored_bytes: Bytes of each weight in the checkpoint.
-        on_disk: Hidden states are kept in files.
-        partition: The part of a block that is in memory at once; the rest is on disk.
-    """
-    model = (shape.blocks * shape.block_weights + shape.stem_weights) * stored_bytes
-    integers = shape.blocks * shape.weights
-    learning = sum(m.size for m in shape.matrices if learned(m, settings))
-    hidden = hidden_bytes(shape, work, settings) if on_disk else 0
-    values = bool(partition.heads) * shape.layout.key_value_heads * value_bytes(shape, settings)
-    checkpoints = 2 * CHECKPOINT_BYTES * learning
-    if settings.tuning.blocks.enabled:  # beside its checkpoints wait the integers that were learned
-        checkpoints = max(checkpoints, 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning)
-    if settings.tuning.model.enabled:
-        waiting = shape.block_weights * stored_bytes + shape.weights  # to replace a block
-        if settings.tuning.model.integer_rate:
-            learned_integers = shape.blocks * shape.weights
-            waiting = max(waiting, 2 * tuning.CHECKPOINT_BYTES * learned_integers)
-            waiting += learned_integers
-        checkpoints = max(checkpoints, waiting)
-    return model + integers + checkpoints + hidden + values
 
 
 def _heads(shape: Shape, partition: Partition) -> int:

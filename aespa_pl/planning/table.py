@@ -9,10 +9,10 @@ from aespa_pl.algorithm.threads import threads_limited_to
 from aespa_pl.planning.arithmetic import block_flops
 from aespa_pl.planning.budget import portions_in_words, room
 from aespa_pl.planning.complexity import SEQUENCES, aespa_flops, conventional_flops
+from aespa_pl.planning.disk import disk_bytes, waiting_bytes
 from aespa_pl.planning.division import ONE_DEVICE, Devices, device_flops, device_visits
 from aespa_pl.planning.needs import (
     device_bytes,
-    disk_bytes,
     hidden_bytes,
     host_bytes,
     partition_for,
@@ -32,6 +32,8 @@ class Needs:
     """Bytes on the device by phase; the largest counts."""
     host: int
     disk: int
+    waiting: Mapping[str, int]
+    """Bytes on disk by what waits there while something is learned; the largest counts."""
     flops: Mapping[str, float]
     """Operations of one block on all devices together, by phase."""
     seconds: Mapping[str, float]
@@ -99,6 +101,7 @@ def needs_of(
             on_disk=on_disk,
             partition=partition,
         ),
+        waiting_bytes(shape, quantization, stored_bytes=stored_bytes),
         block_flops(shape, work, quantization, partition),
         rates.seconds(
             device_flops(shape, work, quantization, devices.count, partition),
@@ -126,13 +129,15 @@ def rows_of(
     flops, total = sum(needs.flops.values()), sum(needs.seconds.values())
     phases = {phase: count for phase, count in needs.device.items() if count}
     seconds = {phase: count for phase, count in needs.seconds.items() if count}
+    largest = max(needs.waiting, key=needs.waiting.__getitem__)
+    waiting = f", {largest}" if needs.waiting[largest] else ""
     return [
         ("model", f"{human(parameters)} parameters", _blocks(shape)),
         ("device memory", f"{human(needs.most_on_device)}B", on_device),
         *(("", f"{human(count)}B", phase) for phase, count in phases.items()),
         *(("", "divided", words) for words in portions_in_words(needs.partition, shape)),
         ("host memory", f"{human(needs.host)}B", host),
-        ("disk", f"{human(needs.disk)}B", "model, integers, two checkpoints of a block"),
+        ("disk", f"{human(needs.disk)}B", f"model, integers{waiting}"),
         ("arithmetic", f"{human(shape.blocks * flops)}FLOP", f"{human(flops)}FLOP a block"),
         ("time", duration(shape.blocks * total), estimate),
         *(("", duration(shape.blocks * count), phase) for phase, count in seconds.items()),

@@ -18,10 +18,11 @@ class OutputSettings:
     name: str = "aespa"
     """Name of the run. Every run gets a folder NAME/version_N of its own."""
     checkpoint_seconds: FinitePositive | None = 60.0
-    """Seconds between two checkpoints of the block under way; null: none by time. One takes 12 bytes
-    for each weight of the block, and the time to write them; the next waits at least 20 times that time."""
+    """Seconds between two checkpoints of the learning under way; null: none by time. One takes 12 bytes for
+    each weight whose rounding is learned, and 16 for each that is tuned: of a block, or end to end of the
+    whole model. The next waits at least 20 times the time that one takes."""
     checkpoint_iterations: PositiveInt | None = None
-    """Iterations between two checkpoints of the block under way; null: none by iterations."""
+    """Iterations between two checkpoints of the learning under way; null: none by iterations."""
     histograms: list[str] = field(default_factory=list)
     """Projections, such as [q_proj], whose h(B) TensorBoard and the report show over the iterations; one
     histogram takes milliseconds to a second, so name few. The result is the same."""

@@ -7,9 +7,7 @@ import torch
 
 from aespa_pl.algorithm.products import Precision
 from aespa_pl.planning.arithmetic import Visits, block_flops, block_visits, gram_flops
-from aespa_pl.planning.needs import (
-    disk_bytes,
-)
+from aespa_pl.planning.disk import disk_bytes
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.rates import measure_rates
 from aespa_pl.planning.shape import Work

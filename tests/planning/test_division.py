@@ -11,8 +11,15 @@ from aespa_pl.planning.arithmetic import block_flops, block_visits
 from aespa_pl.planning.division import Devices, device_flops, device_visits, row_shares
 from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
 from aespa_pl.planning.table import needs_of, rows_of
-from aespa_pl.settings import DataSettings, RoundingSettings
+from aespa_pl.resolve import resolved
+from aespa_pl.settings import (
+    DataSettings,
+    ModelTuningSettings,
+    QuantizationSettings,
+    RoundingSettings,
+)
 from tests.planning.shapes import PAPER, WORK, shape
+from tests.walks import changed
 
 LEARNED = replace(PAPER, rounding=RoundingSettings(iterations=7, learn="all"))
 CPU = torch.device("cpu")
@@ -77,4 +84,25 @@ def test_table_counts_the_processes_of_a_host() -> None:
     assert needs.flops == block_flops(s, WORK, PAPER)
     said = " ".join(" ".join(row) for row in rows_of(needs, s, WORK, data, CPU))
     assert "3 processes" in said
+    assert "model, integers, two checkpoints of a block" in said
     assert "6 devices, without what they send each other" in said
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "said"),
+    [
+        ("rtn", {}, ""),
+        ("aespa", {}, ", two checkpoints of a block"),
+        ("aespa-tuned", {}, ", two checkpoints of the end-to-end tuning"),
+        ("rtn", {"tuning.model": ModelTuningSettings(True, integer_rate=0)}, ", a block that "),
+    ],
+)
+def test_table_names_the_largest_that_waits_on_disk(
+    method: str, changes: dict[str, object], said: str
+) -> None:
+    s, data = shape(), DataSettings(hidden_states="memory", memory_gb=1)
+    settings = resolved(changed(changes, QuantizationSettings(method=method)))
+    needs = needs_of(s, WORK, data, settings, CPU, stored_bytes=2, seconds=0.01)
+    (words,) = [words for what, _, words in rows_of(needs, s, WORK, data, CPU) if what == "disk"]
+    assert words.startswith(f"model, integers{said}")
+    assert (words == "model, integers") is (not said)

@@ -7,10 +7,10 @@ import pytest
 
 from aespa_pl.models.family import Role
 from aespa_pl.planning.arithmetic import block_flops
+from aespa_pl.planning.disk import disk_bytes
 from aespa_pl.planning.needs import (
     batch_bytes,
     device_bytes,
-    disk_bytes,
     hessian_bytes,
     host_bytes,
     shift_bytes,
