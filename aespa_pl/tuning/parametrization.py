@@ -1,8 +1,9 @@
 """Define what is learned of a weight, as parametrizations for ``torch.nn.utils.parametrize``.
 
 A ``WeightParametrization`` makes the weight of a linear layer from its parameters, and says which
-integers and which grid the weight stands for. The training needs to know nothing else of it. Further ones
-are in ``rounding.py`` and ``clipping.py``.
+integers and which grid the weight stands for. Further ones are in ``rounding.py`` and ``clipping.py``. The
+training knows them by this interface alone; the transformations of ``equivalent.py`` have a learning rate of
+their own, and it tells them the epoch.
 
 Notation: q integers, s scale, z zero point, ``W_hat = s (q - z)``, v latent values, ``q = round(v)``.
 
