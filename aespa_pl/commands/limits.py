@@ -186,12 +186,8 @@ def refuse_tuning(
             )
 
 
-def check_output(output: OutputSettings) -> Path:
-    """Return the folder of the runs of this name.
-
-    Raises:
-        UserError: It is no folder of this machine, or lies outside of ``output.folder``.
-    """
+def check_output(output: OutputSettings) -> None:
+    """Raise UserError if the runs would be in no folder of this machine, or outside of ``output.folder``."""
     if "://" in output.folder:
         raise UserError(
             f"output.folder is {output.folder}: expected a folder of this machine; copy the run to its "
@@ -203,7 +199,6 @@ def check_output(output: OutputSettings) -> Path:
             f"output.name is {output.name!r}: expected a relative name without '..', because runs lie "
             "inside of output.folder"
         )
-    return Path(output.folder).expanduser() / name
 
 
 def check_histograms(chosen: Sequence[str], layout: BlockLayout) -> None:

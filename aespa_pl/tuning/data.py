@@ -122,7 +122,7 @@ class SegmentPairs(LightningDataModule):
                 steps as the one with the fewest segments.
 
         Raises:
-            UserError: There is less than one mini-batch to train on, or nothing is held back.
+            UserError: There is less than one mini-batch to train on.
         """
         super().__init__()
         self.pairs = Pairs(inputs, targets)
@@ -158,17 +158,12 @@ def divided(segments: int, batch_size: int, held_back: float) -> tuple[int, int]
     Args:
         segments: Number of segments of the calibration text.
         batch_size: Segments in a mini-batch.
-        held_back: Share of the segments that is only validated on.
+        held_back: Share of the segments that is only validated on, above 0.
 
     Raises:
-        UserError: There is less than one mini-batch to train on, or nothing is held back.
+        UserError: There is less than one mini-batch to train on.
     """
     kept = min(segments, math.ceil(held_back * segments))
-    if held_back == 0:
-        raise UserError(
-            "quantization.tuning.held_back is 0: expected a share between 0 and 1, because the best epoch is "
-            "chosen on these segments"
-        )
     steps = (segments - kept) // batch_size
     if steps == 0:
         raise UserError(

@@ -69,5 +69,3 @@ def test_pairs_belong_together_and_those_held_back_are_not_trained_on(
 def test_too_few_segments_are_refused_with_what_to_do() -> None:
     with pytest.raises(UserError, match=r"5 calibration segments, of which 2 are held back.*raise"):
         SegmentPairs(stream(5), stream(5), batch_size=4, held_back=0.4, seed=0)
-    with pytest.raises(UserError, match="held_back is 0"):
-        SegmentPairs(stream(5), stream(5), batch_size=4, held_back=0.0, seed=0)
