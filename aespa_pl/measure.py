@@ -1,4 +1,4 @@
-"""Seconds and memory of a run."""
+"""Measure seconds and memory of a run."""
 
 import ctypes
 import resource

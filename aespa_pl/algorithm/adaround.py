@@ -136,12 +136,12 @@ def rounding_loss(
 
     Args:
         B: Rounding variables, contiguous, without autograd.
-        rounding: Fixed part.
+        rounding: Numbers of the projection that stay fixed while B is learned.
         H: Damped Hessian, an ``operand``.
         G: Second moment of the other side (query and key projections), or None.
         weight: lambda, the weight of the rounding loss ``sum(1 - |2 h(B) - 1| ** beta)``.
         beta: Its exponent; None: no rounding loss.
-        workspace: For intermediate results; None: new memory.
+        workspace: Memory of intermediate results; None: new memory.
         gradient: Tensor that the gradient is written to, in the shape of B; None: new memory.
     """
     workspace = workspace or Workspace()
@@ -248,14 +248,14 @@ def write_gradient(
 
     Args:
         B: Rounding variables, contiguous, without autograd.
-        rounding: Fixed part.
+        rounding: Numbers of the projection that stay fixed while B is learned.
         H: Damped Hessian, an ``operand``.
         G: Second moment of the other side (query and key projections), or None.
         exponent: beta, a tensor because a kernel is compiled for each value of a number; None: no
             rounding loss.
-        weight: lambda.
-        workspace: For intermediate results.
-        gradient: Where the gradient is written.
+        weight: lambda, the weight of the rounding loss.
+        workspace: Memory of intermediate results.
+        gradient: Tensor that the gradient is written to, in the shape of B.
     """
     dW = workspace.like("error", B)
     soft_error(B, rounding.base, **rounding.kernel_arguments(), out=dW)

@@ -73,7 +73,7 @@ def descend(
     integers stay as they were. With G, and on an accelerator, a pass may leave moves to the next (tile.py).
 
     Args:
-        integers: To begin with, of any type; the result is of the same.
+        integers: Integers that the descent begins with, of any type; the result has the same.
         W: Original weights.
         grid: Grid of the projection.
         H: Damped Hessian.

@@ -63,8 +63,8 @@ def multiply(
     """Return ``A B`` in float32, of two matrices or two batches of them, in the context's precision.
 
     Args:
-        A: In float32.
-        B: An ``operand`` in the same precision.
+        A: First factor, in float32.
+        B: Second factor, an ``operand`` in the same precision.
         out: Memory that receives the product; None: new memory.
     """
     product = torch.mm if A.dim() == 2 else torch.bmm

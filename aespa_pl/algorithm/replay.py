@@ -95,7 +95,7 @@ class Replayed:
             function: Function of tensors on one device, which neither reads a number on the host nor changes
                 its inputs. Besides, it may read and write memory of its own, the same in all calls; what it
                 writes there must be among its results.
-            purpose: What it is for, in the warning that it is slower.
+            purpose: Purpose of the function, which the warning names if it runs without graphs.
         """
         self.function, self.purpose = function, purpose
         self._seen: dict[tuple[torch.Size, ...], _Captured | None] = {}

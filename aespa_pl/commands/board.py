@@ -38,7 +38,7 @@ class Board:
         """Add the run to the hparams tab; a run that was finished before is there already.
 
         Args:
-            quantization: Its settings.
+            quantization: Settings of the run, without nulls that the method decides.
             metrics: Metrics as in ``metrics.json``.
         """
         for logger in self._opened:

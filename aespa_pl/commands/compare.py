@@ -63,7 +63,7 @@ def compare(
     """Run the cells and write their results; return the folder of the comparison.
 
     Args:
-        settings: Which cells.
+        settings: Choice of the cells.
         given: Options of fit that all cells share.
         run_cell: Runs one cell.
         console: Console that says what is done.

@@ -114,7 +114,7 @@ def write_model(
         model: Model that is exported.
         chosen: The format.
         target: Folder, which appears when it is complete and proven.
-        questions: Engines to ask.
+        questions: Engines that are asked, and why others are not.
         command: Command that the model card shows.
         progress: Shows the blocks.
 

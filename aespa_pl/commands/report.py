@@ -57,7 +57,7 @@ def report(
             that was worked on last, of all.
         output: Folder for report.html and the figures; null: report in the folder of the first run.
         figures: Format of the files with one figure each, beside the page; none: only the page.
-        runs_folder: Where last looks for runs, their output.folder.
+        runs_folder: Folder of all runs (their output.folder), where last looks for them.
 
     Raises:
         UserError: There is no such run, its journal is damaged, or a library for figures is missing.

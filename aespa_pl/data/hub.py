@@ -25,7 +25,7 @@ class HubRows:
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """Names that decide which rows these are; they need no network, so cached tokens need none."""
+        """Return the names that decide which rows these are; cached tokens are found by them, offline."""
         identity = asdict(self)
         del identity["local_copy"]
         return identity

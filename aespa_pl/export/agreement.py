@@ -92,7 +92,7 @@ def compare(
     """Compare distributions.
 
     Args:
-        engine: Whose they are.
+        engine: Engine that the distributions are from.
         reference: The run's logits ``[L, V]``.
         found: The engine's logits or log-probabilities ``[L - first, V]``.
         tokens: ``[L]``.

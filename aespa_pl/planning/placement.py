@@ -33,7 +33,7 @@ def resolved_data(
 
     Args:
         data: Settings of the user.
-        quantization: Resolved.
+        quantization: Settings of the quantization, resolved.
         shape: Sizes of the model.
         device: Device that blocks run on.
         length: Tokens in a calibration segment.

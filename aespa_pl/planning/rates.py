@@ -64,8 +64,8 @@ def measure_rates(
 
     Args:
         shape: Sizes of the model.
-        device: To measure.
-        seconds: To take.
+        device: Device that is measured.
+        seconds: Seconds that the whole measurement takes.
         precision: Precision of the learning's products.
     """
     d = shape.hidden

@@ -79,7 +79,7 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """Quantized weights of a block."""
+        """Return the number of quantized weights of a block."""
         return sum(matrix.size for matrix in self.matrices)
 
     @property

@@ -1,4 +1,4 @@
-"""Training of quantized blocks against the original's, and of the quantized model end to end."""
+"""Train quantized blocks against the original's, and the quantized model end to end."""
 
 from aespa_pl.tuning.block import (
     BlockReconstruction,

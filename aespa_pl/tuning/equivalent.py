@@ -133,8 +133,8 @@ class OfLayer(nn.Module):
         """Take the transformations.
 
         Args:
-            layout: The block's.
-            projections: Those of the layer, by name.
+            layout: Layout of the block, which knows where the rows of a projection lie in the layer.
+            projections: Projections that make up the layer, by name.
             rows: Transformation of the rows of a projection, by its name.
             columns: Transformation whose inverse the columns get; None: they stay.
         """

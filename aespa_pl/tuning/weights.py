@@ -1,4 +1,4 @@
-"""Quantized projections as parametrizations of a block's linear layers, and back."""
+"""Turn quantized projections into parametrizations of a block's linear layers, and back."""
 
 from collections.abc import Callable, Mapping
 from typing import cast
