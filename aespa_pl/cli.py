@@ -120,10 +120,7 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
         given = with_run(Arguments.read(rest).with_configurations(), name)
         own = given.without(command.section) if command.section else given
         refuse_mistakes(own, name)
-        if name in (
-            "fit",
-            "plan",
-        ):  # compare has a key of its own for methods, and test takes the run's
+        if name in ("fit", "plan"):  # compare has its own methods, and test takes the run's
             refuse_other_methods(own)
         rest = rest if given.wants_help else given.words
     # shown in a terminal only; importing torch and Lightning takes seconds
