@@ -15,7 +15,12 @@ from rich.table import Table
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, Option, read_configuration
-from aespa_pl.commands.compare_section import SECTION, CompareSettings, compare_parser, divide
+from aespa_pl.commands.compare_section import (
+    SECTION,
+    CompareSettings,
+    compare_parser,
+    split_options,
+)
 from aespa_pl.commands.output import print_whole
 from aespa_pl.commands.pinned import refuse_other_methods
 from aespa_pl.errors import UserError
@@ -50,7 +55,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     if given.wants_help:
         compare_parser().print_help()
         sys.exit()
-    settings, rest = divide(given)
+    settings, rest = split_options(given)
     refuse_other_methods(rest, settings.methods)
     console = Console()
     folder = compare(settings, rest, in_processes(interruption), console)

@@ -61,7 +61,7 @@ def compare_parser() -> ArgumentParser:
     return parser
 
 
-def divide(given: Arguments) -> tuple[CompareSettings, Arguments]:
+def split_options(given: Arguments) -> tuple[CompareSettings, Arguments]:
     """Return the settings of compare, and the options of fit.
 
     Raises:

@@ -26,7 +26,7 @@ from aespa_pl.commands.resuming import LAST
 from aespa_pl.commands.seconds import phase_seconds
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, peak_bytes
-from aespa_pl.planning.budget import divide, portions_in_words, room
+from aespa_pl.planning.budget import choose_partition, portions_in_words, room
 from aespa_pl.planning.disk import disk_bytes
 from aespa_pl.planning.division import ONE_DEVICE, Devices
 from aespa_pl.planning.partition import Portion
@@ -218,7 +218,7 @@ def _quantize(
     source = job.stream(job.pretrained)
     trainer = partial(make_trainer, run)
     given = (job.shape, job.work, job.data, job.quantization, job.device)
-    partition = divide(*given, devices=devices, world=world)
+    partition = choose_partition(*given, devices=devices, world=world)
     for words in portions_in_words(partition, job.shape):
         progress.say(words)
     free = -world.largest(-room(*given, devices=devices).free)
@@ -288,7 +288,7 @@ def _bytes_to_write(job: Job, run: Run | None) -> float:
         job.quantization,
         stored_bytes=job.pretrained.dtype.itemsize,
         on_disk=job.data.hidden_states == "disk",
-        partition=divide(job.shape, job.work, job.data, job.quantization, job.device),
+        partition=choose_partition(job.shape, job.work, job.data, job.quantization, job.device),
     )
     if run is None:
         return needed

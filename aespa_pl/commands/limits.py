@@ -16,12 +16,12 @@ from aespa_pl.planning.budget import room
 from aespa_pl.planning.division import ONE_DEVICE, Devices
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.tuning import block_bytes, model_bytes
-from aespa_pl.planning.units import human
+from aespa_pl.planning.words import human
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.run.versions import ANOTHER_FOLDER
 from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import disk_errors
-from aespa_pl.tuning.data import divided
+from aespa_pl.tuning.data import held_back_and_steps
 
 EVALUATION_LENGTH = 2048
 """Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
@@ -164,7 +164,7 @@ def refuse_tuning(
     ):
         if not section.enabled:
             continue
-        divided(work.segments, section.batch_size, tuning.held_back)
+        held_back_and_steps(work.segments, section.batch_size, tuning.held_back)
         if needed > found.free:
             remedies = [
                 f"lower quantization.tuning.{key}.batch_size or data.calibration.segment_length where "

@@ -23,7 +23,7 @@ from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, c
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import OutputSettings, TuningSettings
-from aespa_pl.tuning.data import divided
+from aespa_pl.tuning.data import held_back_and_steps
 
 OWN_KEYS = (
     "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "fast_dev_run",
@@ -231,7 +231,7 @@ def _check_shares(devices: int, settings: TuningSettings, work: Work) -> None:
     for section in (settings.blocks, settings.model):
         if section.enabled and devices > 1:
             try:
-                divided(fewest, section.batch_size, settings.held_back)
+                held_back_and_steps(fewest, section.batch_size, settings.held_back)
             except UserError as error:
                 raise UserError(
                     f"{error}. One of {devices} devices has so few: {work.segments} segments are divided in "

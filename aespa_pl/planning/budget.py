@@ -16,7 +16,7 @@ RESERVE = 0.9
 """Share of the free memory that is planned with: allocators keep some, and others want some."""
 
 
-def divide(
+def choose_partition(
     shape: Shape,
     work: Work,
     data: DataSettings,

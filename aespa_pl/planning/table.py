@@ -20,7 +20,7 @@ from aespa_pl.planning.needs import (
 from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.rates import measure_rates
 from aespa_pl.planning.shape import Shape, Work
-from aespa_pl.planning.units import duration, human
+from aespa_pl.planning.words import duration, human
 from aespa_pl.settings import DataSettings, QuantizationSettings
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from aespa_pl.evaluation.table import GB
-from aespa_pl.planning.units import duration
+from aespa_pl.planning.words import duration
 from aespa_pl.report.maps import NO_BLOCK
 from aespa_pl.report.picture import HALF, PALETTE, SERIES, Picture, block_ticks, depth_axis
 from aespa_pl.report.stored import StoredRun

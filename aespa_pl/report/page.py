@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from aespa_pl import __version__
 from aespa_pl.evaluation.table import ABSENT, KINDS, TextTable, joined_results
-from aespa_pl.planning.units import duration
+from aespa_pl.planning.words import duration
 from aespa_pl.report import costs, grids, losses, maps, results, tuning
 from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, style
 from aespa_pl.report.stored import StoredRun

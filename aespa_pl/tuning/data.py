@@ -131,7 +131,7 @@ class SegmentPairs(LightningDataModule):
         self.world = world
         count = len(self.pairs)
         # mini-batches of an epoch
-        kept, steps = divided(count, batch_size, held_back)
+        kept, steps = held_back_and_steps(count, batch_size, held_back)
         self.steps = int(-world.largest(-steps))
         # with those that whole mini-batches leave over, but not what this process has more than others
         self.training = range(min(count - kept, (self.steps + 1) * batch_size - 1))
@@ -152,7 +152,7 @@ class SegmentPairs(LightningDataModule):
         return steps * self.batch_size
 
 
-def divided(segments: int, batch_size: int, held_back: float) -> tuple[int, int]:
+def held_back_and_steps(segments: int, batch_size: int, held_back: float) -> tuple[int, int]:
     """Return how many segments are held back, and the number of mini-batches that the others make.
 
     Args:

@@ -36,7 +36,7 @@ from aespa_pl.tuning import (
     recipe,
     reconstruct,
 )
-from aespa_pl.walk.units import LearnedUnit, read_unit, write_unit
+from aespa_pl.walk.learned_unit import LearnedUnit, read_unit, write_unit
 
 MakeTuningTrainer = Callable[[Portion, int], Trainer]
 """Makes the Trainer of a tuning from its portion and its number of epochs."""

@@ -7,13 +7,13 @@ import torch
 
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
-from aespa_pl.planning.budget import divide, portions_in_words
+from aespa_pl.planning.budget import choose_partition, portions_in_words
 from aespa_pl.planning.needs import (
     device_bytes,
     partition_for,
 )
 from aespa_pl.planning.partition import WHOLE, Partition
-from aespa_pl.planning.units import duration, human
+from aespa_pl.planning.words import duration, human
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     DataSettings,
@@ -82,13 +82,13 @@ def test_smallest_parts_are_planned_where_nothing_fits() -> None:
 def test_memory_that_is_free_decides_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     s, settings, cpu = shape(), resolved(QuantizationSettings(method="aespa")), torch.device("cpu")
     monkeypatch.setattr("aespa_pl.planning.budget.free_bytes", lambda _: 1)
-    assert divide(s, WORK, DataSettings(), settings, cpu).heads == 1
-    assert divide(s, WORK, DataSettings(memory_gb=1), settings, cpu) == WHOLE
+    assert choose_partition(s, WORK, DataSettings(), settings, cpu).heads == 1
+    assert choose_partition(s, WORK, DataSettings(memory_gb=1), settings, cpu) == WHOLE
     hidden = DataSettings(memory_gb=2 * WORK.stream_bytes(s.hidden) / 1e9)
     assert (
-        divide(s, WORK, hidden, settings, cpu).heads == 1
+        choose_partition(s, WORK, hidden, settings, cpu).heads == 1
     )  # nothing left beside the hidden states
-    words = portions_in_words(divide(s, WORK, hidden, settings, cpu), s)
+    words = portions_in_words(choose_partition(s, WORK, hidden, settings, cpu), s)
     assert words[0].startswith("H_V of 1 of 2 heads at once, in 2 passes")
     assert "learning in portions" in words[1]
     assert portions_in_words(WHOLE, s) == []
