@@ -48,7 +48,7 @@ CONVERTER = "SFconvertbot"
 
 
 def resolve(pretrained: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the folder of a checkpoint, downloading it where necessary.
+    """Return the folder of a model, downloading it where necessary.
 
     Args:
         pretrained: ``embedded:NAME``, a folder, or a name on the hub.

@@ -27,7 +27,7 @@ def disk_bytes(
         shape: Sizes of the model.
         work: Calibration text.
         settings: Settings of the quantization.
-        stored_bytes: Bytes of each weight in the checkpoint.
+        stored_bytes: Bytes of each weight in the model's files.
         on_disk: Hidden states are kept in files.
         partition: The part of a block that is in memory at once; the rest is on disk.
     """
@@ -47,7 +47,7 @@ def waiting_bytes(
     Args:
         shape: Sizes of the model.
         settings: Settings of the quantization.
-        stored_bytes: Bytes of each weight in the checkpoint.
+        stored_bytes: Bytes of each weight in the model's files.
     """
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
     of_block = 2 * CHECKPOINT_BYTES * learning

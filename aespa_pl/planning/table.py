@@ -67,7 +67,7 @@ def needs_of(
         data: Settings: where hidden states wait, and how much memory a block may take.
         quantization: Method and settings.
         device: Device that blocks run on; it is measured.
-        stored_bytes: Bytes of each weight in the checkpoint.
+        stored_bytes: Bytes of each weight in the model's files.
         seconds: Time of the measurement.
         devices: All devices of the run, which divide each block.
     """
