@@ -155,9 +155,8 @@ def _wait(process: "subprocess.Popen[bytes]", interruption: Interruption) -> int
                     process.send_signal(interruption.received)
                     passed_on = True
     except RunInterrupted as second:
-        process.send_signal(
-            second.number
-        )  # it may not have the first one yet, and would go on alone
+        # the process may not have the first one yet, and would go on alone
+        process.send_signal(second.number)
         raise
 
 
@@ -207,9 +206,8 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
         is_file = option.key == "config" and option.value
         value = read_configuration(Path(str(option.value))) if is_file else option.value
         shared["options"].append([option.key, value])
-    shared = json.loads(
-        json.dumps(shared)
-    )  # as it comes back: keys of a YAML mapping may be numbers
+    # as it comes back from the file: keys of a YAML mapping may be numbers
+    shared = json.loads(json.dumps(shared))
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else shared
