@@ -1,0 +1,126 @@
+"""List the block types of GGUF as data, and hold the numbers that such a type stores of a matrix.
+
+A *block* is ``block`` columns of a row with one float16 factor d (and one d_min); a *group* is ``group``
+columns of it with small integers a and c of their own. The weight is
+
+    d a q - d_min c                 where a type stores minimums
+    d a (q - zero_point)            where its zero point is fixed
+
+A type without sub-scales has one group a block, and a = c = 1.
+
+Source: ``ggml-common.h``, ``ggml-quants.h`` and ``dequantize_row_*`` in ``ggml-quants.c`` of llama.cpp.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import cast
+
+import torch
+from jaxtyping import Float, Float16, Float32, Int, UInt8
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GridType:
+    """Describes a block type."""
+
+    name: str
+    """Name in llama.cpp."""
+    bits: int
+    """Bits of an integer q, which is ``0 .. 2^bits - 1``."""
+    group: int
+    """Columns that share a and c."""
+    block: int
+    """Columns that share d and d_min."""
+    zero_point: int | None
+    """The integer that stands for 0; None where the type stores minimums."""
+    scales: tuple[int, int] = (1, 1)
+    """Least and largest a."""
+    minimums: tuple[int, int] = (1, 1)
+    """Least and largest c, where the type stores minimums."""
+
+    @property
+    def largest(self) -> int:
+        """Return the largest integer q."""
+        return int(2**self.bits - 1)
+
+    @property
+    def groups(self) -> int:
+        """Return the number of groups of a block."""
+        return self.block // self.group
+
+    def fits(self, columns: int) -> bool:
+        """Return whether a row of so many columns is whole blocks."""
+        return columns % self.block == 0
+
+
+TYPES: dict[str, GridType] = {
+    kind.name: kind
+    for kind in (
+        GridType("Q2_K", 2, 16, 256, None, (0, 15), (0, 15)),
+        GridType("Q3_K", 3, 16, 256, 4, (-32, 31)),
+        GridType("Q4_K", 4, 32, 256, None, (0, 63), (0, 63)),
+        GridType("Q5_K", 5, 32, 256, None, (0, 63), (0, 63)),
+        GridType("Q6_K", 6, 16, 256, 32, (-128, 127)),
+        GridType("Q2_0", 2, 64, 64, 1),
+        GridType("Q4_0", 4, 32, 32, 8),
+        GridType("Q4_1", 4, 32, 32, None),
+        GridType("Q5_0", 5, 32, 32, 16),
+        GridType("Q5_1", 5, 32, 32, None),
+        GridType("Q8_0", 8, 32, 32, 128),
+    )
+}
+"""Block types by name."""
+
+
+@dataclass(frozen=True)
+class TypedMatrix:
+    """Holds a weight ``[rows, d_in]`` by the numbers that a block type stores.
+
+    In a run's ``blocks/*.safetensors`` each field that is not None is the tensor ``PROJECTION.FIELD``. A last
+    block of a row may have fewer columns; only such matrices are no file of llama.cpp.
+    """
+
+    integers: UInt8[Tensor, "rows d_in"]
+    """q, ``0 .. 2^bits - 1``; a type that stores q - zero_point is packed from it."""
+    d: Float16[Tensor, "rows blocks"]
+    """Factor of the scales; negative in some blocks of types with a fixed zero point."""
+    d_min: Float16[Tensor, "rows blocks"] | None = None
+    """Factor of the minimums, which are subtracted: the m of Q4_1 and Q5_1, which is added, is -d_min."""
+    sub_scale: Int[Tensor, "rows groups"] | None = None
+    """a, int8 where it can be negative and uint8 otherwise; Q3_K's file has a + 32. None where it is 1."""
+    sub_min: UInt8[Tensor, "rows groups"] | None = None
+    """c; None where there is none or it is 1."""
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the fields by ``NAME.FIELD``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {f"{name}.{key}": value for key, value in values.items() if value is not None}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], name: str) -> "TypedMatrix":
+        """Return what ``tensors`` has under a name."""
+        keys = {field.name: f"{name}.{field.name}" for field in fields(cls)}
+        return cls(**{field: tensors[key] for field, key in keys.items() if key in tensors})
+
+    def grid(
+        self, kind: GridType
+    ) -> tuple[Float32[Tensor, "rows groups"], Float32[Tensor, "rows groups"]]:
+        """Return scale and minimum of each group: the weight is ``scale * q - minimum``; both are exact."""
+        groups = -(-self.integers.shape[1] // kind.group)
+
+        def each_group(d: Tensor, factor: Tensor | None) -> Tensor:
+            value = d.float().repeat_interleave(kind.groups, 1)[:, :groups]
+            return value if factor is None else value * factor
+
+        scale = each_group(self.d, self.sub_scale)
+        if kind.zero_point is not None:
+            return scale, scale * kind.zero_point
+        return scale, each_group(cast(Tensor, self.d_min), self.sub_min)
+
+    def dequantized(self, kind: GridType) -> Float[Tensor, "rows d_in"]:
+        """Return the weight in float32, as llama.cpp computes it to the bit."""
+        scale, minimum = self.grid(kind)
+        q = self.integers.to(torch.float32)
+        columns = [x.repeat_interleave(kind.group, 1)[:, : q.shape[1]] for x in (scale, minimum)]
+        return columns[0] * q - columns[1]
