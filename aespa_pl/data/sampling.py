@@ -4,7 +4,9 @@ Source: Section 4.1 of the paper, which follows OPTQ: random windows of random d
 longer than a segment. Only documents that are drawn are tokenized, because a shard of C4 has 356,317.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from random import Random
 
 import torch
@@ -19,6 +21,8 @@ PATIENCE = 50_000
 """Documents in a row that may be too short before a text is given up: a minute of tokenizing."""
 
 Tokenize = Callable[[str], Int64[Tensor, " tokens"]]
+Window = tuple[int, int]
+"""Number of a document, and the window's first token in it."""
 
 
 def draw_segments(
@@ -26,9 +30,10 @@ def draw_segments(
 ) -> Int64[Tensor, "segments length"]:
     """Return random windows of random documents that have more than ``length`` tokens.
 
-    A document is used once while others are left. After that windows are drawn from all of them, so
-    that every window is equally likely. With ``settings.pack`` shorter documents are joined, in the
-    order in which they are drawn, and count as one as soon as they are long enough together.
+    A document is used once while others are left; then windows are drawn from all of them. No two windows
+    overlap, so that whichever segments a tuning holds back, it trains on none of their tokens. With
+    ``settings.pack`` shorter documents are joined, in the order in which they are drawn, and count as one
+    as soon as they are long enough together.
 
     Args:
         documents: The calibration text; an item is read when it is asked for.
@@ -37,15 +42,47 @@ def draw_segments(
         length: Tokens in a segment.
 
     Raises:
-        UserError: No document is long enough, or all that are have fewer tokens than are asked for.
+        UserError: No document is long enough, or there is no room for so many windows.
     """
     random = Random(settings.seed)  # noqa: S311 - no secret
     drawn = _draw_documents(documents, tokenize, settings, length, random)
-    _refuse_short_text(sum(map(len, drawn)), settings, length)
-    windows = [len(tokens) - length + 1 for tokens in drawn]
-    drawn += random.choices(drawn, windows, k=settings.segments - len(drawn))
-    starts = [random.randint(0, len(tokens) - length) for tokens in drawn]
-    return torch.stack([t[i : i + length] for t, i in zip(drawn, starts, strict=True)])
+    lengths = [len(tokens) for tokens in drawn]
+    _refuse_short_text(sum(n // length for n in lengths), settings, length)
+    chosen = [*range(len(drawn))]
+    chosen += random.choices(
+        chosen, [n - length + 1 for n in lengths], k=settings.segments - len(drawn)
+    )
+    windows = [(i, random.randint(0, lengths[i] - length)) for i in chosen]
+    if _overlap(windows, length):
+        windows = _place_apart(lengths, settings.segments, length, random)
+    return torch.stack([drawn[i][start : start + length] for i, start in windows])
+
+
+def _overlap(windows: list[Window], length: int) -> bool:
+    """Tell whether two windows have a token in common."""
+    return any(
+        a == b and end - start < length for (a, start), (b, end) in pairwise(sorted(windows))
+    )
+
+
+def _place_apart(lengths: list[int], count: int, length: int, random: Random) -> list[Window]:
+    """Return windows that don't overlap, in random order: of every document one, the others anywhere.
+
+    Args:
+        lengths: Tokens of each document.
+        count: Number of windows: at least one for each document, at most as many as there is room for.
+        length: Tokens in a window.
+        random: Draws; all ways to place a document's windows are equally likely.
+    """
+    rest = [i for i, n in enumerate(lengths) for _ in range(n // length - 1)]
+    counts = Counter([*range(len(lengths)), *random.sample(rest, count - len(lengths))])
+    windows = []
+    for i, number in counts.items():
+        # a window shrunk to one token leaves distinct places, each of which it may take
+        places = random.sample(range(lengths[i] - number * (length - 1)), number)
+        windows += [(i, place + n * (length - 1)) for n, place in enumerate(sorted(places))]
+    random.shuffle(windows)
+    return windows
 
 
 def _draw_documents(
@@ -83,12 +120,11 @@ def _draw_documents(
     return long
 
 
-def _refuse_short_text(available: int, settings: CalibrationSettings, length: int) -> None:
-    needed = settings.segments * length
-    if available < needed:
+def _refuse_short_text(room: int, settings: CalibrationSettings, length: int) -> None:
+    if room < settings.segments:
         raise UserError(
-            f"{CALIBRATION_KEY}: {settings.source} is too short: {settings.segments} segments of "
-            f"{length} tokens need {needed} tokens, its documents of more than {length} tokens "
-            f"have {available} together; set data.calibration.segments to {available // length} at "
-            "most, choose a shorter data.calibration.segment_length, or another text"
+            f"{CALIBRATION_KEY}: {settings.source} is too short: {settings.segments} segments are to be "
+            f"drawn, and its documents of more than {length} tokens have room for {room} that don't "
+            f"overlap; set data.calibration.segments to {room} at most, choose a shorter "
+            "data.calibration.segment_length, or another text"
         )

@@ -15,7 +15,7 @@ from aespa_pl.storage.files import write_tensors
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Number of the way in which tokens are made; a change of it makes older entries invisible."""
 
 

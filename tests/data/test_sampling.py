@@ -1,5 +1,6 @@
 """Calibration segments are windows of long documents, each checked against the words of the text."""
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -96,11 +97,50 @@ def test_few_long_documents_are_all_used_and_the_longer_ones_more_often() -> Non
     assert origins.count(1) > 40
 
 
-def test_every_window_of_a_text_of_few_documents_is_equally_likely() -> None:
-    """The third segment is one of the 2 windows of the first document and 16 of the other."""
-    documents = make_documents([LENGTH + 1, 2 * LENGTH - 1])
-    thirds = [origin(draw(documents, 3, seed)[2], documents) for seed in range(1500)]
-    assert thirds.count(0) / 1500 == pytest.approx(2 / 18, abs=0.03)
+@pytest.mark.parametrize(
+    ("lengths", "segments"),
+    [
+        ([150 * LENGTH], 128),
+        ([10 * LENGTH + 3], 10),
+        ([40 * LENGTH, 2 * LENGTH, 7 * LENGTH - 1], 40),
+    ],
+)
+def test_no_token_is_in_two_segments_so_none_held_back_is_trained_on(
+    lengths: list[int], segments: int
+) -> None:
+    """Whichever segments are held back: words are unique, so a token in two segments shows."""
+    documents = make_documents(lengths)
+    for seed in range(20):
+        drawn = draw(documents, segments, seed)
+        assert len({word for segment in drawn for word in segment}) == segments * LENGTH
+        assert all(origin(segment, documents) in range(len(lengths)) for segment in drawn)
+
+
+def test_windows_that_happen_not_to_overlap_are_those_of_optq() -> None:
+    """Drawn apart from each other only where needed: a random start for each window."""
+    documents = make_documents([1000 * LENGTH])
+    random = Random(0)
+    random.sample([0], 1)
+    random.choices([0], [1], k=4)
+    starts = [random.randint(0, 999 * LENGTH) for _ in range(5)]
+    assert [segment[0] for segment in draw(documents, 5)] == starts
+
+
+def test_every_way_to_place_two_windows_apart_is_equally_likely() -> None:
+    """3 tokens to spare give 10 ways; an overlapping first draw is likely, and then one of them is taken."""
+    lengths, ways = [2 * LENGTH + 3], Counter[tuple[int, ...]]()
+    for seed in range(4000):
+        placed = sampling._place_apart(lengths, 2, LENGTH, Random(seed))
+        ways[tuple(sorted(start for _, start in placed))] += 1
+    assert set(ways) == {(a, b + LENGTH) for a in range(4) for b in range(a, 4)}
+    assert min(ways.values()) > 300
+
+
+def test_segments_that_are_held_back_come_from_anywhere_in_the_text() -> None:
+    documents = make_documents([150 * LENGTH])
+    last = [word for segment in draw(documents, 128)[-8:] for word in segment]
+    assert min(last) < 50 * LENGTH
+    assert max(last) > 100 * LENGTH
 
 
 def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
@@ -144,12 +184,13 @@ def test_fewer_tokens_than_asked_for_are_refused_with_the_numbers() -> None:
     with pytest.raises(UserError) as caught:
         draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 6)
     assert str(caught.value) == (
-        "data.calibration.source: a.txt is too short: 6 segments of 16 tokens need 96 tokens, its "
-        "documents of more than 16 tokens have 81 together; set data.calibration.segments to 5 at "
-        "most, choose a shorter data.calibration.segment_length, or another text"
+        "data.calibration.source: a.txt is too short: 6 segments are to be drawn, and its documents of more "
+        "than 16 tokens have room for 5 that don't overlap; set data.calibration.segments to 5 at most, "
+        "choose a shorter data.calibration.segment_length, or another text"
     )
-    assert len(draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 5)) == 5
-    assert len(draw(make_documents([4 * LENGTH - 1, 2 * LENGTH + 1]), 6)) == 6  # not one to spare
+    assert (
+        len(draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 5)) == 5
+    )  # not one to spare
 
 
 def test_a_text_of_short_documents_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
