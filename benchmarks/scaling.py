@@ -1,15 +1,10 @@
-"""Measure one process and two, in seconds and bytes sent, and predict 1 to 64 devices for large models.
+"""Measure the seconds and the bytes sent of one process and two.
 
-python benchmarks/scaling.py --output scaling.jsonl
-python benchmarks/scaling.py --processes []                # the prediction alone, seconds
+    python benchmarks/scaling.py --output scaling.jsonl
 
-Measured: ``aespa-pl fit`` of a LLaMA-type model with random weights on the CPU, each process with one
+It runs ``aespa-pl fit`` of a LLaMA-type model with random weights on the CPU, each process with one
 thread, connected by gloo. There should be a core for each. Bytes are what each process sends, if sums and
 gathers go round a ring.
-
-Predicted: the arithmetic of ``aespa_pl/planning/needs.py``, divided as the program divides it, over an
-assumed rate, and the bytes over an assumed bandwidth. It is a prediction: nothing of it was measured. It
-knows nothing of how much slower small matrices are, of reading weights and of writing files.
 """
 
 import json
@@ -23,7 +18,6 @@ from typing import Any
 
 import torch
 from jsonargparse import auto_cli
-from predicted_scaling import Assumed, curve, llama_30b, opt_175b
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aespa_pl.data.texts import EMBEDDED
@@ -70,12 +64,9 @@ def main(
     length: int = 256,
     rounds: int = 1,
     iterations: int = 200,
-    tflops: float = 15.0,
-    gigabytes: float = 20.0,
-    call_seconds: float = 100e-6,
     output: Path | None = None,
 ) -> None:
-    """Measure and predict, and print both.
+    """Measure, and print a table.
 
     Args:
         processes: Numbers of processes to measure.
@@ -87,25 +78,18 @@ def main(
         length: Tokens in each.
         rounds: Of Z-Fold, at most.
         iterations: Of the rounding.
-        tflops: Assumed for the prediction: 10^12 operations a second of a device, in all phases. 15 is what
-            float32 products without tensor cores reach on an A100.
-        gigabytes: Assumed: 10^9 bytes a second that each device sends.
-        call_seconds: Assumed: time of a collective call with next to no data.
         output: JSON lines are appended to this file.
     """
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        if processes:
-            config = LlamaConfig(
-                hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-                num_key_value_heads=heads, num_hidden_layers=blocks, max_position_embeddings=length,
-            )  # fmt: skip
-            _make_model(config, Path(folder) / "model")
-            print(
-                f"measured: hidden size {hidden}, {blocks} blocks; all phases are in the JSON lines"
-            )
-            print("| processes | seconds | of rounding | speed-up | MB sent | calls |")
-            print("|---|---|---|---|---|---|")
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+            num_key_value_heads=heads, num_hidden_layers=blocks, max_position_embeddings=length,
+        )  # fmt: skip
+        _make_model(config, Path(folder) / "model")
+        print(f"hidden size {hidden}, {blocks} blocks; all phases are in the JSON lines")
+        print("| processes | seconds | of rounding | speed-up | MB sent | calls |")
+        print("|---|---|---|---|---|---|")
         for count in processes:
             options = {
                 "data.calibration.segments": segments,
@@ -114,29 +98,12 @@ def main(
                 "quantization.rounding.iterations": iterations,
             }
             row = _measured(Path(folder), count, options)
-            rows.append({"kind": "measured", "hidden": hidden, "blocks": blocks, **row})
+            rows.append({"hidden": hidden, "blocks": blocks, **row})
             speed_up = rows[0]["seconds"]["quantization"] / row["seconds"]["quantization"]
             print(
                 f"| {count} | {row['seconds']['quantization']:.1f} | {row['seconds']['rounding']:.1f} "
                 f"| {speed_up:.2f} | {row['bytes'] / 1e6:.1f} | {row['calls']} |",
                 flush=True,
-            )
-    assumed = Assumed(tflops, gigabytes, call_seconds)
-    print(
-        f"\nPREDICTED, not measured, from {tflops:g} TFLOP/s and {gigabytes:g} GB/s a device, "
-        f"{1e6 * call_seconds:g} us a call; 128 segments of 2048 tokens, one a batch, method aespa"
-    )
-    print(
-        "| model | devices | hours | speed-up | hours of communication | GB sent | GB on a device |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for name, config in (("LLaMA-30B", llama_30b()), ("175B (OPT)", opt_175b())):
-        for row in curve(name, config, assumed):
-            rows.append(row)
-            print(
-                f"| {name} | {row['devices']} | {row['seconds'] / 3600:.1f} | {row['speed_up']:.1f} "
-                f"| {row['communication_seconds'] / 3600:.2f} | {row['bytes'] / 1e9:.0f} "
-                f"| {row['device_bytes'] / 1e9:.0f} |"
             )
     if output is not None:
         with output.open("a", encoding="utf-8") as file:

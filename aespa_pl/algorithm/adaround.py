@@ -15,7 +15,14 @@ from torch import Tensor
 from aespa_pl.algorithm.objectives import error_product
 from aespa_pl.algorithm.products import multiply, operand
 from aespa_pl.algorithm.quantizer import Grid
-from aespa_pl.algorithm.soft_kernels import STRETCH, TINY, soft_error, soft_gradient, weight_gain
+from aespa_pl.algorithm.soft_kernels import (
+    STRETCH,
+    TINY,
+    soft_error,
+    soft_gradient,
+    soft_penalty,
+    weight_gain,
+)
 from aespa_pl.algorithm.workspace import Workspace, chunk_elements
 
 CPU_CHUNK = 2**16
@@ -216,53 +223,20 @@ def _loss_in_two_kernels(
     workspace: Workspace,
     gradient: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Do the same as ``_loss_in_chunks`` with one kernel before the product and one after it."""
-    dW = workspace.like("error", B)
-    soft_error(B, rounding.base, **rounding.kernel_arguments(), out=dW)
-    _product(dW, H, G, workspace, gradient)
-    reconstruction, penalty = (dW * gradient).sum(), B.new_zeros(())
-    if beta is not None:
-        penalty = -(2 * rectified_sigmoid(B) - 1).abs().pow(beta).sum()
-    exponent = None if beta is None else B.new_full((), beta)
-    soft_gradient(
-        B, **rounding.kernel_arguments(), exponent=exponent, weight=weight, gradient=gradient
-    )
-    return reconstruction, penalty
+    """Do the same as ``_loss_in_chunks`` with one kernel before the product and one after it.
 
-
-def write_gradient(
-    B: Float[Tensor, "heads rows d_in"],
-    rounding: SoftRounding,
-    H: Float[Tensor, "#heads d_in d_in"],
-    G: Float[Tensor, "heads rows rows"] | None,
-    exponent: Float[Tensor, ""] | None,
-    *,
-    weight: float,
-    workspace: Workspace,
-    gradient: Float[Tensor, "heads rows d_in"],
-) -> None:
-    """Write the gradient of ``rounding_loss`` without the losses, on an accelerator.
-
-    It takes as long there as the bytes take that it reads and writes: 14 a weight before the product
-    (B, base, lower, dW), 14 after it (B, lower, product, gradient).
-
-    Args:
-        B: Rounding variables, contiguous, without autograd.
-        rounding: Numbers of the projection that stay fixed while B is learned.
-        H: Damped Hessian, an ``operand``.
-        G: Second moment of the other side (query and key projections), or None.
-        exponent: beta, a tensor because a kernel is compiled for each value of a number; None: no
-            rounding loss.
-        weight: lambda, the weight of the rounding loss.
-        workspace: Memory of intermediate results.
-        gradient: Tensor that the gradient is written to, in the shape of B.
+    The exponent is a tensor, because a kernel is compiled for each value of a number.
     """
     dW = workspace.like("error", B)
     soft_error(B, rounding.base, **rounding.kernel_arguments(), out=dW)
     _product(dW, H, G, workspace, gradient)
+    reconstruction = torch.dot(dW.view(-1), gradient.view(-1))
+    exponent = None if beta is None else B.new_full((), beta)
+    penalty = B.new_zeros(()) if exponent is None else soft_penalty(B, exponent)
     soft_gradient(
         B, **rounding.kernel_arguments(), exponent=exponent, weight=weight, gradient=gradient
     )
+    return reconstruction, penalty
 
 
 def _product(

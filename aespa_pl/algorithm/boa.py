@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from aespa_pl.algorithm.hessian import inverse_factor
-from aespa_pl.algorithm.optq import ColumnVisitor, factor_columns
+from aespa_pl.algorithm.optq import factor_columns, round_columns
 from aespa_pl.algorithm.quantizer import Grid, dequantize
 
 
@@ -41,12 +41,12 @@ def update_rows(
         NumericalError: H or G cannot be factored.
     """
     U, added = inverse_factor(G)
-    columns, visitor = factor_columns(H), ColumnVisitor(grid.largest)
+    columns = factor_columns(H)
     pending, visited, integers = W.clone(), torch.empty_like(W), torch.empty_like(W)
     for i in range(W.shape[1]):
         row = slice(i, i + 1)
         of_row = replace(grid, scale=grid.scale[:, row], zero_point=grid.zero_point[:, row])
-        visited[:, row], integers[:, row] = visitor.visit(pending[:, row], columns, of_row)
+        visited[:, row], integers[:, row] = round_columns(pending[:, row], columns, of_row)
         # before the row's own compensation: that moved the error to later columns, it didn't undo it
         lost = pending[:, row] - dequantize(integers[:, row], of_row)  # [heads, 1, d_in]
         share = (U[:, i, i + 1 :] / U[:, i, i, None])[..., None]  # [heads, later rows, 1]

@@ -13,7 +13,7 @@ Here a *unit* is what can be minimized alone: a row, or a head where G couples i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize
-from aespa_pl.algorithm.replay import Replayed
 from aespa_pl.algorithm.threads import one_thread
 from aespa_pl.algorithm.tile import (
     Tile,
@@ -30,8 +29,6 @@ from aespa_pl.algorithm.tile import (
     find_coupled_moves,
     find_moves,
     moving,
-    settled_coupled_moves,
-    settled_moves,
     times,
 )
 
@@ -171,10 +168,6 @@ class _Units:
     G: Float[Tensor, "units rows rows"] | None
     largest: int
     """The largest integer."""
-    rounds: Replayed = field(default_factory=lambda: Replayed(settled_moves, "the polish"))
-    coupled_rounds: Replayed = field(
-        default_factory=lambda: Replayed(settled_coupled_moves, "the polish")
-    )
 
     @classmethod
     def of(
@@ -232,7 +225,7 @@ class _Units:
         for columns in chain.from_iterable(self.groups):
             here = columns.here
             tile = self._tile(slice(None), here, self.R[..., here])
-            moves = find_moves(tile, columns.effects, self.rounds)
+            moves = find_moves(tile, columns.effects)
             few = None  # units that move; an accelerator would make the host wait for them
             if moves.device.type == "cpu":
                 few = moving(moves)
@@ -257,7 +250,7 @@ class _Units:
             for columns in group:
                 here = columns.here
                 tile = self._tile(rows, here, P[..., here])
-                moves = find_coupled_moves(tile, columns.effects[0], below, self.coupled_rounds)
+                moves = find_coupled_moves(tile, columns.effects[0], below)
                 change = times(self._move(rows, here, moves), self.H[:, here])
                 R += change
                 P.baddbmm_(G, change)  # all columns: a part of them would be one call a head

@@ -5,7 +5,6 @@ Source: Frantar et al., "OPTQ: Accurate Quantization for Generative Pre-trained 
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from aespa_pl.algorithm.hessian import inverse_factor
 from aespa_pl.algorithm.quantizer import Grid
-from aespa_pl.algorithm.replay import Replayed
 from aespa_pl.algorithm.workspace import chunk_elements
 
 LAZY_COLUMNS = 128
@@ -42,11 +40,11 @@ def update_weights(
     """
     elements = chunk_elements(W, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
     size = max(1, elements // W.shape[-1] ** 2) if H.shape[0] > 1 else W.shape[0]
-    visitor = ColumnVisitor(grid.largest)
     parts = []
     for i in range(0, W.shape[0], size):
         own = H if H.shape[0] == 1 else H[i : i + size]
-        parts.append(_update_heads(W[i : i + size], own, grid.heads(i, size), visitor))
+        columns = factor_columns(own)
+        parts.append((*round_columns(W[i : i + size], columns, grid.heads(i, size)), columns.added))
     visited, integers, added = zip(*parts, strict=True)
     return torch.cat(visited), torch.cat(integers), torch.cat(added)
 
@@ -78,58 +76,35 @@ def factor_columns(H: Float[Tensor, "heads d_in d_in"]) -> FactoredColumns:
     return FactoredColumns(order, U, added)
 
 
-class ColumnVisitor:
-    """Rounds column after column of weights; a device repeats the work of ``LAZY_COLUMNS`` columns.
-
-    Weights of the same shape that follow each other share one visitor, and so the memory of its graphs.
-    """
-
-    def __init__(self, largest: int) -> None:
-        """Take the largest integer of the grid."""
-        self._round = Replayed(partial(_round_columns, largest=largest), "OPTQ")
-
-    def visit(
-        self, W: Float[Tensor, "heads rows d_in"], factored: FactoredColumns, grid: Grid
-    ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"]]:
-        """Return each weight as it was about to be rounded, and its integer."""
-        heads, rows, d_in = W.shape
-        columns = factored.order[:, None].expand(heads, rows, d_in)
-        step, zero = (x.gather(2, columns) for x in (grid.step(), grid.zero()))
-        pending, integers = self._visit(W.gather(2, columns), step, zero, factored.upper)
-        back = columns.argsort(-1)
-        return pending.gather(2, back), integers.gather(2, back)
-
-    def _visit(
-        self, pending: Tensor, step: Tensor, zero: Tensor, U: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Do the work on columns that are in order already; ``pending`` is changed."""
-        integers = torch.empty_like(pending)
-        for start in range(0, pending.shape[-1], LAZY_COLUMNS):
-            here = slice(start, start + LAZY_COLUMNS)
-            later = slice(start + LAZY_COLUMNS, None)
-            parts = (pending[..., here], step[..., here], zero[..., here], U[:, here, here])
-            pending[..., here], integers[..., here], errors = self._round(*parts)
-            pending[..., later] -= errors @ U[:, here, later]
-        return pending, integers
+def round_columns(
+    W: Float[Tensor, "heads rows d_in"], factored: FactoredColumns, grid: Grid
+) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"]]:
+    """Return each weight as it was about to be rounded, and its integer."""
+    heads, rows, d_in = W.shape
+    columns = factored.order[:, None].expand(heads, rows, d_in)
+    U, pending = factored.upper, W.gather(2, columns)
+    step, zero = (x.gather(2, columns) for x in (grid.step(), grid.zero()))
+    integers = torch.empty_like(pending)
+    for start in range(0, d_in, LAZY_COLUMNS):
+        here = slice(start, start + LAZY_COLUMNS)
+        later = slice(start + LAZY_COLUMNS, None)
+        parts = (pending[..., here], step[..., here], zero[..., here], U[:, here, here])
+        integers[..., here], errors = _round_lazily(*parts, grid.largest)
+        pending[..., later] -= errors @ U[:, here, later]
+    back = columns.argsort(-1)
+    return pending.gather(2, back), integers.gather(2, back)
 
 
-def _round_columns(
-    W: Tensor, step: Tensor, zero: Tensor, U: Tensor, *, largest: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights as they were about to be rounded, their integers and compensated errors."""
-    pending, integers, errors = W.clone(), torch.empty_like(W), torch.empty_like(W)
-    for j in range(W.shape[-1]):
+def _round_lazily(
+    pending: Tensor, step: Tensor, zero: Tensor, U: Tensor, largest: int
+) -> tuple[Tensor, Tensor]:
+    """Compensate within these columns, in place; return their integers and the errors to compensate."""
+    integers, errors = torch.empty_like(pending), torch.empty_like(pending)
+    for j in range(pending.shape[-1]):
         w, s, z = pending[..., j], step[..., j], zero[..., j]
         q = torch.clamp(torch.round(w / s) + z, 0, largest)
         error = (w - s * (q - z)) / U[:, j, j, None]
         # Column j itself must stay as it was about to be rounded.
         pending[..., j + 1 :] -= error[..., None] * U[:, None, j, j + 1 :]
         errors[..., j], integers[..., j] = error, q
-    return pending, integers, errors
-
-
-def _update_heads(
-    W: Tensor, H: Tensor, grid: Grid, visitor: ColumnVisitor
-) -> tuple[Tensor, Tensor, Tensor]:
-    columns = factor_columns(H)
-    return *visitor.visit(W, columns, grid), columns.added
+    return integers, errors

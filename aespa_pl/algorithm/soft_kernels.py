@@ -1,4 +1,4 @@
-"""Do the element-wise work of the soft rounding in two kernels, which are compiled for an accelerator.
+"""Do the element-wise work of the soft rounding in kernels that are compiled for an accelerator.
 
 ``adaround.py`` has the same formulas as a loop over chunks, which suits the caches of a CPU.
 """
@@ -45,6 +45,15 @@ def soft_error(
 
 
 @fused
+def soft_penalty(
+    B: Float[Tensor, "heads rows d_in"], exponent: Float[Tensor, ""]
+) -> Float[Tensor, ""]:
+    """Return ``-sum(|2 h(B) - 1| ** exponent)``: the penalty over its weight less the number of weights."""
+    centred = (2 * STRETCH * torch.sigmoid(B) - STRETCH).clamp(-1, 1)
+    return -centred.abs().pow(exponent).sum()
+
+
+@fused
 def soft_gradient(
     B: Float[Tensor, "heads rows d_in"],
     *,
@@ -56,10 +65,7 @@ def soft_gradient(
     weight: float,
     gradient: Float[Tensor, "heads rows d_in"],
 ) -> None:
-    """Turn the product ``G dW H`` in ``gradient`` into the gradient of both losses.
-
-    There are no sums in it: with them the compiler made six kernels.
-    """
+    """Turn the product ``G dW H`` in ``gradient`` into the gradient of both losses."""
     sigmoid = torch.sigmoid(B)
     centred = 2 * STRETCH * sigmoid - STRETCH
     g = gradient * weight_gain(lower, scale, zeta, largest)

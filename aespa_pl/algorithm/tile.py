@@ -17,8 +17,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from aespa_pl.algorithm.replay import Replayed
-
 ROUNDS, COUPLED_ROUNDS = 4, 8
 """Rounds of a visit on an accelerator, without G and with it; two at least, to tell what is settled."""
 CPU_COUPLED_ROUNDS = 16
@@ -56,7 +54,7 @@ class Tile:
 
 
 def find_moves(
-    tile: Tile, later: Float[Tensor, "#units columns columns"], rounds: Replayed
+    tile: Tile, later: Float[Tensor, "#units columns columns"]
 ) -> Float[Tensor, "units rows columns"]:
     """Return the moves of a visit of weight after weight, where rows don't depend on each other.
 
@@ -65,10 +63,9 @@ def find_moves(
     Args:
         tile: Rows and columns to visit.
         later: What a move by 1 adds to the wanted moves of the columns to come; 0 on the diagonal and below.
-        rounds: ``settled_moves``, for accelerators.
     """
     if tile.wanted.device.type != "cpu":
-        return rounds(later, *tile.tensors())[0]
+        return settled_moves(tile, later)
     found = moves = tile.first()
     among = unsettled = moving(moves)
     for _ in range(tile.wanted[0].numel()):  # NaN would go on for ever
@@ -90,7 +87,6 @@ def find_coupled_moves(
     tile: Tile,
     both: Float[Tensor, "columns twice_columns"],
     below: Float[Tensor, "units rows rows"],
-    rounds: Replayed,
 ) -> Float[Tensor, "units rows columns"]:
     """Return the moves of a visit of weight after weight, where G couples the rows.
 
@@ -101,11 +97,10 @@ def find_coupled_moves(
         both: What a move by 1 adds to the wanted moves of all these columns, and beside it the part above
             the diagonal, ``later`` of ``find_moves``.
         below: How much of that a move of a row adds to each row to come; 0 on the diagonal and above.
-        rounds: ``settled_coupled_moves``, for accelerators.
     """
-    if tile.wanted.device.type != "cpu":
-        return rounds(both, below, *tile.tensors())[0]
-    return _coupled_visit(tile, both, below, CPU_COUPLED_ROUNDS, ends_early=True)
+    on_cpu = tile.wanted.device.type == "cpu"
+    rounds = CPU_COUPLED_ROUNDS if on_cpu else COUPLED_ROUNDS
+    return coupled_moves(tile, both, below, rounds, ends_early=on_cpu)
 
 
 def moving(moves: Float[Tensor, "units rows columns"]) -> Int[Tensor, " some"]:
@@ -115,34 +110,28 @@ def moving(moves: Float[Tensor, "units rows columns"]) -> Int[Tensor, " some"]:
     return lengths.nonzero()[:, 0]
 
 
-def settled_moves(later: Tensor, *tile: Tensor) -> tuple[Tensor]:
-    """Return the moves that are settled after ``ROUNDS`` rounds, the others 0.
-
-    Args:
-        later: As of ``find_moves``.
-        tile: ``Tile.tensors()``, each ``[units, rows, columns]``; one by one, because a graph takes tensors.
-    """
-    here = Tile(*tile)
-    moves = before = here.first()
+def settled_moves(
+    tile: Tile, later: Float[Tensor, "#units columns columns"]
+) -> Float[Tensor, "units rows columns"]:
+    """Return the moves that are settled after ``ROUNDS`` rounds, the others 0; arguments as above."""
+    moves = before = tile.first()
     for _ in range(ROUNDS - 1):
-        before, moves = moves, here.possible(plus_times(here.wanted, moves, later))
-    return (_settled(moves, before),)
+        before, moves = moves, tile.possible(plus_times(tile.wanted, moves, later))
+    return _settled(moves, before)
 
 
-def settled_coupled_moves(both: Tensor, below: Tensor, *tile: Tensor) -> tuple[Tensor]:
-    """Return the moves that are settled after ``COUPLED_ROUNDS`` rounds, the others 0.
+def coupled_moves(
+    tile: Tile, both: Tensor, below: Tensor, rounds: int, *, ends_early: bool
+) -> Float[Tensor, "units rows columns"]:
+    """Return the moves that are settled after some rounds, the others 0; arguments as above.
 
     Args:
-        both: As of ``find_coupled_moves``.
-        below: As of ``find_coupled_moves``.
-        tile: ``Tile.tensors()``, each ``[units, rows, columns]``; one by one, because a graph takes tensors.
+        tile: Rows and columns to visit.
+        both: Effects of a move on the columns.
+        below: Effects on the rows to come.
+        rounds: Rounds at most, two or more.
+        ends_early: Ask after each round whether all moves are settled.
     """
-    return (_coupled_visit(Tile(*tile), both, below, COUPLED_ROUNDS, ends_early=False),)
-
-
-def _coupled_visit(
-    tile: Tile, both: Tensor, below: Tensor, rounds: int, *, ends_early: bool
-) -> Tensor:
     coupling = _Coupling(tile, both, below)
     moves = before = tile.first()
     for _ in range(rounds - 1):

@@ -13,14 +13,11 @@ class Workspace:
     def __init__(self) -> None:
         """Begin with nothing; a buffer is made when it is first asked for, or too small."""
         self._buffers: dict[str, Tensor] = {}
-        self._replaced: list[Tensor] = []
 
     def like(self, name: str, tensor: Tensor) -> Tensor:
         """Return the buffer of this name in the shape and type of ``tensor``; it holds anything."""
         found = self._buffers.get(name)
         if found is None or found.numel() < tensor.numel() or found.device != tensor.device:
-            if found is not None:
-                self._replaced.append(found)  # a graph (replay.py) may write to it again
             found = self._buffers[name] = torch.empty_like(tensor).view(-1)
         return found[: tensor.numel()].view_as(tensor)
 

@@ -42,9 +42,6 @@ some rows have ended; the integers found."""
 WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
 """An iteration computes this many bytes meanwhile, for each weight of the largest projection that is learned.
 An accelerator (True) does all of it at once, a CPU most of it in chunks."""
-GRAPH_BYTES, GRAPH_WORKSPACE = 2, 2**25
-"""The graph of a projection's iteration keeps the rounded error (bytes a weight, with products in
-bfloat16), and what NVIDIA's library of products works in (bytes, on an H100, by its documentation)."""
 
 
 def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
@@ -124,14 +121,13 @@ def device_bytes(
     coupled = sum(m.size for m in shape.matrices if m.role in (Role.QUERY, Role.KEY))  # together
     targets = FLOAT * shape.weights if settings.input_correction else 0
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
-    graphs = sum(learned(m, settings) for m in shape.matrices)
     at_once = min(learning, partition.weights or learning)
     waiting = learning - at_once
     kept = shape.weights - at_once
     steady = block + hessians
     operands = 0
     if settings.products == "bfloat16" and accelerator:
-        operands = hessians // 2 + GRAPH_BYTES * at_once
+        operands = hessians // 2
     elif settings.products in ("bfloat16", "tf32") and not accelerator:
         operands = hessians  # a CPU rounds a copy
     return {
@@ -156,8 +152,7 @@ def device_bytes(
         + LEARNED_BYTES * at_once
         + KEPT_BYTES * kept
         + FLOAT * waiting  # W', which the learning begins with
-        + (WORKSPACE_BYTES[accelerator] * largest if learning else 0)
-        + (GRAPH_WORKSPACE * graphs if accelerator else 0),
+        + (WORKSPACE_BYTES[accelerator] * largest if learning else 0),
         "polish": steady
         + (FLOAT + FLOAT + 1) * shape.weights
         + (POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0),

@@ -63,29 +63,22 @@ class BlockRounding(LightningModule):
     def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
         """Return the loss of all projections together; their gradients are made on the way.
 
-        On an accelerator the loss is computed where curves are logged, and 0 in the iterations between.
-
         Raises:
             NumericalError: A loss is not finite; this is looked at whenever curves are logged.
         """
-        s, losses = self.settings, {}
+        s = self.settings
         beta = penalty_exponent(
             self.global_step, s.iterations, warmup=s.warmup, start=s.beta_start, end=s.beta_end
         )
-        logged = (self.global_step + 1) % self._log_interval == 0
         with multiplying_in(self.precision):
-            for name, projection in self.named_projections():
-                if logged or self.device.type == "cpu":
-                    losses[name] = projection.loss(*batch[name], beta, self._workspace)
-                else:
-                    projection.update_gradient(*batch[name], beta, self._workspace)
-        if not losses:
-            return torch.zeros((), device=self.device)
+            losses = {
+                name: projection.loss(*batch[name], beta, self._workspace)
+                for name, projection in self.named_projections()
+            }
+        if (self.global_step + 1) % self._log_interval == 0:
+            return self._report(losses)
         parts = [part for loss in losses.values() for part in (loss.reconstruction, loss.penalty)]
-        total = torch.stack(parts).sum()
-        if logged:
-            total = self._report(losses)
-        return total
+        return torch.stack(parts).sum()
 
     def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
         """Hand the gradients to the optimizer: the products of the losses gave them already."""

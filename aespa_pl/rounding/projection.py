@@ -10,10 +10,8 @@ from aespa_pl.algorithm.adaround import (
     rounding_loss,
     start,
     undecided,
-    write_gradient,
 )
 from aespa_pl.algorithm.quantizer import Grid, quantize
-from aespa_pl.algorithm.replay import Replayed
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.curve_names import NOT_NEAREST, UNDECIDED
 from aespa_pl.distributed.rows import RowShare
@@ -65,7 +63,6 @@ class ProjectionRounding(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         # memory that lives as long as the variables: new memory each iteration costs a CPU more
         self.register_buffer("gradient", torch.empty_like(variables), persistent=False)
-        self._gradients: tuple[bool, Replayed] | None = None
 
     @property
     def fixed(self) -> SoftRounding:
@@ -94,43 +91,6 @@ class ProjectionRounding(nn.Module):
             workspace=workspace,
             gradient=self.gradient,
         )
-
-    @torch.no_grad()
-    def update_gradient(
-        self, H: Tensor, G: Tensor | None, beta: float | None, workspace: Workspace
-    ) -> None:
-        """Write ``gradient`` without a loss, on an accelerator, which repeats this with one launch.
-
-        Args:
-            H: As in ``loss``; the same tensor in all calls, because what is repeated reads its memory.
-            G: As there; the same tensor in all calls.
-            beta: As there.
-            workspace: As there; the same in all calls.
-        """
-        penalized = beta is not None
-        if self._gradients is None or self._gradients[0] != penalized:  # it changes once
-            self._gradients = penalized, self._repeated(H, G, workspace, penalized=penalized)
-        self._gradients[1](self.variables.new_full((), beta or 0.0))
-
-    def _repeated(
-        self, H: Tensor, G: Tensor | None, workspace: Workspace, *, penalized: bool
-    ) -> Replayed:
-        """Return what writes the gradient for an exponent; it holds no reference to this module."""
-        variables, fixed, penalty, gradient = (
-            self.variables,
-            self.fixed,
-            self.penalty,
-            self.gradient,
-        )
-
-        def write(exponent: Tensor) -> tuple[Tensor]:
-            write_gradient(
-                variables, fixed, H, G, exponent if penalized else None,
-                weight=penalty, workspace=workspace, gradient=gradient,
-            )  # fmt: skip
-            return (gradient,)
-
-        return Replayed(write, "learning")
 
     @torch.no_grad()
     def integers(self) -> Tensor:

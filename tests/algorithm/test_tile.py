@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import tile as tiles
-from aespa_pl.algorithm.replay import Replayed
 from aespa_pl.algorithm.tile import (
     Tile,
+    coupled_moves,
     find_coupled_moves,
     find_moves,
-    settled_coupled_moves,
     settled_moves,
 )
 
@@ -79,17 +78,18 @@ def given(*, coupled: bool) -> Given:
 def on_an_accelerator(given: Given, *, coupled: bool) -> Tensor:
     """Return what an accelerator finds in a visit."""
     if not coupled:
-        return settled_moves(given.effects().triu(1)[None], *given.tile.tensors())[0]
-    return settled_coupled_moves(given.both(), given.below(), *given.tile.tensors())[0]
+        return settled_moves(given.tile, given.effects().triu(1)[None])
+    rounds = tiles.COUPLED_ROUNDS
+    return coupled_moves(given.tile, given.both(), given.below(), rounds, ends_early=False)
 
 
 def on_a_cpu(given: Given, *, coupled: bool) -> Tensor:
     """Return what a CPU finds in a visit."""
-    tile, rounds = given.tile, Replayed(settled_moves, "a test")
+    tile = given.tile
     if coupled:
-        return find_coupled_moves(tile, given.both(), given.below(), rounds)
+        return find_coupled_moves(tile, given.both(), given.below())
     rows = Tile(*(x.flatten(0, 1)[:, None] for x in tile.tensors()))
-    return find_moves(rows, given.effects().triu(1)[None], rounds).view_as(tile.wanted)
+    return find_moves(rows, given.effects().triu(1)[None]).view_as(tile.wanted)
 
 
 @both_kinds

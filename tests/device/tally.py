@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass
@@ -36,14 +35,10 @@ class Tally:
 
 
 tallies: list[Tally] = []
-capturing: list[Any] = []
-"""The graph that operations are captured for."""
 
 
 def tally(wait: str) -> None:
     """Count a synchronization, by its kind and the function of the package that asked for it."""
-    if capturing:
-        raise RuntimeError(f"{wait}: the host can't wait for a device that captures")
     if not tallies:
         return
     frame = sys._getframe()

@@ -25,7 +25,7 @@ from tests.device.operations import (
     tree_map,
 )
 from tests.device.streams import CLOCK, CURRENT, NAME, Event, Stream, active, device
-from tests.device.tally import capturing, tallies, tally
+from tests.device.tally import tallies, tally
 
 kernels_open: list["OneKernel"] = []
 pinned: set[int] = set()
@@ -131,13 +131,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     CLOCK[0] += 1
     host = tree_map(_held, (args, kwargs))
     result = run_on_host(func, name, *host)
-    if capturing:
-        capturing[-1].note(func, name, host, result)
     if there:
         result = tree_map(_placed, result)
     if here and aliases(func):
         result = return_and_correct_aliasing(func, args, kwargs, result)
-    if tallies or capturing:
+    if tallies:
         _count(func, name, args, kwargs, result)
     return result
 
@@ -153,10 +151,7 @@ def _copy(func: Any, name: str, args: Any, kwargs: Any, *, to_device: bool) -> A
     host = tree_map(_held, (args, kwargs))
     if from_device and to_device:
         CLOCK[0] += 1
-        copied = func(*host[0], **host[1])
-        if capturing:
-            capturing[-1].note(func, name, host, copied)
-        result = _placed(copied)
+        result = _placed(func(*host[0], **host[1]))
         _count(func, name, args, kwargs, result)
         return target if target is not None else result
     if (

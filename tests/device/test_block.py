@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aespa_pl.algorithm import tile
-from aespa_pl.algorithm.adaround import start, write_gradient
+from aespa_pl.algorithm.adaround import rounding_loss, start
 from aespa_pl.algorithm.boa import update_rows
 from aespa_pl.algorithm.descent import descend
 from aespa_pl.algorithm.optq import update_weights
@@ -19,7 +19,6 @@ from aespa_pl.algorithm.products import Precision, multiplying_in, operand
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.measure import Stopwatch
-from tests.device.graphs import graphs
 from tests.device.problems import problem
 from tests.device.simulated import simulated, strategy
 from tests.device.tally import Tally, counting
@@ -143,7 +142,7 @@ def test_steps_before_the_learning_wait_once_a_factorization_or_search(counted: 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 @pytest.mark.parametrize("penalized", [False, True])
-def test_an_iteration_touches_each_number_fourteen_times(
+def test_an_iteration_touches_each_number_few_times(
     penalized: bool, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with simulated(monkeypatch) as device, multiplying_in(precision):
@@ -155,15 +154,16 @@ def test_an_iteration_touches_each_number_fourteen_times(
         variables.grad = gradient
         for _ in range(2):  # the first makes the moments
             with counting() as found:
-                write_gradient(
-                    B, rounding, H, None, B.new_full((), 5.0) if penalized else None,
-                    weight=1.0, workspace=workspace, gradient=gradient,
+                rounding_loss(
+                    B, rounding, H, None, weight=1.0, beta=5.0 if penalized else None,
+                    workspace=workspace, gradient=gradient,
                 )  # fmt: skip
                 adam.step()
     products = found.moved["mm"] + found.moved["_to_copy"]  # operands in bfloat16 belong to them
-    # 14, and what is small: scales and zeta
-    assert 13.9 < (found.bytes - products) / (4 * B.numel()) < 14.3
-    assert found.count <= 11
+    # 14 of gradient and Adam, 2 of the reconstruction loss, 1 of the penalty; scales and zeta are small
+    expected = 17 if penalized else 16
+    assert expected - 0.1 < (found.bytes - products) / (4 * B.numel()) < expected + 0.3
+    assert found.count <= 12
     assert not found.waits
 
 
@@ -185,20 +185,17 @@ def test_a_column_of_optq_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("group_size", [None, 64])
-@pytest.mark.parametrize(("coupled", "kernels", "launches"), [(False, 34, 12), (True, 64, 14)])
+@pytest.mark.parametrize(("coupled", "kernels"), [(False, 34), (True, 64)])
 def test_the_descent_takes_few_kernels_and_waits_once_a_pass(
     coupled: bool,
     kernels: int,
-    launches: int,
     group_size: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def tallies(passes: int) -> Tally:
         with counting() as found:
             descend(nearest, given.W, given.grid, given.H, G, passes=passes)
-        assert waits(found, "Replayed._capture.<locals>.<genexpr>") == [
-            "nonzero in aespa_pl.algorithm.descent._descend"
-        ]
+        assert list(found.waits) == ["nonzero in aespa_pl.algorithm.descent._descend"]
         assert found.waits["nonzero in aespa_pl.algorithm.descent._descend"] == passes
         return found
 
@@ -208,5 +205,3 @@ def test_the_descent_takes_few_kernels_and_waits_once_a_pass(
         tiles = 320 // 32 * 48 // 8 if coupled else 320 // 64
         first, both = tallies(1), tallies(2)
         assert (both.count - first.count) / tiles < kernels
-        graphs(monkeypatch)
-        assert (tallies(2).count - tallies(1).count) / tiles < launches
