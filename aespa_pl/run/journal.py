@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aespa_pl.errors import UserError
+from aespa_pl.planning.partition import Portion
 from aespa_pl.run.fingerprint import checksum, differences
 from aespa_pl.run.folder import RunFolder
 from aespa_pl.run.schema import (
@@ -22,7 +23,6 @@ from aespa_pl.run.schema import (
     parse,
     refuse_other_format,
 )
-from aespa_pl.run.training import Training
 from aespa_pl.run.versions import next_version
 from aespa_pl.storage.files import move_whole, write_json
 
@@ -174,11 +174,6 @@ class Run(RunFolder):
         known, file = self.tuned, self.tuned_file
         return known is None or (file.is_file() and checksum(file) == known.checksum)
 
-    def damp_again(self, index: int, damping: float) -> None:
-        """Note the damping of the second attempt at a block, and forget what the first one has learned."""
-        self.damping[index] = damping
-        self.forget_learning()
-
     def add_to_block(self, index: int, found: Mapping[str, Any]) -> None:
         """Change fields of a complete block's record, whose values are known later than the block is."""
         self.blocks[index] = self.blocks[index].model_copy(update=found)
@@ -210,27 +205,27 @@ class Run(RunFolder):
         of_blocks = [file for index in sorted(self.blocks) for file in self.damaged_files(index)]
         return of_blocks + self.damaged_files()
 
-    def note_checkpoint(self, training: Training, file: Path, file_checksum: str) -> None:
+    def note_checkpoint(self, portion: Portion, file: Path, file_checksum: str) -> None:
         """Note that Lightning's checkpoint of a portion is on the disk."""
-        self.checkpoint = self._learned(training, file, file_checksum)
+        self.checkpoint = self._learned(portion, file, file_checksum)
         self.save()
 
-    def usable_checkpoint(self, training: Training) -> Path | None:
+    def usable_checkpoint(self, portion: Portion) -> Path | None:
         """Return the checkpoint of a portion, if the journal has one.
 
         Raises:
             DamagedFileError: The file is missing or not what the journal knows.
         """
-        if self.checkpoint is None or not _is_about(self.checkpoint, training):
+        if self.checkpoint is None or not _is_about(self.checkpoint, portion):
             return None
         return self._intact(self.checkpoint)
 
-    def checkpoint_to_continue(self, training: Training) -> Path | None:
+    def checkpoint_to_continue(self, portion: Portion) -> Path | None:
         """Return the checkpoint of a portion; a damaged one is named and forgotten."""
         try:
-            return self.usable_checkpoint(training)
+            return self.usable_checkpoint(portion)
         except DamagedFileError as error:
-            log.warning("block %d: %s is damaged or missing: it is not used", training.block, error)
+            log.warning("block %d: %s is damaged or missing: it is not used", portion.block, error)
             self.forget_checkpoint()
             return None
 
@@ -241,32 +236,32 @@ class Run(RunFolder):
         if self.writes:
             shutil.rmtree(self.checkpoints_folder, ignore_errors=True)
 
-    def note_portion(self, training: Training, file: Path) -> None:
+    def note_portion(self, portion: Portion, file: Path) -> None:
         """Note that a portion of the block under way is learned."""
-        self.portions.append(self._learned(training, file, checksum(file)))
+        self.portions.append(self._learned(portion, file, checksum(file)))
         self.forget_checkpoint()
 
-    def usable_portion(self, training: Training) -> Path | None:
+    def usable_portion(self, portion: Portion) -> Path | None:
         """Return the integers that were learned of a portion, if it was learned.
 
         Raises:
             DamagedFileError: The file is missing or not what the journal knows.
         """
-        known = self.portions[training.number : training.number + 1]
-        if not known or not _is_about(known[0], training):
-            self.forget_portions(training.number)
+        known = self.portions[portion.number : portion.number + 1]
+        if not known or not _is_about(known[0], portion):
+            self.forget_portions(portion.number)
             return None
         return self._intact(known[0])
 
-    def portion_to_continue(self, training: Training) -> Path | None:
+    def portion_to_continue(self, portion: Portion) -> Path | None:
         """Return what was learned of a portion; a damaged file is named, and forgotten with later ones."""
         try:
-            return self.usable_portion(training)
+            return self.usable_portion(portion)
         except DamagedFileError as error:
             log.warning(
-                "block %d: %s is damaged or missing: it is learned again", training.block, error
+                "block %d: %s is damaged or missing: it is learned again", portion.block, error
             )
-            self.forget_portions(training.number)
+            self.forget_portions(portion.number)
             return None
 
     def forget_portions(self, kept: int = 0) -> None:
@@ -285,10 +280,10 @@ class Run(RunFolder):
             return {}
         return {file.relative_to(self.folder).as_posix(): checksum(file) for file in files}
 
-    def _learned(self, training: Training, file: Path, file_checksum: str) -> LearnedFile:
+    def _learned(self, portion: Portion, file: Path, file_checksum: str) -> LearnedFile:
         name = file.relative_to(self.folder).as_posix()
         return LearnedFile(
-            block=training.block, key=training.key, file=name, checksum=file_checksum
+            block=portion.block, keys=portion.keys, file=name, checksum=file_checksum
         )
 
     def _intact(self, record: LearnedFile) -> Path:
@@ -298,5 +293,5 @@ class Run(RunFolder):
         return file
 
 
-def _is_about(record: LearnedFile, training: Training) -> bool:
-    return (record.block, record.key) == (training.block, training.key)
+def _is_about(record: LearnedFile, portion: Portion) -> bool:
+    return (record.block, record.keys) == (portion.block, portion.keys)

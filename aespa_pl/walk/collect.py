@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -13,11 +14,12 @@ from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import observing
 from aespa_pl.calibration.statistics import BlockStatistics
-from aespa_pl.distributed.processes import World
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
-from aespa_pl.models.family import Attention
+from aespa_pl.models.family import Attention, BlockLayout
 from aespa_pl.models.streamed import StreamedModel
-from aespa_pl.run.context import Context
+from aespa_pl.planning.partition import WHOLE, Partition
+from aespa_pl.settings import QuantizationSettings
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.matrices import MatricesOnDisk
 from aespa_pl.storage.transfer import in_turn, sending_back
@@ -58,7 +60,12 @@ class Streams:
 class StatisticsPasses:
     """Runs the calibration segments through one block after the other."""
 
-    context: Context
+    source: StreamedModel
+    settings: QuantizationSettings
+    folder: Path
+    """Folder for matrices that wait on disk."""
+    partition: Partition = WHOLE
+    world: World = ALONE
 
     def collect(self, index: int, module: nn.Module, streams: Streams) -> BlockStatistics:
         """Return the statistics of a block; the original model's hidden states go on to the next one.
@@ -73,14 +80,14 @@ class StatisticsPasses:
         Raises:
             UserError: A statistic is not finite, because activations overflow.
         """
-        context, heads = self.context, self.context.layout.key_value_heads
+        heads = self._layout.key_value_heads
         first, *others = [range(heads)]
-        if context.settings.objective.value == "attention":
-            first, *others = context.partition.head_groups(heads)
+        if self.settings.objective.value == "attention":
+            first, *others = self.partition.head_groups(heads)
         statistics = self._run_through(index, module, streams, first, last=not others)
         if not others:
             return statistics
-        values = MatricesOnDisk(context.run.folder, context.device)
+        values = MatricesOnDisk(self.folder, self.source.device)
         shifts = _move_values(statistics, values)
         statistics = replace(statistics, attended=None)  # and with it the memory of H_V
         for group in others:
@@ -91,59 +98,61 @@ class StatisticsPasses:
             found = replace(found, attended=torch.cat(shifts))
         return replace(statistics, attended=Hessian(values), shifts=found)
 
+    @property
+    def _layout(self) -> BlockLayout:
+        return self.source.family.layout(self.source.pretrained.config)
+
     def _run_through(
         self, index: int, module: nn.Module, streams: Streams, heads: range, *, last: bool
     ) -> BlockStatistics:
         """Run all segments through a block and collect H_V of some heads; the first time, everything else."""
-        source, settings, device = self.context.source, self.context.settings, self.context.device
-        objective, first = settings.objective, heads.start == 0
+        objective, first = self.settings.objective, heads.start == 0
         collector = StatisticsCollector(
-            self.context.layout,
+            self._layout,
             value=objective.value == "attention",
             query_key=first and objective.query_key == "attention",
             inputs=first,
-            magnitudes=bool(settings.grid.awq),
+            magnitudes=bool(self.settings.grid.awq),
             heads=heads,
-            precision="float32" if settings.precision == "float32" else "tf32",
+            precision="float32" if self.settings.precision == "float32" else "tf32",
         )
         attention = partial(self._observe_attention, module)
         either = attention if collector.value or collector.query_key else None
         # before block 0 both streams are equal, and so are what comes out and the statistics
         differ = streams.original is not None and index > 0
-        compare = differ and bool(settings.input_correction)
-        originals = in_turn(streams.original or [], device)
-        with sending_back(streams.original or [], device) as replace_original:
-            for i, quantized in enumerate(in_turn(streams.quantized, device)):
+        compare = differ and bool(self.settings.input_correction)
+        originals = in_turn(streams.original or [], self.source.device)
+        with sending_back(streams.original or [], self.source.device) as replace_original:
+            for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
                 original = None
                 if compare:
                     with observing(module, collector.groups, residuals=first) as original:
-                        after = source.run_block(module, next(originals))
+                        after = self.source.run_block(module, next(originals))
                 elif differ and last:
-                    after = source.run_block(module, next(originals))
+                    after = self.source.run_block(module, next(originals))
                 with observing(
                     module, collector.groups, residuals=compare and first, attention=either
                 ) as seen:
-                    output = source.run_block(module, quantized)
+                    output = self.source.run_block(module, quantized)
                 if streams.original is not None and last:
                     replace_original(i, after if differ else output)
                 collector.add(seen, original)
-        if not self.context.world.alone:
-            collector.add_up(self.context.world.sum_, counts=streams.own)
-        statistics = collector.finish(source.family.norm_weights(module))
+        if not self.world.alone:
+            collector.add_up(self.world.sum_, counts=streams.own)
+        statistics = collector.finish(self.source.family.norm_weights(module))
         self._refuse_not_finite(index, statistics)
         return statistics
 
     def _observe_attention(
         self, module: nn.Module, see: Callable[[Attention], None]
     ) -> AbstractContextManager[None]:
-        source = self.context.source
-        return source.family.observe_attention(source.model, module, see)
+        return self.source.family.observe_attention(self.source.model, module, see)
 
     def _refuse_not_finite(self, index: int, statistics: BlockStatistics) -> None:
         for name, tensor in statistics.named_tensors():
             if bool(torch.isfinite(tensor).all()):
                 continue
-            dtype = str(self.context.source.dtype).removeprefix("torch.")
+            dtype = str(self.source.dtype).removeprefix("torch.")
             advice = "check model.pretrained"
             if dtype != "float32":
                 advice = "continue with --model.dtype bfloat16, or float32 where that is not enough"
