@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import cast
 
 import torch
-from jaxtyping import Float, Float16, Float32, Int, UInt8
+from jaxtyping import Float, Float16, Float32, Integer, UInt8
 from torch import Tensor
 
 
@@ -87,7 +87,7 @@ class TypedMatrix:
     """Factor of the scales; negative in some blocks of types with a fixed zero point."""
     d_min: Float16[Tensor, "rows blocks"] | None = None
     """Factor of the minimums, which are subtracted: the m of Q4_1 and Q5_1, which is added, is -d_min."""
-    sub_scale: Int[Tensor, "rows groups"] | None = None
+    sub_scale: Integer[Tensor, "rows groups"] | None = None
     """a, int8 where it can be negative and uint8 otherwise; Q3_K's file has a + 32. None where it is 1."""
     sub_min: UInt8[Tensor, "rows groups"] | None = None
     """c; None where there is none or it is 1."""

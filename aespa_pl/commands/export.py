@@ -43,7 +43,7 @@ def export(
     output: str | None = None,
     verify: Verify = "auto",
     container_bits: Literal[4, 8] | None = None,
-    embedding: Embedding = "keep",
+    embedding: Embedding | None = None,
     original: str | None = None,
     push_to_hub: str | None = None,
     runs_folder: str = "lightning_logs",
@@ -60,7 +60,8 @@ def export(
             run's next-token distributions. auto: all that are installed, fit and run here; bytes: none.
         container_bits: Bits that each integer takes, if more than it has: vLLM runs 2 and 3 bits in 4; where
             quantization.bits_of gave several, all take these.
-        embedding: gguf: q8_0 rounds embedding and head to 8.5 bits a weight; keep: they stay.
+        embedding: Type of embedding and head. q8_0, of gguf alone, rounds them to 8.5 bits a weight, as
+            llama.cpp does; keep: they stay. null: q8_0 in gguf, keep in all other formats.
         original: Folder of the model that was quantized, if it is no longer where the run found it.
         push_to_hub: Name of a repository on the Hugging Face hub that gets the folder as well.
         runs_folder: With last: the folder of all runs, their output.folder.
@@ -83,14 +84,14 @@ def export(
     command = f"aespa-pl export last --format {format}"
     if container_bits is not None:
         command += f" --container_bits {container_bits}"
-    if embedding != "keep":
+    if embedding is not None:
         command += f" --embedding {embedding}"
     console = Console()
     with WalkProgress(console) as progress:
         exported = write_model(
             model, chosen, target, questions=questions, command=command, progress=progress
         )
-    _show(console, chosen, exported)
+    _show(console, chosen, exported, chosen.rounded(model))
     if remark := chosen.remark(model):
         console.print(remark, highlight=False, soft_wrap=True)
     if push_to_hub is not None:
@@ -200,7 +201,7 @@ def _refuse_no_login(name: str) -> None:
         ) from error
 
 
-def _show(console: Console, chosen: Format, exported: Exported) -> None:
+def _show(console: Console, chosen: Format, exported: Exported, rounded: str | None) -> None:
     table = Table(title=f"{chosen.name}: {exported.folder.name}", title_justify="left")
     for heading in ("tensors", "weights", "bits a weight", "MB", "original, MB"):
         table.add_column(heading, justify="left" if heading == "tensors" else "right")
@@ -223,7 +224,10 @@ def _show(console: Console, chosen: Format, exported: Exported) -> None:
         f"{total / 1e6:.2f}", f"{original / 1e6:.2f}",
     )  # fmt: skip
     console.print(table)
-    console.print(f"read back by {chosen.reader}: equal to the run, bit for bit", soft_wrap=True)
+    exactly = (
+        f"equal to the run, bit for bit{'' if rounded is None else f', except that {rounded}'}"
+    )
+    console.print(f"read back by {chosen.reader}: {exactly}", highlight=False, soft_wrap=True)
     for agreement in exported.answers.agreements:
         console.print(f"{agreement.engine}: {agreement.text}", highlight=False, soft_wrap=True)
     for engine, reason in exported.answers.unchecked.items():

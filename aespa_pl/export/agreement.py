@@ -65,7 +65,9 @@ def reference_logits(
         rounded: Function that rounds, as an engine does, the input of each quantized matrix; None: nothing.
     """
     source = StreamedModel.open(model.pretrained, model.family, torch.device("cpu"), torch.float32)
-    hidden = source.embed(tokens[None], 1)
+    with source.stem():
+        _hold(source, model, chosen)
+        hidden = source.embed_with_stem(tokens[None], 1)
     for index in range(model.block_count):
         matrices = model.block(index).matrices
         prefix = model.family.block_prefix(index)
@@ -79,7 +81,16 @@ def reference_logits(
                     layer.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
             source.advance(block, hidden)
     with source.stem(), torch.inference_mode():
+        _hold(source, model, chosen)
         return model.family.head(source.model, hidden[0])[0]
+
+
+@torch.no_grad()
+def _hold(source: StreamedModel, model: QuantizedModel, chosen: Format) -> None:
+    """Replace embedding and head, which are loaded, by what a format holds of them."""
+    for name in model.embeddings.intersection(model.stem_names()):
+        value = chosen.expected(model, name, model.pretrained.tensor(name))
+        source.model.get_parameter(name).copy_(value)
 
 
 def compare(

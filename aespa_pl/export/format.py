@@ -52,6 +52,11 @@ class Format(ABC):
         del model
         return None
 
+    def rounded(self, model: QuantizedModel) -> str | None:
+        """Return a sentence about tensors of the run that the file does not hold exactly, or None."""
+        del model
+        return None
+
     @abstractmethod
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return what the file should hold of a tensor; ``value`` is it in float32 or as stored."""

@@ -28,7 +28,7 @@ LIBRARIES = {
 
 
 def make_format(
-    name: FormatName, container_bits: int | None, embedding: Literal["keep", "q8_0"]
+    name: FormatName, container_bits: int | None, embedding: Literal["keep", "q8_0"] | None
 ) -> Format:
     """Return a format with the user's choices.
 
@@ -41,14 +41,16 @@ def make_format(
             f"--format {name} needs the library {library.replace('_', '-')}: "
             "pip install 'aespa-pl[export]'"
         )
-    if embedding != "keep" and name != "gguf":
+    if embedding == "q8_0" and name != "gguf":
         raise UserError(f"--embedding {embedding} is of --format gguf only: leave it out")
     if container_bits is not None and name not in CONTAINERS:
         raise UserError(
             f"--container_bits is of {', '.join(CONTAINERS)} only, not of {name}: leave it out"
         )
     module, _, kind = CLASSES[name].partition(":")
-    options: dict[str, object] = {"embedding": embedding} if name == "gguf" else {}
+    options: dict[str, object] = {}
+    if name == "gguf" and embedding is not None:
+        options["embedding"] = embedding
     if name in CONTAINERS:
         options["container_bits"] = container_bits
     made: Format = getattr(import_module(f"aespa_pl.export.{module}"), kind)(**options)

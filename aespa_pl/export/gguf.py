@@ -5,7 +5,7 @@ Every matrix gets the smallest block type that holds it exactly; everything else
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -19,11 +19,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
 from torch import Tensor
 
 from aespa_pl.export.format import Format, ReadTensor, impossible
-from aespa_pl.export.gguf_blocks import BlockType, smallest_type
+from aespa_pl.export.gguf_blocks import as_typed, smallest_type, zero_points
+from aespa_pl.export.gguf_bytes import BlockType
+from aespa_pl.export.gguf_library import dequantized, library_type
 from aespa_pl.export.gguf_metadata import add_metadata, rope_factors
 from aespa_pl.export.gguf_vocabulary import add_vocabulary, refuse_tokenizer
 from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
 from aespa_pl.models.family import Projection, Role
+from aespa_pl.models.headers import opened
 from aespa_pl.models.hub import LICENCES
 from aespa_pl.models.llama_cpp import architecture_of, unsupported_part
 from aespa_pl.run.model_writer import copy_companions
@@ -44,8 +47,8 @@ PLAIN = {
 class Gguf(Format):
     """Writes and reads a GGUF file."""
 
-    embedding: Literal["keep", "q8_0"] = "keep"
-    """Type of embedding and head; q8_0 rounds them to 8.5 bits a weight."""
+    embedding: Literal["keep", "q8_0"] = "q8_0"
+    """Type of embedding and head; q8_0 rounds them to 8.5 bits a weight, as llama.cpp does."""
 
     name = "gguf"
     reader = "gguf"
@@ -81,7 +84,7 @@ class Gguf(Format):
         tensors = {tensor.name: tensor for tensor in GGUFReader(folder / FILE).tensors}
         for name in _all_names(model):
             tensor = tensors[_gguf_name(model, name)]
-            value = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+            value = torch.tensor(dequantized(tensor.data, tensor.tensor_type))
             order = _row_order(model, name)
             if order is not None:
                 value = torch.empty_like(value).index_copy_(0, order, value)
@@ -105,8 +108,14 @@ class Gguf(Format):
         """Return the value in float32; rounded where embeddings are asked for in q8_0."""
         if self._rounds(model, name):
             kind = GGMLQuantizationType.Q8_0
-            return torch.from_numpy(gguf.dequantize(gguf.quantize(_float32(value), kind), kind))
+            return torch.from_numpy(dequantized(gguf.quantize(_float32(value), kind), kind))
         return value.float()
+
+    def rounded(self, model: QuantizedModel) -> str | None:
+        """Name embedding and head, where they are rounded."""
+        if not any(self._rounds(model, name) for name in model.embeddings):
+            return None
+        return "embedding and head are rounded to Q8_0 (8.5 bits a weight)"
 
     def _write(self, model: QuantizedModel, after_block: Callable[[], None], path: Path) -> None:
         writer = GGUFWriter(path, architecture_of(model.pretrained.config).name)
@@ -147,7 +156,9 @@ class Gguf(Format):
         """Return the bytes of a tensor."""
         order = _row_order(model, name)
         if isinstance(value, QuantizedMatrix):
-            return _exact_type(model, name).encode(value if order is None else value.rows(order))
+            block_type = _exact_type(model, name)
+            value = value if order is None else value.rows(order)
+            return block_type.encode(as_typed(block_type.grid, model.bits_of(name), value))
         value = value if order is None else value[order]
         kind = self._type(model, name)
         if kind is GGMLQuantizationType.Q8_0:
@@ -159,7 +170,7 @@ class Gguf(Format):
     def _type(self, model: QuantizedModel, name: str) -> GGMLQuantizationType:
         stored = model.pretrained.tensors[name]
         if _is_quantized(model, name):
-            return _exact_type(model, name).type
+            return library_type(_exact_type(model, name))
         if self._rounds(model, name):
             return GGMLQuantizationType.Q8_0
         if len(stored.shape) == 1:  # llama.cpp adds and multiplies vectors in float32 only
@@ -167,7 +178,9 @@ class Gguf(Format):
         return PLAIN.get(model.dtype(name), GGMLQuantizationType.F32)
 
     def _rounds(self, model: QuantizedModel, name: str) -> bool:
-        return self.embedding == "q8_0" and name in model.embeddings
+        columns = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0][0]
+        whole = model.pretrained.tensors[name].shape[-1] % columns == 0
+        return self.embedding == "q8_0" and name in model.embeddings and whole
 
 
 def _all_names(model: QuantizedModel) -> Iterator[str]:
@@ -188,8 +201,18 @@ def _is_quantized(model: QuantizedModel, name: str) -> bool:
 def _candidate(model: QuantizedModel, name: str) -> BlockType | None:
     """Return the smallest block type that holds a quantized matrix exactly, None if there is none."""
     columns = model.pretrained.tensors[name].shape[1]
-    bits = model.bits_of(name)
-    return smallest_type(bits, columns, model.group_size, symmetric=model.symmetric)
+    return smallest_type(model.bits_of(name), columns, model.group_size, _zeros(model, name))
+
+
+def _zeros(model: QuantizedModel, name: str) -> Collection[int]:
+    """Return the zero points that a matrix has; of a symmetric grid without reading them."""
+    if model.symmetric:
+        return zero_points(model.bits_of(name), symmetric=True)
+    path = f"{model.family.blocks_path}."
+    index = int(name.removeprefix(path).partition(".")[0])
+    with opened(model.run.block_file(index)) as file:
+        tensors = [file.get_tensor(f"{p.name}.zero_point") for p in _projections(model, name)]
+    return {zero for tensor in tensors for zero in tensor.unique().tolist()}
 
 
 def _exact_type(model: QuantizedModel, name: str) -> BlockType:
@@ -202,13 +225,13 @@ def _exact_type(model: QuantizedModel, name: str) -> BlockType:
 
 def _ideal_type(model: QuantizedModel, name: str) -> BlockType:
     """Return the block type that a matrix would have if its width were no matter."""
-    found = smallest_type(model.bits_of(name), IDEAL_WIDTH, None, symmetric=model.symmetric)
+    found = smallest_type(model.bits_of(name), IDEAL_WIDTH, None, _zeros(model, name))
     return found or _exact_type(model, name)
 
 
-def _mostly(model: QuantizedModel) -> gguf.LlamaFileType:
+def _mostly(model: QuantizedModel) -> int:
     """Return what the file is called: by the type that most of a block's weights have."""
-    weights: Counter[gguf.LlamaFileType] = Counter()
+    weights: Counter[int] = Counter()
     for name in _matrix_names(model):
         weights[_exact_type(model, name).file_type] += math.prod(
             model.pretrained.tensors[name].shape

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
+from gguf import GGML_QUANT_VERSION, GGUFWriter, RopeScalingType
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -12,13 +12,13 @@ from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.llama_cpp import context_length, rope_type
 
 
-def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: LlamaFileType) -> None:
+def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
     """Write what llama.cpp builds the model from.
 
     Args:
         writer: Writer of the file.
         model: The model.
-        file_type: Type of most matrices; openvino-genai trusts it.
+        file_type: Number of the type of most matrices in ``llama_ftype``; openvino-genai trusts it.
     """
     config, layout = model.pretrained.config, model.layout
     writer.add_name(model.original.name)

@@ -66,7 +66,7 @@ def model_card(
         f"# {Path(pretrained).name}, {model.granularity}, {chosen.name}",
         f"{base} quantized with aespa_pl {version('aespa-pl')}.",
         f"Licence of the base model: {stated}.",
-        f"## Method\n\n{_method(model)}",
+        f"## Method\n\n{_method(model, chosen)}",
         f"## Perplexity\n\n{_perplexities(model.run.folder)}",
         f"## How it was made\n\n{_commands(model, command)}",
         f"## How to load it\n\n{_uses(chosen.name, verified)}",
@@ -99,13 +99,13 @@ def _public_name(source: str) -> str:
     return Path(source).name if Path(source).expanduser().exists() else source
 
 
-def _method(model: QuantizedModel) -> str:
+def _method(model: QuantizedModel, chosen: Format) -> str:
     settings = model.settings["quantization"]
     data = model.settings["data"]["calibration"]
+    others = chosen.rounded(model) or "embedding, head and norms are not quantized"
     return (
         f"{settings['method']}: {model.granularity}; calibrated on {data['segments']} segments of "
-        f"{data['segment_length']} tokens of {_public_name(data['source'])}; embedding, head and norms are "
-        "not quantized."
+        f"{data['segment_length']} tokens of {_public_name(data['source'])}; {others}."
     )
 
 

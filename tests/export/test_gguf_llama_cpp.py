@@ -1,12 +1,10 @@
 """A GGUF file runs in llama.cpp as the model does in transformers."""
 
-import ctypes
 import json
 from importlib import import_module
 from pathlib import Path
 from urllib.request import ProxyHandler, Request, build_opener
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -16,33 +14,9 @@ from transformers import AutoTokenizer
 
 from aespa_pl.export.agreement import compare
 from aespa_pl.export.engines import LlamaCpp
-from aespa_pl.export.gguf_blocks import BLOCK_TYPES, BlockType
-from aespa_pl.export.quantized import QuantizedMatrix
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import llama_cpp, write
-from tests.export.runs import VOCABULARY, Known, dequantized
-
-
-@llama_cpp
-@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=lambda kind: kind.type.name)
-def test_llama_cpps_own_dequantizer_agrees(kind: BlockType) -> None:
-    """Every q with every z, at scales with all eleven bits; the C code runs on the bytes themselves."""
-    xllamacpp = import_module("xllamacpp")
-    library = ctypes.CDLL(xllamacpp.xllamacpp.__file__)
-    bits = {"Q2_K": 2, "Q4_K": 4, "Q4_0": 3, "Q5_0": 4, "Q8_0": 7}[kind.type.name]
-    levels = 2**bits
-    q = torch.arange(256).repeat(levels, 1).remainder(levels).to(torch.uint8)
-    zero = torch.arange(levels, dtype=torch.uint8)[:, None]
-    scale = (torch.rand(levels, 1) + 0.01).half()
-    encoded = kind.encode(QuantizedMatrix(q, scale, zero))
-    result = np.zeros(q.shape, np.float32)
-    name = kind.type.name.replace("Q", "q")  # q4_0, q4_K
-    getattr(library, f"dequantize_row_{name}")(
-        encoded.ctypes.data_as(ctypes.c_void_p),
-        result.ctypes.data_as(ctypes.c_void_p),
-        ctypes.c_int64(result.size),
-    )
-    assert torch.equal(torch.from_numpy(result), dequantized(q, scale, zero))
+from tests.export.runs import VOCABULARY, Known
 
 
 @llama_cpp
@@ -50,6 +24,8 @@ def test_llama_cpps_own_dequantizer_agrees(kind: BlockType) -> None:
     ("name", "bits", "group_size"),
     [
         ("llama", 4, 32),
+        ("llama-wide", 5, None),  # Q5_K
+        ("llama", 2, 64),  # Q2_0
         ("llama-biased", 3, 32),
         ("llama-wide", 4, None),
         ("llama3", 4, 32),
@@ -63,7 +39,7 @@ def test_llama_cpps_own_dequantizer_agrees(kind: BlockType) -> None:
 def test_llama_cpp_gives_the_same_distributions(
     name: str, bits: int, group_size: int | None, known: MakeRun, tmp_path: Path
 ) -> None:
-    run = known(name, bits, group_size)
+    run = known(name, bits, group_size, symmetric=bits == 2)
     write(run, tmp_path)
     ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():

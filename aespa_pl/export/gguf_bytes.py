@@ -1,0 +1,204 @@
+"""Encode the numbers that a block type of GGUF stores of a matrix (``algorithm/grid_types.py``) as its bytes.
+
+Source: ``ggml-common.h`` and ``dequantize_row_*`` in ``ggml-quants.c`` of llama.cpp v0.5.0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedMatrix
+
+Bytes = npt.NDArray[Any]
+"""Type of stored bytes and integers, both uint8; numpy's types of ``&`` and ``>>`` with a Python integer say
+less."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Holds the numbers of a matrix, cut into blocks: ``[rows, blocks, ...]``."""
+
+    integers: Bytes
+    """``[rows, blocks, columns]``."""
+    d: Bytes
+    """``[rows, blocks]``."""
+    d_min: Bytes
+    """As d; empty, as the following, where the type has none."""
+    sub_scale: Bytes
+    """``[rows, blocks, groups]``."""
+    sub_min: Bytes
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """Describes a block type: its numbers in llama.cpp, its size, and how it is packed."""
+
+    grid: GridType
+    number: int
+    """Number in ``ggml_type``."""
+    file_type: int
+    """Number in ``llama_ftype`` of a file whose matrices are mostly of this type."""
+    size: int
+    """Bytes of a block."""
+    pack: Callable[[Parts], list[Bytes]]
+    """Returns the pieces ``[rows, blocks, bytes]`` of each block in their order."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the type in llama.cpp."""
+        return self.grid.name
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns of a block."""
+        return self.grid.block
+
+    @property
+    def bits(self) -> float:
+        """Return the bits of the file for each weight, with its part of the scales."""
+        return 8 * self.size / self.columns
+
+    @property
+    def words(self) -> str:
+        """Return the name of the type with its bits, for messages."""
+        return f"{self.name} ({self.bits:g} bits a weight)"
+
+    def encode(self, matrix: TypedMatrix) -> Bytes:
+        """Return the bytes ``[rows, bytes of a row]`` of a matrix, whose rows are whole blocks."""
+        none = torch.empty(0)
+        d_min = none if matrix.d_min is None else matrix.d_min
+        factors = (
+            none if value is None else value.unflatten(1, (-1, self.grid.groups))
+            for value in (matrix.sub_scale, matrix.sub_min)
+        )
+        integers = matrix.integers.unflatten(1, (-1, self.columns))
+        parts = (value.numpy() for value in (integers, matrix.d, d_min, *factors))
+        pieces = self.pack(Parts(*parts))
+        return np.concatenate(pieces, -1).reshape(len(integers), -1)
+
+
+def _half(value: Bytes) -> Bytes:
+    """Return the two bytes of a float16 for each block."""
+    return value[..., None].astype("<f2").view(np.uint8)
+
+
+def _nibbles(values: Bytes) -> Bytes:
+    """Put the second half of the columns into the high nibbles of the first half's bytes."""
+    low, high = np.split(values, 2, axis=-1)
+    packed: Bytes = low | (high << 4)
+    return packed
+
+
+def _spread(values: Bytes, bits: int) -> Bytes:
+    """Join ``[..., fields, bytes]`` into ``[..., bytes]``: field i takes the bits from ``bits * i`` on."""
+    shifts = bits * np.arange(values.shape[-2], dtype=np.uint8)[:, None]
+    joined: Bytes = np.bitwise_or.reduce(values << shifts, axis=-2)
+    return joined
+
+
+def _cut(values: Bytes, *shape: int) -> Bytes:
+    """Return the values of each block in another shape."""
+    return values.reshape(*values.shape[:2], *shape)
+
+
+def _fifth_bits(values: Bytes) -> Bytes:
+    return np.packbits(values >> 4, axis=-1, bitorder="little")
+
+
+def _q2_0(p: Parts) -> list[Bytes]:
+    return [_half(p.d), _spread(np.swapaxes(_cut(p.integers, 16, 4), -1, -2), 2)]
+
+
+def _q4_0(p: Parts) -> list[Bytes]:
+    return [_half(p.d), _nibbles(p.integers)]
+
+
+def _q4_1(p: Parts) -> list[Bytes]:
+    return [_half(p.d), _half(-p.d_min), _nibbles(p.integers)]
+
+
+def _q5_0(p: Parts) -> list[Bytes]:
+    return [_half(p.d), _fifth_bits(p.integers), _nibbles(p.integers & 15)]
+
+
+def _q5_1(p: Parts) -> list[Bytes]:
+    d, *integers = _q5_0(p)
+    return [d, _half(-p.d_min), *integers]
+
+
+def _q8_0(p: Parts) -> list[Bytes]:
+    return [_half(p.d), p.integers - np.uint8(128)]  # two's complement
+
+
+def _quarters(values: Bytes) -> Bytes:
+    """Pack 2 bits of each of 256 values: of each 128 columns, those at distance 32 share a byte."""
+    return _cut(_spread(_cut(values, 2, 4, 32), 2), 64)
+
+
+def _q2_k(p: Parts) -> list[Bytes]:
+    factors = p.sub_scale | (p.sub_min << 4)
+    return [factors, _quarters(p.integers), _half(p.d), _half(p.d_min)]
+
+
+def _q3_k(p: Parts) -> list[Bytes]:
+    factors = (p.sub_scale + 32).astype(np.uint8)
+    # low nibbles of factor i and i + 8 share a byte, then the high pairs of bits of i, i + 4, i + 8, i + 12
+    low, high = _nibbles(factors & 15), _spread(_cut(factors >> 4, 4, 4), 2)
+    third_bits = _spread(_cut(p.integers >> 2, 8, 32), 1)
+    return [third_bits, _quarters(p.integers & 3), low, high, _half(p.d)]
+
+
+def _factor_pairs(p: Parts) -> Bytes:
+    """Pack eight pairs of 6 bits in 12 bytes.
+
+    The first four pairs have a byte for each factor; its two free bits, and the last four bytes with
+    two nibbles each, hold the other four.
+    """
+    scale, minimum = p.sub_scale, p.sub_min
+    (s, s_last), (m, m_last) = np.split(scale, 2, -1), np.split(minimum, 2, -1)
+    last = (s_last & 15) | ((m_last & 15) << 4)
+    return np.concatenate([s | ((s_last >> 4) << 6), m | ((m_last >> 4) << 6), last], -1)
+
+
+def _q4_k(p: Parts) -> list[Bytes]:
+    return [_half(p.d), _half(p.d_min), _factor_pairs(p), _pairs_of_32(p.integers)]
+
+
+def _q5_k(p: Parts) -> list[Bytes]:
+    fifth_bits = _spread(_cut(p.integers >> 4, 8, 32), 1)
+    d, d_min, factors, low = _q4_k(Parts(p.integers & 15, p.d, p.d_min, p.sub_scale, p.sub_min))
+    return [d, d_min, factors, fifth_bits, low]
+
+
+def _pairs_of_32(values: Bytes) -> Bytes:
+    """Pack 4 bits of each of 256 values: of each 64 columns, those at distance 32 share a byte."""
+    return _cut(_nibbles(_cut(values, 4, 64)), 128)
+
+
+def _q6_k(p: Parts) -> list[Bytes]:
+    low = _cut(_nibbles(_cut(p.integers & 15, 2, 128)), 128)
+    high = _cut(_spread(_cut(p.integers >> 4, 2, 4, 32), 2), 64)
+    return [low, high, p.sub_scale.astype(np.int8).view(np.uint8), _half(p.d)]
+
+
+BLOCK_TYPES = {
+    kind.name: kind
+    for kind in (
+        BlockType(TYPES["Q2_0"], 42, 41, 18, _q2_0),
+        BlockType(TYPES["Q2_K"], 10, 10, 84, _q2_k),
+        BlockType(TYPES["Q3_K"], 11, 11, 110, _q3_k),
+        BlockType(TYPES["Q4_K"], 12, 14, 144, _q4_k),
+        BlockType(TYPES["Q4_0"], 2, 2, 18, _q4_0),
+        BlockType(TYPES["Q4_1"], 3, 3, 20, _q4_1),
+        BlockType(TYPES["Q5_K"], 13, 16, 176, _q5_k),
+        BlockType(TYPES["Q5_0"], 6, 8, 22, _q5_0),
+        BlockType(TYPES["Q5_1"], 7, 9, 24, _q5_1),
+        BlockType(TYPES["Q6_K"], 14, 18, 210, _q6_k),
+        BlockType(TYPES["Q8_0"], 8, 7, 34, _q8_0),
+    )
+}
+"""Block types from the fewest bits a weight to the most (llama.cpp v0.5.0)."""
