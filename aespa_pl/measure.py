@@ -26,6 +26,7 @@ class Stopwatch:
         """
         self.show = show
         self.seconds: dict[str, float] = defaultdict(float)
+        self._last: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def measure(self, phase: str, device: torch.device) -> Iterator[None]:
@@ -37,7 +38,12 @@ class Stopwatch:
         finally:
             if device.type != "cpu":
                 torch.get_device_module(device).synchronize(device)
-            self.seconds[phase] += time.perf_counter() - start
+            self._last[phase] = time.perf_counter() - start
+            self.seconds[phase] += self._last[phase]
+
+    def last(self, phase: str) -> dict[str, float]:
+        """Return the seconds that a phase took the last time, by its name."""
+        return {phase: self._last[phase]}
 
 
 def peak_bytes(device: torch.device) -> dict[str, int]:

@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from jsonargparse import auto_cli
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from aespa_pl.block.learn import Learner
-from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.commands.evaluate import evaluate
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.output import quiet_libraries
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.planning.partition import Portion
 from aespa_pl.progress import WalkProgress
+from aespa_pl.run.context import Context
 from aespa_pl.run.journal import Run
+from aespa_pl.run.training import Training
 from aespa_pl.settings import (
     CalibrationSettings,
     DataSettings,
@@ -42,9 +42,6 @@ from aespa_pl.settings import (
     OutputSettings,
     QuantizationSettings,
 )
-from aespa_pl.walk.collect import StatisticsPasses
-from aespa_pl.walk.end_to_end import ModelTuner
-from aespa_pl.walk.tuning import BlockTuner
 from aespa_pl.walk.walk import Walk
 
 DEFAULTS = QuantizationSettings()
@@ -57,6 +54,37 @@ class Measured:
     perplexity: float
     seconds: dict[str, float]
     losses: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SilentTrainers:
+    """Makes Trainers without loggers, checkpoints and bars."""
+
+    iterations: int
+
+    def begin(self, _: Run) -> list[Logger]:
+        """Return no loggers."""
+        return []
+
+    def of_rounding(self, _run: Run, _training: Training) -> Trainer:
+        """Return the Trainer of a portion of a block."""
+        return self._silent(max_steps=self.iterations, max_epochs=-1)
+
+    def of_tuning(self, _run: Run, _training: Training, epochs: int) -> Trainer:
+        """Return the Trainer of a tuning."""
+        return self._silent(max_epochs=epochs, num_sanity_val_steps=-1)
+
+    def _silent(self, **more: Any) -> Trainer:
+        return Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1000,
+            **more,
+        )
 
 
 def main(
@@ -145,36 +173,16 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         run = Run.create(Path(folder), {})
 
-        def trainer(_: Portion, epochs: int | None = None) -> Trainer:
-            tuning = {"max_epochs": epochs, "num_sanity_val_steps": -1}
-            learning = {"max_steps": job.quantization.rounding.iterations, "max_epochs": -1}
-            return Trainer(
-                accelerator="cpu",
-                devices=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                log_every_n_steps=1000,
-                **(tuning if epochs else learning),
-            )
-
-        progress = WalkProgress(Console(quiet=not says))
-        source, settings = job.stream(job.pretrained), job.quantization
-        learner = Learner(settings, trainer, run, job.device)
-        blocks = BlockTuner(source, run, settings, trainer)
-        model = ModelTuner(source, run, settings, trainer, recompute=False)
         Walk(
-            source,
-            run,
-            settings,
-            job.data.batch,
-            BlockQuantizer(settings, learner, stopwatch, run, job.device),
-            StatisticsPasses(source, settings, run.folder),
-            progress,
-            stopwatch,
-            blocks if settings.tuning.blocks.enabled else None,
-            model if settings.tuning.model.enabled else None,
+            Context(
+                source=job.stream(job.pretrained),
+                run=run,
+                settings=job.quantization,
+                trainers=SilentTrainers(job.quantization.rounding.iterations),
+                batch_size=job.data.batch,
+                progress=WalkProgress(Console(quiet=not says)),
+                stopwatch=stopwatch,
+            )
         ).quantize(tokens)
         spent = {"total": time.perf_counter() - start, "processor": time.process_time() - processor}
         seconds = spent | stopwatch.seconds

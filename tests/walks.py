@@ -2,14 +2,14 @@
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -18,21 +18,18 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from aespa_pl.block.learn import Learner, MakeTrainer
-from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
-from aespa_pl.planning.partition import WHOLE, Partition, Portion
+from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.progress import WalkProgress
 from aespa_pl.resolve import resolved
+from aespa_pl.run.context import Context
 from aespa_pl.run.journal import Run
+from aespa_pl.run.training import Training
 from aespa_pl.settings import PolishSettings, QuantizationSettings, RoundingSettings
-from aespa_pl.walk.collect import StatisticsPasses
-from aespa_pl.walk.end_to_end import ModelTuner
-from aespa_pl.walk.tuning import BlockTuner
 from aespa_pl.walk.walk import Walk
 from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save
 from tests.tuning.tuned import silent_trainer
@@ -48,8 +45,8 @@ BASE = QuantizationSettings(
 """Settings with the paper's parts alone; so few iterations want larger steps, to leave OPTQ's rounding."""
 
 
-TrainerOptions = Callable[[Run, Portion], Mapping[str, Any]]
-"""Arguments of a portion's Trainer, beside those of ``trainers``."""
+TrainerOptions = Callable[[Run, Training], Mapping[str, Any]]
+"""Arguments of a Trainer, beside those of ``SilentTrainers``."""
 
 
 def changed(changes: Mapping[str, Any], settings: Any = BASE) -> Any:
@@ -61,13 +58,21 @@ def changed(changes: Mapping[str, Any], settings: Any = BASE) -> Any:
     return settings
 
 
-def trainers(settings: QuantizationSettings, run: Run, options: TrainerOptions) -> MakeTrainer:
-    """Return a function that makes a silent Trainer for each block."""
+@dataclass(frozen=True)
+class SilentTrainers:
+    """Makes Trainers without loggers, checkpoints and bars."""
 
-    def make(portion: Portion) -> Trainer:
+    iterations: int
+    rounding_options: TrainerOptions
+    tuning_options: TrainerOptions
+
+    def begin(self, run: Run) -> Sequence[Logger]:
+        return []
+
+    def of_rounding(self, run: Run, training: Training) -> Trainer:
         silent = {
             "accelerator": "cpu",
-            "max_steps": settings.rounding.iterations,
+            "max_steps": self.iterations,
             "max_epochs": -1,
             "logger": False,
             "enable_checkpointing": False,
@@ -75,14 +80,11 @@ def trainers(settings: QuantizationSettings, run: Run, options: TrainerOptions) 
             "enable_model_summary": False,
             "log_every_n_steps": 12,
         }
-        return Trainer(**{**silent, **options(run, portion)})
+        return Trainer(**{**silent, **self.rounding_options(run, training)})
 
-    return make
-
-
-def tuning_trainer(options: TrainerOptions, run: Run, portion: Portion, epochs: int) -> Trainer:
-    """Return a silent Trainer of a tuning."""
-    return silent_trainer(epochs, **{"log_every_n_steps": 1, **options(run, portion)})
+    def of_tuning(self, run: Run, training: Training, epochs: int) -> Trainer:
+        options = {"log_every_n_steps": 1, **self.tuning_options(run, training)}
+        return silent_trainer(epochs, **options)
 
 
 @dataclass(frozen=True)
@@ -179,27 +181,19 @@ def walk(
     )
     run = run or Run.create(folder / "runs", {})
     said = io.StringIO()
-    stopwatch = stopwatch or Stopwatch()
-    learner = Learner(settings, trainers(settings, run, options), run, device, partition)
-    tuning = partial(tuning_trainer, tuning_options, run)
-    walker = Walk(
+    context = Context(
         source=source,
         run=run,
         settings=settings,
+        trainers=SilentTrainers(settings.rounding.iterations, options, tuning_options),
         batch_size=4,
-        quantizer=BlockQuantizer(settings, learner, stopwatch, run, device),
-        passes=StatisticsPasses(source, settings, run.folder, partition),
         progress=WalkProgress(Console(file=said, width=200)),
-        stopwatch=stopwatch,
-        block_tuner=BlockTuner(source, run, settings, tuning)
-        if settings.tuning.blocks.enabled
-        else None,
-        model_tuner=ModelTuner(source, run, settings, tuning, recompute=recompute)
-        if settings.tuning.model.enabled
-        else None,
+        stopwatch=stopwatch or Stopwatch(),
+        partition=partition,
+        recompute=recompute,
     )
-    walker.quantize(ids)
-    return Quantized(model, ids, run, walker.layout, said.getvalue())
+    Walk(context).quantize(ids)
+    return Quantized(model, ids, run, context.layout, said.getvalue())
 
 
 def shortened(model: PreTrainedModel) -> PreTrainedModel:

@@ -5,7 +5,6 @@ Source: docs/algorithm.md, step 4; Eq. 27 and 28 of the paper.
 
 import gc
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +17,6 @@ from aespa_pl.algorithm.objectives import keep_better
 from aespa_pl.algorithm.products import multiplying_in, operand
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.hessian import Hessian
-from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import UserError
 from aespa_pl.measure import release_memory
@@ -27,7 +25,6 @@ from aespa_pl.planning.partition import (
     WHOLE,
     Divisible,
     HeadRange,
-    Partition,
     Portion,
     learning_portions,
 )
@@ -37,12 +34,9 @@ from aespa_pl.rounding import (
     StatisticsBatch,
     StatisticsDataModule,
 )
-from aespa_pl.run.journal import Run
-from aespa_pl.settings import QuantizationSettings
+from aespa_pl.run.context import Context
+from aespa_pl.run.training import Training, block_curves
 from aespa_pl.storage.files import write_tensors
-
-MakeTrainer = Callable[[Portion], Trainer]
-"""Makes the Trainer of one portion of a block."""
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +45,7 @@ log = logging.getLogger(__name__)
 class Learner:
     """Learns the rounding of one block after the other."""
 
-    settings: QuantizationSettings
-    make_trainer: MakeTrainer
-    run: Run
-    """Knows the checkpoint of the block under way, and which portions are learned already."""
-    device: torch.device
-    partition: Partition = WHOLE
-    world: World = ALONE
-    """All processes call the same methods; each gets all integers."""
+    context: Context
 
     def learn(self, block: QuantizedBlock) -> None:
         """Replace the integers of the projections whose rounding the method learns.
@@ -72,37 +59,42 @@ class Learner:
             Divisible(name, p.heads, p.weight.numel(), not p.hessian.in_memory)
             for name, p in learned.items()
         ]
-        found: dict[str, list[Tensor]] = {name: [] for name in learned}
-        for portion in learning_portions(block.index, divisible, self.partition):
-            integers = self.world.from_first(partial(self._learned_before, portion))
-            if integers is None:
+        context, run = self.context, self.context.run
+        integers: dict[str, list[Tensor]] = {name: [] for name in learned}
+        for portion in learning_portions(block.index, divisible, context.partition):
+            training = Training(
+                block.index, portion.name, block_curves(block.index), portion.number
+            )
+            of_portion = context.world.from_first(partial(self._learned_before, training))
+            if of_portion is None:
                 release_memory()
-                module, trainer = self._module(portion, block), self.make_trainer(portion)
+                module = self._module(portion, block)
+                trainer = context.trainers.of_rounding(run, training)
                 trainer.fit(
                     module,
                     datamodule=StatisticsDataModule(self._statistics(portion, block)),
-                    ckpt_path=self.world.from_first(
-                        partial(self.run.checkpoint_to_continue, portion)
+                    ckpt_path=context.world.from_first(
+                        partial(run.checkpoint_to_continue, training)
                     ),
                 )
                 self._refuse_early_end(trainer, f"block {block.index}")
-                integers = self._integers(module, portion, block)
+                of_portion = self._integers(module, portion, block)
                 del module, trainer
-                self._keep(portion, integers)
+                self._keep(training, of_portion)
             for heads in portion.ranges:
-                found[heads.name].append(integers[heads.key].to(self.device))
+                integers[heads.name].append(of_portion[heads.key].to(context.device))
         for name, p in learned.items():
-            q = torch.cat(found[name])
-            if self.settings.rounding.keep_best:
+            q = torch.cat(integers[name])
+            if context.settings.rounding.keep_best:
                 q = keep_better(q, p.loss(q), p.integers, p.loss(p.integers))
             p.integers = q
 
     def _learns(self, p: QuantizedProjection) -> bool:
-        return self.settings.learns(attention=p.projection.role is not Role.OTHER)
+        return self.context.settings.learns(attention=p.projection.role is not Role.OTHER)
 
     def _module(self, portion: Portion, block: QuantizedBlock) -> BlockRounding:
         projections = {heads.key: self._rounding(heads, block) for heads in portion.ranges}
-        settings = self.settings
+        settings = self.context.settings
         return BlockRounding(
             projections, settings.rounding, f"block {block.index}", settings.precision
         )
@@ -111,29 +103,30 @@ class Learner:
         self, module: BlockRounding, portion: Portion, block: QuantizedBlock
     ) -> dict[str, Tensor]:
         """Return the integers of all processes' rows, by head range."""
-        with self.world.failing_together():
-            found = module.integers()
+        with self.context.world.failing_together():
+            own = module.integers()
         return {
             heads.key: self._share(heads, block.projections[heads.name]).whole(
-                found[heads.key].to(self.device)
+                own[heads.key].to(self.context.device)
             )
             for heads in portion.ranges
         }
 
-    def _keep(self, portion: Portion, integers: dict[str, Tensor]) -> None:
+    def _keep(self, training: Training, integers: dict[str, Tensor]) -> None:
         """Write down what a portion has learned where an interruption may follow."""
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()
         # there may be a next portion, or the tuning of the block, to be interrupted in
-        more = self.partition != WHOLE or self.settings.tuning.blocks.enabled
-        if more and self.world.is_first:
-            file = self.run.portion_file(portion)
+        context = self.context
+        more = context.partition != WHOLE or context.settings.tuning.blocks.enabled
+        if more and context.world.is_first:
+            file = context.run.portion_file(training)
             write_tensors(file, integers, {})
-            self.run.note_portion(portion, file)
+            context.run.note_portion(training, file)
 
     def _rounding(self, heads: HeadRange, block: QuantizedBlock) -> ProjectionRounding:
         """Return the soft rounding of this process's rows; W' goes when its last heads have begun."""
-        p, settings = block.projections[heads.name], self.settings.rounding
+        p, settings = block.projections[heads.name], self.context.settings.rounding
         some = slice(heads.first, heads.end)
         share, grid = self._share(heads, p), p.grid.heads(heads.first, heads.end - heads.first)
         updated = p.weight if p.updated is None else p.updated
@@ -152,7 +145,7 @@ class Learner:
     def _statistics(self, portion: Portion, block: QuantizedBlock) -> StatisticsBatch:
         """Return H and G of this process's rows; projections with the same input share an H."""
         batch, shared = {}, dict[Hessian, Tensor]()
-        with multiplying_in(self.settings.precision):
+        with multiplying_in(self.context.settings.precision):
             for heads in portion.ranges:
                 p = block.projections[heads.name]
                 taken = self._share(heads, p).taken_heads
@@ -165,7 +158,7 @@ class Learner:
         return batch
 
     def _share(self, heads: HeadRange, p: QuantizedProjection) -> RowShare:
-        return replace(p.share(self.world), heads=heads.end - heads.first)
+        return replace(p.share(self.context.world), heads=heads.end - heads.first)
 
     def _refuse_early_end(self, trainer: Trainer, label: str) -> None:
         """Accept that EarlyStopping ended the training, and refuse any other reason.
@@ -173,7 +166,7 @@ class Learner:
         Raises:
             UserError: Something else ended it.
         """
-        done, wanted = trainer.global_step, self.settings.rounding.iterations
+        done, wanted = trainer.global_step, self.context.settings.rounding.iterations
         if done >= wanted:
             return
         stopping = [c for c in trainer.early_stopping_callbacks if c.stopped_epoch]
@@ -193,7 +186,7 @@ class Learner:
             "quantization.rounding.iterations"
         )
 
-    def _learned_before(self, portion: Portion) -> dict[str, Tensor] | None:
+    def _learned_before(self, training: Training) -> dict[str, Tensor] | None:
         """Return the integers that a portion had learned before an interruption, if it had."""
-        file = self.run.portion_to_continue(portion)
+        file = self.context.run.portion_to_continue(training)
         return None if file is None else load_file(file)

@@ -4,13 +4,13 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentError
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from aespa_pl.commands import evaluate, fit
@@ -45,6 +45,7 @@ from aespa_pl.planning.division import Devices
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.interruption import Interruption
+from aespa_pl.run.journal import Run
 from aespa_pl.settings import TaskSettings
 from aespa_pl.storage.files import write_text
 
@@ -120,14 +121,10 @@ class AespaCLI(LightningCLI):
         world, console = self._launch()
         board = Board(self.settings.trainer.logger, self.saved)
         with WalkProgress(console) as progress:
-            trainers = self._block_trainers(progress, world)
             run, metrics = fit.fit(
                 job,
                 self.settings.ckpt_path,
-                make_trainer=trainers.of_portion,
-                make_tuning_trainer=trainers.of_tuning,
-                make_loggers=board.open,
-                save_config=self._save_config,
+                trainers=self._block_trainers(board, progress, world),
                 progress=progress,
                 devices=Devices(self.trainer.world_size, self.trainer.num_nodes),
                 world=world,
@@ -183,8 +180,14 @@ class AespaCLI(LightningCLI):
             logging.getLogger("aespa_pl").setLevel(logging.ERROR)  # the first has the same warnings
         return world, PipeConsole(quiet=not world.is_first)
 
-    def _block_trainers(self, progress: WalkProgress, world: World) -> BlockTrainers:
+    def _block_trainers(self, board: Board, progress: WalkProgress, world: World) -> BlockTrainers:
+        def begin(run: Run) -> list[Logger]:
+            write_text(run.folder / "config.yaml", self.saved)
+            self.interruption.how_to_continue = how_to_continue(run.folder)
+            return board.open(run)
+
         return BlockTrainers(
+            begin=begin,
             # made again for each block: loggers and callbacks keep a state
             section=lambda: self.parser.instantiate(self.config)[self.subcommand].trainer,
             instantiate=self.instantiate_trainer,
@@ -195,10 +198,6 @@ class AespaCLI(LightningCLI):
             progress=progress,
             world=world,
         )
-
-    def _save_config(self, folder: Path) -> None:
-        write_text(folder / "config.yaml", self.saved)
-        self.interruption.how_to_continue = how_to_continue(folder)
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:

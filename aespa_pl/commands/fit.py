@@ -2,23 +2,18 @@
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 import transformers
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 import aespa_pl
-from aespa_pl.block.learn import Learner
-from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
@@ -29,16 +24,13 @@ from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
 from aespa_pl.planning.disk import disk_bytes
 from aespa_pl.planning.division import ONE_DEVICE, Devices
-from aespa_pl.planning.partition import Portion
 from aespa_pl.planning.tuning import tuning_fits
 from aespa_pl.progress import WalkProgress
+from aespa_pl.run.context import Context, Trainers
 from aespa_pl.run.damage import named
 from aespa_pl.run.journal import Run
 from aespa_pl.run.versions import last_run
 from aespa_pl.storage.files import write_json
-from aespa_pl.walk.collect import StatisticsPasses
-from aespa_pl.walk.end_to_end import ModelTuner
-from aespa_pl.walk.tuning import BlockTuner
 from aespa_pl.walk.walk import Walk
 
 
@@ -59,10 +51,7 @@ def fit(
     job: Job,
     resume: str | None,
     *,
-    make_trainer: Callable[[Run, Portion], Trainer],
-    make_tuning_trainer: Callable[[Run, Portion, int], Trainer],
-    make_loggers: Callable[[Run], Sequence[Logger]],
-    save_config: Callable[[Path], None],
+    trainers: Trainers,
     progress: WalkProgress,
     devices: Devices = ONE_DEVICE,
     world: World = ALONE,
@@ -72,10 +61,7 @@ def fit(
     Args:
         job: Model, texts and settings.
         resume: ``last`` or the folder of a run to continue; None: a new run.
-        make_trainer: Makes the Trainer of a portion of a block.
-        make_tuning_trainer: Makes the Trainer of a tuning with a number of epochs.
-        make_loggers: Makes the loggers of the curves over the blocks.
-        save_config: Writes the configuration into the folder of the run.
+        trainers: Makes Lightning's Trainers and loggers.
         progress: Shows the steps and says what is found.
         devices: All devices of the run.
         world: The processes of the run; all of them call this, and the first one writes.
@@ -90,23 +76,19 @@ def fit(
         if start.metrics is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
             return run, start.metrics
-        if world.is_first:
-            save_config(run.folder)
         progress.say(f"run folder: {run.folder}")
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
         began_to_quantize, began_to_work = time.perf_counter(), time.process_time()
-        _quantize(
-            job,
-            run,
-            start.tokens,
-            make_trainer=make_trainer,
-            make_tuning_trainer=make_tuning_trainer,
-            loggers=make_loggers(run) if world.is_first else [],
-            progress=progress,
-            devices=devices,
-            world=world,
+        context = _context(
+            job, run, trainers=trainers, progress=progress, devices=devices, world=world
         )
+        Walk(context).quantize(start.tokens)
+        for logger in context.loggers:
+            logger.finalize("success")
+        if world.is_first:
+            _write_description(job, run)
+            run.finish_model()
         world.wait_for_all()  # for the files of the first
         quantized = before + time.perf_counter() - began_to_quantize
         worked = time.process_time() - began_to_work
@@ -203,60 +185,36 @@ def _check_weights(job: Job, progress: WalkProgress) -> None:
         progress.advance()
 
 
-def _quantize(
+def _context(
     job: Job,
     run: Run,
-    tokens: Tensor,
     *,
-    make_trainer: Callable[[Run, Portion], Trainer],
-    make_tuning_trainer: Callable[[Run, Portion, int], Trainer],
-    loggers: Sequence[Logger],
+    trainers: Trainers,
     progress: WalkProgress,
     devices: Devices,
     world: World,
-) -> None:
-    source = job.stream(job.pretrained)
-    trainer = partial(make_trainer, run)
+) -> Context:
+    """Return what all steps of the run work with."""
+    loggers = trainers.begin(run) if world.is_first else []
     given = (job.shape, job.work, job.data, job.quantization, job.device)
     partition = choose_partition(*given, devices=devices, world=world)
     for words in portions_in_words(partition, job.shape):
         progress.say(words)
-    free = -world.largest(-room(*given, devices=devices).free)
-    recompute = not tuning_fits(job.shape, job.work, job.quantization, free, recompute=False)
-    stopwatch = Stopwatch(progress.phase)
-    tuning, tuning_trainer = job.quantization.tuning, partial(make_tuning_trainer, run)
-    learner = Learner(job.quantization, trainer, run, job.device, partition, world)
-    walk = Walk(
-        source=source,
+    free = world.smallest(room(*given, devices=devices).free)
+    fits = tuning_fits(job.shape, job.work, job.quantization, free, recompute=False)
+    return Context(
+        source=job.stream(job.pretrained),
         run=run,
         settings=job.quantization,
+        trainers=trainers,
         batch_size=job.data.batch,
-        quantizer=BlockQuantizer(job.quantization, learner, stopwatch, run, job.device, world),
-        passes=StatisticsPasses(source, job.quantization, run.folder, partition, world),
         progress=progress,
-        stopwatch=stopwatch,
-        block_tuner=BlockTuner(source, run, job.quantization, tuning_trainer, world)
-        if tuning.blocks.enabled
-        else None,
-        model_tuner=ModelTuner(
-            source,
-            run,
-            job.quantization,
-            tuning_trainer,
-            recompute=recompute,
-            world=world,
-        )
-        if tuning.model.enabled
-        else None,
+        stopwatch=Stopwatch(progress.phase),
+        partition=partition,
+        recompute=not fits,
         loggers=loggers,
         world=world,
     )
-    walk.quantize(tokens)
-    for logger in loggers:
-        logger.finalize("success")
-    if world.is_first:
-        _write_description(job, run)
-        run.finish_model()
 
 
 def _write_description(job: Job, run: Run) -> None:

@@ -9,12 +9,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
-from aespa_pl.planning.partition import Portion
 from aespa_pl.planning.shape import Work
 from aespa_pl.progress import IterationProgress, WalkProgress
 from aespa_pl.report.tensorboard import LossesFirst
@@ -22,6 +22,7 @@ from aespa_pl.rounding.histograms import RoundingHistograms
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
+from aespa_pl.run.training import Training
 from aespa_pl.settings import OutputSettings, TuningSettings
 from aespa_pl.tuning.data import held_back_and_steps
 
@@ -41,8 +42,10 @@ PRECISIONS = (None, 32, "32", "32-true")
 
 @dataclass(frozen=True)
 class BlockTrainers:
-    """Makes the Trainer of each block."""
+    """Makes the Trainer of each training of a run."""
 
+    begin: Callable[[Run], Sequence[Logger]]
+    """Returns the loggers of the curves over the blocks, when the run begins."""
     section: Callable[[], Any]
     """Makes new values of the ``trainer`` section."""
     instantiate: Callable[..., Trainer]
@@ -55,30 +58,27 @@ class BlockTrainers:
     progress: WalkProgress
     world: World
 
-    def of_portion(self, run: Run, portion: Portion) -> Trainer:
-        """Return the Trainer of a portion of a block."""
+    def of_rounding(self, run: Run, training: Training) -> Trainer:
+        """Return the Trainer that learns the rounding of a portion of a block."""
         own: list[Callback] = [IterationProgress(self.progress)]
         if self.output.histograms:
             own.append(RoundingHistograms(self.output.histograms))
         return self._make(
             run,
-            portion,
+            training,
             own,
-            curves=f"block_{portion.block:03}",
-            folder=run.checkpoint_folder(portion.block),
+            folder=run.checkpoint_folder(training.block),
             max_steps=self.iterations,
             max_epochs=-1,
         )
 
-    def of_tuning(self, run: Run, portion: Portion, epochs: int) -> Trainer:
+    def of_tuning(self, run: Run, training: Training, epochs: int) -> Trainer:
         """Return the Trainer of the tuning of a block, or of the model."""
-        block, unit = f"block_{portion.block:03}", portion.ranges[0].name
         return self._make(
             run,
-            portion,
+            training,
             [IterationProgress(self.progress, "tuning")],
-            curves={"model": "end_to_end", "tuning": block}.get(unit, f"{block}_{unit}"),
-            folder=run.checkpoint_folder(portion.block) / "tuning",
+            folder=run.checkpoint_folder(training.block) / "tuning",
             max_steps=-1,
             max_epochs=epochs,
             # the start is a candidate, and so is each epoch: whatever the section says of validation
@@ -92,10 +92,9 @@ class BlockTrainers:
     def _make(
         self,
         run: Run,
-        portion: Portion,
+        training: Training,
         own: Sequence[Callback],
         *,
-        curves: str,
         folder: Path,
         **more: Any,
     ) -> Trainer:
@@ -103,9 +102,8 @@ class BlockTrainers:
 
         Args:
             run: The run.
-            portion: Head ranges that are trained together.
+            training: What is trained.
             own: Callbacks beside those that save and stop.
-            curves: Folder of its curves, below the run's.
             folder: Folder of its checkpoints.
             more: Further arguments of the Trainer.
         """
@@ -116,7 +114,7 @@ class BlockTrainers:
         if isinstance(self.first.strategy, DDPStrategy):
             more["strategy"] = RowsStrategy(timeout=LONGEST_WAIT)
         return self.instantiate(
-            logger=_loggers(chosen.logger, run, curves),
+            logger=_loggers(chosen.logger, run, training.curves),
             callbacks=[
                 *callbacks,
                 *own,
@@ -125,7 +123,7 @@ class BlockTrainers:
             plugins=[
                 *_listed(chosen.plugins),
                 *environment_plugins(self.first),
-                JournaledCheckpointIO(run, portion),
+                JournaledCheckpointIO(run, training),
             ],
             enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
             # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or

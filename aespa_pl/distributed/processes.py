@@ -96,6 +96,10 @@ class World:
             distributed.all_reduce(largest, distributed.ReduceOp.MAX)
         return float(largest)
 
+    def smallest(self, number: float) -> float:
+        """Return the smallest of the processes' numbers."""
+        return -self.largest(-number)
+
     def gather(self, part: Tensor, count: int) -> Tensor:
         """Return the tensor ``[count, ...]`` that the parts of all processes make.
 

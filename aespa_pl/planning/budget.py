@@ -27,8 +27,7 @@ def choose_partition(
     world: World = ALONE,
 ) -> Partition:
     """Return a partition that fits ``data.memory_gb``, or the memory that is free on all devices now."""
-    free = room(shape, work, data, quantization, device, devices=devices).free
-    free = -world.largest(-free)
+    free = world.smallest(room(shape, work, data, quantization, device, devices=devices).free)
     return partition_for(shape, work, quantization, free, accelerator=device.type != "cpu")
 
 

@@ -53,14 +53,11 @@ class Portion:
     number: int
     """Place among the portions of the block, from 0."""
     ranges: tuple[HeadRange, ...]
-    processes: int = 1
-    """Number of processes that train it together, where what they find depends on that."""
 
     @property
-    def keys(self) -> list[str]:
-        """Return the names that a checkpoint has to share with the portion that continues from it."""
-        together = [f"{self.processes} processes"] if self.processes > 1 else []
-        return [heads.key for heads in self.ranges] + together
+    def name(self) -> str:
+        """Return a name that tells these parts from all others of the block."""
+        return ", ".join(heads.key for heads in self.ranges)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from aespa_pl.distributed.processes import ALONE, World
-from aespa_pl.planning.partition import Portion
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
+from aespa_pl.run.training import Training
 from aespa_pl.settings import OutputSettings
 from aespa_pl.storage.files import write_whole
 
@@ -26,11 +26,11 @@ REST = 20
 class JournaledCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint whole or not at all, and then names it in the run's journal."""
 
-    def __init__(self, run: Run, portion: Portion) -> None:
-        """Write checkpoints of a portion of a block."""
+    def __init__(self, run: Run, training: Training) -> None:
+        """Write checkpoints of a training."""
         super().__init__()
         self.run = run
-        self.portion = portion
+        self.training = training
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -50,8 +50,8 @@ class JournaledCheckpointIO(TorchCheckpointIO):
                     raise OSError(errno.EIO, "a write failed, the disk may be full") from error
 
         write_whole(path, write)
-        if path.is_relative_to(self.run.checkpoint_folder(self.portion.block)):
-            self.run.note_checkpoint(self.portion, path, digest.hexdigest())
+        if path.is_relative_to(self.run.checkpoint_folder(self.training.block)):
+            self.run.note_checkpoint(self.training, path, digest.hexdigest())
 
     def load_checkpoint(
         self,

@@ -9,8 +9,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from aespa_pl.errors import UserError
-from aespa_pl.planning.partition import Portion
 from aespa_pl.run.schema import DESCRIPTION
+from aespa_pl.run.training import Training
 
 
 @dataclass
@@ -56,9 +56,9 @@ class RunFolder:
         """Return the folder of Lightning's checkpoints of a block, while it is under way."""
         return self.checkpoints_folder / f"block_{index:03}"
 
-    def portion_file(self, portion: Portion) -> Path:
-        """Return the file with the integers of a portion that is learned, until its block is complete."""
-        return self.portions_folder / f"block_{portion.block:03}_{portion.number:03}.safetensors"
+    def portion_file(self, training: Training) -> Path:
+        """Return the file with the result of a training, until its block is complete."""
+        return self.portions_folder / f"block_{training.block:03}_{training.number:03}.safetensors"
 
     @property
     def checkpoints_folder(self) -> Path:

@@ -2,13 +2,12 @@
 
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aespa_pl.errors import UserError
-from aespa_pl.planning.partition import Portion
 from aespa_pl.run.fingerprint import checksum, differences
 from aespa_pl.run.folder import RunFolder
 from aespa_pl.run.schema import (
@@ -23,6 +22,7 @@ from aespa_pl.run.schema import (
     parse,
     refuse_other_format,
 )
+from aespa_pl.run.training import Training
 from aespa_pl.run.versions import next_version
 from aespa_pl.storage.files import move_whole, write_json
 
@@ -169,10 +169,37 @@ class Run(RunFolder):
                 move_whole(file, self.folder / name)
         shutil.rmtree(self.staging_folder, ignore_errors=True)
 
-    def tuning_is_intact(self) -> bool:
-        """Return whether what the end-to-end tuning learned is on the disk, or was not learned yet."""
-        known, file = self.tuned, self.tuned_file
-        return known is None or (file.is_file() and checksum(file) == known.checksum)
+    def reopen(self, count: int) -> Iterator[str]:
+        """Forget the blocks whose files are damaged, because they are quantized again; say so in lines.
+
+        Args:
+            count: Number of blocks of the model.
+        """
+        self.finish_replacing()
+        self.model = {}  # of a finished run that is mended: the next write of the journal says so
+        damaged = {i: files for i in sorted(self.blocks) if (files := self.damaged_files(i))}
+        for index, files in damaged.items():
+            names = ", ".join(map(str, files)) + " is damaged or missing"
+            yield f"block {index} of {count}: {names}: the block is quantized again"
+            del self.blocks[index]
+        if self.tuned is not None and (damaged or not self._is_intact(self.tuned)):
+            # the blocks that it has changed are no longer what a block was quantized after
+            yield (
+                "cannot resume the end-to-end tuning, because a file is damaged or missing: all blocks are "
+                "quantized again"
+            )
+            self.take_complete({}, None)
+        if self.blocks:
+            yield f"{len(self.blocks)} of {count} blocks are complete already"
+
+    def take_complete(self, blocks: dict[int, BlockRecord], tuned: TunedModelRecord | None) -> None:
+        """Take what is complete: blocks by number, and the end-to-end tuning."""
+        self.blocks, self.tuned = blocks, tuned
+
+    def damp_again(self, index: int, damping: float) -> None:
+        """Note the damping of the second attempt at a block, and forget what the first one has learned."""
+        self.damping[index] = damping
+        self.forget_learning()
 
     def add_to_block(self, index: int, found: Mapping[str, Any]) -> None:
         """Change fields of a complete block's record, whose values are known later than the block is."""
@@ -202,32 +229,22 @@ class Run(RunFolder):
 
     def all_damaged_files(self) -> list[Path]:
         """Return every file of a finished run that is missing or not what the journal knows."""
-        of_blocks = [file for index in sorted(self.blocks) for file in self.damaged_files(index)]
-        return of_blocks + self.damaged_files()
+        return [f for index in (*sorted(self.blocks), None) for f in self.damaged_files(index)]
 
-    def note_checkpoint(self, portion: Portion, file: Path, file_checksum: str) -> None:
+    def note_checkpoint(self, training: Training, file: Path, file_checksum: str) -> None:
         """Note that Lightning's checkpoint of a portion is on the disk."""
-        self.checkpoint = self._learned(portion, file, file_checksum)
+        self.checkpoint = self._learned(training, file, file_checksum)
         self.save()
 
-    def usable_checkpoint(self, portion: Portion) -> Path | None:
-        """Return the checkpoint of a portion, if the journal has one.
-
-        Raises:
-            DamagedFileError: The file is missing or not what the journal knows.
-        """
-        if self.checkpoint is None or not _is_about(self.checkpoint, portion):
+    def checkpoint_to_continue(self, training: Training) -> Path | None:
+        """Return the checkpoint of a training, if there is one; a damaged one is named and forgotten."""
+        if self.checkpoint is None or not _is_about(self.checkpoint, training):
             return None
-        return self._intact(self.checkpoint)
-
-    def checkpoint_to_continue(self, portion: Portion) -> Path | None:
-        """Return the checkpoint of a portion; a damaged one is named and forgotten."""
-        try:
-            return self.usable_checkpoint(portion)
-        except DamagedFileError as error:
-            log.warning("block %d: %s is damaged or missing: it is not used", portion.block, error)
+        if not self._is_intact(self.checkpoint):
+            self._warn_of_damage(self.checkpoint, "it is not used")
             self.forget_checkpoint()
             return None
+        return self.folder / self.checkpoint.file
 
     def forget_checkpoint(self) -> None:
         """Remove the checkpoints, also what an interrupted removal has left."""
@@ -236,41 +253,27 @@ class Run(RunFolder):
         if self.writes:
             shutil.rmtree(self.checkpoints_folder, ignore_errors=True)
 
-    def note_portion(self, portion: Portion, file: Path) -> None:
+    def note_portion(self, training: Training, file: Path) -> None:
         """Note that a portion of the block under way is learned."""
-        self.portions.append(self._learned(portion, file, checksum(file)))
+        self.portions.append(self._learned(training, file, checksum(file)))
         self.forget_checkpoint()
 
-    def usable_portion(self, portion: Portion) -> Path | None:
-        """Return the integers that were learned of a portion, if it was learned.
+    def portion_to_continue(self, training: Training) -> Path | None:
+        """Return what a training has learned, if its file is there and intact.
 
-        Raises:
-            DamagedFileError: The file is missing or not what the journal knows.
+        Otherwise its result and all later ones are forgotten.
         """
-        known = self.portions[portion.number : portion.number + 1]
-        if not known or not _is_about(known[0], portion):
-            self.forget_portions(portion.number)
-            return None
-        return self._intact(known[0])
-
-    def portion_to_continue(self, portion: Portion) -> Path | None:
-        """Return what was learned of a portion; a damaged file is named, and forgotten with later ones."""
-        try:
-            return self.usable_portion(portion)
-        except DamagedFileError as error:
-            log.warning(
-                "block %d: %s is damaged or missing: it is learned again", portion.block, error
-            )
-            self.forget_portions(portion.number)
-            return None
-
-    def forget_portions(self, kept: int = 0) -> None:
-        """Forget all but the first portions; their files are overwritten, or go with the block."""
-        del self.portions[kept:]
+        known = self.portions[training.number : training.number + 1]
+        if known and _is_about(known[0], training):
+            if self._is_intact(known[0]):
+                return self.folder / known[0].file
+            self._warn_of_damage(known[0], "it is learned again")
+        del self.portions[training.number :]  # their files are overwritten, or go with the block
+        return None
 
     def forget_learning(self) -> None:
         """Remove everything that the learning of the block under way has left."""
-        self.forget_portions()
+        self.portions.clear()
         self.forget_checkpoint()
         if self.writes:
             shutil.rmtree(self.portions_folder, ignore_errors=True)
@@ -280,18 +283,18 @@ class Run(RunFolder):
             return {}
         return {file.relative_to(self.folder).as_posix(): checksum(file) for file in files}
 
-    def _learned(self, portion: Portion, file: Path, file_checksum: str) -> LearnedFile:
-        name = file.relative_to(self.folder).as_posix()
-        return LearnedFile(
-            block=portion.block, keys=portion.keys, file=name, checksum=file_checksum
-        )
+    def _learned(self, training: Training, file: Path, file_checksum: str) -> LearnedFile:
+        name, key = file.relative_to(self.folder).as_posix(), training.key
+        return LearnedFile(block=training.block, key=key, file=name, checksum=file_checksum)
 
-    def _intact(self, record: LearnedFile) -> Path:
+    def _is_intact(self, record: LearnedFile | TunedModelRecord) -> bool:
         file = self.folder / record.file
-        if not file.is_file() or checksum(file) != record.checksum:
-            raise DamagedFileError(str(file))
-        return file
+        return file.is_file() and checksum(file) == record.checksum
+
+    def _warn_of_damage(self, record: LearnedFile, then: str) -> None:
+        file = self.folder / record.file
+        log.warning("block %d: %s is damaged or missing: %s", record.block, file, then)
 
 
-def _is_about(record: LearnedFile, portion: Portion) -> bool:
-    return (record.block, record.keys) == (portion.block, portion.keys)
+def _is_about(record: LearnedFile, training: Training) -> bool:
+    return (record.block, record.key) == (training.block, training.key)

@@ -68,8 +68,8 @@ class LearnedFile(Strict):
     """Names a file that the learning of the block under way has left."""
 
     block: int
-    keys: list[str]
-    """Head ranges that are learned together; only the same ones can go on with the file."""
+    key: str = ""
+    """Name of the training; only the same one can go on with the file."""
     file: str
     """Path in the folder of the run."""
     checksum: str

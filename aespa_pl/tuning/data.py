@@ -132,7 +132,7 @@ class SegmentPairs(LightningDataModule):
         count = len(self.pairs)
         # mini-batches of an epoch
         kept, steps = held_back_and_steps(count, batch_size, held_back)
-        self.steps = int(-world.largest(-steps))
+        self.steps = int(world.smallest(steps))
         # with those that whole mini-batches leave over, but not what this process has more than others
         self.training = range(min(count - kept, (self.steps + 1) * batch_size - 1))
         self.validation = range(count - kept, count)

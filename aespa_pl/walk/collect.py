@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -14,12 +13,9 @@ from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import observing
 from aespa_pl.calibration.statistics import BlockStatistics
-from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
-from aespa_pl.models.family import Attention, BlockLayout
-from aespa_pl.models.streamed import StreamedModel
-from aespa_pl.planning.partition import WHOLE, Partition
-from aespa_pl.settings import QuantizationSettings
+from aespa_pl.models.family import Attention
+from aespa_pl.run.context import Context
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.matrices import MatricesOnDisk
 from aespa_pl.storage.transfer import in_turn, sending_back
@@ -31,41 +27,27 @@ class Streams:
 
     quantized: Batches
     """Hidden states that the blocks quantized so far have made."""
-    original: Batches | None
-    """Hidden states in the original model; None where neither input_correction nor tuning needs them."""
+    original: Batches
+    """Hidden states in the original model; empty where neither input_correction nor tuning needs them."""
     own: bool
     """Whether they are this process's; otherwise another has them, and here they only tell the shapes."""
 
     @classmethod
-    def begin(
-        cls, source: StreamedModel, tokens: Tensor, batch_size: int, world: World, *, two: bool
-    ) -> "Streams":
-        """Embed this process's share of the segments.
-
-        Args:
-            source: The model.
-            tokens: Calibration segments, ``[segments, L]``.
-            batch_size: Segments in a batch.
-            world: The processes that divide the segments.
-            two: Whether the original model's stream is wanted as well.
-        """
-        mine = world.segments(tokens, batch_size)
+    def begin(cls, context: Context, tokens: Tensor) -> "Streams":
+        """Embed this process's part of the calibration segments ``[segments, L]``."""
+        mine = context.world.segments(tokens, context.batch_size)
         own = len(mine) > 0
-        quantized = source.embed(mine if own else tokens[:1], batch_size)
+        quantized = context.source.embed(mine if own else tokens[:1], context.batch_size)
         again = (quantized[i] for i in range(len(quantized)))
-        return cls(quantized, source.keep(again) if two else None, own)
+        two = context.settings.two_streams
+        return cls(quantized, context.source.keep(again) if two else [], own)
 
 
 @dataclass(frozen=True)
 class StatisticsPasses:
     """Runs the calibration segments through one block after the other."""
 
-    source: StreamedModel
-    settings: QuantizationSettings
-    folder: Path
-    """Folder for matrices that wait on disk."""
-    partition: Partition = WHOLE
-    world: World = ALONE
+    context: Context
 
     def collect(self, index: int, module: nn.Module, streams: Streams) -> BlockStatistics:
         """Return the statistics of a block; the original model's hidden states go on to the next one.
@@ -80,14 +62,14 @@ class StatisticsPasses:
         Raises:
             UserError: A statistic is not finite, because activations overflow.
         """
-        heads = self._layout.key_value_heads
+        context, heads = self.context, self.context.layout.key_value_heads
         first, *others = [range(heads)]
-        if self.settings.objective.value == "attention":
-            first, *others = self.partition.head_groups(heads)
+        if context.settings.objective.value == "attention":
+            first, *others = context.partition.head_groups(heads)
         statistics = self._run_through(index, module, streams, first, last=not others)
         if not others:
             return statistics
-        values = MatricesOnDisk(self.folder, self.source.device)
+        values = MatricesOnDisk(context.run.folder, context.device)
         shifts = _move_values(statistics, values)
         statistics = replace(statistics, attended=None)  # and with it the memory of H_V
         for group in others:
@@ -98,61 +80,59 @@ class StatisticsPasses:
             found = replace(found, attended=torch.cat(shifts))
         return replace(statistics, attended=Hessian(values), shifts=found)
 
-    @property
-    def _layout(self) -> BlockLayout:
-        return self.source.family.layout(self.source.pretrained.config)
-
     def _run_through(
         self, index: int, module: nn.Module, streams: Streams, heads: range, *, last: bool
     ) -> BlockStatistics:
         """Run all segments through a block and collect H_V of some heads; the first time, everything else."""
-        objective, first = self.settings.objective, heads.start == 0
+        source, settings, device = self.context.source, self.context.settings, self.context.device
+        objective, first = settings.objective, heads.start == 0
         collector = StatisticsCollector(
-            self._layout,
+            self.context.layout,
             value=objective.value == "attention",
             query_key=first and objective.query_key == "attention",
             inputs=first,
-            magnitudes=bool(self.settings.grid.awq),
+            magnitudes=bool(settings.grid.awq),
             heads=heads,
-            precision="float32" if self.settings.precision == "float32" else "tf32",
+            precision="float32" if settings.precision == "float32" else "tf32",
         )
         attention = partial(self._observe_attention, module)
         either = attention if collector.value or collector.query_key else None
         # before block 0 both streams are equal, and so are what comes out and the statistics
-        differ = streams.original is not None and index > 0
-        compare = differ and bool(self.settings.input_correction)
-        originals = in_turn(streams.original or [], self.source.device)
-        with sending_back(streams.original or [], self.source.device) as replace_original:
-            for i, quantized in enumerate(in_turn(streams.quantized, self.source.device)):
+        differ = len(streams.original) > 0 and index > 0
+        compare = differ and bool(settings.input_correction)
+        originals = in_turn(streams.original, device)
+        with sending_back(streams.original, device) as replace_original:
+            for i, quantized in enumerate(in_turn(streams.quantized, device)):
                 original = None
                 if compare:
                     with observing(module, collector.groups, residuals=first) as original:
-                        after = self.source.run_block(module, next(originals))
+                        after = source.run_block(module, next(originals))
                 elif differ and last:
-                    after = self.source.run_block(module, next(originals))
+                    after = source.run_block(module, next(originals))
                 with observing(
                     module, collector.groups, residuals=compare and first, attention=either
                 ) as seen:
-                    output = self.source.run_block(module, quantized)
-                if streams.original is not None and last:
+                    output = source.run_block(module, quantized)
+                if streams.original and last:
                     replace_original(i, after if differ else output)
                 collector.add(seen, original)
-        if not self.world.alone:
-            collector.add_up(self.world.sum_, counts=streams.own)
-        statistics = collector.finish(self.source.family.norm_weights(module))
+        if not self.context.world.alone:
+            collector.add_up(self.context.world.sum_, counts=streams.own)
+        statistics = collector.finish(source.family.norm_weights(module))
         self._refuse_not_finite(index, statistics)
         return statistics
 
     def _observe_attention(
         self, module: nn.Module, see: Callable[[Attention], None]
     ) -> AbstractContextManager[None]:
-        return self.source.family.observe_attention(self.source.model, module, see)
+        source = self.context.source
+        return source.family.observe_attention(source.model, module, see)
 
     def _refuse_not_finite(self, index: int, statistics: BlockStatistics) -> None:
         for name, tensor in statistics.named_tensors():
             if bool(torch.isfinite(tensor).all()):
                 continue
-            dtype = str(self.source.dtype).removeprefix("torch.")
+            dtype = str(self.context.source.dtype).removeprefix("torch.")
             advice = "check model.pretrained"
             if dtype != "float32":
                 advice = "continue with --model.dtype bfloat16, or float32 where that is not enough"

@@ -15,8 +15,8 @@ from aespa_pl.curve_names import NOT_NEAREST
 from aespa_pl.distributed.processes import World
 from aespa_pl.run.schema import TuningRecord
 from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunedModel
+from aespa_pl.walk.block_tuner import stored_weights
 from aespa_pl.walk.collect import Streams
-from aespa_pl.walk.tuning import stored_weights
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def output_error(streams: Streams, world: World) -> float:
         world: The processes that divide the segments; all of them call this.
     """
     error = size = 0.0
-    if streams.own and streams.original is not None:
+    if streams.own and streams.original:
         for i in range(len(streams.quantized)):
             original = streams.original[i].float()
             error += float((streams.quantized[i].float() - original).square().sum())

@@ -14,11 +14,11 @@ from aespa_pl.commands.trainers import check_tuning
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS
 from aespa_pl.models.weights import projection_weight
-from aespa_pl.planning.partition import Portion
 from aespa_pl.planning.shape import Work
 from aespa_pl.resolve import resolved
 from aespa_pl.run.checkpointing import JournaledCheckpointIO
 from aespa_pl.run.journal import Run
+from aespa_pl.run.training import Training
 from aespa_pl.settings import QuantizationSettings
 from tests.walks import BLOCKS, Quantized, walk
 
@@ -57,9 +57,9 @@ class Kill:
 
         return Stop()
 
-    def options(self, run: Run, portion: Portion) -> dict[str, Any]:
-        file = run.checkpoint_folder(portion.block) / "x.ckpt"
-        plugins = [JournaledCheckpointIO(run, portion)]
+    def options(self, run: Run, training: Training) -> dict[str, Any]:
+        file = run.checkpoint_folder(training.block) / "x.ckpt"
+        plugins = [JournaledCheckpointIO(run, training)]
         return {"callbacks": [self.callback(file)], "plugins": plugins}
 
 

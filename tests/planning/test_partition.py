@@ -23,6 +23,7 @@ from aespa_pl.planning.partition import (
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
+from aespa_pl.run.training import Training
 from aespa_pl.storage.matrices import MatricesOnDisk
 from tests.walks import Quantized, walk
 
@@ -67,7 +68,7 @@ def test_nothing_to_divide_is_one_portion_of_whole_projections() -> None:
     projections = [Divisible("q", 4, 80, on_disk=False), Divisible("o", 1, 120, on_disk=False)]
     (portion,) = learning_portions(3, projections, WHOLE)
     assert portion == Portion(3, 0, (HeadRange("q", 0, 4, 4), HeadRange("o", 0, 1, 1)))
-    assert portion.keys == ["q", "o"]
+    assert portion.name == "q, o"
     assert learning_portions(3, [], WHOLE) == []
 
 
@@ -177,14 +178,14 @@ class StopIn(Callback):
             self.interruption.received = 15
 
 
-def stopping(fits: list[int], part: int) -> Callable[[Run, Portion], dict[str, Any]]:
-    def options(run: Run, portion: Portion) -> dict[str, Any]:
-        interruption, folder = Interruption(), run.checkpoint_folder(portion.block)
+def stopping(fits: list[int], part: int) -> Callable[[Run, Training], dict[str, Any]]:
+    def options(run: Run, training: Training) -> dict[str, Any]:
+        interruption, folder = Interruption(), run.checkpoint_folder(training.block)
         return {
             "callbacks": [
                 StopIn(interruption, fits, part), StopAtIteration(interruption, folder)
             ],
-            "plugins": [JournaledCheckpointIO(run, portion)],
+            "plugins": [JournaledCheckpointIO(run, training)],
         }  # fmt: skip
 
     return options
@@ -229,7 +230,7 @@ def test_part_that_is_of_no_use_is_learned_again(
     harm: str, whole: Quantized, stopped: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if harm == "damaged":
-        stopped.portion_file(Portion(0, 0, ())).write_bytes(b"x")
+        stopped.portion_file(Training(0, "all", "block_000")).write_bytes(b"x")
     partition = DIVIDED if harm == "damaged" else Partition(heads=1, weights=2000)
     resumed = walk("llama-grouped", tmp_path, SHORT, run=stopped, partition=partition)
     assert ("is damaged or missing: it is learned again" in caplog.text) == (harm == "damaged")

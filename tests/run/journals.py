@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from aespa_pl.planning.partition import HeadRange, Portion
 from aespa_pl.run.journal import Run
+from aespa_pl.run.training import Training
 
 FINGERPRINT = {"model": "a" * 64, "dtype": "float32", "quantization": {"bits": 2, "grid": {"z": 1}}}
 
@@ -12,9 +12,9 @@ FINGERPRINT = {"model": "a" * 64, "dtype": "float32", "quantization": {"bits": 2
 RECORD = {"losses": {"q": {"final": 1.5, "polish_passes": 2}}, "seconds": {"grid": 3}}
 
 
-def portion_of(index: int, number: int = 0) -> Portion:
-    """Return a portion of a block; those with other numbers have other heads."""
-    return Portion(index, number, (HeadRange("q", number, number + 1, 4), HeadRange("k", 0, 2, 2)))
+def portion_of(index: int, number: int = 0) -> Training:
+    """Return the training of a portion of a block; those with other numbers have other heads."""
+    return Training(index, f"q_heads_{number}, k", f"block_{index:03}", number)
 
 
 def sha(path: Path) -> str:

@@ -50,7 +50,7 @@ def test_checkpoints_come_by_iterations_and_time(
         def _look(self) -> None:
             run = Run.open(tmp_path / "runs" / "version_0")
             if run.checkpoint is not None and run.checkpoint.block == 0:
-                file = run.usable_checkpoint(whole_block(0))
+                file = run.checkpoint_to_continue(whole_block(0))
                 assert file is not None
                 self.steps.append(torch.load(file, weights_only=True)["global_step"])
                 assert len(list(run.checkpoint_folder(0).iterdir())) == 1  # the older is removed
@@ -104,5 +104,5 @@ def test_checkpoint_is_named_after_it_is_written(
     monkeypatch.setattr(torch, "save", full)
     with refused(folder):
         writer.save_checkpoint({"a": 2}, folder / "step_2.ckpt")
-    assert Run.open(run.folder).usable_checkpoint(portion) == folder / "step_1.ckpt"
+    assert Run.open(run.folder).checkpoint_to_continue(portion) == folder / "step_1.ckpt"
     assert files(folder) == ["step_1.ckpt"]

@@ -8,7 +8,6 @@ import pytest
 from aespa_pl.errors import UserError
 from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.journal import Run
-from aespa_pl.run.schema import DamagedFileError
 from tests.run.journals import RECORD, make_file, note_checkpoint, portion_of, sha
 
 
@@ -23,7 +22,7 @@ damages = pytest.mark.parametrize("damage", ["changed", "shorter", "missing"])
 
 
 @damages
-def test_damage_is_found(damage: str, run: Run) -> None:
+def test_damage_is_found(damage: str, run: Run, caplog: pytest.LogCaptureFixture) -> None:
     block, portion = run.block_file(0), run.portion_file(portion_of(1))
     run.finish_block(0, RECORD, [make_file(block), make_file(run.model_folder / "shard")])
     run.note_portion(portion_of(1), make_file(portion))
@@ -31,11 +30,12 @@ def test_damage_is_found(damage: str, run: Run) -> None:
     for file in (block, portion, checkpoint):
         damage_file(file, damage)
     assert run.damaged_files(0) == [block]
-    with pytest.raises(DamagedFileError, match=f"^{checkpoint}$"):
-        run.usable_checkpoint(portion_of(1))
-    with pytest.raises(DamagedFileError, match=f"^{portion}$"):
-        run.usable_portion(portion_of(1))
-    assert run.usable_checkpoint(portion_of(0)) is None
+    assert run.checkpoint_to_continue(portion_of(0)) is None
+    assert run.checkpoint is not None  # it is another block's
+    assert run.checkpoint_to_continue(portion_of(1)) is None
+    assert run.portion_to_continue(portion_of(1)) is None
+    assert [file in caplog.text for file in map(str, (checkpoint, portion))] == [True, True]
+    assert (run.checkpoint, run.portions) == (None, [])
 
 
 @damages

@@ -40,7 +40,7 @@ def refuse_as_damaged(run: Run) -> str:
     return message
 
 
-LEARNED = {"block": 1, "keys": ["q"], "file": "a", "checksum": "b"}
+LEARNED = {"block": 1, "key": "q", "file": "a", "checksum": "b"}
 DAMAGES: list[tuple[str, Any]] = [
     ("fingerprint", None), ("fingerprint", []),
     ("blocks", []), ("blocks", {"x": {**RECORD, "files": {}}}),
@@ -49,7 +49,7 @@ DAMAGES: list[tuple[str, Any]] = [
     ("blocks.0.seconds", None), ("blocks.0.seconds", "3"), ("blocks.0.seconds.grid", "3"),
     ("blocks.0.files", []), ("blocks.0.files", {"a": 1}),
     ("checkpoint", {}), ("checkpoint", "a"), ("checkpoint", {**LEARNED, "block": "1"}),
-    ("checkpoint", {**LEARNED, "keys": None}),
+    ("checkpoint", {**LEARNED, "key": None}),
     ("portions", {}), ("portions", [{}]), ("portions", ["a"]),
     ("damping", {"0": "x"}), ("damping", []), ("damping", {"x": 0.1}),
     ("model", []), ("model", {"a": 1}),

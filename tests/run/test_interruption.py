@@ -139,7 +139,7 @@ def test_signal_in_an_iteration_saves_and_goes_on_to_the_same_tensors(
     run = Run.open(tmp_path / "runs" / "version_0")
     assert list(run.blocks) == [0]
     assert run.checkpoint is not None
-    file = run.usable_checkpoint(whole_block(1))
+    file = run.checkpoint_to_continue(whole_block(1))
     assert file is not None
     assert file.name == f"step_{saved}-interrupted.ckpt"
     assert torch.load(file, weights_only=True)["global_step"] == saved

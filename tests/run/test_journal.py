@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from aespa_pl.planning.partition import HeadRange, Portion
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import LearnedFile
+from aespa_pl.run.training import Training
 from aespa_pl.run.versions import last_run, last_run_of_any_name
 from tests.run.journals import RECORD, make_file, note_checkpoint, portion_of, sha
 
@@ -29,14 +29,14 @@ def test_journal_comes_back_as_it_was(run: Run) -> None:
     assert again.damaged_files(3) == again.all_damaged_files() == []
     assert again.checkpoint == LearnedFile(
         block=4,
-        keys=["q_heads_1_to_1", "k"],
+        key="q_heads_1, k",
         file="checkpoints/block_004/x.ckpt",
         checksum=sha(checkpoint),
     )
-    assert again.usable_checkpoint(portion_of(4, 1)) == checkpoint
-    assert again.usable_checkpoint(portion_of(4)) is None  # of other heads
-    assert again.usable_checkpoint(portion_of(3, 1)) is None
-    assert again.usable_portion(portion_of(4)) == run.portion_file(portion_of(4))
+    assert again.checkpoint_to_continue(portion_of(4, 1)) == checkpoint
+    assert again.checkpoint_to_continue(portion_of(4)) is None  # of other heads
+    assert again.checkpoint_to_continue(portion_of(3, 1)) is None
+    assert again.portion_to_continue(portion_of(4)) == run.portion_file(portion_of(4))
 
 
 def test_process_that_only_looks_on_leaves_the_folder_as_it_is(run: Run) -> None:
@@ -80,11 +80,11 @@ def test_last_run_is_the_one_whose_journal_was_written_last(tmp_path: Path) -> N
 def test_portion_of_other_heads_is_forgotten_with_all_after_it(run: Run) -> None:
     for number in range(3):
         run.note_portion(portion_of(0, number), make_file(run.portion_file(portion_of(0, number))))
-    assert run.usable_portion(portion_of(0, 0)) == run.portion_file(portion_of(0, 0))
-    other = Portion(0, 1, (HeadRange("q", 1, 3, 4),))
-    assert run.usable_portion(other) is None
-    assert [learned.keys for learned in run.portions] == [portion_of(0, 0).keys]
-    assert run.usable_portion(portion_of(0, 2)) is None
+    assert run.portion_to_continue(portion_of(0, 0)) == run.portion_file(portion_of(0, 0))
+    other = Training(0, "q_heads_1_to_2", "block_000", 1)
+    assert run.portion_to_continue(other) is None
+    assert [learned.key for learned in run.portions] == [portion_of(0, 0).key]
+    assert run.portion_to_continue(portion_of(0, 2)) is None
 
 
 METRICS = {

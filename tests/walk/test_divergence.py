@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedModel
 
 from aespa_pl.errors import NumericalError, UserError
-from aespa_pl.planning.partition import Portion
 from aespa_pl.run.journal import Run
+from aespa_pl.run.training import Training
 from tests.models.examples import VOCABULARY, make_ids, make_model
 from tests.walk.by_hand import NOT_LEARNED, Walked, differing
 from tests.walks import BLOCKS, shortened, walk
@@ -40,7 +40,7 @@ class Poison(Callback):
         self.times = times
         self.trainings = 0
 
-    def options(self, _run: Run, _portion: Portion) -> dict[str, Any]:
+    def options(self, _run: Run, _training: Training) -> dict[str, Any]:
         return {"callbacks": [self]}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors import safe_open
 
-from aespa_pl.planning.partition import Portion
 from aespa_pl.run.journal import Run
+from aespa_pl.run.training import Training
 from tests.models.examples import make_model
 from tests.walk.by_hand import CORRECT, NOT_LEARNED, POLISH, Walked, differing
 from tests.walks import BLOCKS, shortened, walk
@@ -91,7 +91,7 @@ class Stop(Callback):
     def __init__(self) -> None:
         self.trainings = 0
 
-    def options(self, _run: Run, _portion: Portion) -> dict[str, Any]:
+    def options(self, _run: Run, _training: Training) -> dict[str, Any]:
         return {"callbacks": [self]}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -216,13 +215,15 @@ class Poison(Callback):
                 parameter.data.fill_(math.nan)
 
 
-def test_a_tuning_that_is_not_finite_leaves_the_block_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tuning_that_is_not_finite_leaves_the_block_as_it_was(tmp_path: Path) -> None:
     searched = ROUNDED | {"grid.search": True}  # rtn itself keeps the columns of dead inputs
     plain = walk("opt", tmp_path / "plain", searched)
-    monkeypatch.setattr(walks, "tuning_trainer", partial(_poisoned, walks.tuning_trainer))
-    found = walk("opt", tmp_path / "poisoned", BOTH | searched)
+    found = walk(
+        "opt",
+        tmp_path / "poisoned",
+        BOTH | searched,
+        tuning_options=lambda _run, _training: {"callbacks": [Poison()]},
+    )
     for index in range(walks.BLOCKS):
         record = found.journal["blocks"][str(index)]["tuning"]
         assert (record["finite"], record["epoch"], record["changed"]) == (False, 0, 0)
@@ -233,12 +234,6 @@ def test_a_tuning_that_is_not_finite_leaves_the_block_as_it_was(
     for name, tensor in plain.exported().state_dict().items():
         assert torch.equal(state[name], tensor)
     assert found.said.count("it ended where the loss was not a finite number") == walks.BLOCKS + 1
-
-
-def _poisoned(make: Any, *arguments: Any) -> Trainer:
-    trainer: Trainer = make(*arguments)
-    trainer.callbacks.append(Poison())  # type: ignore[attr-defined]
-    return trainer
 
 
 def test_too_few_segments_are_refused(tmp_path: Path) -> None:

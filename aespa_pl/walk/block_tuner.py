@@ -1,28 +1,24 @@
 """Train a block as a whole, after step 4, to do what the original block does (docs/tuning.md)."""
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.observe import observing
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
-from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, InputGroup
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import fold, set_projection_weight
-from aespa_pl.planning.partition import HeadRange, Portion
-from aespa_pl.run.journal import Run
-from aespa_pl.settings import QuantizationSettings
+from aespa_pl.run.context import Context
+from aespa_pl.run.training import Training, block_curves
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.transfer import in_turn
 from aespa_pl.tuning import (
@@ -38,28 +34,13 @@ from aespa_pl.tuning import (
 )
 from aespa_pl.walk.learned_unit import LearnedUnit, read_unit, write_unit
 
-MakeTuningTrainer = Callable[[Portion, int], Trainer]
-"""Makes the Trainer of a tuning from its portion and its number of epochs."""
-
-
-def tuning_portion(block: int, name: str, world: World, number: int = 0) -> Portion:
-    """Return the portion that tells the checkpoints of a tuning from the checkpoints of step 4.
-
-    Args:
-        block: Number of the block; the number of blocks for the model.
-        name: Name of the unit, or ``model``.
-        world: The processes that tune it together; others could not continue from its checkpoints.
-        number: Place among the portions of the block, where its result is kept for another tuning.
-    """
-    return Portion(block, number, (HeadRange(name, 0, 1, 1),), world.size)
-
 
 @dataclass(frozen=True)
 class Unit:
     """Describes a part of a block that is trained together."""
 
     name: str
-    """Name that tells its checkpoints from the checkpoints of others."""
+    """Name of a sublayer; empty for the whole block."""
     groups: tuple[InputGroup, ...]
     run: RunBlock
     """Runs hidden states from the block's start to the end of the unit."""
@@ -71,12 +52,7 @@ class Unit:
 class BlockTuner:
     """Tunes one block after the other."""
 
-    source: StreamedModel
-    run: Run
-    settings: QuantizationSettings
-    make_trainer: MakeTuningTrainer
-    world: World = ALONE
-    """The processes; each has the hidden states of its segments, and all get the tuned block."""
+    context: Context
 
     def between(self, module: nn.Module, originals: Batches) -> Batches | None:
         """Return the original's hidden states between the sublayers; None where none are trained.
@@ -85,11 +61,11 @@ class BlockTuner:
             module: The original block.
             originals: Hidden states before it.
         """
-        if not self.settings.tuning.by_sublayer:
+        if not self.context.settings.tuning.by_sublayer:
             return None
         with torch.inference_mode():
-            batches = in_turn(originals, self.source.device)
-            return self.source.keep(self._run_attention(module, batch) for batch in batches)
+            batches = in_turn(originals, self.context.device)
+            return self.context.source.keep(self._run_attention(module, batch) for batch in batches)
 
     @torch.no_grad()
     def begin(self, block: QuantizedBlock, module: nn.Module) -> TunableBlock:
@@ -101,7 +77,7 @@ class BlockTuner:
         targets = {name: _folded_target(p) for name, p in block.projections.items()}
         module.float()
         replace_weights(block, module)
-        types = stored_types(self.source, block.index)
+        types = stored_types(self.context.source, block.index)
         return TunableBlock(module, block.layout, stored_weights(block), targets, types)
 
     def tune(
@@ -127,14 +103,14 @@ class BlockTuner:
             learned = self._tune_before(index, unit, tunable, inputs)
             weights |= learned.weights
             finite = finite and learned.finite
-        found = self._tune_unit(tuning_portion(index, last.name, self.world), last, tunable, inputs)
+        found = self._tune_unit(self._training(index, last), last, tunable, inputs)
         weights |= found.weights
         changed = changed_share(tunable.weights, weights)
         return replace(found, weights=weights, changed=changed, finite=finite and found.finite)
 
     def _units(self, layout: BlockLayout, between: Batches | None, targets: Batches) -> list[Unit]:
         if between is None:
-            return [Unit("tuning", layout.groups, self._run_block, targets)]
+            return [Unit("", layout.groups, self._run_block, targets)]
         groups = layout.groups
         end = 1 + next(i for i, group in enumerate(groups) if layout.values_before(group))
         return [
@@ -146,39 +122,46 @@ class BlockTuner:
         self, index: int, unit: Unit, tunable: TunableBlock, inputs: Batches
     ) -> LearnedUnit:
         """Tune a unit that others follow, or read what an interrupted run has learned of it."""
-        portion, file = self.world.from_first(lambda: self._known_unit(index, unit))
+        context = self.context
+        training, file = context.world.from_first(lambda: self._known_unit(index, unit))
         if file is not None:
             return read_unit(file, tunable)
-        found = self._tune_unit(portion, unit, tunable, inputs)
-        if self.world.is_first:
-            file = self.run.portion_file(portion)
+        found = self._tune_unit(training, unit, tunable, inputs)
+        if context.world.is_first:
+            file = context.run.portion_file(training)
             write_unit(file, tunable, found)
-            self.run.note_portion(portion, file)
+            context.run.note_portion(training, file)
         return LearnedUnit(found.weights, found.finite)
 
-    def _known_unit(self, index: int, unit: Unit) -> tuple[Portion, Path | None]:
-        """Return a unit's portion of the block, and the file of what was learned of it, if there is one."""
-        keys = tuning_portion(index, unit.name, self.world).keys
-        known = [record.keys for record in self.run.portions]
-        number = known.index(keys) if keys in known else len(known)
-        portion = tuning_portion(index, unit.name, self.world, number)
-        return portion, self.run.portion_to_continue(portion)
+    def _training(self, index: int, unit: Unit, number: int = 0) -> Training:
+        """Return the training of a unit of a block; ``number`` is its place among those that are kept."""
+        name, curves = f"tuning {unit.name}".strip(), block_curves(index, unit.name)
+        return Training(index, name, curves, number, self.context.world.size)
+
+    def _known_unit(self, index: int, unit: Unit) -> tuple[Training, Path | None]:
+        """Return the training of a unit, and the file of what it has learned, if there is one."""
+        run, key = self.context.run, self._training(index, unit).key
+        known = [record.key for record in run.portions]
+        number = known.index(key) if key in known else len(known)
+        training = self._training(index, unit, number)
+        return training, run.portion_to_continue(training)
 
     def _tune_unit(
-        self, portion: Portion, unit: Unit, tunable: TunableBlock, inputs: Batches
+        self, training: Training, unit: Unit, tunable: TunableBlock, inputs: Batches
     ) -> Reconstruction:
-        settings, block = self.settings.tuning.blocks, tunable.block
+        context, quantization, block = self.context, self.context.settings, tunable.block
+        settings = quantization.tuning.blocks
         layout = replace(tunable.layout, groups=unit.groups)
         names = [p.name for p in layout.projections]
         pairs = SegmentPairs(
             inputs,
             unit.targets,
             batch_size=settings.batch_size,
-            held_back=self.settings.tuning.held_back,
-            seed=portion.block,
-            world=self.world,
+            held_back=quantization.tuning.held_back,
+            seed=training.block,
+            world=context.world,
         )
-        learned = recipe(self.settings, block, layout)
+        learned = recipe(quantization, block, layout)
         found = reconstruct(
             replace(tunable, layout=layout, weights={n: tunable.weights[n] for n in names}),
             pairs,
@@ -188,11 +171,13 @@ class BlockTuner:
                 cast(float, settings.scale_rate),
                 settings.bias_rate,
                 settings.transformation_rate,
-                bits=self.settings.bits if learned.learns_steps else None,
+                bits=quantization.bits if learned.learns_steps else None,
             ),
-            trainer=self.make_trainer(portion, cast(int, settings.epochs)),
-            label=f"block {portion.block}",
-            checkpoint=self.world.from_first(lambda: self.run.checkpoint_to_continue(portion)),
+            trainer=context.trainers.of_tuning(context.run, training, cast(int, settings.epochs)),
+            label=f"block {training.block}",
+            checkpoint=context.world.from_first(
+                lambda: context.run.checkpoint_to_continue(training)
+            ),
             learned=learned,
         )
         gc.collect()  # Trainer, module and optimizer refer to each other
@@ -200,14 +185,14 @@ class BlockTuner:
         return found
 
     def _run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        family, dtype = self.source.family, next(block.parameters()).dtype
-        hidden = hidden.to(dtype)
-        return family.run_block(block, hidden, family.arguments(self.source.model, hidden))
+        source = self.context.source
+        hidden = hidden.to(next(block.parameters()).dtype)
+        arguments = source.family.arguments(source.model, hidden)
+        return source.family.run_block(block, hidden, arguments)
 
     def _run_attention(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """Return what the feed-forward network and the residual stream beside it begin with."""
-        layout = self.source.family.layout(self.source.pretrained.config)
-        last = layout.groups[-1]
+        last = self.context.layout.groups[-1]
         with observing(block, [last], residuals=True) as seen:
             self._run_block(block, hidden)
         return seen.residuals[last.name].view(hidden.shape)  # some families have flattened it

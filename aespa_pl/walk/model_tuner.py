@@ -10,14 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.models.streamed import StreamedModel
-from aespa_pl.run.journal import Run
+from aespa_pl.run.context import Context
 from aespa_pl.run.model_writer import ModelWriter
-from aespa_pl.settings import QuantizationSettings
+from aespa_pl.run.training import Training
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import write_tensors
 from aespa_pl.tuning import (
@@ -30,79 +28,71 @@ from aespa_pl.tuning import (
 )
 from aespa_pl.tuning.weights import merged
 from aespa_pl.walk import record
-from aespa_pl.walk.tuning import MakeTuningTrainer, stored_types, tuning_portion
+from aespa_pl.walk.block_tuner import stored_types
 
 
 @dataclass(frozen=True)
 class ModelTuner:
     """Tunes the quantized model of a run end to end."""
 
-    source: StreamedModel
-    """Original model."""
-    run: Run
-    settings: QuantizationSettings
-    make_trainer: MakeTuningTrainer
-    recompute: bool
-    """Whether each block runs once more in the backward pass, which takes less memory."""
-    world: World = ALONE
-    """The processes; each has the hidden states of its segments, and the first writes."""
+    context: Context
+    writer: ModelWriter
+    """Knows the files of the quantized blocks."""
 
-    def tune(
-        self, tokens: Tensor, hidden: Batches, batch_size: int, writer: ModelWriter
-    ) -> TunedModel:
+    def tune(self, tokens: Tensor, hidden: Batches) -> TunedModel:
         """Tune the model, and write what was learned to one file of the run.
 
         Args:
             tokens: Calibration segments of all processes, ``[segments, L]``.
             hidden: The original's hidden states after its last block, of this process's segments.
-            batch_size: Segments in a batch of ``hidden``.
-            writer: Knows the files of the quantized blocks.
         """
-        self.world.wait_for_all()  # for the files of the last block
-        settings, count, world = self.settings.tuning.model, self.source.block_count, self.world
-        portion = tuning_portion(count, "model", world)
-        files = {index: writer.block_file(index) for index in range(count)}
-        tunable = self._load(self.source.pretrained.with_blocks(self.source.family, files))
+        context, source, world = self.context, self.context.source, self.context.world
+        world.wait_for_all()  # for the files of the last block
+        settings, count = context.settings.tuning.model, source.block_count
+        training = Training(count, "model", "end_to_end", processes=world.size)
+        files = {index: self.writer.block_file(index) for index in range(count)}
+        tunable = self._load(source.pretrained.with_blocks(source.family, files))
         pairs = SegmentPairs(
-            list(world.segments(tokens, batch_size).split(batch_size)),
+            list(world.segments(tokens, context.batch_size).split(context.batch_size)),
             hidden,
             batch_size=settings.batch_size,
-            held_back=self.settings.tuning.held_back,
+            held_back=context.settings.tuning.held_back,
             seed=count,
             world=world,
         )
-        with self.source.stem():
+        with source.stem():
             found = tune_model(
                 tunable,
                 pairs,
-                head=lambda states: self.source.family.head(self.source.model, states),
+                head=lambda states: source.family.head(source.model, states),
                 rates=LearningRates(
                     cast(float, settings.integer_rate),
                     cast(float, settings.scale_rate),
                     settings.bias_rate,
-                    bits=self.settings.bits,
+                    bits=context.settings.bits,
                 ),
-                trainer=self.make_trainer(portion, settings.epochs),
-                checkpoint=world.from_first(lambda: self.run.checkpoint_to_continue(portion)),
-                recompute=self.recompute,
+                trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
+                checkpoint=world.from_first(lambda: context.run.checkpoint_to_continue(training)),
+                recompute=context.recompute,
             )
         if world.is_first:
-            write_tensors(self.run.tuned_file, self._learned(tunable, found), {})
-            self.run.finish_tuning(record.tuning(found))
+            write_tensors(context.run.tuned_file, self._learned(tunable, found), {})
+            context.run.finish_tuning(record.tuning(found))
         del tunable
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()
         return found
 
-    def rewrite(self, writer: ModelWriter) -> None:
+    def rewrite(self) -> None:
         """Write the blocks that do not hold yet what was learned, and what lies outside of them."""
-        learned = load_file(self.run.tuned_file)
-        pretrained, family = self.source.pretrained, self.source.family
-        for index in range(self.source.block_count):
-            if not self.run.blocks[index].end_to_end:
-                self._rewrite_block(index, learned, writer)
-        stem = {name: pretrained.tensor(name) for name in pretrained.stem_names(family)}
-        writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
+        source, run = self.context.source, self.context.run
+        learned = load_file(run.tuned_file)
+        for index in range(source.block_count):
+            if not run.blocks[index].end_to_end:
+                self._rewrite_block(index, learned)
+        names = source.pretrained.stem_names(source.family)
+        stem = {name: source.pretrained.tensor(name) for name in names}
+        self.writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
 
     def _load(self, pretrained: PretrainedFolder) -> TunableModel:
         """Return the quantized model in float32, on the device.
@@ -110,31 +100,31 @@ class ModelTuner:
         Args:
             pretrained: The model's folder, with the tensors of all blocks where their quantized values lie.
         """
-        family, device = self.source.family, self.source.device
+        family, device = self.context.source.family, self.context.device
+        count, run = self.context.source.block_count, self.context.run
         model: PreTrainedModel = pretrained.skeleton()
         pretrained.load_stem(model, family, device, torch.float32)
         blocks = [
             pretrained.load_block(model, family, index, device, torch.float32)
-            for index in range(self.source.block_count)
+            for index in range(count)
         ]
         weights = [
-            self._weights(index, load_file(self.run.block_file(index), str(device)))
-            for index in range(self.source.block_count)
+            self._weights(index, load_file(run.block_file(index), str(device)))
+            for index in range(count)
         ]
         types = {name: DTYPES[stored.dtype] for name, stored in pretrained.tensors.items()}
         return TunableModel(model, blocks, family.layout(pretrained.config), weights, types)
 
     def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, QuantizedWeight]:
         """Return what the file of a block holds, by projection."""
-        layout = self.source.family.layout(self.source.pretrained.config)
         return {
             p.name: QuantizedWeight(
                 tensors[f"{p.name}.integers"],
                 tensors[f"{p.name}.scale"].float(),
                 tensors[f"{p.name}.zero_point"].float(),
-                self.settings.bits_for(index, p.name),
+                self.context.settings.bits_for(index, p.name),
             )
-            for p in layout.projections
+            for p in self.context.layout.projections
         }
 
     def _learned(self, tunable: TunableModel, found: TunedModel) -> dict[str, Tensor]:
@@ -143,33 +133,30 @@ class ModelTuner:
         for index, weights in enumerate(found.weights):
             for name, q in weights.items():
                 tensors[_key(index, name, "scale")] = q.scale.to(torch.float16)
-                if self.settings.tuning.model.integer_rate:
+                if self.context.settings.tuning.model.integer_rate:
                     tensors[_key(index, name, "integers")] = q.integers
         for name, parameter in tunable.model.named_parameters():
             if parameter.dim() == 1:
                 tensors[name] = parameter.to(tunable.dtypes[name])
         return tensors
 
-    def _rewrite_block(
-        self, index: int, learned: Mapping[str, Tensor], writer: ModelWriter
-    ) -> None:
+    def _rewrite_block(self, index: int, learned: Mapping[str, Tensor]) -> None:
         """Replace the two files of a block by new ones, both at once."""
-        family, run = self.source.family, self.run
-        layout = family.layout(self.source.pretrained.config)
-        tensors, shard = load_file(run.block_file(index)), load_file(writer.block_file(index))
+        run, layout = self.context.run, self.context.layout
+        files = (run.block_file(index), self.writer.block_file(index))
+        tensors, shard = map(load_file, files)
         for p in layout.projections:
             for kind in ("scale", "integers"):
                 key = _key(index, p.name, kind)
                 if key in learned:
                     tensors[f"{p.name}.{kind}"] = learned[key]
         weights = {name: q.weight() for name, q in self._weights(index, tensors).items()}
-        prefix = family.block_prefix(index)
-        types = stored_types(self.source, index)
+        prefix = self.context.source.family.block_prefix(index)
+        types = stored_types(self.context.source, index)
         shard |= {name: learned[name] for name in shard if name in learned}
         for path in {p.module: None for p in layout.projections}:
             name = f"{path}.weight"
             shard[prefix + name] = merged(weights, layout, path).to(types[name])
-        files = (run.block_file(index), writer.block_file(index))
         metadata = record.metadata(run.blocks[index].losses, run.blocks[index].tuning)
         write_tensors(run.staged(files[0]), tensors, metadata)
         write_tensors(run.staged(files[1]), shard, {"format": "pt"})

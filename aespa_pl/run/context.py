@@ -1,0 +1,74 @@
+"""Hold what every step of a run works with: model, folder, settings, processes, Trainers."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+
+from aespa_pl.distributed.processes import ALONE, World
+from aespa_pl.measure import Stopwatch
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.streamed import StreamedModel
+from aespa_pl.planning.partition import WHOLE, Partition
+from aespa_pl.progress import WalkProgress
+from aespa_pl.run.journal import Run
+from aespa_pl.run.training import Training
+from aespa_pl.settings import QuantizationSettings
+
+
+class Trainers(Protocol):
+    """Makes Lightning's Trainers and loggers for the trainings of a run."""
+
+    def begin(self, run: Run) -> Sequence[Logger]:
+        """Return the loggers of the curves over the blocks; the first process calls it at the start."""
+        ...
+
+    def of_rounding(self, run: Run, training: Training) -> Trainer:
+        """Return the Trainer that learns the rounding of a portion of a block."""
+        ...
+
+    def of_tuning(self, run: Run, training: Training, epochs: int) -> Trainer:
+        """Return the Trainer of the tuning of a block or of the model, with ``num_sanity_val_steps=-1``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """Holds the same objects for all steps of a run; ``aespa_pl.commands.fit`` makes it."""
+
+    source: StreamedModel
+    """The original model."""
+    run: Run
+    settings: QuantizationSettings
+    trainers: Trainers
+    batch_size: int
+    """Calibration segments that run through a block at once."""
+    progress: WalkProgress
+    stopwatch: Stopwatch
+    partition: Partition = WHOLE
+    """How much of a block is in memory at once."""
+    recompute: bool = False
+    """Whether blocks run once more in the backward pass of the end-to-end tuning, which takes less memory."""
+    loggers: Sequence[Logger] = field(default=())
+    """Loggers of the curves over the blocks; a Trainer has loggers of its own for the iterations."""
+    world: World = ALONE
+    """Processes of the run, which make the same calls; each has its segments' hidden states, and the first
+    one writes."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that blocks run on."""
+        return self.source.device
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Return the layout of each block."""
+        return self.source.family.layout(self.source.pretrained.config)
+
+    def measure(self, phase: str) -> AbstractContextManager[None]:
+        """Add the time that is spent in the returned context to a phase."""
+        return self.stopwatch.measure(phase, self.device)
