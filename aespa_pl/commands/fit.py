@@ -20,6 +20,7 @@ from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
 from aespa_pl.commands.resuming import LAST
 from aespa_pl.commands.seconds import phase_seconds
 from aespa_pl.distributed.processes import ALONE, World
+from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
 from aespa_pl.planning.disk import disk_bytes
@@ -77,6 +78,7 @@ def fit(
             progress.say(f"{run.folder} is finished already: nothing to do")
             return run, start.metrics
         progress.say(f"run folder: {run.folder}")
+        progress.say(forecast(job.quantization, job.shape, job.config))
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
         began_to_quantize, began_to_work = time.perf_counter(), time.process_time()

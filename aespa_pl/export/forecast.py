@@ -1,0 +1,78 @@
+"""Say before a run what its integers will become in the files that engines load."""
+
+from collections.abc import Iterator, Mapping
+
+from transformers import PreTrainedConfig
+
+from aespa_pl.evaluation.size import SCALE_BITS
+from aespa_pl.export.gguf_blocks import smallest_type, zero_points
+from aespa_pl.export.gguf_bytes import BlockType
+from aespa_pl.models.llama_cpp import unsupported_part
+from aespa_pl.planning.shape import Shape
+from aespa_pl.settings import QuantizationSettings
+
+LEAST = 2
+"""Bits that have a type of their own in GGUF, Q2_0."""
+CONTAINER = 4
+"""Bits of the integers that vLLM has kernels for."""
+
+
+def forecast(settings: QuantizationSettings, shape: Shape, config: PreTrainedConfig) -> str:
+    """Return a sentence: bits a weight in each file, and a grid that takes fewer of them."""
+    kind = "symmetric" if settings.symmetric else "asymmetric"
+    groups = f"groups of {settings.group_size}" if settings.group_size else "per channel"
+    files = f"{_in_gguf(settings, shape, config)}; {_in_folders(settings, shape)}"
+    return f"{settings.bits} bits, {kind}, {groups}: {files}"
+
+
+def _in_gguf(settings: QuantizationSettings, shape: Shape, config: PreTrainedConfig) -> str:
+    if part := unsupported_part(config):
+        return f"no GGUF file, because {part}"
+    found = _types(settings, shape, settings.group_size, symmetric=settings.symmetric)
+    size = 64 if settings.bits == LEAST else 32  # columns of the blocks of Q2_0 and of Q4_0
+    other = _types(settings, shape, size, symmetric=True)
+    better = other and (found is None or _mean(other) < _mean(found))
+    advice = f" (symmetric groups of {size} would be {_words(other)})" if other and better else ""
+    if found is None:
+        return f"no GGUF file, because no type of llama.cpp holds this grid{advice}"
+    return f"{_words(found)} bits a weight in GGUF{advice}"
+
+
+def _in_folders(settings: QuantizationSettings, shape: Shape) -> str:
+    weights = total = 0.0
+    for bits, columns, size in _matrices(settings, shape):
+        weights += size
+        total += size * (bits + (SCALE_BITS + bits) / (settings.group_size or columns))
+    container = "" if settings.bits >= CONTAINER else f", {CONTAINER} and more in vLLM's containers"
+    return f"{total / weights:.2f} in compressed-tensors{container}"
+
+
+def _matrices(settings: QuantizationSettings, shape: Shape) -> Iterator[tuple[int, int, int]]:
+    """Yield bits, columns and number of weights of each matrix of the model."""
+    names = [p.name for group in shape.layout.groups for p in group.projections]
+    for block in range(shape.blocks):
+        for name, matrix in zip(names, shape.matrices, strict=True):
+            yield settings.bits_for(block, name), matrix.columns, matrix.size
+
+
+def _types(
+    settings: QuantizationSettings, shape: Shape, group_size: int | None, *, symmetric: bool
+) -> Mapping[BlockType, int] | None:
+    """Return how many weights have each type; None where a matrix has none."""
+    found: dict[BlockType, int] = {}
+    for bits, columns, size in _matrices(settings, shape):
+        zeros = zero_points(bits, symmetric=symmetric)
+        kind = smallest_type(bits, columns, group_size, zeros)
+        if kind is None:
+            return None
+        found[kind] = found.get(kind, 0) + size
+    return found
+
+
+def _mean(types: Mapping[BlockType, int]) -> float:
+    return sum(kind.bits * size for kind, size in types.items()) / sum(types.values())
+
+
+def _words(types: Mapping[BlockType, int]) -> str:
+    names = " and ".join(kind.name for kind in sorted(types, key=lambda kind: kind.bits))
+    return f"{names}, {_mean(types):.3g}"

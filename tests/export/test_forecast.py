@@ -1,0 +1,68 @@
+"""A run says before it begins what its integers become in each file."""
+
+import pytest
+from transformers import LlamaConfig, OPTConfig
+
+from aespa_pl.export.forecast import forecast
+from aespa_pl.models import family_of
+from aespa_pl.planning.shape import Shape
+from aespa_pl.settings import QuantizationSettings
+
+
+def words(width: int, intermediate: int, **options: object) -> str:
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=intermediate, num_attention_heads=4,
+        num_hidden_layers=2, vocab_size=64,
+    )  # fmt: skip
+    settings = QuantizationSettings(**options)  # type: ignore[arg-type]
+    return forecast(settings, Shape.of(config, family_of(config)), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # bits of the types: 4.5 = 18 bytes of 32 weights, 5.5 = 22 bytes; 4 + (16 + 4) / 64 = 4.3125
+        (
+            {"bits": 4, "group_size": 64},
+            "4 bits, asymmetric, groups of 64: Q5_0, 5.5 bits a weight in GGUF (symmetric groups of 32 would "
+            "be Q4_0, 4.5); 4.31 in compressed-tensors",
+        ),
+        (
+            {"bits": 4, "group_size": 32, "symmetric": True},
+            "4 bits, symmetric, groups of 32: Q4_0, 4.5 bits a weight in GGUF; 4.62 in compressed-tensors",
+        ),
+        (
+            {"bits": 2, "group_size": 64},
+            "2 bits, asymmetric, groups of 64: Q4_0, 4.5 bits a weight in GGUF (symmetric groups of 64 would "
+            "be Q2_0, 2.25); 2.28 in compressed-tensors, 4 and more in vLLM's containers",
+        ),
+        ({"bits": 8}, "no GGUF file, because no type of llama.cpp holds this grid (symmetric groups of 32"),
+        # down_proj is a third of an MLP and has 256 columns: (4 + 3) * 1 / (4 + 9)
+        ({"bits": 2}, ": Q2_K and Q4_0, "),
+    ],
+)  # fmt: skip
+def test_bits_a_weight_in_each_file_and_a_grid_that_takes_fewer(
+    options: dict[str, object], expected: str
+) -> None:
+    assert expected in words(192, 256, **options)
+
+
+def test_the_mean_is_over_all_weights() -> None:
+    # q, k, v, o: 4 * 128 * 128; gate, up: 2 * 128 * 256; down: 128 * 256, the only one with 256 columns
+    mean = (4.5 * (4 * 128 * 128 + 2 * 128 * 256) + 2.625 * 128 * 256) / (
+        4 * 128**2 + 3 * 128 * 256
+    )
+    assert f"Q2_K and Q4_0, {mean:.3g} bits a weight" in words(128, 256, bits=2)
+
+
+def test_several_bits_are_counted() -> None:
+    assert "Q4_0 and Q5_0" in words(96, 160, bits=3, bits_of={"down_proj": 4})
+
+
+def test_a_family_that_llama_cpp_lacks_has_no_gguf() -> None:
+    config = OPTConfig(
+        hidden_size=64, ffn_dim=128, num_attention_heads=4, num_hidden_layers=1, vocab_size=64,
+        word_embed_proj_dim=64,
+    )  # fmt: skip
+    said = forecast(QuantizationSettings(), Shape.of(config, family_of(config)), config)
+    assert "no GGUF file, because llama.cpp has no architecture for model_type opt" in said
