@@ -1,5 +1,13 @@
 """Define the errors that a user can mend, and those that stronger damping may mend."""
 
+import re
+
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Characters that move the cursor, change colours or turn the direction of a text."""
+LONG_WORD = re.compile(r"(\S{200})\S{101,}(\S{80})")
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Where an object lies in memory, as Python's own texts of objects say."""
+
 
 class UserError(Exception):
     """Says that something that the user gave cannot work.
@@ -14,3 +22,14 @@ class NumericalError(Exception):
 
     Stronger damping may help, so the block under way is tried once more with it.
     """
+
+
+def printable(text: str) -> str:
+    r"""Return a text whose control characters are codes such as ``\x1b``: it acts on no terminal."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(message: str) -> str:
+    """Return a message as one line for a person: words that nobody reads to their end are shortened."""
+    text = ADDRESS.sub("", printable(" ".join(message.split())))
+    return LONG_WORD.sub(r"\1...\2", text)

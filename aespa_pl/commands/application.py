@@ -20,7 +20,7 @@ from aespa_pl.commands.ending import ENDINGS, EndedError
 from aespa_pl.commands.exported import measure_exported, quantized_folder
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.output import PipeConsole, print_results, quiet_libraries, quiet_writers
-from aespa_pl.commands.resuming import LAST
+from aespa_pl.commands.resuming import note_own
 from aespa_pl.commands.sections import add_sections, instantiated
 from aespa_pl.commands.trainer_section import (
     TRAINER_KEYS,
@@ -43,6 +43,7 @@ from aespa_pl.distributed.processes import PeerLostError, World
 from aespa_pl.errors import UserError
 from aespa_pl.planning.division import Devices
 from aespa_pl.progress import WalkProgress
+from aespa_pl.run.find import LAST
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
@@ -164,7 +165,8 @@ class AespaCLI(LightningCLI):
             help="last (the run of output.folder/output.name that was worked on last), or the folder of a "
             "run or a file in it. fit: continue this run; without it, a new one starts. test: measure this "
             "run; without it, the last. Without --config and --model.pretrained, the run's own config.yaml "
-            "is taken.",
+            "is taken; --trust_run true lets that of a run from somebody else name callbacks, loggers and "
+            "data.cache.",
         )
 
     def _job(self) -> Job:
@@ -183,6 +185,7 @@ class AespaCLI(LightningCLI):
     def _block_trainers(self, board: Board, progress: WalkProgress, world: World) -> BlockTrainers:
         def begin(run: Run) -> list[Logger]:
             write_text(run.folder / "config.yaml", self.saved)
+            note_own(run.folder)
             self.interruption.how_to_continue = how_to_continue(run.folder)
             return board.open(run)
 

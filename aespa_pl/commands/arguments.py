@@ -99,9 +99,9 @@ class Arguments:
         )
         return replace(self, options=tuple(found))
 
-    def without(self, section: str) -> Self:
-        """Return the options that are not of a section."""
-        kept = tuple(o for o in self.options if not o.key.startswith(f"{section}."))
+    def without(self, name: str) -> Self:
+        """Return the options without a key, and without those of a section of that name."""
+        kept = tuple(o for o in self.options if o.key.partition(".")[0] != name)
         return replace(self, options=kept)
 
     def after(self, *options: Option) -> Self:
@@ -157,7 +157,8 @@ def refuse_mistakes(arguments: Arguments, command: str) -> None:
         elif key == "config":
             found = leaves(read_configuration(Path(option.value)))
             seen.update(inner for inner, _ in found)
-            mistakes += _mistakes(parser, kinds, found, f" ({option.value})")
+            # tasks may name files that run Python, so they stand where the user sees them
+            mistakes += _mistakes(parser, KEYS, found, f" ({option.value})")
         elif key in SECTIONS:
             seen.add(REQUIRED)  # a section as a whole, in JSON or in a file: the parser's to check
         else:
@@ -250,7 +251,7 @@ def _unknown(kinds: Mapping[str, Any], key: str, where: str) -> list[str]:
     if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:
         return []
     if key in TASK_KEYS:
-        return [f"{key} is a key of aespa-pl test alone{where}"]
+        return [f"{key} is a key of aespa-pl test alone, on its command line{where}"]
     hint = nearest(key, [*kinds, *OTHERS, *SECTIONS, FREE])
     return [f"{key} is unknown{where}{hint or ': aespa-pl fit --help lists all keys'}"]
 

@@ -26,9 +26,9 @@ from aespa_pl.commands.pinned import refuse_other_methods
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import TextTable
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
+from aespa_pl.run.find import last_run
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
-from aespa_pl.run.versions import last_run
 from aespa_pl.settings import OutputSettings
 from aespa_pl.storage.files import disk_errors, write_json, write_text
 
@@ -174,7 +174,7 @@ def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:
 
 def _finished(folder: Path, cell: Cell) -> Cell:
     """Return the cell with the metrics of its run, if that is finished."""
-    last = last_run(folder / cell.name)
+    last = last_run(folder, cell.name)
     return replace(cell, metrics=None if last is None else Run.open(last).metrics())
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from jsonargparse import ArgumentError
 
-from aespa_pl.errors import UserError
+from aespa_pl.errors import UserError, one_line
 from aespa_pl.run.interruption import RunInterrupted
 
 
@@ -29,6 +29,11 @@ LESS_MEMORY = (
 MORE_MEMORY = "end other programs, or take a machine with more memory"
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 """Words of torch in a RuntimeError where the host has no memory; it has no class for that error."""
+NO_THREAD = "can't start new thread"
+"""Words of Python in a RuntimeError where the system refuses a thread."""
+MORE_THREADS = (
+    "end other programs, or raise the limit of processes (ulimit -u, or that of the container)"
+)
 ENDINGS = (
     ArgumentError, UserError, EndedError, OSError, MemoryError, RuntimeError, RunInterrupted,
 )  # fmt: skip
@@ -45,20 +50,27 @@ def message_and_status(
         advice: The command that continues the run; None where no run has begun.
         configured: Whether the command has the keys of a configuration, some of which save memory.
     """
-    torch = sys.modules.get("torch")  # whoever has not imported it has none of its errors
     then = f"; continue with: {advice}" if advice else ""
     if isinstance(error, RunInterrupted):
-        return f"stopped by {error}{then or '; nothing was begun'}", 128 + error.number
+        return f"stopped by {error}{then or '; the same command begins again'}", 128 + error.number
     if isinstance(error, EndedError):
         return f"{error}{then}", error.status
+    words = _words(error, configured=configured)
+    return None if words is None else (f"{words}{then}", MISTAKE)
+
+
+def _words(error: BaseException, *, configured: bool) -> str | None:
+    """Return what went wrong and what to do; None for a fault of ours."""
+    torch = sys.modules.get("torch")  # whoever has not imported it has none of its errors
     if isinstance(error, ArgumentError | UserError):
-        return f"{error}{then}", MISTAKE
+        return str(error)
     if isinstance(error, MemoryError) or _is_out_of_memory(error, torch):
-        do = LESS_MEMORY if configured else MORE_MEMORY
-        return f"out of memory ({error}): {do}{then}", MISTAKE
+        return f"out of memory ({error}): {LESS_MEMORY if configured else MORE_MEMORY}"
+    if isinstance(error, RuntimeError) and NO_THREAD in str(error):
+        return f"{error}: {MORE_THREADS}"
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}{then}", MISTAKE
+        return f"{where}{error.strerror or error}"
     return None
 
 
@@ -69,7 +81,7 @@ def stop(message: str, status: int) -> None:
         SystemExit: Always.
     """
     with suppress(OSError):
-        sys.stderr.write(f"aespa-pl: {' '.join(message.split())}\n")
+        sys.stderr.write(f"aespa-pl: {one_line(message)}\n")
         sys.stderr.flush()
     sys.exit(status)
 

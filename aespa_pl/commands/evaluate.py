@@ -11,7 +11,6 @@ from torch import Tensor
 
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.measured import store
-from aespa_pl.commands.resuming import LAST
 from aespa_pl.commands.tasks import compare_tasks
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
@@ -24,9 +23,10 @@ from aespa_pl.models.headers import read_header
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.damage import refuse_damaged
+from aespa_pl.run.find import find_run
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
-from aespa_pl.run.versions import last_run
+from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import TaskSettings
 
 MENDED_BY = {
@@ -54,12 +54,7 @@ def test(
         UserError: There is no finished run, a text or a task can't be had, or the model does not fit
             into the memory that is free, as tasks need it to.
     """
-    folder = last_run(job.runs_folder) if which == LAST else Path(which)
-    if folder is None:
-        raise UserError(
-            f"no run in {job.runs_folder}: check output.folder and output.name, or start with "
-            "aespa-pl fit"
-        )
+    folder = find_run(which, Path(job.output.folder).expanduser(), job.output.name)
     run = Run.open(folder)
     model = run.model_folder
     if run.fingerprint["model"] != job.model_fingerprint:
@@ -99,9 +94,9 @@ def test(
 
 def _with_grids_of(job: Job, run: Run) -> Job:
     """Return the job with the bits and groups of the run, whatever the settings of this command are."""
-    stored = run.fingerprint["quantization"]
+    stored = stored_quantization(run)
     keys = ("bits", "bits_of", "symmetric", "group_size")
-    grids = {key: stored[key] for key in keys if key in stored}  # bits_of is newer than some runs
+    grids = {key: getattr(stored, key) for key in keys}
     return replace(job, quantization=replace(job.quantization, **grids))
 
 
@@ -112,7 +107,7 @@ def _check_files(run: Run) -> None:
 
 def method_of(run: Run) -> str:
     """Return the name of the run's method."""
-    return str(run.fingerprint["quantization"]["method"])
+    return stored_quantization(run).method
 
 
 def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float]]:

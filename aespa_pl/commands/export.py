@@ -2,16 +2,19 @@
 
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from filelock import FileLock, Timeout
 from huggingface_hub import HfApi
 from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.commands.limits import nearest_existing
+from aespa_pl.commands.resuming import is_own
 from aespa_pl.errors import UserError
 from aespa_pl.export.format import Format
 from aespa_pl.export.formats import FormatName, make_format
@@ -20,11 +23,13 @@ from aespa_pl.export.proof import ClassSize, prove
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.export.verification import Answers, Questions, Verify, ask, choose_engines, that_fit
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run.versions import last_run, last_run_of_any_name
+from aespa_pl.run.find import find_run
 from aespa_pl.storage.files import disk_errors, write_text
 
 Embedding = Literal["keep", "q8_0"]
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
+PARTIAL = ".partial"
+"""End of the name of a folder that an export has not finished."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,10 @@ def export(
     """
     chosen = make_format(format, container_bits, embedding)
     questions = choose_engines(format, verify)
-    folder = _run_folder(run, Path(runs_folder).expanduser(), name)
-    target = Path(output).expanduser() if output else folder / "export" / format
+    folder = find_run(run, Path(runs_folder).expanduser(), name)
+    target = Path(output).expanduser().absolute() if output else folder / "export" / format
     _refuse_target(target)
-    model = QuantizedModel.open(folder, original)
+    model = QuantizedModel.open(folder, original, trusts_places=is_own(folder))
     chosen.refuse(model)
     _refuse_full_disk(model, target)
     if push_to_hub is not None:
@@ -122,11 +127,8 @@ def write_model(
     Raises:
         UserError: The disk is full, or what was written is not the run's model.
     """
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        with disk_errors(target.parent):
-            shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
-            partial.mkdir(parents=True)
+    model_card(model, chosen, command, {})  # what can't be described is said before hours of work
+    with _growing(target) as partial:
         progress.begin("Writing, blocks", model.block_count)
         chosen.write(model, partial, progress.advance)
         progress.begin("Reading back, blocks", model.block_count)
@@ -134,13 +136,52 @@ def write_model(
         answers = ask(model, chosen, partial, questions)
         verified = {agreement.engine: agreement.text for agreement in answers.agreements}
         write_text(partial / "README.md", model_card(model, chosen, command, verified))
-        with disk_errors(target.parent):
-            if target.is_dir():
-                target.rmdir()  # it is empty: a Windows rename would not replace it
-            partial.replace(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Exported(target, sizes, answers)
+
+
+@contextmanager
+def _growing(target: Path) -> Iterator[Path]:
+    """Give a folder to write to, whose files become those of ``target`` when the context ends well.
+
+    It lies in ``target`` where that exists, which may be another disk's folder or the current one.
+
+    Raises:
+        UserError: Another export writes there, or something that no export left has the folder's name.
+    """
+    exists = target.is_dir()
+    partial = target / PARTIAL if exists else target.with_name(f".{target.name}{PARTIAL}")
+    mark = partial / "lock"  # tells an export's folder from one of the user's
+    if partial.exists() and not mark.is_file():
+        raise UserError(f"--output: {partial} is in the way: move it, or choose another --output")
+    with disk_errors(target.parent):
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(mark)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"--output: another export is writing to {target}: wait for it, or choose another folder"
+            ) from error
+    try:
+        for left in partial.iterdir():  # by a process that was killed
+            if left != mark:
+                left.unlink()
+        yield partial
+        with disk_errors(target.parent):
+            lock.release()
+            mark.unlink(missing_ok=True)
+            if exists:
+                # the weights first: a folder that has config.json and README.md is complete
+                for file in sorted(
+                    partial.iterdir(), key=lambda file: file.suffix not in WEIGHT_FILES
+                ):
+                    file.replace(target / file.name)
+                partial.rmdir()
+            else:
+                partial.replace(target)
+    finally:
+        lock.release()
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def push(folder: Path, name: str) -> None:
@@ -160,20 +201,8 @@ def push(folder: Path, name: str) -> None:
         ) from error
 
 
-def _run_folder(run: str, runs: Path, name: str | None) -> Path:
-    if run != "last":
-        return Path(run).expanduser()
-    folder = last_run_of_any_name(runs) if name is None else last_run(runs / name)
-    if folder is None:
-        where = runs if name is None else runs / name
-        raise UserError(
-            f"no run in {where}: correct --runs_folder and --name, or start with aespa-pl fit"
-        )
-    return folder
-
-
 def _refuse_target(target: Path) -> None:
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+    if target.is_file() or (target.is_dir() and {p.name for p in target.iterdir()} - {PARTIAL}):
         raise UserError(
             f"--output: {target} exists and is not an empty folder: remove it, or choose another"
         )

@@ -17,7 +17,6 @@ import aespa_pl
 from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
-from aespa_pl.commands.resuming import LAST
 from aespa_pl.commands.seconds import phase_seconds
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.export.forecast import forecast
@@ -29,8 +28,8 @@ from aespa_pl.planning.tuning import tuning_fits
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context, Trainers
 from aespa_pl.run.damage import named
+from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.run.journal import Run
-from aespa_pl.run.versions import last_run
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.walk import Walk
 
@@ -167,13 +166,11 @@ def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Ru
     """Return the run that ``--ckpt_path`` names; ``last`` before the first run means a new one."""
     if resume is None:
         return None
-    if resume != LAST:
-        return Run.open(Path(resume))
-    folder = last_run(job.runs_folder)
-    if folder is None:
-        progress.say(f"no run in {job.runs_folder} yet: this is the first")
+    runs, name = Path(job.output.folder).expanduser(), job.output.name
+    if resume == LAST and last_run(runs, name) is None:
+        progress.say(f"no run in {runs / name} yet: this is the first")
         return None
-    return Run.open(folder)
+    return Run.open(find_run(resume, runs, name))
 
 
 def _check_weights(job: Job, progress: WalkProgress) -> None:

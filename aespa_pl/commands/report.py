@@ -7,7 +7,8 @@ from typing import Literal
 from jsonargparse import ArgumentParser
 
 from aespa_pl.errors import UserError
-from aespa_pl.report.stored import find_run, read_run
+from aespa_pl.report.stored import read_run
+from aespa_pl.run.find import find_run
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.storage.files import disk_errors, write_text
 

@@ -1,33 +1,32 @@
-"""Find the run that ``--ckpt_path`` names, and the configuration that it brings with it."""
+"""Take the run that ``--ckpt_path`` names, and the configuration that it brings with it."""
 
+import hashlib
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from aespa_pl.commands.arguments import REQUIRED, Arguments, Option
+from aespa_pl.commands.arguments import (
+    FREE,
+    KEYS,
+    REQUIRED,
+    Arguments,
+    Option,
+    leaves,
+    read_configuration,
+)
 from aespa_pl.errors import UserError
+from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.settings import OutputSettings
+from aespa_pl.storage.cache import default_cache
 
-LAST = "last"
-"""``--ckpt_path last``: the run that was worked on last."""
 UNNAMED = (None, "null")
 """Values of ``--ckpt_path`` that name no run."""
 CKPT_PATH = "ckpt_path"
-JOURNAL = "journal.json"
-
-
-def run_folder(path: str) -> Path:
-    """Return the folder of the run that a path names: the folder, or any file inside it.
-
-    Raises:
-        UserError: Neither the path nor a folder above it is the folder of a run.
-    """
-    given = Path(path).expanduser()
-    for folder in (given, *given.parents):
-        if (folder / JOURNAL).is_file():
-            return folder
-    raise UserError(
-        f"ckpt_path: {given} is not the folder of a run, nor a file inside one: give the folder of a run "
-        "(NAME/version_N), or last"
-    )
+TRUST = "trust_run"
+CONFIGURATION = "config.yaml"
+WORDS = ("accelerator", "precision", "strategy", "profiler", "devices", "gradient_clip_algorithm")
+"""Keys of the ``trainer`` section whose texts name something of Lightning's."""
 
 
 def with_run(arguments: Arguments, command: str) -> Arguments:
@@ -40,39 +39,87 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
         command: ``fit``, ``test`` or ``plan``; only test takes the last run without being asked.
 
     Raises:
-        UserError: ``ckpt_path`` is neither the folder of a run nor a file in one, or test finds no run.
+        UserError: ``ckpt_path`` names no run, or the run's configuration names code or places that the user
+            has not confirmed.
     """
+    trusts = any(o.key == TRUST and o.value in (None, "true") for o in arguments.options)
+    arguments = arguments.without(TRUST)
     which = arguments.last(CKPT_PATH)
     if arguments.wants_help or (which in UNNAMED and command != "test"):
         return arguments
+    runs = Path(arguments.last("output.folder") or OutputSettings().folder).expanduser()
+    name = arguments.last("output.name")
     is_last = which in (*UNNAMED, LAST)
-    folder = _last(arguments) if is_last else run_folder(str(which))
-    if arguments.last("config") or arguments.last(REQUIRED):
-        # last is then of the name in that configuration, which is read later
-        return arguments if is_last else arguments.then(Option(CKPT_PATH, str(folder)))
-    if folder is None and command == "test":
-        raise UserError(
-            "no run to measure: give the folder of a run (NAME/version_N) with --ckpt_path, or begin with "
-            "aespa-pl fit"
-        )
-    if folder is None:
+    if is_last and (
+        # the name may stand in that configuration, which is read later
+        arguments.last("config")
+        or arguments.last(REQUIRED)
+        or (command != "test" and last_run(runs, name) is None)
+    ):
         return arguments
+    folder = find_run(LAST if is_last else str(which), runs, name)
     # by its folder: last may be another run by the time that the command asks
-    arguments = arguments.then(Option(CKPT_PATH, str(folder)))
-    if not (folder / "config.yaml").is_file():
-        return arguments
-    return arguments.after(
-        Option("config", str(folder / "config.yaml")),
+    named = arguments.then(Option(CKPT_PATH, str(folder)))
+    configuration = folder / CONFIGURATION
+    if arguments.last("config") or arguments.last(REQUIRED) or not configuration.is_file():
+        return named
+    if not (trusts or is_own(folder)):
+        _refuse_code_and_places(configuration)
+    return named.after(
+        Option("config", str(configuration)),
         # where it lies now, which may not be where it was begun
         Option("output.folder", str(folder.parent.parent)),
         Option("output.name", folder.parent.name),
     )
 
 
-def _last(arguments: Arguments) -> Path | None:
-    """Return the last run where the command line looks for one: of its name, or without one of any."""
-    from aespa_pl.run.versions import last_run, last_run_of_any_name  # noqa: PLC0415  (imports torch for its neighbours)
+def is_own(run: Path) -> bool:
+    """Return whether the configuration of a run is one that this user has run."""
+    return _mark(run / CONFIGURATION).exists()
 
-    folder = Path(arguments.last("output.folder") or OutputSettings().folder).expanduser()
-    name = arguments.last("output.name")
-    return last_run(folder / name) if name else last_run_of_any_name(folder)
+
+def note_own(run: Path) -> None:
+    """Remember that this user has run the configuration of a run, so that it needs no confirmation."""
+    with suppress(OSError):  # without a place for it, the user is asked
+        mark = _mark(run / CONFIGURATION)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
+def _mark(configuration: Path) -> Path:
+    try:
+        name = hashlib.sha256(configuration.read_bytes()).hexdigest()
+    except OSError:
+        name = "none"
+    return default_cache() / "own_configurations" / name
+
+
+def _refuse_code_and_places(configuration: Path) -> None:
+    """Raise UserError where the configuration of a run from somebody else holds more than data.
+
+    Classes and functions would run, and files would be written to the places that it names.
+    """
+    content = read_configuration(configuration)
+    found = [key for key, value in leaves(content) if not _is_data(key, value)]
+    if found:
+        raise UserError(
+            f"{configuration} names code to run or places to write to ({', '.join(sorted(set(found)))}), and "
+            f"you have not run this configuration here: read it, and add --{TRUST} true if you trust it, or "
+            "give your own with --config"
+        )
+
+
+def _is_data(key: str, value: Any) -> bool:
+    """Return whether a value neither runs anything nor says where something is written."""
+    section, _, name = key.partition(".")
+    if section != FREE:
+        return key in KEYS and (key != "data.cache" or value is None)
+    if isinstance(value, str):
+        return name in WORDS and value.replace("-", "").replace("_", "").isalnum()
+    return not isinstance(value, Mapping | list) or (
+        name == "devices" and all(map(_is_number, value))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int)

@@ -1,9 +1,26 @@
 """Join what a run measured at its end with what ``aespa-pl test`` measured later."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from aespa_pl.evaluation.table import KINDS
+from aespa_pl.run.journal import Run
+from aespa_pl.run.schema import DamagedFileError, Perplexities, parse
+
+log = logging.getLogger(__name__)
+
+
+def measured(run: Run) -> dict[str, Any]:
+    """Return what ``fit`` and a later ``test`` measured; a damaged file costs a warning alone."""
+    found = list[dict[str, Any]]()
+    for path in (run.metrics_file, run.folder / "test.json"):
+        try:
+            found.append(parse(Perplexities, path).model_dump() if path.exists() else {})
+        except (OSError, DamagedFileError) as error:
+            log.warning("%s is damaged (%s): measure again with aespa-pl test", path, error)
+            found.append({})
+    return with_later(*found)
 
 
 def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:

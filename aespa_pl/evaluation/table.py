@@ -1,12 +1,17 @@
 """Make one table of all measurements, for the terminal, for Markdown and for the report."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aespa_pl.errors import printable
+
 KINDS = {"original": "original", "nearest": "round-to-nearest", "quantized": "quantized"}
 """Models in the order of the rows, and their names in tables."""
 ABSENT = "-"
+SPECIAL = re.compile(r"[\\`*|\[\]~]")
+"""Characters with a meaning in Markdown, beside those of HTML."""
 GB = 10**9
 
 
@@ -25,8 +30,14 @@ class TextTable:
 
     def markdown(self) -> str:
         """Return the table in Markdown."""
-        lines = [self.head, ["---", *("---:" for _ in self.head[1:])], *self.rows]
+        names, *rows = ([markdown(cell) for cell in line] for line in (self.head, *self.rows))
+        lines = [names, ["---", *("---:" for _ in self.head[1:])], *rows]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def markdown(text: str) -> str:
+    """Return a text that Markdown shows as it is: no HTML, no link, no new column, no control character."""
+    return SPECIAL.sub(r"\\\g<0>", printable(text)).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def result_table(metrics: Mapping[str, Any], method: str = KINDS["quantized"]) -> TextTable:

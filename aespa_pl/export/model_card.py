@@ -2,16 +2,21 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
-from aespa_pl.evaluation.later import with_later
+from aespa_pl.errors import printable
+from aespa_pl.evaluation.later import measured
+from aespa_pl.evaluation.table import TextTable, markdown
 from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.run.journal import Run
 
 USES = {
     "hf": {
@@ -50,24 +55,24 @@ def model_card(
         command: Command that makes the folder again.
         verified: What the check of each engine found, by its name.
     """
-    pretrained = model.settings["model"]["pretrained"]
+    pretrained = model.settings.model.pretrained
     licence = base_licence(model.original)
     header: dict[str, Any] = {"tags": ["aespa", chosen.name], "pipeline_tag": "text-generation"}
     if not _is_local(pretrained):
         header["base_model"] = pretrained
     if licence is not None:
         header["license"] = licence
-    stated = licence or "not stated: the folder of the base model has no card that names one"
-    base = Path(pretrained).name
+    stated = "not stated: the folder of the base model has no card that names one"
+    name = base = markdown(Path(pretrained).name)
     if not _is_local(pretrained):
-        base = f"[{base}](https://huggingface.co/{pretrained})"
+        base = f"[{name}](https://huggingface.co/{quote(pretrained)})"
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
-        f"# {Path(pretrained).name}, {model.granularity}, {chosen.name}",
+        f"# {name}, {model.granularity}, {chosen.name}",
         f"{base} quantized with aespa_pl {version('aespa-pl')}.",
-        f"Licence of the base model: {stated}.",
+        f"Licence of the base model: {markdown(licence or stated)}.",
         f"## Method\n\n{_method(model, chosen)}",
-        f"## Perplexity\n\n{_perplexities(model.run.folder)}",
+        f"## Perplexity\n\n{_perplexities(model.run)}",
         f"## How it was made\n\n{_commands(model, command)}",
         f"## How to load it\n\n{_uses(chosen.name, verified)}",
     ]
@@ -76,15 +81,15 @@ def model_card(
 
 def base_licence(folder: Path) -> str | None:
     """Return the licence that the base model's own card states, None if it states none."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return None
-    parts = card.read_text(encoding="utf-8").split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip():
-        return None
     try:
-        header = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
+        parts = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+        header = None if len(parts) < 3 or parts[0].strip() else yaml.safe_load(parts[1])
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        yaml.YAMLError,
+    ):  # ValueError: bytes that are no text
         return None
     licence = header.get("license") if isinstance(header, dict) else None
     return None if licence is None else str(licence)
@@ -100,49 +105,41 @@ def _public_name(source: str) -> str:
 
 
 def _method(model: QuantizedModel, chosen: Format) -> str:
-    settings = model.settings["quantization"]
-    data = model.settings["data"]["calibration"]
+    data, method = model.settings.data.calibration, model.settings.quantization.method
+    source = markdown(_public_name(data.source))
     others = chosen.rounded(model) or "embedding, head and norms are not quantized"
     return (
-        f"{settings['method']}: {model.granularity}; calibrated on {data['segments']} segments of "
-        f"{data['segment_length']} tokens of {_public_name(data['source'])}; {others}."
+        f"{method}: {model.granularity}; calibrated on {data.segments} segments of {data.segment_length} "
+        f"tokens of {source}; {others}."
     )
 
 
 def _commands(model: QuantizedModel, command: str) -> str:
     """Return the settings and the commands; folders of this machine mean nothing to others."""
-    data = model.settings["data"]["calibration"]
+    data = model.settings.data.calibration
     settings = {
-        "quantization": model.settings["quantization"],
-        "data": {"calibration": {**data, "source": _public_name(data["source"])}},
+        "quantization": asdict(model.settings.quantization),
+        "data": {"calibration": {**asdict(data), "source": _public_name(data.source)}},
     }
-    name = shlex.quote(_public_name(model.settings["model"]["pretrained"]))
+    text = yaml.safe_dump(json.loads(json.dumps(settings)))  # plain numbers only
+    name = shlex.quote(printable(_public_name(model.settings.model.pretrained)))
     return (
-        f"With these settings in `settings.yaml`:\n\n```yaml\n{yaml.safe_dump(settings)}```\n\n```sh\n"
+        f"With these settings in `settings.yaml`:\n\n```yaml\n{text}```\n\n```sh\n"
         f"aespa-pl fit --config settings.yaml --model.pretrained {name}\n{command}\n```"
     )
 
 
-def _perplexities(run: Path) -> str:
+def _perplexities(run: Run) -> str:
     """Return the table of the perplexities that ``fit`` or ``test`` measured."""
-    files = (run / "metrics.json", run / "test.json")
-    metrics, later = (
-        json.loads(f.read_text(encoding="utf-8")) if f.is_file() else {} for f in files
-    )
-    found = with_later(metrics, later).get("perplexity", {})
+    found = measured(run).get("perplexity", {})
     texts = sorted({text for values in found.values() for text in values})
     if not texts:
         return "Not measured."
-    rows = [_row(["", *map(_public_name, texts)]), _row(["---"] * (1 + len(texts)))]
-    rows += [
-        _row([kind, *(f"{values[text]:.3f}" if text in values else "" for text in texts)])
+    rows = [
+        [kind, *(f"{values[text]:.3f}" if text in values else "" for text in texts)]
         for kind, values in found.items()
     ]
-    return "\n".join(rows)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return TextTable(["", *map(_public_name, texts)], rows).markdown().rstrip()
 
 
 def _uses(name: str, verified: Mapping[str, str]) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from jaxtyping import Float16, Float32, UInt8
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
-from aespa_pl.settings.quantization import bits_of_projection
+from aespa_pl.run.stored_settings import StoredSettings, stored_settings
 from aespa_pl.storage.cache import cache_folder
 
 
@@ -71,50 +70,49 @@ class QuantizedModel:
     """Reads a finished run that was checked; one block at a time is in memory."""
 
     run: Run
-    settings: Mapping[str, Any]
-    """Content of the run's config.yaml."""
+    settings: StoredSettings
     original: Path
     """Folder of the model that was quantized."""
+    cache: Path
+    """Folder of tokens and of weights out of pickles."""
     pretrained: PretrainedFolder
     """Folder of the dequantized model that the run left."""
     embeddings: frozenset[str]
     """Names of the input and output embeddings."""
 
     @classmethod
-    def open(cls, folder: Path, original: str | None = None) -> "QuantizedModel":
+    def open(
+        cls, folder: Path, original: str | None = None, *, trusts_places: bool = True
+    ) -> "QuantizedModel":
         """Check a run's folder.
 
         Args:
             folder: Folder of the run.
             original: Folder of the model that was quantized; None: where config.yaml says it is.
+            trusts_places: Whether the run's ``data.cache`` is used; else the default is.
 
         Raises:
             UserError: The run is not finished, one of its files is damaged or missing, or the original
                 can't be found or is another model.
         """
         run = Run.open(folder)
-        settings = _settings(folder / "config.yaml")
+        settings = stored_settings(run)
         if not run.model:
             raise UserError(
                 f"the run {folder} is not finished: continue it with {how_to_continue(folder)}"
             )
         refuse_damaged(run)
         pretrained = PretrainedFolder.open(run.model_folder)
-        model = settings["model"]
-        source = resolve(original or model["pretrained"], model.get("revision"))
-        stored = PretrainedFolder.open(source, _cache(settings)).tensors.values()
+        place = cache_folder(settings.data.cache if trusts_places else None)
+        source = resolve(original or settings.model.pretrained, settings.model.revision)
+        stored = PretrainedFolder.open(source, place).tensors.values()
         weights = {tensor.file for tensor in stored}
         if model_fingerprint({source / "config.json", *weights}) != run.fingerprint["model"]:
             raise UserError(
                 f"--original: the run {folder} was made from another model than {source}: give the "
                 "folder of the model that was quantized"
             )
-        return cls(run, settings, source, pretrained, _embeddings(pretrained))
-
-    @property
-    def cache(self) -> Path:
-        """Return the folder of the run's cache (``data.cache``)."""
-        return _cache(self.settings)
+        return cls(run, settings, source, place, pretrained, _embeddings(pretrained))
 
     @property
     def bits(self) -> int:
@@ -131,24 +129,17 @@ class QuantizedModel:
         """Return the bits of the integers of a quantized weight, given its name."""
         path = f"{self.family.blocks_path}."
         index = int(name.removeprefix(path).partition(".")[0])
-        quantization = self.settings["quantization"]
-        return bits_of_projection(
-            int(quantization["bits"]),
-            quantization.get("bits_of") or {},
-            index,
-            self.matrix_names(index)[name][0].name,
-        )
+        return self.settings.quantization.bits_for(index, self.matrix_names(index)[name][0].name)
 
     @property
     def symmetric(self) -> bool:
         """Tell whether every zero point is the middle of the range."""
-        return bool(self.settings["quantization"]["symmetric"])
+        return self.settings.quantization.symmetric
 
     @property
     def group_size(self) -> int | None:
         """Return the number of columns that share a scale; None: all of a row."""
-        size = self.settings["quantization"]["group_size"]
-        return None if size is None else int(size)
+        return self.settings.quantization.group_size
 
     @property
     def granularity(self) -> str:
@@ -204,12 +195,23 @@ class QuantizedModel:
             yield name, self.pretrained.tensor(name)
 
     def block(self, index: int) -> StoredBlock:
-        """Read one block."""
-        names = self.matrix_names(index)
-        with opened(self.run.block_file(index)) as file:
+        """Read one block.
+
+        Raises:
+            UserError: An integer lies outside of the range that the run's bits give it.
+        """
+        names, path = self.matrix_names(index), self.run.block_file(index)
+        with opened(path) as file:
             matrices = {
                 name: _matrix(file, projections, self.layout) for name, projections in names.items()
             }
+        for name, matrix in matrices.items():
+            largest = max(int(matrix.integers.max()), int(matrix.zero_point.max()))
+            if largest >= 2 ** self.bits_of(name):
+                raise UserError(
+                    f"{path}: {name} has integers or zero points up to {largest}, but the run says that they "
+                    f"have {self.bits_of(name)} bits: quantize the model again"
+                )
         others = {
             name: self.pretrained.tensor(name)
             for name in self.block_names(index)
@@ -243,18 +245,3 @@ def _embeddings(pretrained: PretrainedFolder) -> frozenset[str]:
     ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     state = model.state_dict(keep_vars=True)
     return frozenset(name for name, value in state.items() if any(value is e for e in ends))
-
-
-def _cache(settings: Mapping[str, Any]) -> Path:
-    return cache_folder(settings["data"]["cache"])
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        content["model"]["pretrained"], content["quantization"]["bits"], _cache(content)
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error!r}): give the folder of a run (NAME/version_N)"
-        ) from error
-    return content

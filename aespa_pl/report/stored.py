@@ -20,11 +20,7 @@ from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.report.curves import Curves, read_curves
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.schema import DESCRIPTION, FORMAT
-from aespa_pl.run.versions import last_run, last_run_of_any_name
 from aespa_pl.settings.quantization import bits_of_projection
-
-LAST = "last"
-"""Word for the run that was worked on last."""
 
 Losses = dict[tuple[int, str], dict[str, float]]
 
@@ -85,36 +81,6 @@ class StoredRun:
     def command(self) -> str:
         """Return the command that makes the run again."""
         return f"aespa-pl fit --config {shlex.quote(str(self.folder / 'config.yaml'))}"
-
-
-def find_run(given: str, runs_folder: Path) -> Path:
-    """Return the folder of the run that the user means.
-
-    Args:
-        given: Folder of a run, folder of runs of one name (the last of them is taken), or ``last``.
-        runs_folder: Folder where ``last`` looks for runs of any name.
-
-    Raises:
-        UserError: There is no run.
-    """
-    if given == LAST:
-        last = last_run_of_any_name(runs_folder)
-        if last is None:
-            raise UserError(
-                f"there is no run in {runs_folder}: start one with aespa-pl fit, or give --runs_folder, the "
-                "output.folder of your runs"
-            )
-        return last
-    folder = Path(given).expanduser()
-    if not (folder / "journal.json").is_file():
-        last = last_run(folder)
-        if last is None:
-            raise UserError(
-                f"{given} is not the folder of a run: it has no journal.json; give NAME/version_N below "
-                "output.folder, or last"
-            )
-        return last
-    return folder
 
 
 def read_run(folder: Path) -> StoredRun:

@@ -57,7 +57,11 @@ class Run(RunFolder):
     def create(cls, parent: Path, fingerprint: Mapping[str, Any]) -> "Run":
         """Make a new run in ``parent/version_N``; an old one is never touched."""
         run = cls(next_version(parent), fingerprint)
-        run.save()
+        try:
+            run.save()
+        except UserError:  # without a journal it is no run
+            shutil.rmtree(run.folder, ignore_errors=True)
+            raise
         return run
 
     @classmethod

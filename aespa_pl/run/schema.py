@@ -97,6 +97,12 @@ class Metrics(Strict):
     peak_bytes: dict[str, int]
 
 
+class Perplexities(Strict):
+    """Defines what an export reads of metrics.json and test.json."""
+
+    perplexity: dict[str, dict[str, int | float]] = {}
+
+
 class Version(Strict):
     """Defines what is read of a journal first: its format, which says whether the rest can be read."""
 

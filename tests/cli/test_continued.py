@@ -120,7 +120,9 @@ def test_the_last_run_of_any_name_is_measured(aespa: CommandLine, finished: Done
     for words in ((), LAST):
         status, _, err = aespa("test", *words)
         assert (status, err.count("\n")) == (2, 1)
-        assert "no run to measure: give the folder of a run" in err
+        assert (
+            "there is no run in lightning_logs: begin with aespa-pl fit, or give the folder" in err
+        )
     run = finished.copied("mine")
     for words in ((), LAST):
         status, out, err = aespa("test", *words)

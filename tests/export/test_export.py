@@ -11,10 +11,13 @@ import torch
 import yaml
 from jsonargparse import auto_cli
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from aespa_pl.commands.export import export
+from aespa_pl.commands.resuming import note_own
 from aespa_pl.errors import UserError
 from aespa_pl.export import formats, proof
+from aespa_pl.export.hf import HuggingFace
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.fingerprint import model_fingerprint
 from tests.export.conftest import MakeRun
@@ -59,7 +62,7 @@ def test_last_run_is_found(fresh: Known, tmp_path: Path) -> None:
     os.utime(other / "journal.json", (1, 1))  # older
     export("last", format="hf", verify="bytes", runs_folder=str(runs.parent))
     assert (runs / "version_3" / "export" / "hf" / "README.md").is_file()
-    with pytest.raises(UserError, match=r"no run in .*third: correct --runs_folder"):
+    with pytest.raises(UserError, match=r"there is no run in .*third: begin with aespa-pl fit"):
         export("last", format="hf", runs_folder=str(runs.parent), name="third")
 
 
@@ -81,9 +84,12 @@ def test_the_cache_of_the_run_is_used(
     settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
     settings["data"]["cache"] = str(cache)
     (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    note_own(fresh.folder)
     export(str(fresh.folder), format="hf", verify="transformers")
     assert {path.name for path in cache.iterdir()} == {"weights", "tokens"}
-    assert not (tmp_path / "default").exists()
+    assert [path.name for path in (tmp_path / "default" / "aespa_pl").iterdir()] == [
+        "own_configurations"
+    ]
 
 
 def test_every_format_from_the_command(fresh: Known, tmp_path: Path) -> None:
@@ -95,8 +101,9 @@ def test_every_format_from_the_command(fresh: Known, tmp_path: Path) -> None:
 def test_output_that_is_not_empty_is_refused_before_the_run_is_read(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").write_text("mine")
+    (tmp_path / "journal.json").touch()
     with pytest.raises(UserError, match=r"--output: .*out exists and is not an empty folder"):
-        export("nowhere", format="hf", output=str(tmp_path / "out"))
+        export(str(tmp_path), format="hf", output=str(tmp_path / "out"))
 
 
 def test_empty_output_is_used(fresh: Known, tmp_path: Path) -> None:
@@ -146,9 +153,81 @@ def test_export_again_after_a_kill(fresh: Known, tmp_path: Path) -> None:
     left = tmp_path / "out" / ".hf.partial"
     left.mkdir(parents=True)
     (left / "model-00009-of-00009.safetensors").write_text("half")
+    (left / "lock").touch()
     export(str(fresh.folder), format="hf", output=str(tmp_path / "out" / "hf"), verify="bytes")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["hf"]
     assert "model-00009-of-00009.safetensors" not in files(tmp_path / "out" / "hf")
+
+
+def test_a_folder_of_the_users_is_not_removed(fresh: Known, tmp_path: Path) -> None:
+    """It has the name that an export gives to a folder that it has not finished."""
+    for mine in (tmp_path / ".hf.partial", tmp_path / "other" / ".partial"):
+        mine.mkdir(parents=True)
+        (mine / "file").write_text("mine")
+        output = mine.parent / "hf" if mine.name != ".partial" else mine.parent
+        with pytest.raises(UserError, match=r"partial is in the way: move it"):
+            export(str(fresh.folder), format="hf", output=str(output), verify="bytes")
+        assert (mine / "file").read_text() == "mine"
+
+
+def test_two_exports_to_one_folder_do_not_meet(fresh: Known, tmp_path: Path) -> None:
+    output = str(tmp_path / "out")
+    write = HuggingFace.write
+
+    def and_another(*given: Any) -> None:
+        with pytest.raises(UserError, match=r"another export is writing to .*out: wait for it"):
+            export(str(fresh.folder), format="gptq", output=output, verify="bytes")
+        write(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HuggingFace, "write", and_another)
+        export(str(fresh.folder), format="hf", output=output, verify="bytes")
+    assert (tmp_path / "out" / "README.md").is_file()
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_the_current_folder_is_an_output(
+    fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    export(str(fresh.folder), format="hf", output=".", verify="bytes")
+    assert {"README.md", "config.json"} < files(Path.cwd())
+    assert not Path(".partial").exists()
+    assert AutoModelForCausalLM.from_pretrained(Path.cwd()).config.model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"{", b'{"perplexity": 3}', b"\xff\xfe", b'{"perplexity": {"quantized": {"a": "b"}}}'],
+)
+def test_damaged_measurements_do_not_end_an_export(
+    fresh: Known, tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("metrics.json", "test.json"):
+        (fresh.folder / name).write_bytes(content)
+    (fresh.original / "README.md").write_bytes(b"---\n\xff\xfe\n---\n")
+    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
+    assert "Not measured." in (tmp_path / "out" / "README.md").read_text()
+    assert "metrics.json is damaged" in caplog.text
+    assert "test.json is damaged" in caplog.text
+
+
+def test_bits_are_those_of_the_journal_and_hold_every_integer(fresh: Known, tmp_path: Path) -> None:
+    """config.yaml may be edited after the run; the journal says what the blocks hold."""
+    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
+    journal = json.loads((fresh.folder / "journal.json").read_text())
+    journal["fingerprint"]["quantization"] = settings["quantization"]
+    settings["quantization"] = {**settings["quantization"], "bits": 8, "group_size": None}
+    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (fresh.folder / "journal.json").write_text(json.dumps(journal))
+    export(str(fresh.folder), format="gptq", output=str(tmp_path / "out"), verify="bytes")
+    packed = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (packed["bits"], packed["group_size"]) == (4, 32)
+    journal["fingerprint"]["quantization"]["bits"] = 3
+    (fresh.folder / "journal.json").write_text(json.dumps(journal))
+    with pytest.raises(UserError, match=r"integers or zero points up to 15, .* have 3 bits"):
+        export(str(fresh.folder), format="hf", output=str(tmp_path / "three"), verify="bytes")
 
 
 def test_exports_are_the_same_bytes_each_time(known: MakeRun, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The model card says what the model is, how it was made, and nothing that was not measured."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_texts_of_a_later_test_are_not_mixed_with_those_of_the_run(
     (fresh.folder / "test.json").write_text(json.dumps({"perplexity": later}))
     export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
     table = (
-        "|  | a | b |\n| --- | --- | --- |\n"
+        "|  | a | b |\n| --- | ---: | ---: |\n"
         "| original | 10.000 | 20.000 |\n| nearest | 40.000 |  |\n| quantized | 12.000 | 22.000 |\n"
     )
     assert table in card(tmp_path / "out")[1]
@@ -100,3 +101,26 @@ def test_unmeasured_perplexity_is_not_made_up(fresh: Known, tmp_path: Path) -> N
     (fresh.folder / "test.json").write_text(json.dumps({"tasks": {}}))  # test without texts
     export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
     assert "Not measured." in card(tmp_path / "out")[1]
+
+
+def test_names_from_a_run_are_text_in_the_card(fresh: Known, tmp_path: Path) -> None:
+    """A run of somebody else names its model, its texts and its base model's licence."""
+    hostile = "x|<img src=y onerror=alert(1)>\n```\n[z](http://evil) \x1b[2J"
+    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
+    settings["model"]["pretrained"] = settings["data"]["calibration"]["source"] = hostile
+    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (fresh.folder / "metrics.json").write_text(
+        json.dumps({"perplexity": {hostile: {hostile: 25.73}}})
+    )
+    card_of_base = f"---\n{yaml.safe_dump({'license': hostile})}---\n"
+    (fresh.original / "README.md").write_text(card_of_base)
+    out, original = tmp_path / "out", str(fresh.original)
+    export(str(fresh.folder), format="hf", output=str(out), verify="bytes", original=original)
+    text = (out / "README.md").read_text().split("---\n", 2)[2]
+    prose, _, rest = text.partition("## How it was made")
+    assert "<img" not in prose
+    assert not re.search(r"(?<!\\)(`|\[z)", prose)
+    assert "\x1b" not in text
+    assert rest.count("\n```\n") == 2  # only ours end their fences
+    table = [line for line in prose.splitlines() if line.startswith("| ")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {3}

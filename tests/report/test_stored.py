@@ -1,7 +1,6 @@
 """What a run has stored is found and read; what is missing or damaged is said."""
 
 import json
-import os
 import shlex
 from pathlib import Path
 
@@ -13,30 +12,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from aespa_pl.errors import UserError
 from aespa_pl.report.curves import read_curves
-from aespa_pl.report.stored import find_run, read_run
+from aespa_pl.report.stored import read_run
 from tests.report.simulated import PROJECTIONS, WIDTH, simulate
-
-
-def test_last_is_the_newest_run_of_any_name(tmp_path: Path) -> None:
-    folders = [
-        simulate(tmp_path / name, 1, learned=False) for name in ("a/version_3", "b/version_0")
-    ]
-    for folder, seconds in zip(folders, (2000, 1000), strict=True):
-        os.utime(folder / "journal.json", (seconds, seconds))
-    assert find_run("last", tmp_path) == folders[0]
-
-
-def test_a_folder_of_runs_stands_for_its_newest(tmp_path: Path) -> None:
-    for number in (2, 10):
-        simulate(tmp_path / f"a/version_{number}", 1, learned=False)
-    assert find_run(str(tmp_path / "a"), Path("nowhere")) == tmp_path / "a/version_10"
-
-
-def test_without_any_run_the_user_reads_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no run in .*: start one with aespa-pl fit"):
-        find_run("last", tmp_path)
-    with pytest.raises(UserError, match=r"has no journal\.json; give NAME/version_N"):
-        find_run(str(tmp_path), tmp_path)
 
 
 def test_losses_curves_and_settings_are_those_that_were_stored(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from aespa_pl.run.find import last_run
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import LearnedFile
 from aespa_pl.run.training import Training
-from aespa_pl.run.versions import last_run, last_run_of_any_name
 from tests.run.journals import RECORD, make_file, note_checkpoint, portion_of, sha
 
 
@@ -63,18 +63,18 @@ def test_version_numbers_are_not_used_again(tmp_path: Path) -> None:
 
 def test_last_run_is_the_one_whose_journal_was_written_last(tmp_path: Path) -> None:
     runs = tmp_path / "mine"
-    assert last_run(runs) is None
-    assert last_run_of_any_name(tmp_path) is None
+    assert last_run(tmp_path, runs.name) is None
+    assert last_run(tmp_path) is None
     for _ in range(11):
         begun = Run.create(runs, {}).folder
     (runs / "version_99").mkdir()
     for journal in runs.glob("*/journal.json"):
         os.utime(journal, (1000, 1000))
     assert begun.name == "version_10"  # not version_9, the last by name
-    assert last_run(runs) == last_run_of_any_name(tmp_path) == begun
+    assert last_run(tmp_path, runs.name) == last_run(tmp_path) == begun
     continued = Run.open(runs / "version_3")
     continued.save()
-    assert last_run(runs) == last_run_of_any_name(tmp_path) == continued.folder
+    assert last_run(tmp_path, runs.name) == last_run(tmp_path) == continued.folder
 
 
 def test_portion_of_other_heads_is_forgotten_with_all_after_it(run: Run) -> None:

@@ -1,0 +1,90 @@
+"""Find the run that a user means, in every command alike; nothing large is imported here."""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from aespa_pl.errors import UserError
+
+LAST = "last"
+"""Word for the run that was worked on last."""
+JOURNAL = "journal.json"
+DAY = 86_400.0
+"""Seconds by which a journal may be dated later than now: a disk may keep the time of another zone."""
+
+
+def find_run(given: str, runs: Path, name: str | None = None) -> Path:
+    """Return the folder of the run that a user means.
+
+    Args:
+        given: ``last``, the folder of a run, any file inside it, or the folder of the runs of one name, of
+            which the last is taken.
+        runs: Folder of all runs, where ``last`` is looked for.
+        name: Name of the run that ``last`` means; None: any.
+
+    Raises:
+        UserError: There is no such run, or a link in it leads elsewhere.
+    """
+    if given == LAST:
+        found = last_run(runs, name)
+        if found is None:
+            raise UserError(
+                f"there is no run in {runs / (name or '')}: begin with aespa-pl fit, or give the folder of a "
+                "run (NAME/version_N)"
+            )
+    else:
+        path = Path(given).expanduser()
+        above = (folder for folder in (path, *path.parents) if (folder / JOURNAL).is_file())
+        found = next(above, None) or last_run(path.parent, path.name)
+        if found is None:
+            raise UserError(
+                f"{given} is not the folder of a run, nor a file inside one: give the folder of a run "
+                "(NAME/version_N), or last"
+            )
+    _refuse_links(found)
+    return found
+
+
+def last_run(runs: Path, name: str | None = None) -> Path | None:
+    """Return the run that was worked on last, of a name or of any; None if there is none.
+
+    It is the one whose journal was written last, so a run that was continued comes after runs that
+    were begun later; of journals with the same time, the one of the highest version.
+
+    Raises:
+        UserError: There are several, and the clock was wrong when the last journal was written.
+    """
+    pattern = f"version_*/{JOURNAL}"
+    return _last((runs / name).glob(pattern) if name else runs.glob(f"*/{pattern}"))
+
+
+def version_number(path: Path) -> int:
+    """Return N of a folder named version_N, -1 for any other name."""
+    number = path.name.removeprefix("version_")
+    return int(number) if number.isdecimal() else -1
+
+
+def _last(journals: Iterable[Path]) -> Path | None:
+    dated = sorted((j.stat().st_mtime, version_number(j.parent), j) for j in journals)
+    if not dated:
+        return None
+    written, _, journal = dated[-1]
+    if len(dated) > 1 and written > time.time() + DAY:
+        date = time.strftime("%Y-%m-%d", time.localtime(written))
+        raise UserError(
+            f"which run is the last is not known, because {journal} is dated {date}, which is in the future: "
+            f"give the folder of a run (NAME/version_N), or correct the date with: touch {journal}"
+        )
+    return journal.parent
+
+
+def _refuse_links(run: Path) -> None:
+    """Raise UserError where a run holds a link: whoever made the run would choose what is overwritten."""
+    for folder, folders, files in os.walk(run):  # which follows no link
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if path.is_symlink():
+                raise UserError(
+                    f"{path} is a link, which a run does not hold, because what it leads to would be read "
+                    "and overwritten: put the file or folder itself in its place, or remove it"
+                )

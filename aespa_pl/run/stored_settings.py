@@ -1,0 +1,88 @@
+"""Read the settings that a run was made with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, get_type_hints
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from aespa_pl.errors import UserError
+from aespa_pl.run.journal import Run
+from aespa_pl.settings import DataSettings, ModelSettings, QuantizationSettings
+
+
+@dataclass(frozen=True)
+class StoredSettings:
+    """Holds the sections of a run's config.yaml that say what was quantized, and how."""
+
+    model: ModelSettings
+    data: DataSettings
+    quantization: QuantizationSettings
+
+
+def stored_settings(run: Run) -> StoredSettings:
+    """Return the settings of a run; where config.yaml was edited later, the journal counts.
+
+    Keys that this version does not know are left out.
+
+    Raises:
+        UserError: config.yaml cannot be read, or has values that no setting may have.
+    """
+    path = run.folder / "config.yaml"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content["quantization"] = _over(content["quantization"], _of_journal(run))
+        found: StoredSettings = _typed(StoredSettings, content)
+    except (
+        OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError, yaml.YAMLError
+    ) as error:  # fmt: skip
+        raise UserError(
+            f"{path} cannot be read ({' '.join(repr(error).split())}): give the folder of a run "
+            "(NAME/version_N)"
+        ) from error
+    return found
+
+
+def stored_quantization(run: Run) -> QuantizationSettings:
+    """Return the section ``quantization`` as the journal has it, without the number of iterations.
+
+    Raises:
+        UserError: It has values that no setting may have.
+    """
+    try:
+        found: QuantizationSettings = _typed(QuantizationSettings, _of_journal(run))
+    except (ValueError, TypeError, ArgumentError) as error:
+        raise UserError(f"{run.journal_file} is damaged ({error}): start a new run") from error
+    return found
+
+
+def _of_journal(run: Run) -> Mapping[str, Any]:
+    found = run.fingerprint.get("quantization", {})
+    return found if isinstance(found, Mapping) else {}
+
+
+def _over(lower: Any, upper: Any) -> Any:
+    """Return a nested mapping with the values of another in the place of its own."""
+    if not (isinstance(lower, Mapping) and isinstance(upper, Mapping)):
+        return upper
+    return {**lower, **{key: _over(lower.get(key), value) for key, value in upper.items()}}
+
+
+def _typed(kind: Any, content: Any) -> Any:
+    """Return a dataclass of settings; values that no setting may have are refused."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, "s")
+    return parser.instantiate(parser.parse_object({"s": _known(kind, content)})).s
+
+
+def _known(kind: Any, content: Any) -> Any:
+    """Return the values that a dataclass of settings has fields for."""
+    if not (is_dataclass(kind) and isinstance(content, Mapping)):
+        return content
+    hints = get_type_hints(kind)
+    return {
+        field.name: _known(hints[field.name], content[field.name])
+        for field in fields(kind)
+        if field.name in content
+    }

@@ -1,0 +1,63 @@
+"""All commands find the same run by the same words, and none follows a link in a run."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from aespa_pl.errors import UserError
+from aespa_pl.run.find import find_run, last_run
+from aespa_pl.run.journal import Run
+from tests.disks import files, full
+
+
+def run_of(parent: Path, written: float) -> Path:
+    folder = Run.create(parent, {}).folder
+    os.utime(folder / "journal.json", (written, written))
+    return folder
+
+
+def test_a_run_is_named_by_its_folder_a_file_in_it_its_name_or_as_the_last(tmp_path: Path) -> None:
+    first, second = run_of(tmp_path / "a", 1000), run_of(tmp_path / "a", 2000)
+    other = run_of(tmp_path / "b", 3000)
+    nowhere = Path("nowhere")
+    assert find_run(str(first), nowhere) == first
+    assert find_run(str(first / "checkpoints" / "step_9.ckpt"), nowhere) == first
+    assert find_run(str(tmp_path / "a"), nowhere) == second
+    assert find_run("last", tmp_path) == other
+    assert find_run("last", tmp_path, "a") == second
+
+
+def test_without_any_run_the_user_reads_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no run in .*: begin with aespa-pl fit"):
+        find_run("last", tmp_path)
+    with pytest.raises(UserError, match=r"is not the folder of a run.*give the folder of a run"):
+        find_run(str(tmp_path), tmp_path)
+
+
+def test_a_journal_of_the_future_does_not_become_the_last_run(tmp_path: Path) -> None:
+    future = run_of(tmp_path / "a", 4e9)
+    assert last_run(tmp_path) == future  # there is no other
+    run_of(tmp_path / "a", 2000)
+    with pytest.raises(UserError, match=r"version_0.*dated 2096-.*in the future: give the folder"):
+        last_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["blocks", "lock", "rewriting", "test.json", "model/config.json"])
+def test_a_link_in_a_run_is_not_followed(tmp_path: Path, name: str) -> None:
+    run, outside = run_of(tmp_path / "a", 1000), tmp_path / "mine"
+    (run / "model").mkdir()
+    (run / name).symlink_to(outside)
+    with pytest.raises(UserError, match=rf"{name} is a link, .*remove it"):
+        find_run(str(run), tmp_path)
+    assert not outside.exists()
+
+
+def test_a_run_whose_journal_cannot_be_written_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match="cannot write to"):
+            Run.create(tmp_path / "a", {})
+    assert files(tmp_path / "a") == []
