@@ -1,16 +1,18 @@
 """Run ``aespa-pl compare``: methods, bit widths and seeds side by side, each an ordinary ``fit``."""
 
 import json
-import shutil
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import aespa_pl
@@ -21,6 +23,7 @@ from aespa_pl.commands.compare_section import (
     compare_parser,
     split_options,
 )
+from aespa_pl.commands.ending import EndedError
 from aespa_pl.commands.output import print_whole
 from aespa_pl.commands.pinned import refuse_other_methods
 from aespa_pl.errors import UserError
@@ -30,8 +33,11 @@ from aespa_pl.run.find import last_run
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import OutputSettings
-from aespa_pl.storage.files import disk_errors, write_json, write_text
+from aespa_pl.storage.files import disk_errors, write_json, write_text, write_whole
 
+CELLS_FAILED = 1
+"""Status where some cells have no result."""
+VERSION = "version of aespa-pl"
 POLL_SECONDS = 0.2
 """Seconds after which a signal is passed on to the run under way."""
 
@@ -57,9 +63,10 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
         sys.exit()
     settings, rest = split_options(given)
     refuse_other_methods(rest, settings.methods)
-    console = Console()
+    interruption.how_to_continue = shlex.join(["aespa-pl", *words])
+    console = Console(markup=False, highlight=False)
     folder = compare(settings, rest, in_processes(interruption), console)
-    console.print(str(folder), highlight=False, soft_wrap=True)
+    console.print(str(folder), soft_wrap=True)
 
 
 def compare(
@@ -75,6 +82,7 @@ def compare(
 
     Raises:
         UserError: The folder has a comparison of something else.
+        EndedError: Some cells have failed; the table says why.
     """
     defaults = OutputSettings()
     folder = Path(
@@ -85,16 +93,20 @@ def compare(
     cells = [_finished(folder, cell) for cell in settings.cells()]
     for number, cell in enumerate(cells):
         if cell.metrics is None:
-            console.print(
-                f"cell {number + 1} of {len(cells)}: {cell.name}", highlight=False, soft_wrap=True
-            )
+            console.print(f"cell {number + 1} of {len(cells)}: {cell.name}", soft_wrap=True)
             failure = run_cell(_words(given, folder, cell))
             cells[number] = replace(_finished(folder, cell), failure=failure)
             if failure:
-                console.print(f"{cell.name}: {failure}", highlight=False, soft_wrap=True)
+                console.print(f"{cell.name}: {failure}", soft_wrap=True)
         _write(folder, cells)
     _show(console, summary(cells))
     _draw(folder, cells, console)
+    if failed := [cell.name for cell in cells if cell.metrics is None]:
+        raise EndedError(
+            f"{len(failed)} of {len(cells)} cells have failed ({', '.join(failed)}), and "
+            f"{folder / 'compare.md'} says why; the others are kept",
+            CELLS_FAILED,
+        )
     return folder
 
 
@@ -106,17 +118,17 @@ def in_processes(interruption: Interruption) -> RunCell:
             interruption.defer(active=True)
             # a process group of its own: a Ctrl-C reaches it once, from us
             process = subprocess.Popen(  # noqa: S603 - our own program
-                [sys.executable, "-m", "aespa_pl", "fit", *words],
+                # -P: a file of the current folder, such as yaml.py, stands for no library
+                [sys.executable, "-P", "-m", "aespa_pl", "fit", *words],
                 stderr=errors,
                 process_group=0,
             )
             status = _wait(process, interruption)
             interruption.defer(active=False)
             errors.seek(0)
-            shutil.copyfileobj(errors, sys.stderr)
-            errors.seek(0)
             said = errors.read()
-        interruption.check()
+        interruption.check()  # first: how the cell is continued would stand beside how all are
+        sys.stderr.write(said)
         return failure(status, said)
 
     return run_cell
@@ -174,8 +186,11 @@ def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:
 
 def _finished(folder: Path, cell: Cell) -> Cell:
     """Return the cell with the metrics of its run, if that is finished."""
-    last = last_run(folder, cell.name)
-    return replace(cell, metrics=None if last is None else Run.open(last).metrics())
+    try:
+        last = last_run(folder, cell.name)
+        return replace(cell, metrics=None if last is None else Run.open(last).metrics())
+    except UserError:  # fit says what is wrong with the run, and the other cells go on
+        return cell
 
 
 def _value(given: Arguments, key: str, default: str) -> str:
@@ -199,7 +214,7 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
         UserError: The folder has cells that were made with other options, or by another version.
     """
     file = folder / "compare.json"
-    shared: dict[str, Any] = {"version of aespa-pl": aespa_pl.__version__, "options": []}
+    shared: dict[str, Any] = {VERSION: aespa_pl.__version__, "options": []}
     for option in given.options:
         if option.key.startswith("output."):
             continue
@@ -210,7 +225,7 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
     shared = json.loads(json.dumps(shared))
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else shared
+    before = _shared_before(file) if file.is_file() else shared
     if before != shared:
         raise UserError(
             f"{folder} has a comparison with other options ({_differing(before, shared)}): give another "
@@ -219,12 +234,29 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
     write_json(file, shared)
 
 
+def _shared_before(file: Path) -> dict[str, Any]:
+    """Return what the cells of an earlier comparison share.
+
+    Raises:
+        UserError: The file is damaged.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        options = [(str(key), value) for key, value in content["options"]]
+        return {VERSION: content[VERSION], "options": [list(option) for option in options]}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(
+            f"{file} is damaged, so that nobody knows what the cells beside it share: give another "
+            "--output.name, or remove it if they have these options"
+        ) from error
+
+
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the names of the options that two comparisons have different values for."""
     one, other = ({(key, json.dumps(value)) for key, value in x["options"]} for x in (before, now))
     names = sorted({key for key, _ in one ^ other})
-    if before["version of aespa-pl"] != now["version of aespa-pl"]:
-        names.insert(0, "version of aespa-pl")
+    if before[VERSION] != now[VERSION]:
+        names.insert(0, VERSION)
     return ", ".join(names) or "their order"
 
 
@@ -237,7 +269,7 @@ def _write(folder: Path, cells: Sequence[Cell]) -> None:
 def _show(console: Console, table: TextTable) -> None:
     shown = Table(*table.head)
     for row in table.rows:
-        shown.add_row(*row)
+        shown.add_row(*map(escape, row))
     print_whole(console, shown)
 
 
@@ -246,8 +278,7 @@ def _draw(folder: Path, cells: Sequence[Cell], console: Console) -> None:
         drawn = figure(cells)
     except ModuleNotFoundError as error:
         words = f"no figure: {error.name} is not installed (pip install 'aespa-pl[report]')"
-        console.print(words, highlight=False, markup=False, soft_wrap=True)
+        console.print(words, soft_wrap=True)
         return
     if drawn is not None:
-        with disk_errors(folder):
-            drawn.savefig(folder / "compare.svg")
+        write_whole(folder / "compare.svg", partial(drawn.savefig, format="svg"))

@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import aespa_pl
 from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.compare import POLL_SECONDS, compare, failure, in_processes, run
 from aespa_pl.commands.compare_section import CompareSettings
+from aespa_pl.commands.ending import EndedError, message_and_status
 from aespa_pl.errors import UserError
 from aespa_pl.report.comparison import Cell, figure, summary
 from aespa_pl.run.interruption import Interruption, RunInterrupted
@@ -118,7 +120,9 @@ def test_cells_become_one_row_for_each_method_with_mean_and_spread(tmp_path: Pat
 
 def test_finished_cells_are_not_run_again_and_others_are(tmp_path: Path) -> None:
     runs = Runs({"rtn_w2_s0": 40.0, "rtn_w2_s1": 40.0, "optq_w2_s0": 20.0})
-    compare(SETTINGS, given(tmp_path), runs, silent())
+    with pytest.raises(EndedError, match=r"^1 of 4 cells have failed \(optq_w2_s1\)") as ended:
+        compare(SETTINGS, given(tmp_path), runs, silent())
+    assert ended.value.status == 1
     again = Runs({"optq_w2_s1": 22.0})
     compare(SETTINGS, given(tmp_path), again, silent())
     assert again.names == ["optq_w2_s1"]
@@ -136,9 +140,8 @@ def test_a_configuration_with_numbers_as_keys_is_the_same_again(tmp_path: Path) 
 def test_finished_cells_stay_in_the_table_of_a_comparison_that_is_killed_early(
     tmp_path: Path,
 ) -> None:
-    compare(
-        replace(SETTINGS, methods=["optq"]), given(tmp_path), Runs({"optq_w2_s0": 20.0}), silent()
-    )
+    optq = replace(SETTINGS, methods=["optq"], seeds=[0])
+    compare(optq, given(tmp_path), Runs({"optq_w2_s0": 20.0}), silent())
 
     def killed(words: Sequence[str]) -> str:
         if value(words, "output.name") == "rtn_w2_s1":
@@ -153,8 +156,9 @@ def test_finished_cells_stay_in_the_table_of_a_comparison_that_is_killed_early(
 
 def test_a_cell_that_fails_says_so_and_the_rest_goes_on(tmp_path: Path) -> None:
     runs = Runs({"rtn_w2_s0": 40.0, "optq_w2_s1": 20.0})
-    folder = compare(SETTINGS, given(tmp_path), runs, silent())
-    table = (folder / "compare.md").read_text()
+    with pytest.raises(EndedError, match=r"^2 of 4 cells have failed"):
+        compare(SETTINGS, given(tmp_path), runs, silent())
+    table = (tmp_path / "compare" / "compare.md").read_text()
     assert "1 of 2; seed 1: out of memory" in table
     assert "1 of 2; seed 0: out of memory" in table
     assert "| optq | 2 | 20.000 |" in table
@@ -168,6 +172,52 @@ def test_a_comparison_of_something_else_is_refused(tmp_path: Path) -> None:
         UserError, match=r"other options \(quantization\.group_size\): give another"
     ):
         compare(SETTINGS, other, never, silent())
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "3", '{"options": 3}', '{"options": [[1]]}'])
+def test_a_damaged_note_of_what_the_cells_share_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "compare").mkdir()
+    (tmp_path / "compare" / "compare.json").write_text(content)
+    with pytest.raises(UserError, match=r"compare\.json is damaged.*or remove it"):
+        compare(SETTINGS, given(tmp_path), never, silent())
+
+
+def test_a_damaged_journal_fails_its_cell_alone(tmp_path: Path) -> None:
+    damaged = tmp_path / "compare" / "rtn_w2_s0" / "version_0"
+    damaged.mkdir(parents=True)
+    (damaged / "journal.json").write_text("[")
+    finished = dict.fromkeys(("rtn_w2_s1", "optq_w2_s0", "optq_w2_s1"), 20.0)
+    with pytest.raises(EndedError, match=r"^1 of 4 cells have failed \(rtn_w2_s0\)"):
+        compare(SETTINGS, given(tmp_path), Runs(finished), silent())
+
+
+def test_a_file_of_the_current_folder_is_no_library_of_a_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "yaml.py").write_text("raise SystemExit('the file of the current folder ran')")
+    monkeypatch.chdir(tmp_path)
+    said = in_processes(Interruption())(["--model.pretrained", "nowhere/"])
+    assert "the file of the current folder ran" not in said
+    assert "nowhere" in said
+
+
+def test_a_comparison_that_is_stopped_says_once_how_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(
+        "#!/bin/sh\necho 'aespa-pl: stopped; continue with: aespa-pl fit' >&2; exit 143\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    interruption = Interruption()
+    interruption.received = signal.SIGTERM
+    words = ["compare", "--model.pretrained=m", f"--output.folder={tmp_path}"]
+    with pytest.raises(RunInterrupted) as stopped:
+        run(words, interruption)
+    said = message_and_status(stopped.value, interruption.how_to_continue, configured=True)
+    assert said == (f"stopped by SIGTERM; continue with: aespa-pl {shlex.join(words)}", 143)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
