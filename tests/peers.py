@@ -22,10 +22,10 @@ from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import NumericalError
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch
-from aespa_pl.tuning import Reconstruction, SegmentPairs, reconstruct
+from aespa_pl.tuning import SegmentPairs, Tuned
 from tests.block.blocks import FEW, begin, example, gridded, make_statistics
 from tests.rounding.problems import SETTINGS, module_of, problems
-from tests.tuning.tuned import RATES, Example, silent_trainer
+from tests.tuning.tuned import Example, tune_block
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -104,7 +104,7 @@ def steps_are_those_of_one(world: World) -> None:
 def tuning_is_that_of_one(world: World) -> None:
     """Processes with mini-batches of one segment make the steps of one with as large mini-batches as all."""
 
-    def tuned(segments: Sequence[int], world: World) -> tuple[Example, Reconstruction]:
+    def tuned(segments: Sequence[int], world: World) -> tuple[Example, Tuned]:
         torch.manual_seed(10)  # an example that so few segments teach something
         made = Example.make()
         inputs, targets = (
@@ -114,14 +114,7 @@ def tuning_is_that_of_one(world: World) -> None:
         pairs = SegmentPairs(
             [inputs], [targets], batch_size=size, held_back=0.5, seed=0, world=world
         )
-        found = reconstruct(
-            made.quantized,
-            pairs,
-            run_block=made.run_block,
-            rates=RATES,
-            trainer=silent_trainer(12),
-            label="block 0",
-        )
+        found = tune_block(made, 12, pairs=pairs)
         return made, found
 
     everyone = range(world.size)

@@ -157,11 +157,7 @@ class BlockRounding(LightningModule):
             if not math.isfinite(values[tag(RECONSTRUCTION, name)]):
                 raise NumericalError(f"{self.label}: the loss of {name} is not finite")
         total = torch.stack([curves[tag(kind, name)] for kind in SUMS for name in losses]).sum()
-        self.log("loss", total)
-        # Not through Lightning's log_dict: four curves a projection take it longer than five
-        # iterations of a small block (docs/performance.md).
-        for logger in self.loggers:
-            logger.log_metrics(values, self.global_step + 1)
+        self.log_dict({"loss": total, **values})
         return total
 
     def _of_all_rows(self, curves: dict[str, Tensor]) -> dict[str, Tensor]:

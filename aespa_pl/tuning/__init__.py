@@ -1,41 +1,25 @@
 """Train quantized blocks against the original's, and the quantized model end to end."""
 
-from aespa_pl.tuning.block import (
-    BlockReconstruction,
-    Reconstruction,
-    RunBlock,
-    TunableBlock,
-    changed_share,
-    reconstruct,
-)
 from aespa_pl.tuning.data import SegmentPairs
-from aespa_pl.tuning.model import ModelTuning, TunableModel, TunedModel, tune_model
-from aespa_pl.tuning.parametrization import (
-    FixedIntegers,
-    QuantizedWeight,
-    StraightThrough,
-    WeightParametrization,
-)
-from aespa_pl.tuning.recipes import Recipe, recipe
+from aespa_pl.tuning.losses import RunBlock, divergence, output_error
+from aespa_pl.tuning.parametrization import QuantizedWeight
+from aespa_pl.tuning.recipes import EVERYTHING, SCALES, recipe
 from aespa_pl.tuning.training import LearningRates
+from aespa_pl.tuning.tune import Tuned, changed_fraction, tune
+from aespa_pl.tuning.weights import TunableBlock
 
 __all__ = [
-    "BlockReconstruction",
-    "FixedIntegers",
+    "EVERYTHING",
+    "SCALES",
     "LearningRates",
-    "ModelTuning",
     "QuantizedWeight",
-    "Recipe",
-    "Reconstruction",
     "RunBlock",
     "SegmentPairs",
-    "StraightThrough",
     "TunableBlock",
-    "TunableModel",
-    "TunedModel",
-    "WeightParametrization",
-    "changed_share",
+    "Tuned",
+    "changed_fraction",
+    "divergence",
+    "output_error",
     "recipe",
-    "reconstruct",
-    "tune_model",
+    "tune",
 ]

@@ -9,7 +9,12 @@ from aespa_pl.models.family import BlockLayout
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.tuning.clipping import Clipped
 from aespa_pl.tuning.equivalent import transformations_of
-from aespa_pl.tuning.parametrization import QuantizedWeight, StraightThrough, WeightParametrization
+from aespa_pl.tuning.parametrization import (
+    FixedIntegers,
+    QuantizedWeight,
+    StraightThrough,
+    WeightParametrization,
+)
 from aespa_pl.tuning.rounding import RoundingPenalty, UpOrDown
 
 MakeWeight = Callable[[str, QuantizedWeight, Tensor], WeightParametrization]
@@ -35,6 +40,8 @@ EVERYTHING = Recipe(
     lambda _, start, target: StraightThrough(start, target), learns_vectors=True, learns_steps=True
 )
 """Recipe that learns integers, scales, norms and biases."""
+SCALES = Recipe(lambda _, start, __: FixedIntegers(start), learns_vectors=True)
+"""Recipe that learns scales, norms and biases."""
 
 
 def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout) -> Recipe:

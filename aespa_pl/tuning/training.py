@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,7 +15,9 @@ from aespa_pl.curve_names import HELD_BACK, TRAINING, TUNING, tag
 from aespa_pl.distributed.processes import ALONE
 from aespa_pl.tuning.data import Pair, SegmentPairs
 from aespa_pl.tuning.equivalent import HeadMatrices, Transformation
+from aespa_pl.tuning.losses import Loss
 from aespa_pl.tuning.parametrization import WeightParametrization
+from aespa_pl.tuning.rounding import RoundingPenalty
 
 WARMUP = 0.1
 """Share of the steps in which the learning rates rise."""
@@ -58,16 +59,27 @@ class Tuning(LightningModule):
     gradients are averaged over the processes and errors added up.
     """
 
-    def __init__(self, module: nn.Module, rates: LearningRates, label: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        rates: LearningRates,
+        label: str,
+        penalty: RoundingPenalty | None = None,
+    ) -> None:
         """Take the module with its parametrizations; all that requires a gradient is trained.
 
         Args:
             module: Module in evaluation mode, because the quantized model has no dropout.
+            loss: Error of a mini-batch.
             rates: Largest learning rates.
             label: Name in messages: ``block 3``.
+            penalty: Rounding loss that is added to the error, where rounding variables are learned.
         """
         super().__init__()
         self.module = module
+        self.loss = loss
+        self.penalty = penalty
         self.rates = rates
         self.label = label
         self.world = ALONE
@@ -84,10 +96,6 @@ class Tuning(LightningModule):
         self._best: dict[str, Tensor] = {}
         self._errors: list[Tensor] = []
         self.strict_loading = False  # a checkpoint holds only trained parameters
-
-    @abstractmethod
-    def error(self, batch: Pair) -> Tensor:
-        """Return ``[2]``: the errors of all positions of a mini-batch added up, and their number."""
 
     def configure_optimizers(self) -> Any:
         """Return Adam with a one-cycle learning rate."""
@@ -109,10 +117,13 @@ class Tuning(LightningModule):
 
     def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
         """Return the loss of a mini-batch."""
-        total, count = self.error(batch)
+        total, count = self.loss(self.module, batch)
         error: Tensor = total / count
         self.log(tag(TUNING, TRAINING), error)
-        return error + self.penalty()
+        if self.penalty is None:
+            return error
+        steps = int(self.trainer.estimated_stepping_batches)
+        return error + self.penalty.of(self.module, self.global_step, steps)
 
     def on_after_backward(self) -> None:
         """Average the gradients of all processes; a process alone keeps its own."""
@@ -122,10 +133,6 @@ class Tuning(LightningModule):
                     self.world.sum_(parameter.grad)
                     parameter.grad /= self.world.size
 
-    def penalty(self) -> Tensor | float:
-        """Return the penalty that is added to the error of a mini-batch."""
-        return 0.0
-
     def enter_epoch(self, epoch: int) -> None:
         """Let what changes over the training be as in an epoch, counted from 1; 0 is the start."""
         for inner in self.module.modules():
@@ -134,7 +141,7 @@ class Tuning(LightningModule):
 
     def validation_step(self, batch: Pair, batch_idx: int) -> None:
         """Add up the error of the segments that are held back."""
-        self._errors.append(self.error(batch))
+        self._errors.append(self.loss(self.module, batch))
 
     def on_validation_epoch_end(self) -> None:
         """Keep the epoch if it is the best so far; stop where the error is not finite."""
@@ -219,7 +226,8 @@ class Tuning(LightningModule):
         """Judge an epoch, counted from 1, and log its error at a step."""
         self.enter_epoch(epoch)
         for batch in self._pairs.val_dataloader():
-            self._errors.append(self.error(self.trainer.strategy.batch_to_device(batch)))
+            here = self.trainer.strategy.batch_to_device(batch)
+            self._errors.append(self.loss(self.module, here))
         error = self._error_held_back()
         self._log_held_back(error, step)
         self._judge(error, epoch)

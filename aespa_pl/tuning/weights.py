@@ -1,6 +1,7 @@
 """Turn quantized projections into parametrizations of a block's linear layers, and back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -10,35 +11,33 @@ from torch.nn.utils import parametrize
 from aespa_pl.models.family import BlockLayout, Projection
 from aespa_pl.models.weights import projection_rows
 from aespa_pl.tuning.parametrization import QuantizedWeight, Stored, WeightParametrization
-
-MakeParametrization = Callable[[str, QuantizedWeight], WeightParametrization]
-"""Makes the parametrization of a linear layer's weight from the layer's path and its quantized weight."""
+from aespa_pl.tuning.recipes import Recipe
 
 
-def parametrize_block(
-    block: nn.Module,
-    layout: BlockLayout,
-    starts: Mapping[str, QuantizedWeight],
-    make: MakeParametrization,
-    dtypes: Mapping[str, torch.dtype],
-    *,
-    learns_vectors: bool = True,
-    transforms: Mapping[str, nn.Module] | None = None,
-) -> None:
+@dataclass(frozen=True)
+class TunableBlock:
+    """Holds a block of the model with what its weights stand for."""
+
+    block: nn.Module
+    """Module with zeta folded and dequantized weights, in float32 and evaluation mode."""
+    layout: BlockLayout
+    """Projections that are tuned, the block's or some."""
+    weights: Mapping[str, QuantizedWeight]
+    """Quantized weights by projection."""
+    dtypes: Mapping[str, torch.dtype]
+    """Types that the block's parameters are stored in, by their names."""
+    targets: Mapping[str, Tensor] | None = None
+    """Weights ``[rows, d_in]`` that the integers were chosen for, with zeta folded, by projection; None: the
+    quantized weights themselves, so that an integer moves only where many mini-batches agree on it."""
+
+
+def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
     """Parametrize weights of a block, and let its norms and biases be rounded to their stored types.
 
-    Args:
-        block: Block in float32, with zeta folded; it is changed in place.
-        layout: Projections that are parametrized, the block's or some; all of one linear layer become
-            one weight.
-        starts: Quantized weights at the start, by projection.
-        make: Makes a parametrization, StraightThrough or another.
-        dtypes: Types that the parameters are stored in, by name.
-        learns_vectors: Whether norms and biases are trained.
-        transforms: Modules that transform norms and biases before they are rounded, by name.
+    All projections of one linear layer become one weight. Parameters that the recipe doesn't learn stay.
     """
-    block.requires_grad_(requires_grad=False)
-    vectors = [name for name, parameter in block.named_parameters() if parameter.dim() == 1]
+    block, layout, starts = tunable.block, tunable.layout, tunable.weights
+    vectors = {n: tunable.dtypes[n] for n, p in block.named_parameters() if p.dim() == 1}
     for path, projections in _layers(layout).items():
         layer = cast(nn.Linear, block.get_submodule(path))
         start = QuantizedWeight(
@@ -47,22 +46,42 @@ def parametrize_block(
             merged({name: q.zero_point for name, q in starts.items()}, layout, path),
             starts[projections[0].name].bits,
         )
-        made = make(path, start)
+        targets = tunable.targets
+        target = start.weight() if targets is None else merged(targets, layout, path)
+        made = recipe.weight(path, start, target)
         parametrize.register_parametrization(layer, "weight", made)
         _latent(layer).requires_grad_(made.learns_latent)
-    for name in vectors:
+    parametrize_vectors(block, vectors, learned=recipe.learns_vectors, transforms=recipe.transforms)
+
+
+def parametrize_vectors(
+    module: nn.Module,
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    learned: bool = True,
+    transforms: Mapping[str, nn.Module] | None = None,
+) -> None:
+    """Let norms and biases be rounded to their stored types.
+
+    Args:
+        module: A block, or a model.
+        dtypes: Types that they are stored in, by name.
+        learned: Whether they are trained.
+        transforms: Modules that transform norms and biases before they are rounded, by name.
+    """
+    for name, dtype in dtypes.items():
         path, _, kind = name.rpartition(".")
-        module = block.get_submodule(path)
-        module.get_parameter(kind).requires_grad_(learns_vectors)
+        owner = module.get_submodule(path)
+        owner.get_parameter(kind).requires_grad_(learned)
         if transforms and name in transforms:
-            parametrize.register_parametrization(module, kind, transforms[name])
-        if dtypes[name] != torch.float32:
-            parametrize.register_parametrization(module, kind, Stored(dtypes[name]))
+            parametrize.register_parametrization(owner, kind, transforms[name])
+        if dtype != torch.float32:
+            parametrize.register_parametrization(owner, kind, Stored(dtype))
 
 
 def quantized_weights(block: nn.Module, layout: BlockLayout) -> dict[str, QuantizedWeight]:
     """Return what the weights of a parametrized block stand for, by projection."""
-    found = {}
+    weights = {}
     for path, projections in _layers(layout).items():
         layer = cast(nn.Linear, block.get_submodule(path))
         made = cast(WeightParametrization, layer.get_submodule("parametrizations.weight.0"))
@@ -72,8 +91,8 @@ def quantized_weights(block: nn.Module, layout: BlockLayout) -> dict[str, Quanti
                 projection_rows(tensor, layout, p).flatten(0, 1)
                 for tensor in (whole.integers, whole.scale, whole.zero_point)
             )
-            found[p.name] = QuantizedWeight(integers, scale, zero_point, whole.bits)
-    return found
+            weights[p.name] = QuantizedWeight(integers, scale, zero_point, whole.bits)
+    return weights
 
 
 def remove_parametrizations(block: nn.Module) -> None:

@@ -24,13 +24,14 @@ from aespa_pl.storage.transfer import in_turn
 from aespa_pl.tuning import (
     LearningRates,
     QuantizedWeight,
-    Reconstruction,
     RunBlock,
     SegmentPairs,
     TunableBlock,
-    changed_share,
+    Tuned,
+    changed_fraction,
+    output_error,
     recipe,
-    reconstruct,
+    tune,
 )
 from aespa_pl.walk.learned_unit import LearnedUnit, read_unit, write_unit
 
@@ -78,7 +79,7 @@ class BlockTuner:
         module.float()
         replace_weights(block, module)
         types = stored_types(self.context.source, block.index)
-        return TunableBlock(module, block.layout, stored_weights(block), targets, types)
+        return TunableBlock(module, block.layout, stored_weights(block), types, targets)
 
     def tune(
         self,
@@ -87,7 +88,7 @@ class BlockTuner:
         inputs: Batches,
         between: Batches | None,
         targets: Batches,
-    ) -> Reconstruction:
+    ) -> Tuned:
         """Tune a block; its module has the result, in float32.
 
         Args:
@@ -104,9 +105,9 @@ class BlockTuner:
             weights |= learned.weights
             finite = finite and learned.finite
         found = self._tune_unit(self._training(index, last), last, tunable, inputs)
-        weights |= found.weights
-        changed = changed_share(tunable.weights, weights)
-        return replace(found, weights=weights, changed=changed, finite=finite and found.finite)
+        weights |= found.weights[0]
+        changed = changed_fraction([tunable.weights], [weights])
+        return replace(found, weights=[weights], changed=changed, finite=finite and found.finite)
 
     def _units(self, layout: BlockLayout, between: Batches | None, targets: Batches) -> list[Unit]:
         if between is None:
@@ -131,7 +132,7 @@ class BlockTuner:
             file = context.run.portion_file(training)
             write_unit(file, tunable, found)
             context.run.note_portion(training, file)
-        return LearnedUnit(found.weights, found.finite)
+        return LearnedUnit(found.weights[0], found.finite)
 
     def _training(self, index: int, unit: Unit, number: int = 0) -> Training:
         """Return the training of a unit of a block; ``number`` is its place among those that are kept."""
@@ -148,7 +149,7 @@ class BlockTuner:
 
     def _tune_unit(
         self, training: Training, unit: Unit, tunable: TunableBlock, inputs: Batches
-    ) -> Reconstruction:
+    ) -> Tuned:
         context, quantization, block = self.context, self.context.settings, tunable.block
         settings = quantization.tuning.blocks
         layout = replace(tunable.layout, groups=unit.groups)
@@ -162,10 +163,10 @@ class BlockTuner:
             world=context.world,
         )
         learned = recipe(quantization, block, layout)
-        found = reconstruct(
-            replace(tunable, layout=layout, weights={n: tunable.weights[n] for n in names}),
+        found = tune(
+            [replace(tunable, layout=layout, weights={n: tunable.weights[n] for n in names})],
             pairs,
-            run_block=unit.run,
+            loss=output_error(unit.run),
             rates=LearningRates(
                 cast(float, settings.integer_rate),
                 cast(float, settings.scale_rate),
@@ -178,7 +179,7 @@ class BlockTuner:
             checkpoint=context.world.from_first(
                 lambda: context.run.checkpoint_to_continue(training)
             ),
-            learned=learned,
+            recipe=learned,
         )
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()

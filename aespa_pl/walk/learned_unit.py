@@ -10,7 +10,7 @@ from torch import nn
 
 from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.storage.files import write_tensors
-from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunableBlock
+from aespa_pl.tuning import QuantizedWeight, TunableBlock, Tuned
 
 KINDS = ("integers", "scale", "zero_point")
 
@@ -25,10 +25,10 @@ class LearnedUnit:
     """Whether all errors were finite numbers."""
 
 
-def write_unit(file: Path, tunable: TunableBlock, found: Reconstruction) -> None:
+def write_unit(file: Path, tunable: TunableBlock, found: Tuned) -> None:
     """Write what was learned of a unit: its weights, and the norms and biases of the block."""
     tensors = {
-        f"{kind} {name}": getattr(q, kind) for name, q in found.weights.items() for kind in KINDS
+        f"{kind} {name}": getattr(q, kind) for name, q in found.weights[0].items() for kind in KINDS
     }
     tensors |= {f"vector {name}": p for name, p in _vectors(tunable).items()}
     write_tensors(file, tensors | {"finite": torch.tensor(found.finite)}, {})

@@ -19,12 +19,15 @@ from aespa_pl.run.training import Training
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import write_tensors
 from aespa_pl.tuning import (
+    EVERYTHING,
+    SCALES,
     LearningRates,
     QuantizedWeight,
     SegmentPairs,
-    TunableModel,
-    TunedModel,
-    tune_model,
+    TunableBlock,
+    Tuned,
+    divergence,
+    tune,
 )
 from aespa_pl.tuning.weights import merged
 from aespa_pl.walk import record
@@ -39,7 +42,7 @@ class ModelTuner:
     writer: ModelWriter
     """Knows the files of the quantized blocks."""
 
-    def tune(self, tokens: Tensor, hidden: Batches) -> TunedModel:
+    def tune(self, tokens: Tensor, hidden: Batches) -> Tuned:
         """Tune the model, and write what was learned to one file of the run.
 
         Args:
@@ -51,7 +54,7 @@ class ModelTuner:
         settings, count = context.settings.tuning.model, source.block_count
         training = Training(count, "model", "end_to_end", processes=world.size)
         files = {index: self.writer.block_file(index) for index in range(count)}
-        tunable = self._load(source.pretrained.with_blocks(source.family, files))
+        model, blocks = self._load(source.pretrained.with_blocks(source.family, files))
         pairs = SegmentPairs(
             list(world.segments(tokens, context.batch_size).split(context.batch_size)),
             hidden,
@@ -61,10 +64,10 @@ class ModelTuner:
             world=world,
         )
         with source.stem():
-            found = tune_model(
-                tunable,
+            found = tune(
+                blocks,
                 pairs,
-                head=lambda states: source.family.head(source.model, states),
+                loss=divergence(lambda states: source.family.head(source.model, states)),
                 rates=LearningRates(
                     cast(float, settings.integer_rate),
                     cast(float, settings.scale_rate),
@@ -72,13 +75,17 @@ class ModelTuner:
                     bits=context.settings.bits,
                 ),
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
+                label="the model",
+                recipe=EVERYTHING if settings.integer_rate else SCALES,
                 checkpoint=world.from_first(lambda: context.run.checkpoint_to_continue(training)),
+                model=model,
+                outside=self._outside(model),
                 recompute=context.recompute,
             )
         if world.is_first:
-            write_tensors(context.run.tuned_file, self._learned(tunable, found), {})
+            write_tensors(context.run.tuned_file, self._learned(model, found), {})
             context.run.finish_tuning(record.tuning(found))
-        del tunable
+        del model, blocks
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()
         return found
@@ -94,26 +101,35 @@ class ModelTuner:
         stem = {name: source.pretrained.tensor(name) for name in names}
         self.writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
 
-    def _load(self, pretrained: PretrainedFolder) -> TunableModel:
-        """Return the quantized model in float32, on the device.
+    def _load(self, pretrained: PretrainedFolder) -> tuple[PreTrainedModel, list[TunableBlock]]:
+        """Return the quantized model in float32, on the device, and its blocks.
 
         Args:
             pretrained: The model's folder, with the tensors of all blocks where their quantized values lie.
         """
-        family, device = self.context.source.family, self.context.device
-        count, run = self.context.source.block_count, self.context.run
+        source, device, run = self.context.source, self.context.device, self.context.run
         model: PreTrainedModel = pretrained.skeleton()
-        pretrained.load_stem(model, family, device, torch.float32)
+        pretrained.load_stem(model, source.family, device, torch.float32)
         blocks = [
-            pretrained.load_block(model, family, index, device, torch.float32)
-            for index in range(count)
+            TunableBlock(
+                pretrained.load_block(model, source.family, index, device, torch.float32),
+                self.context.layout,
+                self._weights(index, load_file(run.block_file(index), str(device))),
+                stored_types(source, index),
+            )
+            for index in range(source.block_count)
         ]
-        weights = [
-            self._weights(index, load_file(run.block_file(index), str(device)))
-            for index in range(count)
-        ]
-        types = {name: DTYPES[stored.dtype] for name, stored in pretrained.tensors.items()}
-        return TunableModel(model, blocks, family.layout(pretrained.config), weights, types)
+        return model, blocks
+
+    def _outside(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
+        """Return the stored types of the norms and biases outside of the blocks, by name."""
+        types, inside = self._types(), f"{self.context.source.family.blocks_path}."
+        vectors = [name for name, parameter in model.named_parameters() if parameter.dim() == 1]
+        return {name: types[name] for name in vectors if not name.startswith(inside)}
+
+    def _types(self) -> dict[str, torch.dtype]:
+        tensors = self.context.source.pretrained.tensors
+        return {name: DTYPES[stored.dtype] for name, stored in tensors.items()}
 
     def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, QuantizedWeight]:
         """Return what the file of a block holds, by projection."""
@@ -127,7 +143,7 @@ class ModelTuner:
             for p in self.context.layout.projections
         }
 
-    def _learned(self, tunable: TunableModel, found: TunedModel) -> dict[str, Tensor]:
+    def _learned(self, model: PreTrainedModel, found: Tuned) -> dict[str, Tensor]:
         """Return integers and scales by block and projection; norms and biases by their names."""
         tensors = {}
         for index, weights in enumerate(found.weights):
@@ -135,9 +151,10 @@ class ModelTuner:
                 tensors[_key(index, name, "scale")] = q.scale.to(torch.float16)
                 if self.context.settings.tuning.model.integer_rate:
                     tensors[_key(index, name, "integers")] = q.integers
-        for name, parameter in tunable.model.named_parameters():
+        types = self._types()
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                tensors[name] = parameter.to(tunable.dtypes[name])
+                tensors[name] = parameter.to(types[name])
         return tensors
 
     def _rewrite_block(self, index: int, learned: Mapping[str, Tensor]) -> None:

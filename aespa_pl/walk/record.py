@@ -14,7 +14,7 @@ from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.curve_names import NOT_NEAREST
 from aespa_pl.distributed.processes import World
 from aespa_pl.run.schema import TuningRecord
-from aespa_pl.tuning import QuantizedWeight, Reconstruction, TunedModel
+from aespa_pl.tuning import QuantizedWeight, Tuned
 from aespa_pl.walk.block_tuner import stored_weights
 from aespa_pl.walk.collect import Streams
 
@@ -86,7 +86,7 @@ def metadata(measured: Mapping[str, Any], tuned: TuningRecord | None) -> dict[st
     return {"block": json.dumps(known)}  # one key: safetensors writes several in any order
 
 
-def tuning(found: Reconstruction | TunedModel) -> TuningRecord:
+def tuning(found: Tuned) -> TuningRecord:
     """Return what the journal tells of a tuning."""
     return TuningRecord(
         start_error=found.start_error if math.isfinite(found.start_error) else None,
@@ -97,7 +97,7 @@ def tuning(found: Reconstruction | TunedModel) -> TuningRecord:
     )
 
 
-def tuning_curves(found: Reconstruction | TunedModel | None) -> dict[str, float]:
+def tuning_curves(found: Tuned | None) -> dict[str, float]:
     """Return what a tuning found as points of curves over the blocks; the model is after the last."""
     if found is None:
         return {}
@@ -108,7 +108,7 @@ def tuning_curves(found: Reconstruction | TunedModel | None) -> dict[str, float]
     }
 
 
-def tuning_words(found: Reconstruction | TunedModel) -> str:
+def tuning_words(found: Tuned) -> str:
     """Return what a tuning found in words."""
     text = (
         f"tuning took the error on held-back text from {found.start_error:.5g} to {found.error:.5g}"

@@ -15,7 +15,7 @@ from aespa_pl.run.context import Context
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import BlockRecord, TunedModelRecord
 from aespa_pl.storage.files import remove_leftovers, write_tensors
-from aespa_pl.tuning import Reconstruction
+from aespa_pl.tuning import Tuned
 from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, stored_types
 from aespa_pl.walk.collect import StatisticsPasses, Streams
@@ -138,7 +138,7 @@ class Walk:
 
     def _quantized(
         self, index: int, module: nn.Module, streams: Streams
-    ) -> tuple[dict[str, Tensor], dict[str, dict[str, float]], Reconstruction | None]:
+    ) -> tuple[dict[str, Tensor], dict[str, dict[str, float]], Tuned | None]:
         """Turn the module into the quantized block.
 
         Returns:
@@ -167,7 +167,7 @@ class Walk:
             tuned = self.block_tuner.tune(
                 index, tunable, streams.quantized, between, streams.original
             )
-        return tensors | record.weight_tensors(tuned.weights), losses, tuned
+        return tensors | record.weight_tensors(tuned.weights[0]), losses, tuned
 
     def _warn_of_few_tokens(self, statistics: BlockStatistics) -> None:
         """Say so where the correction has few tokens to learn from."""
@@ -229,7 +229,7 @@ class Walk:
         index: int,
         losses: Mapping[str, dict[str, float]],
         seconds: Mapping[str, float],
-        tuned: Reconstruction | None,
+        tuned: Tuned | None,
     ) -> None:
         """Say what was found of a block, and add it to the curves over the blocks."""
         context = self.context

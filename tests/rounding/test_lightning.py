@@ -99,4 +99,6 @@ def test_learning_rate_and_loss_reach_loggers_and_callbacks(tmp_path: Path) -> N
     rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
     assert {float(row["lr-Adam"]) for row in rows if row["lr-Adam"]} == {0.02}
     assert float(one.callback_metrics["loss"]) == pytest.approx(learned.losses[60])
+    parts = [v for k, v in one.callback_metrics.items() if k.startswith("loss_")]
+    assert float(sum(parts)) == pytest.approx(learned.losses[60])
     assert list(learned.losses) == list(range(1, 61))  # global_step counts iterations one by one

@@ -12,23 +12,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from aespa_pl.models.weights import projection_weight
-from aespa_pl.tuning import LearningRates, Reconstruction, reconstruct
+from aespa_pl.tuning import LearningRates, Tuned
 from tests import massive
-from tests.tuning.tuned import RATES, Example, quantize, silent_trainer
-
-
-def tune(
-    example: Example, epochs: int = 4, checkpoint: Path | None = None, **options: Any
-) -> Reconstruction:
-    return reconstruct(
-        example.quantized,
-        example.pairs(),
-        run_block=example.run_block,
-        rates=options.pop("rates", RATES),
-        trainer=silent_trainer(epochs, **options),
-        label="block 0",
-        checkpoint=checkpoint,
-    )
+from tests.tuning.tuned import RATES, Example, quantize, tune_block
 
 
 def held_back_error(example: Example) -> float:
@@ -43,9 +29,9 @@ def held_back_error(example: Example) -> float:
     return sum(shares) / len(shares)
 
 
-def state(example: Example, result: Reconstruction) -> dict[str, Tensor]:
+def state(example: Example, result: Tuned) -> dict[str, Tensor]:
     kinds = ("integers", "scale", "zero_point")
-    weights = {f"{n}.{k}": getattr(q, k) for n, q in result.weights.items() for k in kinds}
+    weights = {f"{n}.{k}": getattr(q, k) for n, q in result.weights[0].items() for k in kinds}
     return {**example.quantized.block.state_dict(), **weights}
 
 
@@ -58,14 +44,14 @@ def test_the_block_that_is_left_is_what_was_evaluated_and_can_be_stored(
 ) -> None:
     example = Example.make(name, groups=groups)
     before = held_back_error(example)
-    result = tune(example, epochs=8)
+    result = tune_block(example, 8)
     assert result.start_error == pytest.approx(before, rel=1e-4)
     assert result.error == pytest.approx(held_back_error(example), rel=1e-4)
     assert result.error < before
     assert result.changed > 0
     assert result.finite
     for p in example.layout.projections:
-        q = result.weights[p.name]
+        q = result.weights[0][p.name]
         step, zero = (
             x.repeat_interleave(q.integers.shape[1] // groups, 1) for x in (q.scale, q.zero_point)
         )
@@ -83,7 +69,7 @@ def test_the_block_that_is_left_is_what_was_evaluated_and_can_be_stored(
 def test_norms_and_biases_are_learned_too() -> None:
     example = Example.make("opt")
     before = {n: p.clone() for n, p in example.quantized.block.named_parameters() if p.dim() == 1}
-    tune(example)
+    tune_block(example, 4)
     after = dict(example.quantized.block.named_parameters())
     # what is added to all keys alike changes no attention
     assert [n for n, p in before.items() if torch.equal(p, after[n])] in (
@@ -97,7 +83,7 @@ def test_a_block_at_its_target_stays_where_it_is() -> None:
     block = example.quantized.block
     example.targets = [example.run_block(block, hidden) for hidden in example.inputs]
     before = copy.deepcopy(block.state_dict())
-    result = tune(example, epochs=1)
+    result = tune_block(example, 1)
     assert result.start_error == 0
     assert result.error == 0
     assert result.epoch == 0
@@ -109,7 +95,7 @@ def test_a_block_at_its_target_stays_where_it_is() -> None:
 def test_the_best_epoch_is_kept_and_the_start_is_one_of_them() -> None:
     wild = Example.make(bits=4)
     start, before = held_back_error(wild), copy.deepcopy(wild.quantized.block.state_dict())
-    result = tune(wild, rates=type(RATES)(30.0, 5.0, 5.0))
+    result = tune_block(wild, 4, rates=type(RATES)(30.0, 5.0, 5.0))
     assert result.epoch == 0
     assert result.error == result.start_error == pytest.approx(start, rel=1e-4)
     for name, tensor in wild.quantized.block.state_dict().items():
@@ -129,7 +115,7 @@ class PoisonOnce(Callback):
 
 def test_an_error_that_is_not_finite_ends_the_training_and_keeps_the_best() -> None:
     example = Example.make()
-    result = tune(example, epochs=6, callbacks=[PoisonOnce()])
+    result = tune_block(example, 6, callbacks=[PoisonOnce()])
     assert not result.finite
     assert result.epoch <= 1
     assert math.isfinite(result.error)
@@ -152,7 +138,7 @@ class SaveAndDie(Callback):
 
 @pytest.mark.parametrize("steps", [1, 10])  # a warm-up of one step had no length to divide by
 def test_any_number_of_steps_can_be_taken(steps: int) -> None:
-    result = tune(Example.make(), max_steps=steps)
+    result = tune_block(Example.make(), 4, max_steps=steps)
     assert result.finite
     assert result.error <= result.start_error
 
@@ -169,12 +155,14 @@ def test_a_training_that_was_killed_goes_on_bit_for_bit(kills: list[int], tmp_pa
     for step in kills:
         file = tmp_path / f"{step}.ckpt"
         with pytest.raises(KilledError):
-            tune(copy.deepcopy(example), checkpoint=checkpoint, callbacks=[SaveAndDie(step, file)])
+            tune_block(
+                copy.deepcopy(example), 4, checkpoint=checkpoint, callbacks=[SaveAndDie(step, file)]
+            )
         torch.load(file, weights_only=True)  # holds no objects
         checkpoint = file
     results = []
     for made, start in ((whole, None), (example, checkpoint)):
-        result = tune(made, checkpoint=start)
+        result = tune_block(made, 4, checkpoint=start)
         results.append((result, state(made, result)))
     (wanted, expected), (resumed, found) = results
     assert (wanted.start_error, wanted.error, wanted.epoch) == (
@@ -197,9 +185,9 @@ def test_weights_of_more_bits_learn_in_proportion_to_the_distance_of_integers() 
             for group in trainer.optimizers[0].param_groups:
                 rates.update({names[id(p)]: group["max_lr"] for p in group["params"]})
 
-    tune(example, 1, rates=LearningRates(0.01, 0.005, 0.003, bits=2), callbacks=[Watch()])
+    tune_block(example, 1, rates=LearningRates(0.01, 0.005, 0.003, bits=2), callbacks=[Watch()])
     assert rates["mlp.down_proj.parametrizations.weight.original"] == pytest.approx(0.01 * 3 / 15)
     assert rates["mlp.up_proj.parametrizations.weight.original"] == 0.01
     assert rates["mlp.down_proj.parametrizations.weight.0.log_scale"] == 0.005
-    tune(example, 1, rates=LearningRates(0.01, 0.005, 0.003), callbacks=[Watch()])
+    tune_block(example, 1, rates=LearningRates(0.01, 0.005, 0.003), callbacks=[Watch()])
     assert rates["mlp.down_proj.parametrizations.weight.original"] == 0.01

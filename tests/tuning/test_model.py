@@ -9,7 +9,16 @@ import torch
 
 from aespa_pl.models import family_of
 from aespa_pl.models.weights import projection_weight, set_projection_weight
-from aespa_pl.tuning import LearningRates, SegmentPairs, TunableModel, TunedModel, tune_model
+from aespa_pl.tuning import (
+    EVERYTHING,
+    SCALES,
+    LearningRates,
+    SegmentPairs,
+    TunableBlock,
+    Tuned,
+    divergence,
+    tune,
+)
 from tests.models.examples import make_ids, make_model
 from tests.tuning.test_block import KilledError, SaveAndDie
 from tests.tuning.tuned import HELD_BACK, SEGMENTS, quantize, silent_trainer
@@ -31,11 +40,15 @@ class Problem:
                 found[p.name] = quantize(projection_weight(block, layout, p), bits=2)
                 set_projection_weight(block, layout, p, found[p.name].weight())
             weights.append(found)
-        dtypes = {n: torch.float16 for n, _ in self.model.named_parameters()}
+        types = [{n: torch.float16 for n, _ in block.named_parameters()} for block in blocks]
         for parameter in self.model.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(parameter.half())
-        self.quantized = TunableModel(self.model, blocks, layout, weights, dtypes)
+        self.layout = layout
+        self.blocks = [
+            TunableBlock(block, layout, start, dtypes)
+            for block, start, dtypes in zip(blocks, weights, types, strict=True)
+        ]
         self.ids = make_ids(SEGMENTS)
 
     def tune(
@@ -46,20 +59,26 @@ class Problem:
         recompute: bool = False,
         integer_rate: float = 0.0,
         **options: Any,
-    ) -> TunedModel:
+    ) -> Tuned:
         hidden = self.family.embed(self.original, self.ids)[0]
         for block in self.original.get_submodule(self.family.blocks_path):
             hidden = self.family.run_block(
                 block, hidden, self.family.arguments(self.original, hidden)
             )
         pairs = SegmentPairs([self.ids], [hidden], batch_size=2, held_back=HELD_BACK, seed=1)
-        return tune_model(
-            self.quantized,
+        inside = f"{self.family.blocks_path}."
+        vectors = [n for n, p in self.model.named_parameters() if p.dim() == 1]
+        return tune(
+            self.blocks,
             pairs,
-            head=lambda states: self.family.head(self.original, states),
+            loss=divergence(lambda states: self.family.head(self.original, states)),
             rates=LearningRates(integer_rate, 0.02, 0.02),
             trainer=silent_trainer(epochs, **options),
+            label="the model",
+            recipe=EVERYTHING if integer_rate else SCALES,
             checkpoint=checkpoint,
+            model=self.model,
+            outside={n: torch.float16 for n in vectors if not n.startswith(inside)},
             recompute=recompute,
         )
 
@@ -82,11 +101,10 @@ def test_scales_and_norms_are_learned_and_integers_stay(name: str) -> None:
     assert result.error < start
     after = problem.model.state_dict()
     assert set(after) == set(before)
-    layout = problem.quantized.layout
+    layout = problem.layout
     inside = f"{problem.family.blocks_path}."
-    for block, old, new in zip(
-        problem.quantized.blocks, problem.quantized.weights, result.weights, strict=True
-    ):
+    for tunable, new in zip(problem.blocks, result.weights, strict=True):
+        block, old = tunable.block, tunable.weights
         for p in layout.projections:
             assert torch.equal(new[p.name].integers, old[p.name].integers)
             assert torch.equal(new[p.name].scale, new[p.name].scale.half().float())
@@ -108,11 +126,9 @@ def test_integers_are_learned_with_the_rest(name: str) -> None:
     assert result.error == pytest.approx(problem.divergence(), rel=1e-3)
     assert result.error < start
     pairs = [
-        (old[p.name], new[p.name], projection_weight(block, problem.quantized.layout, p))
-        for block, old, new in zip(
-            problem.quantized.blocks, problem.quantized.weights, result.weights, strict=True
-        )
-        for p in problem.quantized.layout.projections
+        (b.weights[p.name], new[p.name], projection_weight(b.block, problem.layout, p))
+        for b, new in zip(problem.blocks, result.weights, strict=True)
+        for p in problem.layout.projections
     ]
     changed = sum(int((old.integers != new.integers).sum()) for old, new, _ in pairs)
     assert (

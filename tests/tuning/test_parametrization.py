@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from aespa_pl.tuning import FixedIntegers, StraightThrough
-from aespa_pl.tuning.parametrization import Stored
+from aespa_pl.tuning.parametrization import FixedIntegers, Stored, StraightThrough
 from tests.tuning.tuned import quantize
 
 ROWS, COLUMNS = 5, 12

@@ -9,11 +9,11 @@ from lightning.pytorch import Callback
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings
-from aespa_pl.tuning import LearningRates, reconstruct
+from aespa_pl.tuning import LearningRates
 from aespa_pl.tuning.equivalent import HeadMatrices
 from aespa_pl.tuning.recipes import recipe
 from tests.tuning.test_block import held_back_error
-from tests.tuning.tuned import Example, silent_trainer
+from tests.tuning.tuned import Example, tune_block
 from tests.walks import changed
 
 RATES = LearningRates(0.1, 0.3, 0.1, 0.05)
@@ -41,19 +41,12 @@ def test_the_block_that_is_left_is_what_was_evaluated(method: str, name: str) ->
     block, layout = example.quantized.block, example.layout
     settings = resolved(changed({"tuning.blocks.epochs": 4}, QuantizationSettings(method=method)))
     spoil = Spoil()
-    result = reconstruct(
-        example.quantized,
-        example.pairs(),
-        run_block=example.run_block,
-        rates=RATES,
-        trainer=silent_trainer(4, callbacks=[spoil]),
-        label="block 0",
-        learned=recipe(settings, block, layout),
-    )
+    learned = recipe(settings, block, layout)
+    result = tune_block(example, 4, rates=RATES, recipe=learned, callbacks=[spoil])
     assert result.epoch < 4
     assert result.error == pytest.approx(held_back_error(example), rel=1e-4)
     for p in layout.projections:
-        found = result.weights[p.name]
+        found = result.weights[0][p.name]
         assert torch.equal(projection_weight(block, layout, p), found.weight())
         assert found.scale.shape[1] == 2
     assert set(dict(block.named_parameters())) == set(example.quantized.dtypes)

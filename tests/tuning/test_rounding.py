@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from aespa_pl.models.weights import projection_weight
-from aespa_pl.tuning import LearningRates, reconstruct
+from aespa_pl.tuning import LearningRates
 from aespa_pl.tuning.recipes import Recipe
 from aespa_pl.tuning.rounding import RoundingPenalty, UpOrDown
-from tests.tuning.tuned import Example, quantize, silent_trainer
+from tests.tuning.tuned import Example, quantize, tune_block
 
 ROWS, COLUMNS = 4, 12
 
@@ -64,21 +64,13 @@ def test_a_block_whose_rounding_is_learned_keeps_grids_norms_and_biases() -> Non
         lambda _, start, target: UpOrDown(start, target),
         penalty=RoundingPenalty(0.1, 0.2, 20.0, 2.0),
     )
-    result = reconstruct(
-        example.quantized,
-        example.pairs(),
-        run_block=example.run_block,
-        rates=LearningRates(0.1, 0.1, 0.1),
-        trainer=silent_trainer(6),
-        label="block 0",
-        learned=recipe,
-    )
+    result = tune_block(example, 6, rates=LearningRates(0.1, 0.1, 0.1), recipe=recipe)
     assert result.error < result.start_error
     after = dict(example.quantized.block.named_parameters())
     assert all(torch.equal(after[name], p) for name, p in before.items())
     moved = 0
     for p in example.layout.projections:
-        q, start = result.weights[p.name], example.quantized.weights[p.name]
+        q, start = result.weights[0][p.name], example.quantized.weights[p.name]
         assert torch.equal(q.scale, start.scale)
         found = projection_weight(example.quantized.block, example.layout, p)
         assert torch.equal(found, q.weight())

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,17 @@ from torch import Tensor, nn
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family
 from aespa_pl.models.weights import projection_weight, set_projection_weight
-from aespa_pl.tuning import LearningRates, QuantizedWeight, SegmentPairs, TunableBlock
+from aespa_pl.tuning import (
+    EVERYTHING,
+    LearningRates,
+    QuantizedWeight,
+    SegmentPairs,
+    TunableBlock,
+    Tuned,
+    output_error,
+    tune,
+)
+from aespa_pl.tuning.recipes import Recipe
 from tests.models.examples import make_ids, make_model
 
 SEGMENTS, HELD_BACK = 10, 0.2
@@ -56,7 +67,7 @@ class Example:
         for parameter in block.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(parameter.half())
-        quantized = TunableBlock(block, layout, weights, targets, dtypes)
+        quantized = TunableBlock(block, layout, weights, dtypes, targets)
         example = cls(model, family, quantized, inputs, [])
         example.targets = [example.run_block(source, hidden) for hidden in inputs]
         return example
@@ -72,6 +83,29 @@ class Example:
         return SegmentPairs(
             self.inputs, self.targets, batch_size=batch_size, held_back=HELD_BACK, seed=seed
         )
+
+
+def tune_block(
+    example: Example,
+    epochs: int,
+    *,
+    rates: LearningRates = RATES,
+    pairs: SegmentPairs | None = None,
+    recipe: Recipe = EVERYTHING,
+    checkpoint: Path | None = None,
+    **options: Any,
+) -> Tuned:
+    """Tune an example by a silent Trainer, which takes the options."""
+    return tune(
+        [example.quantized],
+        pairs or example.pairs(),
+        loss=output_error(example.run_block),
+        rates=rates,
+        trainer=silent_trainer(epochs, **options),
+        label="block 0",
+        recipe=recipe,
+        checkpoint=checkpoint,
+    )
 
 
 def silent_trainer(epochs: int, **options: Any) -> Trainer:

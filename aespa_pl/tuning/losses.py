@@ -1,0 +1,60 @@
+"""Measure how far a quantized block or model is from the original, on a mini-batch.
+
+A block's output on quantized inputs shall become the original's: the inputs are the hidden states that the
+quantized and tuned blocks before it make, the target is the original block's output on the original model's
+hidden states. A model's next-token distributions shall become the original's.
+
+Source: "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction" (arXiv 2102.05426);
+"LLM-QAT: Data-Free Quantization Aware Training for Large Language Models" (arXiv 2305.17888: the
+distribution).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div
+
+from aespa_pl.algorithm.massive import error_divisors
+from aespa_pl.tuning.data import Pair
+
+Loss = Callable[[nn.Module, Pair], Tensor]
+"""Returns ``[2]``: the errors of all positions of a mini-batch added up, and their number."""
+RunBlock = Callable[[nn.Module, Tensor], Tensor]
+"""Runs a batch ``[B, L, d]`` through a block, with autograd."""
+OriginalHead = Callable[[Tensor], Tensor]
+"""Makes the original model's logits ``[B, L, vocabulary]`` from its hidden states after the last block."""
+
+
+def output_error(run_block: RunBlock) -> Loss:
+    """Return a block's loss: the mean squared error of each token, divided by ``error_divisors``.
+
+    A pair is the block's input and the output that it should have, ``[L, d]`` each.
+    """
+
+    def loss(block: nn.Module, batch: Pair) -> Tensor:
+        inputs, target = batch  # [B, L, d]
+        output = run_block(block, inputs).float()
+        target = target.float()
+        errors = (output - target).square().mean(-1) / error_divisors(target, output)  # [B, L]
+        return torch.stack([errors.sum(), errors.new_tensor(errors.numel())])
+
+    return loss
+
+
+def divergence(head: OriginalHead) -> Loss:
+    """Return a model's loss: the Kullback-Leibler divergence from the original at each position, in nats.
+
+    A pair is the token ids ``[L]`` of a segment and the original's hidden states ``[L, d]`` after its last
+    block. The original's logits are computed from them, so that only its head is in memory.
+    """
+
+    def loss(model: nn.Module, batch: Pair) -> Tensor:
+        ids, hidden = batch
+        with torch.no_grad():
+            wanted = head(hidden).float().log_softmax(-1)
+        logits = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+        divergences = kl_div(logits, wanted, reduction="none", log_target=True)
+        return torch.stack([divergences.sum(), divergences.new_tensor(ids.numel())])
+
+    return loss

@@ -1,0 +1,122 @@
+"""Tune quantized blocks, one by itself or all of a model end to end, and return their integers and grids.
+
+All projections are learned together, because a block can make up for what a projection cannot. What is
+learned of them is the recipe's.
+
+Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (arXiv 2407.11062:
+straight-through, all together; E2E-QP, where the integers stay).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from aespa_pl.tuning.data import SegmentPairs
+from aespa_pl.tuning.losses import Loss
+from aespa_pl.tuning.parametrization import QuantizedWeight
+from aespa_pl.tuning.recipes import EVERYTHING, Recipe
+from aespa_pl.tuning.training import LearningRates, Tuning, fit
+from aespa_pl.tuning.weights import (
+    TunableBlock,
+    parametrize_block,
+    parametrize_vectors,
+    quantized_weights,
+    remove_parametrizations,
+)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Holds the result of a tuning; norms and biases are in the module."""
+
+    weights: list[dict[str, QuantizedWeight]]
+    """Quantized weights by block and projection."""
+    start_error: float
+    """Mean error over the positions that are held back, before the training."""
+    error: float
+    """The same for the epoch that is kept."""
+    epoch: int
+    """Epoch of the best error; 0 is the start."""
+    finite: bool
+    """Whether all errors were finite numbers; the training stopped where one was not."""
+    changed: float
+    """Fraction of the integers that changed."""
+
+
+def tune(
+    blocks: Sequence[TunableBlock],
+    pairs: SegmentPairs,
+    *,
+    loss: Loss,
+    rates: LearningRates,
+    trainer: Trainer,
+    label: str,
+    recipe: Recipe = EVERYTHING,
+    checkpoint: Path | None = None,
+    model: nn.Module | None = None,
+    outside: Mapping[str, torch.dtype] | None = None,
+    recompute: bool = False,
+) -> Tuned:
+    """Tune a block, the projections of it that are in its layout, or all blocks of a model.
+
+    Args:
+        blocks: They get the tuned weights, norms and biases.
+        pairs: Segments that are trained on.
+        loss: Error of a mini-batch.
+        rates: Largest learning rates.
+        trainer: Trainer with ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
+        label: Name of the block in messages.
+        recipe: Parameters that are learned.
+        checkpoint: Checkpoint of an earlier training that continues.
+        model: Model that the blocks are part of; None: the one block.
+        outside: Types that the model's norms and biases outside of its blocks are stored in, by name; they
+            are trained as well.
+        recompute: Keep only the inputs of blocks for the backward pass, and run each block once more in
+            it: a third more time for the memory of one block's activations and weights.
+    """
+    module = blocks[0].block if model is None else model
+    module.requires_grad_(requires_grad=False)
+    for block in blocks:
+        parametrize_block(block, recipe)
+    parametrize_vectors(module, outside or {})
+    tuning = Tuning(module, loss, rates, label, recipe.penalty)
+    with _recomputing([b.block for b in blocks] if recompute else ()):
+        fit(tuning, pairs, trainer, checkpoint)
+    weights = [quantized_weights(b.block, b.layout) for b in blocks]
+    remove_parametrizations(module)
+    return Tuned(
+        weights,
+        tuning.start_error,
+        tuning.best_error,
+        tuning.best_epoch,
+        tuning.finite,
+        changed_fraction([b.weights for b in blocks], weights),
+    )
+
+
+def changed_fraction(
+    before: Sequence[Mapping[str, QuantizedWeight]], after: Sequence[Mapping[str, QuantizedWeight]]
+) -> float:
+    """Return the fraction of the integers that differ, of weights by block and projection."""
+    pairs = [(q, b[name]) for a, b in zip(before, after, strict=True) for name, q in a.items()]
+    changed = sum(int((old.integers != new.integers).sum()) for old, new in pairs)
+    return changed / sum(old.integers.numel() for old, _ in pairs)
+
+
+@contextmanager
+def _recomputing(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Run blocks a second time in the backward pass; transformers' own way wants the training mode."""
+    for block in blocks:
+        block.forward = partial(recomputed, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
