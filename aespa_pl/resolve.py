@@ -155,9 +155,9 @@ def _share(bits: int) -> float:
 
 
 def _products(given: Products, device: str) -> Products:
-    if given != "auto":
-        return given
-    return "tf32" if device == "cuda" else "float32"
+    if given == "auto":
+        return "tf32" if device == "cuda" else "float32"
+    return "float32" if given == "tf32" and device == "cpu" else given
 
 
 def _either(given: T | None, decided: T) -> T:

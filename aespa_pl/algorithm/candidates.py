@@ -13,7 +13,7 @@ are nearest there.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from aespa_pl.algorithm.candidate_losses import (
@@ -61,52 +61,28 @@ EXHAUSTIVE = Effort()
 """Gives every candidate its exact loss, to compare with figures of others; takes far longer than QUICK."""
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Holds what a quick search has compared, for a thorough one of the same weights and Hessian."""
-
-    A: Float[Tensor, "groups columns rank"]
-    D: Float[Tensor, "groups columns"]
-    index: Int[Tensor, "groups rows some"]
-    """Place among the candidates; no one is there twice."""
-    losses: Float[Tensor, "groups rows some"]
-    """Approximate losses."""
-
-
 def best_grids(
     V: Float[Tensor, "groups rows columns"],
     H: Float[Tensor, "groups columns columns"],
     candidates: Candidates,
     *,
     effort: Effort = THOROUGH,
-    compared: Compared | None = None,
 ) -> tuple[
-    Float[Tensor, "groups rows"],
-    Float[Tensor, "groups rows"],
-    Float[Tensor, "groups rows"],
-    Compared | None,
+    Float[Tensor, "groups rows"], Float[Tensor, "groups rows"], Float[Tensor, "groups rows"]
 ]:
     """Return a scale and a zero point with nearly the least ``dv H dv^T`` for each row, and its loss.
-
-    The last value is what a quick search has compared.
 
     Args:
         V: Weights over zeta.
         H: Hessian of each group of columns.
         candidates: Grids to choose from; neighbours differ little.
         effort: How many candidates are looked at. The scale leaves the candidates unless that is EXHAUSTIVE.
-        compared: What a quick search of the same V, H and candidates has compared, which a thorough one
-            leaves out.
     """
     if effort.shortlist is None:
         loss, best = exact_losses(V, H, candidates).min(-1, keepdim=True)
         chosen = candidates.take(best)
-        return chosen.scale[..., 0], chosen.zero[..., 0], loss[..., 0], None
-    if effort.reach:
-        index, losses, compared = _compare_some(V, H, candidates, effort)
-    else:
-        index, losses = _compare_all(V, H, candidates, compared)
-        compared = None
+        return chosen.scale[..., 0], chosen.zero[..., 0], loss[..., 0]
+    index, losses = _compare(V, H, candidates, effort)
     few = losses.topk(min(effort.shortlist, losses.shape[-1]), largest=False).indices
     shortlist = candidates.take(index.gather(-1, few))
     loss, best = exact_losses(V, H, shortlist).min(-1, keepdim=True)
@@ -117,46 +93,25 @@ def best_grids(
     scale, loss = (
         torch.where(better, *pair) for pair in ((moved.scale, chosen.scale), (moved_loss, loss))
     )
-    return scale[..., 0], chosen.zero[..., 0], loss[..., 0], compared
+    return scale[..., 0], chosen.zero[..., 0], loss[..., 0]
 
 
-def _compare_some(
-    V: Tensor, H: Tensor, candidates: Candidates, effort: Effort
-) -> tuple[Tensor, Tensor, Compared | None]:
-    """Return the best that a quick search compares: place and approximate loss; and all that it compares."""
+def _compare(V: Tensor, H: Tensor, candidates: Candidates, effort: Effort) -> tuple[Tensor, Tensor]:
+    """Return place and approximate loss of candidates, among them the best of those that are compared."""
     A, D = leading_part(H)
     count = candidates.scale.shape[-1]
-    coarse = torch.arange(effort.first(count), count, effort.stride, device=V.device)
-    coarse = coarse.expand(*candidates.scale.shape[:2], -1)  # [groups, rows, compared]
-    losses = approximate_losses(V, A, D, candidates.take(coarse))
+    index = torch.arange(effort.first(count), count, effort.stride, device=V.device)
+    index = index.expand(*candidates.scale.shape[:2], -1)  # [groups, rows, compared]
+    if not effort.reach:
+        return index, approximate_losses(V, A, D, candidates)
+    losses = approximate_losses(V, A, D, candidates.take(index))
     least, best = losses.topk(min(effort.basins, losses.shape[-1]), largest=False)
-    index = coarse.gather(-1, best)
+    index = index.gather(-1, best)
     distances = torch.arange(1, effort.reach + 1, device=V.device)
     near = torch.cat([index[..., None] - distances, index[..., None] + distances], -1)
     near = near.flatten(-2).clamp(0, count - 1)
     of_near = approximate_losses(V, A, D, candidates.take(near))
-    compared = None
-    # only where no neighbour is compared twice; and those of many groups would take too much memory
-    if count % effort.stride == 0 and len(V) == 1:
-        places = torch.cat([coarse, near], -1).to(torch.int16)
-        compared = Compared(A, D, places, torch.cat([losses, of_near], -1))
-    return torch.cat([index, near], -1), torch.cat([least, of_near], -1), compared
-
-
-def _compare_all(
-    V: Tensor, H: Tensor, candidates: Candidates, compared: Compared | None
-) -> tuple[Tensor, Tensor]:
-    """Return the place and the approximate loss of all candidates; those compared keep theirs."""
-    index = torch.arange(candidates.scale.shape[-1], device=V.device)
-    index = index.expand(*candidates.scale.shape[:2], -1)
-    if compared is None:
-        return index, approximate_losses(V, *leading_part(H), candidates)
-    known = compared.index.long()
-    done = torch.zeros_like(index, dtype=torch.uint8).scatter_(-1, known, 1)
-    rest = done.sort(dim=-1, stable=True).indices[..., : -known.shape[-1]]
-    others = approximate_losses(V, compared.A, compared.D, candidates.take(rest))
-    losses = torch.empty_like(candidates.scale).scatter_(-1, known, compared.losses)
-    return index, losses.scatter_(-1, rest, others)
+    return torch.cat([index, near], -1), torch.cat([least, of_near], -1)
 
 
 def products_of_a_search(columns: int, candidates: int, effort: Effort = THOROUGH) -> float:

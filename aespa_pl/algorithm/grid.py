@@ -1,30 +1,16 @@
 """Find scale and zero point of each row, by a search over clip ratios for a small ``dw H dw^T``."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from aespa_pl.algorithm.candidate_losses import Candidates
-from aespa_pl.algorithm.candidates import THOROUGH, Compared, Effort, best_grids
+from aespa_pl.algorithm.candidates import THOROUGH, Effort, best_grids
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
 CLIP_RATIOS = 100
 """Ratios 1.00, 0.99 ... 0.01 of the min-max range (docs/algorithm.md)."""
-
-
-@dataclass(frozen=True)
-class Searched:
-    """Holds the result of a search."""
-
-    grid: Grid
-    loss: Float[Tensor, ""]
-    """``tr(dW H dW^T)`` under nearest rounding."""
-    compared: Sequence[Compared | None]
-    """What a quick search has compared, one for each Hessian, for a thorough one with the same zeta."""
 
 
 def min_max_grid(
@@ -63,7 +49,7 @@ def search_grid(
     the least loss that comes, stands in ``candidates.py``. With groups of columns each group is
     searched on its own diagonal block of H.
     """
-    return search_with_loss(W, H, zeta, grid_format, effort=effort).grid
+    return search_with_loss(W, H, zeta, grid_format, effort=effort)[0]
 
 
 def search_with_loss(
@@ -73,31 +59,20 @@ def search_with_loss(
     grid_format: GridFormat,
     *,
     effort: Effort = THOROUGH,
-    compared: Sequence[Compared | None] = (),
-) -> Searched:
-    """Return what ``search_grid`` returns, and ``tr(dW H dW^T)`` under nearest rounding on it.
-
-    Args:
-        W: Weights.
-        H: Damped Hessian.
-        zeta: Factor of each column.
-        grid_format: Bits, symmetry and groups.
-        effort: How many candidates are looked at.
-        compared: What a quick search of the same has compared, which a thorough one leaves out.
-    """
+) -> tuple[Grid, Float[Tensor, ""]]:
+    """Return what ``search_grid`` returns, and ``tr(dW H dW^T)`` under nearest rounding on it."""
     parts = W.reshape(H.shape[0], -1, W.shape[-1])  # rows that share a Hessian
-    found, known = [], list(compared) or [None] * len(parts)
+    searched = []
     for h, part in enumerate(parts):  # one by one: the blocks of H take as much memory as H
         blocks = _blocks(H[h], zeta, grid_format.group_size)
         V = _split(part / zeta, grid_format.group_size)
-        found.append(_search(V, blocks, grid_format, effort, known[h]))
-    *numbers, seen = zip(*found, strict=True)
-    scale, zero_point, losses = (torch.cat(x) for x in numbers)
+        searched.append(_search(V, blocks, grid_format, effort))
+    scale, zero_point, losses = (torch.cat(x) for x in zip(*searched, strict=True))
     shape = (*W.shape[:2], -1)
     grid = Grid(scale.view(shape), zero_point.view(shape), zeta, grid_format.bits)
     if grid_format.group_size is not None:  # H couples the groups, which were searched alone
         losses = reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H)
-    return Searched(grid, losses.sum(), seen)
+    return grid, losses.sum()
 
 
 def _split(V: Tensor, group_size: int | None) -> Tensor:
@@ -123,12 +98,9 @@ def _range(V: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
 
 
 def _search(
-    V: Tensor, H: Tensor, grid_format: GridFormat, effort: Effort, compared: Compared | None
-) -> tuple[Tensor, Tensor, Tensor, Compared | None]:
-    """Return the best scales, zero points and losses ``[rows, groups]`` for ``V [rows, groups, columns]``.
-
-    The last value is what a quick search has compared; ``compared`` is what a thorough one gets of it.
-    """
+    V: Tensor, H: Tensor, grid_format: GridFormat, effort: Effort
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the best scales, zero points and losses ``[rows, groups]`` for ``V [rows, groups, columns]``."""
     scale, zero_point = _range(V, grid_format)
     ratios = torch.arange(CLIP_RATIOS, 0, -1, dtype=V.dtype, device=V.device) / CLIP_RATIOS
     zero_points = torch.stack([zero_point.floor(), zero_point.ceil()], -1)  # [rows, groups, 2]
@@ -140,5 +112,5 @@ def _search(
         zero_points.transpose(0, 1).contiguous().repeat_interleave(CLIP_RATIOS, -1),
         grid_format.largest,
     )
-    scale, zero_point, loss, seen = best_grids(V, H, candidates, effort=effort, compared=compared)
-    return scale.T, zero_point.T, loss.T, seen
+    scale, zero_point, loss = best_grids(V, H, candidates, effort=effort)
+    return scale.T, zero_point.T, loss.T

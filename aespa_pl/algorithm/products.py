@@ -1,8 +1,8 @@
 """Multiply matrices in a chosen precision; the sums are always in float32.
 
 bfloat16 has 8 significant bits, TF32 11, float32 24. An accelerator's matrix units multiply the first two
-several times as fast as float32. A CPU has no such units: there the operands are rounded and multiplied
-in float32, which gives an accelerator's numbers without its speed.
+several times as fast as float32. A CPU multiplies in float32, after it has rounded to bfloat16 where that is
+asked for.
 
 The context decides the precision: ``with multiplying_in("tf32"):``; outside it is float32.
 """
@@ -17,19 +17,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 Precision = Literal["float32", "tf32", "bfloat16"]
-TF32_DROPPED_BITS = 13
-"""TF32 stores 10 of float32's 23 bits of a significand, so 13 are dropped."""
 
 _current: ContextVar[Precision] = ContextVar("precision", default="float32")
 
 
 @contextmanager
 def multiplying_in(precision: Precision) -> Iterator[None]:
-    """Multiply in this precision in this context; the matrix units of an accelerator are set to it."""
+    """Multiply in this precision in this context."""
     before = torch.get_float32_matmul_precision()
-    # a CPU is left alone: it rounds in ``operand``, and newer ones have such units as well
-    coarse = precision != "float32" and torch.cuda.is_available()
-    torch.set_float32_matmul_precision("high" if coarse else "highest")
+    torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
     token = _current.set(precision)
     try:
         yield
@@ -40,18 +36,11 @@ def multiplying_in(precision: Precision) -> Iterator[None]:
 
 def operand(A: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Return a float32 matrix as a product in the context's precision wants it."""
-    precision = _current.get()
-    if precision == "bfloat16":
-        rounded = A.to(torch.bfloat16)
-        return rounded if A.is_cuda else rounded.float()
-    if precision == "tf32" and not A.is_cuda:
-        bits = A.view(torch.int32) + (1 << (TF32_DROPPED_BITS - 1))
-        return (
-            bits.bitwise_right_shift_(TF32_DROPPED_BITS)
-            .bitwise_left_shift_(TF32_DROPPED_BITS)
-            .view(torch.float32)
-        )
-    return A
+    if _current.get() != "bfloat16":
+        return A
+    rounded = A.to(torch.bfloat16)
+    # torch has no product of bfloat16 matrices with a float32 sum for a CPU
+    return rounded.float() if A.device.type == "cpu" else rounded
 
 
 def multiply(

@@ -4,9 +4,8 @@ Source: Jeon et al., "A Frustratingly Easy Post-Training Quantization Scheme for
 as used in Sections 3.4 and 4.1 of the paper.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -24,9 +23,8 @@ LEAP = 4.0
 differs from the last one: at 4 bits the loss still fell by a percent in the thirtieth plain step."""
 Problem = TypeVar("Problem")
 """Type of all that a search needs of a projection: weights and Hessian, or an object that has them."""
-Search = Callable[..., tuple[Grid, float, Any]]
-"""Called with a problem, a zeta, the grid's format, ``effort`` and ``compared``; returns the grid, its loss,
-and what was compared (see ``grid.search_with_loss``)."""
+Search = Callable[[Problem, Tensor, GridFormat, Effort], tuple[Grid, float]]
+"""Returns the grid of a problem for a zeta, and its loss (see ``grid.search_with_loss``)."""
 
 
 def fit_grids(
@@ -36,7 +34,7 @@ def fit_grids(
     *,
     with_zeta: bool,
     max_rounds: int,
-    search_one: Search,
+    search_one: Search[Problem],
     exhaustive: bool = False,
 ) -> list[Grid]:
     """Return the grids of all projections that share one input.
@@ -59,37 +57,31 @@ def fit_grids(
     least_gain = 0.0 if exhaustive else LEAST_GAIN
     ones = torch.ones_like(weights[0][0, 0])
 
-    def search(
-        zeta: Tensor, effort: Effort, known: Iterable[Any] = repeat(())
-    ) -> tuple[list[Grid], float, list[Any]]:
-        found = [
-            search_one(problem, zeta, form, effort=effort, compared=compared)
-            for problem, form, compared in zip(problems, formats, known, strict=False)
+    def search(zeta: Tensor, effort: Effort) -> tuple[list[Grid], float]:
+        searched = [
+            search_one(problem, zeta, form, effort)
+            for problem, form in zip(problems, formats, strict=True)
         ]
-        grids, losses, compared = map(list, zip(*found, strict=True))
-        return grids, sum(losses), compared
+        return [grid for grid, _ in searched], sum(loss for _, loss in searched)
 
     if not with_zeta:
         return search(ones, last)[0]
-    _, without_zeta, of_ones = search(ones, quick)
+    _, without_zeta = search(ones, quick)
     # from the searched grids it ended at losses that were 1.8 % lower to 1.5 % higher (docs/performance.md)
     grids = [min_max_grid(W, ones, form) for W, form in zip(weights, formats, strict=True)]
-    of_best: list[Any] = []
     fine = all(form.bits > 2 for form in formats)
     least, exponent = torch.inf, LEAP if fine and not exhaustive else 1.0
     for _ in range(max_rounds):
         zeta = grids[0].zeta * (least_squares_zeta(weights, grids) / grids[0].zeta) ** exponent
-        found, loss, compared = search(zeta, quick)
+        searched, loss = search(zeta, quick)
         gains = loss < (1 - least_gain) * least
         if loss < least:
-            grids, least, of_best = found, loss, compared
+            grids, least = searched, loss
         if not gains and exponent == 1:
             break
         if not gains:
             exponent = 1.0
-    if least < without_zeta:
-        return search(grids[0].zeta, last, of_best)[0]
-    return search(ones, last, of_ones)[0]
+    return search(grids[0].zeta if least < without_zeta else ones, last)[0]
 
 
 def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Float[Tensor, " d_in"]:

@@ -4,13 +4,12 @@ Source: docs/algorithm.md, step 2; Section 3.4 and 4.1 of the paper (Z-Fold).
 """
 
 from collections.abc import Sequence
-from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.awq import candidate_zetas, nearest_loss
-from aespa_pl.algorithm.candidates import EXHAUSTIVE, THOROUGH, Compared, Effort
+from aespa_pl.algorithm.candidates import EXHAUSTIVE, THOROUGH, Effort
 from aespa_pl.algorithm.grid import min_max_grid, search_with_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
@@ -52,20 +51,16 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
         p: QuantizedProjection,
         zeta: Tensor,
         form: GridFormat,
-        *,
         effort: Effort,
-        compared: Sequence[Sequence[Compared | None]] = (),
-    ) -> tuple[Grid, float, list[Sequence[Compared | None]]]:
+    ) -> tuple[Grid, float]:
         share = p.share(world)
-        found = [
-            search_with_loss(r.weight, r.hessian, zeta, form, effort=effort, compared=known)
-            for r, known in zip(p.rows(share), compared or repeat(()), strict=False)
+        searched = [
+            search_with_loss(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)
         ]
-        scale = torch.cat([part.grid.scale for part in found])
-        zero_point = torch.cat([part.grid.zero_point for part in found])
+        scale = torch.cat([grid.scale for grid, _ in searched])
+        zero_point = torch.cat([grid.zero_point for grid, _ in searched])
         whole = share.whole_grid(Grid(scale, zero_point, zeta, form.bits))
-        loss = share.sum(float(sum(part.loss for part in found)))
-        return whole, loss, [part.compared for part in found]
+        return whole, share.sum(float(sum(loss for _, loss in searched)))
 
     for group in block.layout.groups:
         projections = block.of_group(group)
@@ -74,8 +69,7 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
             zeta = _zeta_of_inputs(block, group, forms, world)
             effort = EXHAUSTIVE if settings.grid.exhaustive else THOROUGH
             fitted = [
-                search(p, zeta, form, effort=effort)[0]
-                for p, form in zip(projections, forms, strict=True)
+                search(p, zeta, form, effort)[0] for p, form in zip(projections, forms, strict=True)
             ]
         else:
             fitted = fit_grids_of_group(

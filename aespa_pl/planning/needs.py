@@ -128,7 +128,7 @@ def device_bytes(
     operands = 0
     if settings.products == "bfloat16" and accelerator:
         operands = hessians // 2
-    elif settings.products in ("bfloat16", "tf32") and not accelerator:
+    elif settings.products == "bfloat16":
         operands = hessians  # a CPU rounds a copy
     return {
         "embedding and head": stem

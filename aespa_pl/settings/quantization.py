@@ -127,7 +127,7 @@ class QuantizationSettings:
     """Precision of the matrix products of steps 1 and 4, statistics (bfloat16: in tf32) and learning, where
     the matrix units of an accelerator are faster for less; sums, grids, OPTQ, polish and the losses that
     decide, on these statistics, are float32 (docs/performance.md). auto: tf32 on a CUDA device, float32 on
-    a CPU. A run that is continued keeps what it was begun with, or is refused."""
+    a CPU, which has no tf32. A run that is continued keeps what it was begun with, or is refused."""
     grid: GridSettings = field(default_factory=GridSettings)
     """Step 2, the grid."""
     optq: OptqSettings = field(default_factory=OptqSettings)

@@ -9,8 +9,8 @@ from aespa_pl.algorithm.objectives import error_product
 from aespa_pl.algorithm.products import Precision, multiply, multiplying_in, operand
 from aespa_pl.algorithm.quantizer import GridFormat
 
-BITS = {"float32": 24, "tf32": 11, "bfloat16": 8}
-ALL: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")
+BITS: dict[Precision, int] = {"float32": 24, "bfloat16": 8}
+ALL = tuple(BITS)
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its matrix units")
 
 
@@ -38,14 +38,6 @@ def test_operand_leaves_what_it_was_given(precision: Precision) -> None:
     assert torch.equal(again, once)
 
 
-def test_what_half_precision_models_compute_is_exact_in_tf32() -> None:
-    A = torch.randn(100, 7)
-    for dtype in (torch.bfloat16, torch.float16):
-        half = A.to(dtype).float()
-        with multiplying_in("tf32"):
-            assert torch.equal(operand(half), half)
-
-
 @pytest.mark.parametrize("batch", [(), (3,)])
 @pytest.mark.parametrize("precision", ALL)
 def test_product_is_that_of_the_rounded_operands(
@@ -60,10 +52,8 @@ def test_product_is_that_of_the_rounded_operands(
 
 
 @pytest.mark.parametrize("with_other_side", [False, True])
-@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
-def test_loss_and_gradient_are_as_near_as_the_operands(
-    precision: Precision, with_other_side: bool
-) -> None:
+def test_loss_and_gradient_are_as_near_as_the_operands(with_other_side: bool) -> None:
+    precision: Precision = "bfloat16"
     W, X, K = torch.randn(2, 8, 40), torch.randn(40, 200), torch.randn(2, 50, 8)
     H, G = (X @ X.T)[None] / 100, K.mT @ K if with_other_side else None
     grid = min_max_grid(W, torch.ones(40), GridFormat(2, symmetric=False, group_size=None))
@@ -86,10 +76,7 @@ def test_loss_and_gradient_are_as_near_as_the_operands(
 @pytest.mark.parametrize(
     ("precision", "setting"), [("float32", "highest"), ("tf32", "high"), ("bfloat16", "high")]
 )
-def test_matrix_units_are_allowed_inside_only(
-    precision: Precision, setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_matrix_units_are_allowed_inside_only(precision: Precision, setting: str) -> None:
     before = torch.get_float32_matmul_precision()
 
     def fail() -> None:
@@ -110,6 +97,4 @@ def test_matrix_units_round_as_the_cpu_path_does(precision: Precision) -> None:
         expected = multiply(A, operand(B))
         found = multiply(A.cuda(), operand(B.cuda())).cpu()
     # some units cut what others round
-    torch.testing.assert_close(
-        found, expected, rtol=1e-2, atol=0.1 if precision == "bfloat16" else 0.05
-    )
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0.1)

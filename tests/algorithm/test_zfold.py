@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import zfold
-from aespa_pl.algorithm.candidates import EXHAUSTIVE, Compared, Effort
+from aespa_pl.algorithm.candidates import EXHAUSTIVE, Effort
 from aespa_pl.algorithm.grid import min_max_grid, search_with_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from aespa_pl.algorithm.zfold import fit_grids, least_squares_zeta
@@ -55,15 +55,13 @@ def fit(
         pair: tuple[Tensor, Tensor],
         zeta: Tensor,
         grid_format: GridFormat,
-        *,
         effort: Effort,
-        compared: Sequence[Compared | None],
-    ) -> tuple[Grid, float, Sequence[Compared | None]]:
-        found = search_with_loss(*pair, zeta, grid_format, effort=effort, compared=compared)
-        seen.append((*pair, found.grid))
+    ) -> tuple[Grid, float]:
+        grid, loss = search_with_loss(*pair, zeta, grid_format, effort=effort)
+        seen.append((*pair, grid))
         if efforts is not None:
             efforts.append(effort)
-        return found.grid, float(found.loss), found.compared
+        return grid, float(loss)
 
     return fit_grids(
         weights,
@@ -80,14 +78,13 @@ def test_loss_of_a_search_is_that_of_nearest_rounding_on_its_grid() -> None:
     weights, hessians = problem()
     zeta = torch.rand(12, dtype=torch.float64) + 0.5
     for W, H in zip(weights, hessians, strict=True):
-        searched = search_with_loss(W, H, zeta, FORM)
-        grid = searched.grid
+        grid, loss = search_with_loss(W, H, zeta, FORM)
         expected = 0.0
         for row, (s,), (z,) in zip(W[0], grid.scale[0], grid.zero_point[0], strict=True):
             step = s * zeta
             error = step * (reference.nearest(row / zeta, float(s), float(z), 3) - z) - row
             expected += float(error @ H[0] @ error)
-        assert searched.loss == pytest.approx(expected)
+        assert loss == pytest.approx(expected)
 
 
 def test_zeta_is_the_least_squares_factor_of_each_column() -> None:

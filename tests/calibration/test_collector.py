@@ -15,7 +15,6 @@ from tests.calibration.collected import (
     SEGMENTS,
     WIDTH,
     assert_close,
-    attention_statistics,
     collect,
     make,
     shared_by_all,
@@ -30,26 +29,6 @@ def test_batches_of_one_and_of_eight_agree(model_of: Callable[[], PreTrainedMode
     single, _, _ = collect(model, ids, 1)
     together, _, _ = collect(model, ids, 8)
     assert_close(single, together)
-
-
-@pytest.mark.parametrize("model_of", MODELS)
-def test_products_in_tf32_round_the_operands_and_nothing_else(
-    model_of: Callable[[], PreTrainedModel],
-) -> None:
-    model, ids = make(model_of), tokens()
-    exact, near = (collect(model, ids, 3, precision=p)[0] for p in ("float32", "tf32"))
-    half = make(model_of).bfloat16()
-    exact_half, near_half = (collect(half, ids, 3, precision=p)[0] for p in ("float32", "tf32"))
-    for name in exact.inputs:
-        H, found = whole(exact.inputs[name]), whole(near.inputs[name])
-        assert 1e-7 < float((found - H).norm() / H.norm()) < 2**-10
-        assert torch.equal(whole(near_half.inputs[name]), whole(exact_half.inputs[name]))
-    rounded = attention_statistics(near)
-    for kind, expected in attention_statistics(exact).items():
-        found = rounded[kind]
-        assert found.dtype == torch.float32
-        assert 1e-7 < float((found - expected).norm() / expected.norm()) < 2**-10
-    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("model_of", MODELS)

@@ -78,6 +78,8 @@ def test_streams_on_the_device_are_not_planned_with_twice() -> None:
 
 
 def test_products_are_tf32_on_cuda_alone() -> None:
+    asked = resolved(QuantizationSettings(method="aespa", products="tf32"), "cpu")
+    assert asked.precision == "float32"
     for device, products in (("cpu", "float32"), ("cuda", "tf32")):
         assert resolved(QuantizationSettings(), device).precision == products
         assert resolved(QuantizationSettings(products="bfloat16"), device).precision == "bfloat16"

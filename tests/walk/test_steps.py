@@ -104,10 +104,8 @@ class Precisions(Callback):
         self.seen.append(str(pl_module.precision))
 
 
-@pytest.mark.parametrize("products", ["tf32", "bfloat16"])
-def test_coarse_products_find_nearly_the_same(
-    products: str, walked: Walked, tmp_path: Path
-) -> None:
+def test_coarse_products_find_nearly_the_same(walked: Walked, tmp_path: Path) -> None:
+    products = "bfloat16"
     rough = {"rounding.keep_best": False, "polish.enabled": False}
     exact = walked("opt", rough)
     precisions = Precisions()
@@ -118,12 +116,11 @@ def test_coarse_products_find_nearly_the_same(
         options=lambda *_: {"callbacks": [precisions]},
     )
     assert precisions.seen == [products] * BLOCKS
-    for name, loss in exact.losses(0).items():
-        found = coarse.losses(0)[name]
-        assert found["nearest"] != loss["nearest"]  # for statistics are rounded as well
-        assert found["nearest"] == pytest.approx(loss["nearest"], rel=2**-10)
-        assert found["optq"] == pytest.approx(loss["optq"], rel=0.1)
+    losses = [(coarse.losses(0)[name], loss) for name, loss in exact.losses(0).items()]
+    for found, loss in losses:
+        assert found["optq"] == loss["optq"]  # statistics are in tf32, which is float32 on a CPU
         assert found["final"] == pytest.approx(loss["final"], rel=0.2)
+    assert any(found["final"] != loss["final"] for found, loss in losses)
 
 
 @pytest.mark.parametrize(
