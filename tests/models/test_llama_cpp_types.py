@@ -1,0 +1,83 @@
+"""Each matrix gets the type that llama.cpp's own quantizer gives it.
+
+``llama_cpp_types.csv`` has what ``llama_model_quantize`` of llama.cpp v0.5.0 (npm package
+@node-llama-cpp/linux-x64 3.22.1, an importance matrix of ones) wrote for small random models.
+``Q5_K*2 Q4_K*30`` is in the order of the blocks.
+"""
+
+import csv
+from pathlib import Path
+
+import pytest
+from transformers import BloomConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from aespa_pl.models import family_of
+from aespa_pl.models.llama_cpp import architecture_of
+from aespa_pl.models.llama_cpp_types import Matrix, MixtureModel, matrix_of, mixture_type
+
+with Path(__file__).with_name("llama_cpp_types.csv").open(encoding="utf-8") as file:
+    ROWS = list(csv.DictReader(file))
+COLUMN = {
+    Matrix.VALUE: "attn_v",
+    Matrix.ATTENTION_OUTPUT: "attn_output",
+    Matrix.DOWN: "ffn_down",
+    Matrix.OTHER: "others",
+}
+
+
+def config_of(row: dict[str, str]) -> PreTrainedConfig:
+    number = {key: int(row[key]) for key in ("blocks", "hidden", "heads", "tied")}
+    common = {"vocab_size": 64, "hidden_size": number["hidden"]}
+    if row["architecture"] == "bloom":
+        return BloomConfig(**common, n_head=number["heads"], n_layer=number["blocks"])
+    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[row["architecture"]]
+    return kind(
+        **common,
+        num_attention_heads=number["heads"],
+        num_hidden_layers=number["blocks"],
+        num_key_value_heads=int(row["key_value_heads"]),
+        head_dim=int(row["head_dim"]),
+        intermediate_size=int(row["intermediate"]),
+    )
+
+
+def in_order(text: str, blocks: int) -> list[str]:
+    """Return the type of each block; in place of IQ4_NL, which is no grid, ours of the same size."""
+    types = []
+    for part in text.replace("IQ4_NL", "Q4_0").split():
+        name, _, count = part.partition("*")
+        types += [name] * int(count or blocks)
+    return types
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']} {row['mixture']}")
+def test_types_are_those_of_llama_cpps_own_file(row: dict[str, str]) -> None:
+    config, blocks, hidden = config_of(row), int(row["blocks"]), int(row["hidden"])
+    layout, mixture = family_of(config).layout(config), row["mixture"]
+    model = MixtureModel.of(config, layout, architecture_of(config).name)
+    widths = {
+        Matrix.DOWN: int(row["intermediate"]),
+        Matrix.ATTENTION_OUTPUT: int(row["heads"]) * int(row["head_dim"]),
+    }
+    for projection in layout.projections:
+        matrix = matrix_of(layout, projection)
+        columns = widths.get(matrix, hidden)
+        found = [mixture_type(mixture, matrix, columns, model, i) for i in range(blocks)]
+        assert found == in_order(row[COLUMN[matrix]], blocks), projection.name
+    tied = row["tied"] == "1"
+    embedding = mixture_type(mixture, Matrix.EMBEDDING, hidden, model, tied=tied)
+    assert [embedding] == in_order(row["token_embd"], 1)
+    if not tied:
+        head = mixture_type(mixture, Matrix.HEAD, hidden, model)
+        assert [head] == in_order(row["output"], 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "expected"),
+    [("Q3_K", 256, "Q3_K"), ("Q3_K", 576, "Q4_0"), ("Q5_K", 576, "Q5_1"), ("Q2_0", 576, "Q2_0")],
+)
+def test_a_type_that_is_no_mixture_is_that_of_every_matrix(
+    name: str, columns: int, expected: str
+) -> None:
+    model = MixtureModel(32, 4, large=False)
+    assert {mixture_type(name, matrix, columns, model) for matrix in Matrix} == {expected}
