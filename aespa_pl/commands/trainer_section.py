@@ -199,7 +199,12 @@ def configuration_text(
     model, data = content["model"], content["data"]
     texts, held_out = data["calibration"], data["evaluation"]
     model["pretrained"] = _absolute(model["pretrained"], Path.is_dir)
-    texts["source"] = _absolute_text(texts["source"])
+    source = texts["source"]
+    texts["source"] = (
+        _absolute_text(source)
+        if isinstance(source, str)
+        else {_absolute_text(name): proportion for name, proportion in source.items()}
+    )
     one = isinstance(held_out["texts"], str)
     held_out["texts"] = (
         _absolute_text(held_out["texts"]) if one else [*map(_absolute_text, held_out["texts"])]

@@ -23,10 +23,14 @@ from aespa_pl.errors import UserError
 
 log = logging.getLogger(__name__)
 
+Document = str | list[dict[str, Any]]
+"""A text, or the messages of a conversation, each with ``role`` and ``content``."""
 JSON_FORMATS = (".json", ".jsonl")
 """Endings of files of which every row is an object; any other file is plain text."""
 FIELDS = ("text", "sentence")
 """Field of a JSON row that holds its text; PTB calls it sentence."""
+MESSAGES = "messages"
+"""Field of a JSON row that holds a conversation, where the row has no text."""
 SENTENCE_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
 """Plain texts of which every line is a row. Any other plain text is one row."""
 LARGEST_TEXT = 4 * 10**9
@@ -43,16 +47,23 @@ class TextFile:
     path: Path
     key: str
     """YAML key that names the file, for messages."""
+    conversations: bool = False
+    """Whether a row may hold a conversation."""
 
     @classmethod
-    def find(cls, given: str, key: str) -> "TextFile":
+    def find(cls, given: str, key: str, *, conversations: bool = False) -> "TextFile":
         """Return the file that the user named.
+
+        Args:
+            given: What the user wrote.
+            key: YAML key of it.
+            conversations: Whether a row may hold a conversation.
 
         Raises:
             UserError: There is no such file, or it can't be read twice (a pipe), or is too large.
         """
         # Path.expanduser would raise RuntimeError for an unknown ~user
-        file = cls(Path(os.path.expanduser(given)), key)  # noqa: PTH111
+        file = cls(Path(os.path.expanduser(given)), key, conversations)  # noqa: PTH111
         with file._errors():
             exists = file.path.exists()
             if exists:
@@ -96,8 +107,8 @@ class TextFile:
         with self._errors(), self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def rows(self) -> list[str]:
-        """Return the file's text: one string for a plain text, one for each row of a .json or .jsonl.
+    def rows(self) -> list[Document]:
+        """Return the file's text: one string for a plain text, a document for each row of a .json or .jsonl.
 
         Raises:
             UserError: The file can't be read or decoded, is empty or too large, or a row has no text.
@@ -108,11 +119,11 @@ class TextFile:
             # newline="\n": plain text stays unchanged, and a lone carriage return ends no JSON line
             file = TextIOWrapper(watched, encoding="utf-8-sig", newline="\n")
             rows = self._json_rows(file) if self.is_json else self._text_rows(file)
-        if not any(row.strip() for row in rows):
+        if not any(row.strip() if isinstance(row, str) else row for row in rows):
             raise UserError(f"{self.key}: {self.path} holds no text; name another file")
         return rows
 
-    def _text_rows(self, file: TextIOWrapper) -> list[str]:
+    def _text_rows(self, file: TextIOWrapper) -> list[Document]:
         if self.name in SENTENCE_FILES:
             return [line.strip() for line in file]
         text = file.read()
@@ -120,19 +131,37 @@ class TextFile:
             raise UserError(f"{self.key}: {self.path} is binary, expected text in UTF-8")
         return [text]
 
-    def _json_rows(self, file: TextIOWrapper) -> list[str]:
-        rows, field = [], ""
+    def _json_rows(self, file: TextIOWrapper) -> list[Document]:
+        rows, field = list[Document](), ""
+        known = (*FIELDS, MESSAGES) if self.conversations else FIELDS
         for place, row in self._objects(file):
-            field = field or next((name for name in FIELDS if name in row), FIELDS[0])
-            text = row.get(field)
-            if not isinstance(text, str) or not _encodable(text):
+            field = field or next((name for name in known if name in row), FIELDS[0])
+            document: Any = row.get(field)
+            if field == MESSAGES:
+                self._check_messages(document, place)
+            elif not isinstance(document, str) or not _encodable(document):
                 raise UserError(
                     f"{self.key}: {self.path}, {place}: the field {field!r} is missing or not a "
                     "string of valid characters; every row needs its text in 'text' or 'sentence' "
                     f"(fields found: {', '.join(row) or 'none'})"
                 )
-            rows.append(text)
+            rows.append(document)
         return rows
+
+    def _check_messages(self, messages: object, place: str) -> None:
+        ours = isinstance(messages, list) and all(
+            isinstance(message, dict)
+            and all(
+                isinstance(text := message.get(name), str) and _encodable(text)
+                for name in ("role", "content")
+            )
+            for message in messages
+        )
+        if not messages or not ours:
+            raise UserError(
+                f"{self.key}: {self.path}, {place}: the field '{MESSAGES}' is missing or is no "
+                'conversation; expected a list such as [{"role": "user", "content": "..."}]'
+            )
 
     def _objects(self, file: TextIOWrapper) -> Iterator[tuple[str, dict[str, object]]]:
         for place, row in self._json_values(file):

@@ -5,7 +5,7 @@ longer than a segment. Only documents that are drawn are tokenized, because a sh
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from random import Random
 
@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from aespa_pl.data.files import Document
 from aespa_pl.data.texts import CALIBRATION_KEY
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
@@ -20,13 +21,34 @@ from aespa_pl.settings import CalibrationSettings
 PATIENCE = 50_000
 """Documents in a row that may be too short before a text is given up: a minute of tokenizing."""
 
-Tokenize = Callable[[str], Int64[Tensor, " tokens"]]
+_PACK = "join shorter documents with data.calibration.pack true, "
+
+Tokenize = Callable[[Document], Int64[Tensor, " tokens"]]
 Window = tuple[int, int]
 """Number of a document, and the window's first token in it."""
 
 
+def divide_segments(proportions: Mapping[str, float], segments: int) -> dict[str, int]:
+    """Return the number of segments of each text: proportions, rounded so that the sum is right.
+
+    Raises:
+        UserError: A text would have no segment.
+    """
+    exact = {name: segments * p / sum(proportions.values()) for name, p in proportions.items()}
+    counts = {name: int(number) for name, number in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: segments - sum(counts.values())]:
+        counts[name] += 1
+    if empty := [name for name, count in counts.items() if count == 0]:
+        raise UserError(
+            f"{CALIBRATION_KEY}: of {segments} segments {', '.join(empty)} would have none: raise its "
+            "proportion or data.calibration.segments, or leave it out"
+        )
+    return counts
+
+
 def draw_segments(
-    documents: Sequence[str], tokenize: Tokenize, settings: CalibrationSettings, length: int
+    documents: Sequence[Document], tokenize: Tokenize, settings: CalibrationSettings, length: int
 ) -> Int64[Tensor, "segments length"]:
     """Return random windows of random documents that have more than ``length`` tokens.
 
@@ -47,7 +69,8 @@ def draw_segments(
     random = Random(settings.seed)  # noqa: S311 - no secret
     drawn = _draw_documents(documents, tokenize, settings, length, random)
     lengths = [len(tokens) for tokens in drawn]
-    _refuse_short_text(sum(n // length for n in lengths), settings, length)
+    room = sum(n // length for n in lengths)
+    _refuse_short_text(room, settings, length, short=len(documents) > len(drawn))
     chosen = [*range(len(drawn))]
     chosen += random.choices(
         chosen, [n - length + 1 for n in lengths], k=settings.segments - len(drawn)
@@ -86,7 +109,7 @@ def _place_apart(lengths: list[int], count: int, length: int, random: Random) ->
 
 
 def _draw_documents(
-    documents: Sequence[str],
+    documents: Sequence[Document],
     tokenize: Tokenize,
     settings: CalibrationSettings,
     length: int,
@@ -114,17 +137,20 @@ def _draw_documents(
         raise UserError(
             f"{CALIBRATION_KEY}: {settings.source} has no document of more than {length} tokens "
             f"(documents read: {read}, the longest has {longest} tokens); "
-            f"{'' if settings.pack else 'join documents with data.calibration.pack true, '}choose a "
+            f"{'' if settings.pack else _PACK}choose a "
             "shorter data.calibration.segment_length, or another text (a .txt is one document)"
         )
     return long
 
 
-def _refuse_short_text(room: int, settings: CalibrationSettings, length: int) -> None:
+def _refuse_short_text(
+    room: int, settings: CalibrationSettings, length: int, *, short: bool
+) -> None:
     if room < settings.segments:
         raise UserError(
             f"{CALIBRATION_KEY}: {settings.source} is too short: {settings.segments} segments are to be "
             f"drawn, and its documents of more than {length} tokens have room for {room} that don't "
-            f"overlap; set data.calibration.segments to {room} at most, choose a shorter "
+            f"overlap; set data.calibration.segments (or this text's part of them) to {room} at most, "
+            f"{_PACK if short and not settings.pack else ''}choose a shorter "
             "data.calibration.segment_length, or another text"
         )

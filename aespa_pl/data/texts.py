@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
-from aespa_pl.data.files import SENTENCE_FILES, TextFile
+from aespa_pl.data.files import SENTENCE_FILES, Document, TextFile
 from aespa_pl.data.hub import HubRows
 
 CALIBRATION_KEY = "data.calibration.source"
@@ -28,9 +28,11 @@ class Protocol:
     max_segments: int | None = None
     """Segments that are evaluated unless the user asks for another number."""
 
-    def documents(self, rows: Sequence[str]) -> Sequence[str]:
-        """Return the documents that ``rows`` make."""
-        return rows if self.separator is None else [self.separator.join(rows[: self.first_rows])]
+    def documents(self, rows: Sequence[Document]) -> Sequence[Document]:
+        """Return the documents that ``rows`` make; conversations are never joined."""
+        if self.separator is None:
+            return rows
+        return [self.separator.join(map(str, rows[: self.first_rows]))]
 
 
 AS_THEY_ARE = Protocol(None)
@@ -48,9 +50,9 @@ class Text:
     identity: Mapping[str, object]
     """Two texts with equal identities are equal."""
     protocol: Protocol
-    rows: Callable[[], Sequence[str]]
+    rows: Callable[[], Sequence[Document]]
 
-    def documents(self) -> Sequence[str]:
+    def documents(self) -> Sequence[Document]:
         """Read the text. For evaluation it is always one document.
 
         Raises:
@@ -117,7 +119,7 @@ def calibration_text(source: str) -> Text:
     Every row of a .json or .jsonl is a document; any other file is one document.
 
     Args:
-        source: ``CalibrationSettings.source``.
+        source: ``CalibrationSettings.source``, or one of its texts.
 
     Raises:
         UserError: It is neither a known name nor a file that can be read.
@@ -126,7 +128,7 @@ def calibration_text(source: str) -> Text:
         return _embedded_text("calibration.txt")
     if source in CALIBRATION:
         return _hub_text(source, *CALIBRATION[source], CALIBRATION_KEY)
-    file = TextFile.find(source, CALIBRATION_KEY)
+    file = TextFile.find(source, CALIBRATION_KEY, conversations=True)
     return _file_text(source, file, SENTENCES if file.name in SENTENCE_FILES else AS_THEY_ARE)
 
 

@@ -104,13 +104,22 @@ def _public_name(source: str) -> str:
     return Path(source).name if Path(source).expanduser().exists() else source
 
 
+def _public_source(source: str | Mapping[str, float]) -> str | dict[str, float]:
+    """Return the calibration text or texts by their public names."""
+    if isinstance(source, str):
+        return _public_name(source)
+    return {_public_name(name): proportion for name, proportion in source.items()}
+
+
 def _method(model: QuantizedModel, chosen: Format) -> str:
     data, method = model.settings.data.calibration, model.settings.quantization.method
-    source = markdown(_public_name(data.source))
+    source = _public_source(data.source)
+    if isinstance(source, dict):
+        source = ", ".join(f"{name} ({proportion:g})" for name, proportion in source.items())
     others = chosen.rounded(model) or "embedding, head and norms are not quantized"
     return (
         f"{method}: {model.granularity}; calibrated on {data.segments} segments of {data.segment_length} "
-        f"tokens of {source}; {others}."
+        f"tokens of {markdown(source)}; {others}."
     )
 
 
@@ -119,7 +128,7 @@ def _commands(model: QuantizedModel, command: str) -> str:
     data = model.settings.data.calibration
     settings = {
         "quantization": asdict(model.settings.quantization),
-        "data": {"calibration": {**asdict(data), "source": _public_name(data.source)}},
+        "data": {"calibration": {**asdict(data), "source": _public_source(data.source)}},
     }
     text = yaml.safe_dump(json.loads(json.dumps(settings)))  # plain numbers only
     name = shlex.quote(printable(_public_name(model.settings.model.pretrained)))

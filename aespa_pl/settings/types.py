@@ -44,6 +44,9 @@ EXPECTED: dict[Any, str] = {
     PenaltyExponent: "a finite number, 2 or more",
     OpenUnitInterval: "a number between 0 and 1, without either",
     ClosedUnitInterval: "a number from 0 to 1",
+    dict[
+        str, FinitePositive
+    ]: "a finite number above 0 for each text, such as {c4: 0.7, code.jsonl: 0.3}",
     bool: "true or false",
     str: "a text",
     type(None): "null",

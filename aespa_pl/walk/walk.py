@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.threads import keep_threads
 from aespa_pl.block.quantize import BlockQuantizer
-from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.measure import peak_bytes, release_memory
 from aespa_pl.run.context import Context
 from aespa_pl.run.model_writer import ModelWriter
@@ -20,9 +19,6 @@ from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, stored_types
 from aespa_pl.walk.collect import StatisticsPasses, Streams
 from aespa_pl.walk.model_tuner import ModelTuner
-
-TOKENS_PER_INPUT = 4
-"""Calibration tokens for each input of a projection below which the correction is called unsure."""
 
 
 class Walk:
@@ -151,8 +147,6 @@ class Walk:
                 between = self.block_tuner.between(module, streams.original)
         with context.measure("statistics"):
             statistics = self.passes.collect(index, module, streams)
-        if index == 1:  # the first block whose inputs differ from the original model's
-            self._warn_of_few_tokens(statistics)
         block = self.quantizer.start(index, module, statistics)
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)
@@ -168,20 +162,6 @@ class Walk:
                 index, tunable, streams.quantized, between, streams.original
             )
         return tensors | record.weight_tensors(tuned.weights[0]), losses, tuned
-
-    def _warn_of_few_tokens(self, statistics: BlockStatistics) -> None:
-        """Say so where the correction has few tokens to learn from."""
-        if statistics.shifts is None:
-            return
-        widest = max(len(hessian.dead[0]) for hessian in statistics.inputs.values())
-        if statistics.tokens < TOKENS_PER_INPUT * widest:
-            share = self.context.settings.input_correction
-            self.context.progress.say(
-                f"{statistics.tokens} calibration tokens are few for projections with up to {widest} "
-                f"inputs: quantization.input_correction {share:g} is a "
-                f"regression that wants {TOKENS_PER_INPUT} tokens an input or more. It is applied all the "
-                "same; raise data.calibration.segments, or set it to 0"
-            )
 
     @torch.no_grad()
     def _store(

@@ -50,6 +50,10 @@ DECIDED = (
         (["--data.evaluation.segment_length", 64], r"segment_length is 64, but .* has 32 posi"),
         (["--data.calibration.segments", 100000], r"too short: 100000 segments"),
         (["--data.calibration.source", "no.txt"], r"calibration\.source: no\.txt is neither"),
+        (
+            ["--data.calibration.source", "{embedded: 1, no.txt: 0.5}"],
+            r"calibration\.source: no\.txt is neither",
+        ),
         (["--data.evaluation.texts", "[no.txt]"], r"evaluation\.texts: no\.txt is neither"),
         (["--model.pretrained", "./no"], r"model\.pretrained: there is no folder no:"),
         (["--config", "no.yaml"], r"no file no\.yaml here.* one of .*opt125m_w2\.yaml"),

@@ -223,3 +223,36 @@ def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "abc")
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2
     assert TextFile.find(str(path), KEY).checksum() == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "right"),
+    [
+        ([{"role": "user", "content": "a"}], True),
+        ([], False),
+        ("a", False),
+        ([1], False),
+        ([{"role": "user"}], False),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], False),
+        ([{"role": "user", "content": "\ud800"}], False),
+    ],
+)
+def test_conversations_are_read_where_they_may_be(
+    tmp_path: Path, messages: object, right: bool
+) -> None:
+    path = write(tmp_path / "a.jsonl", json.dumps({"messages": messages}))
+    if right:
+        assert TextFile.find(str(path), KEY, conversations=True).rows() == [messages]
+    else:
+        with pytest.raises(
+            UserError, match=r"line 1: .*'messages' .* is no conversation; expected"
+        ):
+            TextFile.find(str(path), KEY, conversations=True).rows()
+    with pytest.raises(UserError, match=r"the field 'text' is missing"):
+        TextFile.find(str(path), KEY).rows()
+
+
+def test_a_row_with_a_text_and_a_conversation_gives_its_text(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}], "text": "b"}
+    path = write(tmp_path / "a.jsonl", json.dumps(row))
+    assert TextFile.find(str(path), KEY, conversations=True).rows() == ["b"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.data import sampling
-from aespa_pl.data.sampling import draw_segments
+from aespa_pl.data.sampling import divide_segments, draw_segments
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 
@@ -50,6 +50,21 @@ def origin(segment: list[int], documents: list[str]) -> int:
     piece = f" {' '.join(map(str, segment))} "
     (index,) = [i for i, document in enumerate(documents) if piece in f" {document} "]
     return index
+
+
+def test_segments_are_divided_by_proportions_and_add_up() -> None:
+    assert divide_segments({"a": 0.7, "b": 0.3}, 10) == {"a": 7, "b": 3}
+    assert divide_segments({"a": 2, "b": 1}, 128) == {"a": 85, "b": 43}  # 85.33, 42.67
+    assert divide_segments({"a": 1, "b": 1, "c": 1}, 3) == {"a": 1, "b": 1, "c": 1}
+    for segments in range(7, 60):
+        counts = divide_segments({"a": 1, "b": 2.5, "c": 0.9}, segments)
+        assert sum(counts.values()) == segments
+        assert all(
+            abs(counts[name] - segments * p / 4.4) < 1
+            for name, p in [("a", 1), ("b", 2.5), ("c", 0.9)]
+        )
+    with pytest.raises(UserError, match=r"of 10 segments b would have none: raise its proportion"):
+        divide_segments({"a": 1, "b": 0.01}, 10)
 
 
 def test_every_segment_is_a_window_of_a_document_longer_than_itself() -> None:
@@ -170,7 +185,7 @@ def test_too_short_documents_are_refused_with_the_numbers() -> None:
         draw(make_documents([5, LENGTH, 7]), 2)
     assert str(caught.value) == (
         "data.calibration.source: a.txt has no document of more than 16 tokens (documents read: 3, "
-        "the longest has 16 tokens); join documents with data.calibration.pack true, choose a "
+        "the longest has 16 tokens); join shorter documents with data.calibration.pack true, choose a "
         "shorter data.calibration.segment_length, or another text (a .txt is one document)"
     )
 
@@ -185,9 +200,13 @@ def test_fewer_tokens_than_asked_for_are_refused_with_the_numbers() -> None:
         draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 6)
     assert str(caught.value) == (
         "data.calibration.source: a.txt is too short: 6 segments are to be drawn, and its documents of more "
-        "than 16 tokens have room for 5 that don't overlap; set data.calibration.segments to 5 at most, "
-        "choose a shorter data.calibration.segment_length, or another text"
+        "than 16 tokens have room for 5 that don't overlap; set data.calibration.segments (or this text's "
+        "part of them) to 5 at most, join shorter documents with data.calibration.pack true, choose a "
+        "shorter data.calibration.segment_length, or another text"
     )
+    with pytest.raises(UserError, match="room for 5") as caught:  # no document is left out
+        draw(make_documents([5 * LENGTH]), 6)
+    assert "pack" not in str(caught.value)
     assert (
         len(draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 5)) == 5
     )  # not one to spare

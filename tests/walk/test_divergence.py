@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from aespa_pl.errors import NumericalError, UserError
 from aespa_pl.run.journal import Run
 from aespa_pl.run.training import Training
-from tests.models.examples import VOCABULARY, make_ids, make_model
+from tests.models.examples import VOCABULARY, make_model
 from tests.walk.by_hand import NOT_LEARNED, Walked, differing
 from tests.walks import BLOCKS, shortened, walk
 
@@ -106,12 +106,3 @@ def test_hessian_that_cannot_be_factored_is_refused(
         UserError, match=r"^block 0, q_proj: no factor; check .* try another quantization\.damping"
     ):
         walk("opt", tmp_path)
-
-
-@pytest.mark.parametrize(("segments", "few"), [(2, True), (40, False)])
-def test_few_tokens_for_the_correction_are_spoken_of_once(
-    segments: int, few: bool, tmp_path: Path
-) -> None:
-    changes = {**NOT_LEARNED, "input_correction": 0.5}
-    said = walk("opt", tmp_path, changes, ids=make_ids(segments)).said
-    assert said.count("calibration tokens are few for projections with up to 24 inputs") == few
