@@ -1,19 +1,25 @@
-"""Quantize language models to few bits with aespa, as a PyTorch Lightning application."""
+"""Quantize language models to few bits with aespa, as a PyTorch Lightning application.
 
-import os
+>>> import aespa_pl
+>>> run = aespa_pl.quantize("HuggingFaceTB/SmolLM2-135M", bits=3, group_size=64, calibration="c4")
+>>> run.export("gguf", "out")
+"""
 
-from aespa_pl.processors import threads
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aespa_pl.api import QuantizedRun, quantize, resume
+    from aespa_pl.errors import UserError
+
+__all__ = ["QuantizedRun", "UserError", "quantize", "resume"]
 
 # A run is continued, and a perplexity remembered, by the same version alone: it rises where results change.
 __version__ = "0.2.0.dev0"
 
-# OpenMP reads this when torch is imported. A thread that waits for the others spins for some microseconds,
-# which bridges the gap between two operations, and then sleeps: one that spins on takes the core of a thread
-# that it waits for where other processes run (benchmarks/busy_machine.py).
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ["OMP_WAIT_POLICY"] = "passive"
-    os.environ.setdefault("GOMP_SPINCOUNT", "1500")
 
-# A container's quota of processor time, of which OpenMP knows nothing.
-if (quota := threads()) is not None:
-    os.environ.setdefault("OMP_NUM_THREADS", str(quota))
+def __getattr__(name: str) -> Any:
+    """Import what the package offers when it is asked for: torch takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'errors' if name == 'UserError' else 'api'}"), name)

@@ -13,9 +13,10 @@ from jsonargparse import ArgumentError, auto_cli
 from rich.console import Console
 
 import aespa_pl
-from aespa_pl.commands.arguments import Arguments, nearest, refuse_mistakes
+from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.ending import ENDINGS, interrupted_by_closed_pipe, message_and_status, stop
-from aespa_pl.commands.pinned import refuse_other_methods
+from aespa_pl.commands.help import show_help
+from aespa_pl.commands.mistakes import nearest, refuse_mistakes, refuse_other_methods
 from aespa_pl.commands.resuming import with_run
 from aespa_pl.errors import UserError
 from aespa_pl.run.interruption import Interruption
@@ -116,6 +117,8 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
     if command is None:
         hint = nearest(name, list(COMMANDS)) or f": expected one of {', '.join(COMMANDS)}"
         raise UserError(f"{name} is no command{hint}")
+    if command.configured and command.section is None and Arguments.read(rest).wants_help:
+        show_help(name, rest)
     if command.configured:
         given = with_run(Arguments.read(rest).with_configurations(), name)
         own = given.without(command.section) if command.section else given

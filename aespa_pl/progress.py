@@ -1,5 +1,6 @@
 """Show how far a run is: a bar over blocks, one over iterations, and a line for each block."""
 
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
@@ -33,7 +34,7 @@ class WalkProgress:
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not (console.is_terminal or _shows_widgets(console)),
         )
         self._outer = self._bars.add_task("", visible=False)
         self._inner = self._bars.add_task("", visible=False)
@@ -80,6 +81,11 @@ class WalkProgress:
         self._bars.update(
             self._inner, description=description, completed=done, total=total, visible=True
         )
+
+
+def _shows_widgets(console: Console) -> bool:
+    """Return whether bars can be drawn in a notebook, for which rich needs another package."""
+    return console.is_jupyter and find_spec("ipywidgets") is not None
 
 
 class IterationProgress(Callback):

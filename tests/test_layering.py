@@ -38,6 +38,7 @@ ORDER = (
     "export",
     "report",
     "commands",
+    "api",
     "cli",
     "__main__",
 )
@@ -92,7 +93,9 @@ def test_every_part_has_a_place() -> None:
     assert set(PARTS) - {"embedded"} == set(ORDER)
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "file", sorted(set(FILES) - {"__init__.py"})
+)  # whose imports wait until they are used
 def test_file_imports_only_parts_before_its_own(file: str) -> None:
     part = part_of(FILES[file])
     assert own(FILES[file]) - {part} <= set(ORDER[: ORDER.index(part)])

@@ -7,7 +7,10 @@ import sys
 import pytest
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-SHOW = f"import aespa_pl, os; print([os.environ.get(name) for name in {VARIABLES}])"
+SHOW = (
+    "import os; from aespa_pl.__main__ import set_threads; set_threads();"
+    f"print([os.environ.get(name) for name in {VARIABLES}])"
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,6 @@ def test_waiting_threads_sleep_unless_the_environment_says_otherwise(
 
 def test_torch_is_not_imported_before_the_setting() -> None:
     """OpenMP reads the variable once, when torch is imported."""
-    show = "import aespa_pl, sys; print('torch' in sys.modules)"
+    show = "import aespa_pl.__main__, sys; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"

@@ -1,46 +1,32 @@
-"""Run ``aespa-pl fit`` and ``aespa-pl test``, the commands that work through Lightning's Trainer."""
+"""Run ``aespa-pl fit`` and ``aespa-pl test``, which work through Lightning's Trainer.
 
-import inspect
+The Python call quantizes by :func:`quantize` as well.
+"""
+
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentError
-from lightning.pytorch import Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from aespa_pl.commands import evaluate, fit
-from aespa_pl.commands.arguments import KEYS, Arguments
-from aespa_pl.commands.board import Board
+from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.ending import ENDINGS, EndedError
 from aespa_pl.commands.exported import measure_exported, quantized_folder
 from aespa_pl.commands.job import Job
+from aespa_pl.commands.loggers import Loggers
 from aespa_pl.commands.output import PipeConsole, print_results, quiet_libraries, quiet_writers
 from aespa_pl.commands.resuming import note_own
-from aespa_pl.commands.sections import add_sections, instantiated
-from aespa_pl.commands.trainer_section import (
-    TRAINER_KEYS,
-    configuration_text,
-    refuse_trainer_keys,
-    value_refused,
-)
-from aespa_pl.commands.trainers import (
-    BlockTrainers,
-    check_trainer,
-    check_tuning,
-    first_trainer,
-)
-from aespa_pl.distributed.launch import (
-    end_with_launcher,
-    launch,
-    let_the_first_speak,
-)
+from aespa_pl.commands.sections import Parsed
+from aespa_pl.commands.trainer_section import TRAINER_KEYS
+from aespa_pl.commands.trainers import BlockTrainers, check_trainer, check_tuning, first_trainer
+from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
 from aespa_pl.distributed.processes import PeerLostError, World
-from aespa_pl.errors import UserError
 from aespa_pl.planning.division import Devices
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import LAST
@@ -54,160 +40,11 @@ PEER_LOST = 1
 """Status of a process whose peers have ended; if a mistake was made, another process reports it."""
 
 
-class BlockTrainer(Trainer):
-    """Each block, and each tuning, has a Trainer of Lightning's with these keys."""
-
-    def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Quantize a model block by block."""
-        super().fit(*args, **kwargs)
-
-    def test(self, *args: Any, **kwargs: Any) -> Any:
-        """Measure the perplexity of the original and of the quantized model."""
-        return super().test(*args, **kwargs)
-
-
-class AespaCLI(LightningCLI):
-    """Parses the sections model, data, quantization, output and trainer, and runs the command."""
-
-    def __init__(self, command: str, interruption: Interruption, **kwargs: Any) -> None:
-        """Parse the arguments and run the command.
-
-        Args:
-            command: fit or test; only test takes tasks.
-            interruption: Tells when the user or the system wants us to stop.
-            kwargs: Arguments of LightningCLI.
-        """
-        self.command = command
-        self.interruption = interruption
-        super().__init__(**kwargs)
-
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning's has no self
-        """Return the command with the arguments of the Trainer's method, none of which is offered.
-
-        The other command is left out, because it takes 0.2 s to make its parser.
-        """
-        parameters = inspect.signature(getattr(Trainer, self.command)).parameters
-        return {self.command: set(parameters) - {"self"}}
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments that were passed, whatever ``sys.argv`` is."""
-        self.config = parser.parse_args(args)  # type: ignore[arg-type]  # a list: see run
-
-    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the seed for random numbers in callbacks of the user; our own code draws none from it."""
-        parser.add_argument(
-            "--seed_everything",
-            type=KEYS["seed_everything"],
-            default=self.seed_everything_default,
-            help="Seed for callbacks and loggers that use random numbers; true: a random one.",
-        )
-
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the settings and the Trainer, without the keys that the walk decides."""
-        add_sections(parser, self.trainer_class)
-
-    def instantiate_classes(self) -> None:
-        """Make the settings, and one Trainer that knows the device; each block gets its own later."""
-        self.config_init = instantiated(self.parser, self.config)
-        self.settings = self.config_init[self.subcommand]
-        check_trainer({**TRAINER_KEYS, **self.settings.trainer})
-        self.model = self.datamodule = None
-        self.trainer = first_trainer(self.instantiate_trainer, self.settings.trainer)
-
-    def fit(self, **_: Any) -> None:
-        """Quantize, and print the results."""
-        job = self._job()  # before other processes: most mistakes are noticed here
-        self.saved = configuration_text(self.parser, self.config, "fit", job.quantization)
-        check_tuning(self.trainer, self.settings.trainer, job.quantization.tuning, job.work)
-        world, console = self._launch()
-        board = Board(self.settings.trainer.logger, self.saved)
-        with WalkProgress(console) as progress:
-            run, metrics = fit.fit(
-                job,
-                self.settings.ckpt_path,
-                trainers=self._block_trainers(board, progress, world),
-                progress=progress,
-                devices=Devices(self.trainer.world_size, self.trainer.num_nodes),
-                world=world,
-            )
-        board.show_result(asdict(job.quantization), metrics)
-        print_results(console, metrics, evaluate.method_of(run))
-        console.print(
-            f"{metrics['seconds']['quantization']:.0f} s for the quantization", highlight=False
-        )
-        console.print(f"quantized model: {run.model_folder}", highlight=False, soft_wrap=True)
-        console.print(str(run.folder), highlight=False, soft_wrap=True)
-
-    def test(self, **_: Any) -> None:
-        """Measure, and print the results."""
-        tasks = TaskSettings(**{key.name: self.settings[key.name] for key in fields(TaskSettings)})
-        if (exported := quantized_folder(self.settings.model)) is not None:
-            s, device = self.settings, self.trainer.strategy.root_device
-            metrics = measure_exported(exported, s.model, s.data, tasks, device)
-            print_results(PipeConsole(), metrics, exported.name)
-            return
-        job = self._job()
-        world, console = self._launch()
-        which = self.settings.ckpt_path or LAST
-        with WalkProgress(console) as progress:
-            run, metrics = evaluate.test(job, which, tasks, progress, world)
-        print_results(console, metrics, evaluate.method_of(run))
-        console.print(str(run.folder), highlight=False, soft_wrap=True)
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the run to go on with, and the tasks of test."""
-        if self.command == "test":
-            parser.add_class_arguments(TaskSettings)
-        parser.add_argument(
-            "--ckpt_path",
-            type=str | None,
-            default=None,
-            help="last (the run of output.folder/output.name that was worked on last), or the folder of a "
-            "run or a file in it. fit: continue this run; without it, a new one starts. test: measure this "
-            "run; without it, the last. Without --config and --model.pretrained, the run's own config.yaml "
-            "is taken; --trust_run true lets that of a run from somebody else name callbacks, loggers and "
-            "data.cache.",
-        )
-
-    def _job(self) -> Job:
-        s = self.settings
-        return Job.prepare(
-            s.model, s.data, s.quantization, s.output, self.trainer.strategy.root_device
-        )
-
-    def _launch(self) -> tuple[World, Console]:
-        """Start the other processes; return all of them, and where this one writes."""
-        world = launch(self.trainer)
-        if not world.is_first:
-            logging.getLogger("aespa_pl").setLevel(logging.ERROR)  # the first has the same warnings
-        return world, PipeConsole(quiet=not world.is_first)
-
-    def _block_trainers(self, board: Board, progress: WalkProgress, world: World) -> BlockTrainers:
-        def begin(run: Run) -> list[Logger]:
-            write_text(run.folder / "config.yaml", self.saved)
-            note_own(run.folder)
-            self.interruption.how_to_continue = how_to_continue(run.folder)
-            return board.open(run)
-
-        return BlockTrainers(
-            begin=begin,
-            # made again for each block: loggers and callbacks keep a state
-            section=lambda: self.parser.instantiate(self.config)[self.subcommand].trainer,
-            instantiate=self.instantiate_trainer,
-            first=self.trainer,
-            output=self.settings.output,
-            iterations=self.settings.quantization.rounding.iterations,
-            interruption=self.interruption,
-            progress=progress,
-            world=world,
-        )
-
-
 def run(words: Sequence[str], interruption: Interruption) -> None:
     """Run ``fit`` or ``test``.
 
     Args:
-        words: The command and its options, already checked by :mod:`aespa_pl.commands.arguments`.
+        words: The command and its options, already checked by :mod:`aespa_pl.commands.mistakes`.
         interruption: Tells when the user or the system wants us to stop.
 
     Raises:
@@ -218,30 +55,16 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     quiet_writers()
     end_with_launcher()
     torch.set_float32_matmul_precision("highest")  # whatever the environment says
-    arguments = Arguments.read(words[1:])
-    refuse_trainer_keys(arguments)
-    # argparse's own usage would list all keys before it explains them
-    usage = f"aespa-pl {words[0]} [--config FILE] [--KEY VALUE ...]"
     try:
-        AespaCLI(
-            words[0],
-            interruption,
-            trainer_class=BlockTrainer,
-            save_config_callback=None,
-            seed_everything_default=False,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            parser_kwargs={
-                "prog": "aespa-pl",
-                "description": "Quantize the weights of a language model with aespa.",
-                "exit_on_error": False,
-                "allow_abbrev": False,
-                words[0]: {"exit_on_error": False, "usage": usage},
-            },
-            args=list(words),
-        )
-    except ArgumentError as error:
-        raise UserError(value_refused(error, arguments, words[0])) from error
+        parsed = Parsed.of(Arguments.read(words[1:]), words[0])
+        if words[0] == "test":
+            _test(parsed)
+        elif parsed.config.print_config:
+            sys.stdout.write(
+                parsed.text(parsed.planned(_first_trainer(parsed).strategy.root_device.type))
+            )
+        else:
+            _fit(parsed, interruption)
     except PeerLostError as error:
         let_the_first_speak()
         raise EndedError(
@@ -250,3 +73,113 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     except ENDINGS:
         let_the_first_speak()
         raise
+
+
+def quantize(
+    parsed: Parsed, interruption: Interruption, console: Console
+) -> tuple[Run, dict[str, Any]]:
+    """Quantize a model; return the run and its metrics.
+
+    Args:
+        parsed: Settings.
+        interruption: Tells when the user or the system wants us to stop, and learns how to continue.
+        console: Console for bars and lines; silent in all processes but the first.
+
+    Raises:
+        UserError: Something that the user gave can't work; finished blocks stay on disk.
+    """
+    settings, trainer = parsed.settings, _first_trainer(parsed)
+    job = _job(parsed, trainer)  # before other processes: most mistakes are noticed here
+    saved = parsed.text(job.quantization)
+    check_tuning(trainer, settings.trainer, job.quantization.tuning, job.work)
+    loggers = Loggers(
+        parsed.config.trainer.logger, lambda chosen: parsed.new_section(logger=chosen).logger
+    )
+    world = _launch(trainer, console)
+
+    def begin(run: Run) -> list[Logger]:
+        write_text(run.folder / "config.yaml", saved)
+        note_own(run.folder)
+        interruption.run_folder = run.folder
+        interruption.how_to_continue = how_to_continue(run.folder)
+        return loggers.begin(run, saved)
+
+    with WalkProgress(console) as progress:
+        if settings.trainer.fast_dev_run:
+            progress.say("smoke test (trainer.fast_dev_run): few segments and steps, no evaluation")
+        trainers = BlockTrainers(
+            begin=begin,
+            section=lambda: parsed.new_section(logger=False),
+            loggers=loggers.of,
+            instantiate=parsed.trainer,
+            first=trainer,
+            output=settings.output,
+            iterations=settings.quantization.rounding.iterations,
+            interruption=interruption,
+            progress=progress,
+            world=world,
+        )
+        run, metrics = fit.fit(
+            job,
+            settings.ckpt_path,
+            trainers=trainers,
+            progress=progress,
+            devices=Devices(trainer.world_size, trainer.num_nodes),
+            world=world,
+        )
+    loggers.show_result(asdict(job.quantization), metrics)
+    return run, metrics
+
+
+def _fit(parsed: Parsed, interruption: Interruption) -> None:
+    """Quantize, and print the results."""
+    console = PipeConsole()
+    run, metrics = quantize(parsed, interruption, console)
+    print_results(console, metrics, evaluate.method_of(run))
+    console.print(
+        f"{metrics['seconds']['quantization']:.0f} s for the quantization", highlight=False
+    )
+    console.print(f"quantized model: {run.model_folder}", highlight=False, soft_wrap=True)
+    console.print(str(run.folder), highlight=False, soft_wrap=True)
+
+
+def _test(parsed: Parsed) -> None:
+    """Measure, and print the results."""
+    s, trainer, console = parsed.settings, _first_trainer(parsed), PipeConsole()
+    tasks = TaskSettings(**{key.name: s[key.name] for key in fields(TaskSettings)})
+    if (exported := quantized_folder(s.model)) is not None:
+        device = trainer.strategy.root_device
+        metrics = measure_exported(exported, s.model, s.data, tasks, device)
+        print_results(console, metrics, exported.name)
+        return
+    job = _job(parsed, trainer)
+    world = _launch(trainer, console)
+    with WalkProgress(console) as progress:
+        run, metrics = evaluate.test(job, s.ckpt_path or LAST, tasks, progress, world)
+    print_results(console, metrics, evaluate.method_of(run))
+    console.print(str(run.folder), highlight=False, soft_wrap=True)
+
+
+def _first_trainer(parsed: Parsed) -> Trainer:
+    """Return a Trainer that knows the device and the processes; each block gets its own later."""
+    section, seed = parsed.settings.trainer, parsed.config.seed_everything
+    if (
+        seed is not False
+    ):  # for callbacks and loggers of the user; our own code draws nothing from it
+        seed_everything(None if seed is True else seed, workers=True)
+    check_trainer({**TRAINER_KEYS, **section})
+    return first_trainer(parsed.trainer, section)
+
+
+def _job(parsed: Parsed, trainer: Trainer) -> Job:
+    s = parsed.settings
+    return Job.prepare(s.model, s.data, s.quantization, s.output, trainer.strategy.root_device)
+
+
+def _launch(trainer: Trainer, console: Console) -> World:
+    """Start the other processes; return all of them. Only the first one writes."""
+    world = launch(trainer)
+    if not world.is_first:
+        console.quiet = True
+        logging.getLogger("aespa_pl").setLevel(logging.ERROR)  # the first has the same warnings
+    return world

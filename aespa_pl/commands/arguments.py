@@ -1,23 +1,19 @@
-"""Read the words of a command line, and refuse mistakes before any large library is imported.
+"""Read the words of a command line and the YAML files that they name, without a large import.
 
-``fit``, ``test`` and ``plan`` share one set of keys. Here their YAML files are found and read, and each
-key and value of our own sections is checked; Lightning checks the section of its Trainer.
+``fit``, ``test``, ``plan``, ``compare`` and the Python call share one set of keys.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
 
 from aespa_pl.errors import UserError
-from aespa_pl.settings import EXPECTED, SECTIONS, Seed, TaskSettings, keys_of
+from aespa_pl.settings import SECTIONS, Seed, TaskSettings, keys_of
 
 KEYS: dict[str, Any] = {
     key: kind for name, section in SECTIONS.items() for key, kind in keys_of(section, name).items()
@@ -87,6 +83,16 @@ class Arguments:
         """Return the value that was given to a key, None if there is none."""
         return next((o.value for o in reversed(self.options) if o.key == key), None)
 
+    def setting(self, key: str, default: str) -> str:
+        """Return the value of a key among the options or in their configurations."""
+        found = default
+        for option in self.options:
+            if option.key == key and option.value:
+                found = option.value
+            elif option.key == "config" and option.value:
+                found = str(dict(leaves(read_configuration(Path(option.value)))).get(key, found))
+        return found
+
     def with_configurations(self) -> Self:
         """Return the options with the path of each configuration.
 
@@ -133,46 +139,6 @@ def find_configuration(name: str) -> Path:
     )
 
 
-def refuse_mistakes(arguments: Arguments, command: str) -> None:
-    """Raise UserError with all mistakes in our own sections; does nothing where help is asked for.
-
-    Args:
-        arguments: Options with the paths of their configurations.
-        command: ``fit``, ``test`` or ``plan``; only test takes tasks.
-
-    Raises:
-        UserError: A file can't be read, a key is unknown, or a value is out of range.
-    """
-    if arguments.wants_help:
-        return
-    kinds = KEYS | TASK_KEYS if command == "test" else KEYS
-    parser = _parser()
-    mistakes, seen, typed = list[str](), set[str](), list[tuple[str, Any]]()
-    for option in arguments.options:
-        key = option.key.removesuffix("+")
-        if FLAGS.match(f"--{option.key}"):
-            continue
-        if option.value is None:
-            mistakes.append(f"{key} has no value: give one after --{key}")
-        elif key == "config":
-            found = leaves(read_configuration(Path(option.value)))
-            seen.update(inner for inner, _ in found)
-            # tasks may name files that run Python, so they stand where the user sees them
-            mistakes += _mistakes(parser, KEYS, found, f" ({option.value})")
-        elif key in SECTIONS:
-            seen.add(REQUIRED)  # a section as a whole, in JSON or in a file: the parser's to check
-        else:
-            seen.add(key)
-            typed.append((key, option.value))
-    mistakes += _mistakes(parser, kinds, typed, "")
-    if REQUIRED not in seen:
-        mistakes.append(
-            f"{REQUIRED} is missing: give --{REQUIRED} FOLDER, or a configuration with --config"
-        )
-    if mistakes:
-        raise UserError("; ".join(dict.fromkeys(mistakes)))
-
-
 def read_configuration(path: Path) -> Mapping[str, Any]:
     """Read a YAML file of sections.
 
@@ -205,85 +171,3 @@ def leaves(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]
         else:
             found.append((key, value))
     return found
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return ``: did you mean X?`` for a misspelt name, the empty string where nothing is near."""
-    same_end = [key for key in known if key.split(".")[-1] == name.rsplit(".", maxsplit=1)[-1]]
-    found = same_end[:1] or get_close_matches(name, known, n=1)
-    return f": did you mean {found[0]}?" if found else ""
-
-
-def expected(kind: Any) -> str:
-    """Return in words what a value of a type has to be: ``2 to 8, or null``."""
-    if kind in EXPECTED:
-        return EXPECTED[kind]
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, get_args(kind)))
-    if get_origin(kind) is list:
-        return "a list"
-    if get_origin(kind) is dict:
-        return f"a number for each name, {expected(get_args(kind)[1])}, such as {{down_proj: 4}}"
-    choices = sorted(get_args(kind), key=lambda choice: choice is NoneType)
-    return ", or ".join(map(expected, choices))
-
-
-def _mistakes(
-    parser: ArgumentParser, kinds: Mapping[str, Any], given: Sequence[tuple[str, Any]], where: str
-) -> list[str]:
-    """Return a message for each key or value that is wrong; ``where`` names the file that they are from.
-
-    All values are tried together first, because the parser takes as long for one of them.
-    """
-    right = _takes(parser, [(key, value) for key, value in given if key in kinds], where)
-    found = []
-    for key, value in given:
-        if key not in kinds:
-            found += _unknown(kinds, key, where)
-        elif not right and not _takes(parser, [(key, value)], where):
-            shown = "null" if value is None else value
-            found.append(f"{key} is {shown}: expected {expected(kinds[key])}{where}")
-    return found
-
-
-def _unknown(kinds: Mapping[str, Any], key: str, where: str) -> list[str]:
-    """Return what is wrong with a key that is not of our own sections, none or one message."""
-    if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:
-        return []
-    if key in TASK_KEYS:
-        return [f"{key} is a key of aespa-pl test alone, on its command line{where}"]
-    hint = nearest(key, [*kinds, *OTHERS, *SECTIONS, FREE])
-    return [f"{key} is unknown{where}{hint or ': aespa-pl fit --help lists all keys'}"]
-
-
-def _takes(parser: ArgumentParser, values: Sequence[tuple[str, Any]], where: str) -> bool:
-    """Return whether the parser takes values of a file, or of the command line."""
-    given = [(REQUIRED, "any"), *values]  # of two values the second counts
-    try:
-        if where:
-            parser.parse_object(_nested(dict(given)))
-        else:
-            parser.parse_args([f"--{key}={value}" for key, value in given])
-    except (ArgumentError, TypeError, ValueError):
-        return False
-    return True
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False)
-    for name, section in SECTIONS.items():
-        parser.add_class_arguments(section, name)
-    parser.add_class_arguments(TaskSettings)
-    parser.add_argument("--seed_everything", type=KEYS["seed_everything"])
-    return parser
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *sections, name = key.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-    return nested

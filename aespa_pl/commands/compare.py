@@ -24,8 +24,8 @@ from aespa_pl.commands.compare_section import (
     split_options,
 )
 from aespa_pl.commands.ending import EndedError
+from aespa_pl.commands.mistakes import refuse_other_methods
 from aespa_pl.commands.output import print_whole
-from aespa_pl.commands.pinned import refuse_other_methods
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import TextTable
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
@@ -86,7 +86,7 @@ def compare(
     """
     defaults = OutputSettings()
     folder = Path(
-        _value(given, "output.folder", defaults.folder), _value(given, "output.name", SECTION)
+        given.setting("output.folder", defaults.folder), given.setting("output.name", SECTION)
     ).expanduser()
     _refuse_other(folder, given)
     # all of them first: a process that is killed early leaves a table with every finished cell
@@ -191,20 +191,6 @@ def _finished(folder: Path, cell: Cell) -> Cell:
         return replace(cell, metrics=None if last is None else Run.open(last).metrics())
     except UserError:  # fit says what is wrong with the run, and the other cells go on
         return cell
-
-
-def _value(given: Arguments, key: str, default: str) -> str:
-    """Return the value of a key on the command line or in its configurations."""
-    found = default
-    section, name = key.split(".")
-    for option in given.options:
-        if option.key == key and option.value:
-            found = option.value
-        elif option.key == "config" and option.value:
-            content = read_configuration(Path(option.value)).get(section)
-            if isinstance(content, Mapping) and name in content:
-                found = str(content[name])
-    return found
 
 
 def _refuse_other(folder: Path, given: Arguments) -> None:

@@ -8,7 +8,8 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from aespa_pl.commands.arguments import Arguments, Option, expected, nearest
+from aespa_pl.commands.arguments import Arguments, Option
+from aespa_pl.commands.mistakes import expected, nearest
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS
 from aespa_pl.report.comparison import Cell

@@ -1,21 +1,16 @@
 """Estimate the needs of ``fit`` from a model's config.json alone, and refuse what ``fit`` refuses."""
 
-from typing import Any
-
 import torch
-from jsonargparse import ArgumentError, ArgumentParser
-from lightning.pytorch import Trainer
 from rich.console import Console
 from rich.table import Table
 
-from aespa_pl.commands.arguments import KEYS, Arguments
+from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.checked import Checked, checked, find_model
 from aespa_pl.commands.limits import refuse_tuning, shortages
 from aespa_pl.commands.output import quiet_libraries
-from aespa_pl.commands.sections import add_sections, instantiated
-from aespa_pl.commands.trainer_section import TRAINER_KEYS, refuse_trainer_keys, value_refused
+from aespa_pl.commands.sections import Parsed
+from aespa_pl.commands.trainer_section import TRAINER_KEYS
 from aespa_pl.commands.trainers import check_trainer, check_tuning, first_trainer
-from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config
 from aespa_pl.planning.division import Devices
 from aespa_pl.planning.table import Needs, needs_of, rows_of
@@ -31,7 +26,7 @@ def estimate(arguments: Arguments) -> None:
         UserError: fit would refuse this.
     """
     quiet_libraries()
-    job, devices = _job(_settings(arguments))
+    job, devices = _job(Parsed.of(arguments, "plan"))
     needs = needs_of(
         job.shape,
         job.work,
@@ -50,38 +45,15 @@ def estimate(arguments: Arguments) -> None:
         console.print(f"too little here: {words}", highlight=False, soft_wrap=True)
 
 
-def _settings(arguments: Arguments) -> Any:
-    """Return the settings as objects, parsed as ``fit`` parses them.
-
-    Raises:
-        UserError: Lightning refuses a key or value of its section.
-    """
-    refuse_trainer_keys(arguments)
-    parser = ArgumentParser(prog="aespa-pl plan", exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config")
-    add_sections(parser)
-    parser.add_argument("--seed_everything", type=KEYS["seed_everything"], default=False)
-    parser.add_argument("--ckpt_path", type=str | None, default=None)
-    try:
-        config = parser.parse_args(arguments.words)
-    except ArgumentError as error:
-        raise UserError(value_refused(error, arguments, "plan")) from error
-    return instantiated(parser, config)
-
-
-def _job(settings: Any) -> tuple[Checked, Devices]:
+def _job(parsed: Parsed) -> tuple[Checked, Devices]:
     """Return the settings, checked as ``fit`` checks them, and the devices that they ask for.
 
     Raises:
         UserError: fit would refuse them.
     """
-    section = {**TRAINER_KEYS, **settings.trainer}
-    check_trainer(section)
-
-    def make(**changes: Any) -> Trainer:
-        return Trainer(**{**settings.trainer, **changes})
-
-    trainer = first_trainer(make, settings.trainer)
+    settings = parsed.settings
+    check_trainer({**TRAINER_KEYS, **settings.trainer})
+    trainer = first_trainer(parsed.trainer, settings.trainer)
     device = trainer.strategy.root_device
     given = (settings.model, settings.quantization, settings.output, device)
     config = read_config(find_model(*given, weights=False))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from aespa_pl.commands.arguments import nearest
+from aespa_pl.commands.mistakes import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes
 from aespa_pl.models.family import BlockLayout

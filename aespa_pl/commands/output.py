@@ -3,9 +3,11 @@
 import logging
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +16,13 @@ from aespa_pl.evaluation.table import result_table
 
 WIDEST = 10_000
 """Largest width of a table, in columns of a terminal."""
+LEVELS = {
+    "lightning.pytorch": logging.WARNING,
+    "lightning.pytorch.profilers": logging.INFO,  # what the user has asked for
+    "lightning.fabric.utilities": logging.WARNING,  # of their processes
+    "huggingface_hub": logging.ERROR,  # eight lines of retries
+}
+"""Levels of other libraries' loggers."""
 
 
 class PipeConsole(Console):
@@ -61,11 +70,30 @@ def print_whole(console: Console, table: Table) -> None:
         console.width = width
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep other libraries' messages off the screen in this context."""
+    loggers = [logging.getLogger(name) for name in LEVELS]
+    before, hook = [logger.level for logger in loggers], threading.excepthook
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    with warnings.catch_warnings():
+        quiet_libraries()
+        quiet_writers()
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if bars:
+                transformers.utils.logging.enable_progress_bar()
+            threading.excepthook = hook
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
+
+
 def quiet_libraries() -> None:
     """Keep Lightning's messages about each Trainer off the screen: a walk makes one for each block."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric.utilities").setLevel(logging.WARNING)  # of their processes
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # eight lines of retries
+    for name, level in LEVELS.items():
+        logging.getLogger(name).setLevel(level)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # a continued block
     warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")  # of tuning

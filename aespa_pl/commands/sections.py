@@ -1,40 +1,220 @@
-"""Parse the sections of a configuration, ours and Lightning's, in ``fit``, ``test`` and ``plan`` alike."""
+"""Parse the sections of a configuration, ours and Lightning's, alike in every command and the Python call."""
 
+import json
+import logging
+import os
+import re
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
 
-from aespa_pl.commands.trainer_section import TRAINER_DEFAULTS, first_cause
+from aespa_pl.commands.arguments import KEYS, Arguments
+from aespa_pl.commands.help import add_general
+from aespa_pl.commands.trainer_section import (
+    TRAINER_DEFAULTS,
+    first_cause,
+    refuse_trainer_keys,
+    value_refused,
+)  # fmt: skip
 from aespa_pl.commands.trainers import OWN_KEYS
+from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
-from aespa_pl.settings import SECTIONS
+from aespa_pl.models import family_of
+from aespa_pl.models.headers import read_config
+from aespa_pl.models.hub import here
+from aespa_pl.planning.shape import Shape
+from aespa_pl.resolve import resolved
+from aespa_pl.settings import SECTIONS, QuantizationSettings, TaskSettings
+
+log = logging.getLogger(__name__)
+
+SMOKE_SEGMENTS, SMOKE_ITERATIONS, SMOKE_NAME = 4, 10, "_smoke_test"
+"""Calibration segments and iterations that ``trainer.fast_dev_run`` leaves, and its runs' ending."""
 
 
-def add_sections(parser: ArgumentParser, trainer_class: Callable[..., Trainer] = Trainer) -> None:
-    """Add the settings and the Trainer, without the keys that the walk decides."""
+def make_parser(command: str) -> ArgumentParser:
+    """Return the parser of a command with all its keys."""
+    parser = ArgumentParser(
+        prog=f"aespa-pl {command}", exit_on_error=False, allow_abbrev=False, print_config=None
+    )
+    add_general(parser, command)
+    parser.add_argument("--seed_everything", type=KEYS["seed_everything"], default=False)
+    if command == "test":
+        parser.add_class_arguments(TaskSettings)
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
+    add_trainer(parser)
+    return parser
+
+
+def add_trainer(parser: ArgumentParser) -> None:
+    """Add Lightning's section, without the keys that the walk decides."""
     parser.add_class_arguments(
-        trainer_class,
-        "trainer",
-        fail_untyped=False,
-        instantiate=False,
-        sub_configs=True,
-        skip=set(OWN_KEYS),
-    )
+        Trainer, "trainer", fail_untyped=False, instantiate=False, sub_configs=True, skip=set(OWN_KEYS)
+    )  # fmt: skip
     parser.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
 
 
-def instantiated(parser: ArgumentParser, config: Any) -> Namespace:
-    """Return the settings as objects, with the user's callbacks and loggers.
+@dataclass(frozen=True)
+class Parsed:
+    """Holds the settings of a command."""
 
-    Raises:
-        UserError: A callback or logger can't be made.
-    """
-    try:
-        return cast(Namespace, parser.instantiate(config))
-    # what the constructors of loggers and callbacks raise, and jsonargparse around it
-    except (ArgumentError, ImportError, TypeError, ValueError) as error:
-        raise UserError(f"trainer: {first_cause(error)}") from error
+    parser: ArgumentParser
+    config: Any
+    """Values as they were given, from which the objects are made."""
+
+    @classmethod
+    def of(cls, arguments: Arguments, command: str) -> "Parsed":
+        """Parse options that are already checked by :mod:`aespa_pl.commands.mistakes`.
+
+        Raises:
+            UserError: Lightning refuses a key or value of its section.
+        """
+        refuse_trainer_keys(arguments)
+        parser = make_parser(command)
+        try:
+            config = parser.parse_args(arguments.words)
+        except ArgumentError as error:
+            raise UserError(value_refused(error, arguments, command)) from error
+        if config.trainer.fast_dev_run:
+            _shrink(config)
+        return cls(parser, config)
+
+    @cached_property
+    def settings(self) -> Namespace:
+        """Return the sections as objects.
+
+        Raises:
+            UserError: A callback or logger can't be made.
+        """
+        return self.made(self.config)
+
+    def trainer(self, **changes: Any) -> Trainer:
+        """Return a Trainer of the section with other values for some keys."""
+        # a smoke test is a run in small; Lightning's own would log and save nothing
+        return Trainer(**{**self.settings.trainer, "fast_dev_run": False, **changes})
+
+    def new_section(self, **changes: Any) -> Namespace:
+        """Return the section of the Trainer with new callbacks, because they keep a state.
+
+        Args:
+            changes: Other values for some keys, as classes and their arguments.
+        """
+        config = self.config.clone()
+        for key, value in changes.items():
+            config.trainer[key] = value
+        return cast(Namespace, self.made(config).trainer)
+
+    def text(self, quantization: QuantizationSettings) -> str:
+        """Return the configuration as it is run, in YAML: a continued run takes it from its folder.
+
+        Args:
+            quantization: The section after the method has replaced every null; it is stored in place of
+                the user's, because a later version of the method may decide otherwise.
+
+        Raises:
+            UserError: A callback or logger has an argument that YAML can't hold.
+        """
+        try:
+            text = self.parser.dump(self.config, skip_unset=False)
+        except ValueError as error:
+            unheld = re.search(r"cannot represent an object', <(\w+)\.\w+: '(\w+)'>", str(error))
+            named, example = (
+                (f"the type {unheld[1]}", unheld[2]) if unheld else (first_cause(error), "")
+            )
+            raise UserError(
+                "trainer: a callback or logger has an argument that can't be saved in config.yaml "
+                f"({named}): give it as a text{f', such as {example}' if example else ''}"
+            ) from error
+        content = yaml.safe_load(text)
+        for key in ("config", "ckpt_path", "print_config"):
+            content.pop(key, None)
+        content["quantization"] = json.loads(json.dumps(asdict(quantization)))  # plain numbers only
+        # a run may be continued, measured and exported from another folder
+        model, data = content["model"], content["data"]
+        texts, held_out = data["calibration"], data["evaluation"]
+        model["pretrained"] = _absolute(model["pretrained"], Path.is_dir)
+        source = texts["source"]
+        texts["source"] = (
+            _absolute_text(source)
+            if isinstance(source, str)
+            else {_absolute_text(name): proportion for name, proportion in source.items()}
+        )
+        one = isinstance(held_out["texts"], str)
+        held_out["texts"] = (
+            _absolute_text(held_out["texts"]) if one else [*map(_absolute_text, held_out["texts"])]
+        )
+        if data["cache"]:
+            data["cache"] = _absolute(data["cache"], lambda _: True)
+        return yaml.safe_dump(content, sort_keys=False)
+
+    def planned(self, device: str) -> QuantizationSettings:
+        """Return the settings that a run would have; learning rates stay null where the model isn't here.
+
+        Args:
+            device: Type of the device that blocks run on.
+
+        Raises:
+            UserError: The settings contradict each other, or the model can't be quantized.
+        """
+        model, given = self.settings.model, self.settings.quantization
+        folder = here(model.pretrained, model.revision)
+        if folder is not None:
+            config = read_config(folder)
+            return resolved(given, device, Shape.of(config, family_of(config)).hidden)
+        log.warning(
+            "%s is not on this machine, so learning rates that depend on its hidden size stay null",
+            model.pretrained,
+        )
+        found = resolved(given, device)
+        old, new = given.tuning, found.tuning
+        blocks = replace(
+            new.blocks, integer_rate=old.blocks.integer_rate, scale_rate=old.blocks.scale_rate
+        )
+        whole = replace(
+            new.model, integer_rate=old.model.integer_rate, scale_rate=old.model.scale_rate
+        )
+        return replace(found, tuning=replace(new, blocks=blocks, model=whole))
+
+    def made(self, config: Any) -> Namespace:
+        """Return a configuration's sections as objects.
+
+        Raises:
+            UserError: A callback or logger can't be made.
+        """
+        try:
+            return cast(Namespace, self.parser.instantiate(config))
+        # what the constructors of loggers and callbacks raise, and jsonargparse around it
+        except (ArgumentError, ImportError, TypeError, ValueError) as error:
+            raise UserError(f"trainer: {first_cause(error)}") from error
+
+
+def _shrink(config: Any) -> None:
+    """Make a smoke test of a configuration, which is also what the run's folder stores."""
+    calibration, quantization, name = (
+        config.data.calibration,
+        config.quantization,
+        config.output.name,
+    )
+    calibration.segments = min(calibration.segments, SMOKE_SEGMENTS)
+    quantization.rounding.iterations = min(quantization.rounding.iterations, SMOKE_ITERATIONS)
+    quantization.tuning.blocks.epochs = quantization.tuning.model.epochs = 1
+    config.data.evaluation.texts = []
+    config.output.name = f"{name.removesuffix(SMOKE_NAME)}{SMOKE_NAME}"
+
+
+def _absolute_text(source: str) -> str:
+    """Return the absolute path of a text's file; a file named c4 is not the text c4."""
+    return _absolute(source, Path.is_file) if is_file(source) else source
+
+
+def _absolute(given: str, is_meant: Callable[[Path], bool]) -> str:
+    """Return the absolute path of what is meant on this machine, and any other name as it is."""
+    path = Path(os.path.expanduser(given))  # noqa: PTH111  (Path's raises for an unknown ~user)
+    return str(path.absolute()) if is_meant(path) else given

@@ -1,30 +1,21 @@
 """Put mistakes in the user's ``trainer`` section, which Lightning checks, into words."""
 
 import inspect
-import json
-import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError
 from lightning.pytorch import Trainer
 
-from aespa_pl.commands.arguments import (
-    FREE,
-    Arguments,
-    nearest,
-    read_configuration,
-)
+from aespa_pl.commands.arguments import FREE, Arguments, read_configuration
+from aespa_pl.commands.mistakes import nearest
 from aespa_pl.commands.trainers import DECIDED, OWN_KEYS
-from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
-from aespa_pl.settings import QuantizationSettings
 
 TRAINER_DEFAULTS = {
     "accelerator": "auto",
@@ -122,7 +113,8 @@ def _unknown_classes(name: str, arguments: Arguments) -> str | None:
     hint = f": did you mean {likely[0]}?" if likely else ":"
     return (
         f"{key}: there is no {', '.join(unknown)}{hint} give the name of a class in {package}, such as "
-        f"{example}, or the import path of yours, such as my_package.MyClass"
+        f"{example}, or the import path of yours, such as my_module.MyClass, with the folder of "
+        "my_module.py in the environment variable PYTHONPATH"
     )
 
 
@@ -163,63 +155,3 @@ def first_cause(error: BaseException) -> str:
         error = before
     text = " ".join(str(error).split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def configuration_text(
-    parser: ArgumentParser, config: Any, command: str, quantization: QuantizationSettings
-) -> str:
-    """Return the configuration as it is run, in YAML: a continued run takes it from its folder.
-
-    Args:
-        parser: Parser of all commands.
-        config: The parsed command line.
-        command: Command whose section is wanted.
-        quantization: The section after the method has replaced every null; it is stored in place of
-            the user's, because a later version of the method may decide otherwise.
-
-    Raises:
-        UserError: A callback or logger has an argument that YAML can't hold.
-    """
-    try:
-        text = parser.dump(config, skip_unset=False)
-    except ValueError as error:
-        unheld = re.search(r"cannot represent an object', <(\w+)\.\w+: '(\w+)'>", str(error))
-        named, example = (
-            (f"the type {unheld[1]}", unheld[2]) if unheld else (first_cause(error), "")
-        )
-        raise UserError(
-            "trainer: a callback or logger has an argument that can't be saved in config.yaml "
-            f"({named}): give it as a text{f', such as {example}' if example else ''}"
-        ) from error
-    content = yaml.safe_load(text)[command]
-    for key in ("config", "ckpt_path"):
-        content.pop(key, None)
-    content["quantization"] = json.loads(json.dumps(asdict(quantization)))  # plain numbers only
-    # a run may be continued, measured and exported from another folder
-    model, data = content["model"], content["data"]
-    texts, held_out = data["calibration"], data["evaluation"]
-    model["pretrained"] = _absolute(model["pretrained"], Path.is_dir)
-    source = texts["source"]
-    texts["source"] = (
-        _absolute_text(source)
-        if isinstance(source, str)
-        else {_absolute_text(name): proportion for name, proportion in source.items()}
-    )
-    one = isinstance(held_out["texts"], str)
-    held_out["texts"] = (
-        _absolute_text(held_out["texts"]) if one else [*map(_absolute_text, held_out["texts"])]
-    )
-    if data["cache"]:
-        data["cache"] = _absolute(data["cache"], lambda _: True)
-    return yaml.safe_dump(content, sort_keys=False)
-
-
-def _absolute_text(source: str) -> str:
-    """Return the absolute path of a text's file; a file named c4 is not the text c4."""
-    return _absolute(source, Path.is_file) if is_file(source) else source
-
-
-def _absolute(given: str, is_meant: Callable[[Path], bool]) -> str:
-    """Return the absolute path of what is meant on this machine, and any other name as it is."""
-    path = Path(os.path.expanduser(given))  # noqa: PTH111  (Path's raises for an unknown ~user)
-    return str(path.absolute()) if is_meant(path) else given

@@ -17,7 +17,6 @@ from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.planning.shape import Work
 from aespa_pl.progress import IterationProgress, WalkProgress
-from aespa_pl.report.tensorboard import LossesFirst
 from aespa_pl.rounding.histograms import RoundingHistograms
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
@@ -27,7 +26,7 @@ from aespa_pl.settings import OutputSettings, TuningSettings
 from aespa_pl.tuning.data import held_back_and_steps
 
 OWN_KEYS = (
-    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "fast_dev_run",
+    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time",
     "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
 )  # fmt: skip
 """Keys of the Trainer that would change the number of iterations, which the walk decides."""
@@ -46,10 +45,12 @@ class BlockTrainers:
 
     begin: Callable[[Run], Sequence[Logger]]
     """Returns the loggers of the curves over the blocks, when the run begins."""
+    loggers: Callable[[Run, str], list[Logger]]
+    """Makes the loggers of a run's curves of a name."""
     section: Callable[[], Any]
-    """Makes new values of the ``trainer`` section."""
+    """Makes new values of the ``trainer`` section, without loggers."""
     instantiate: Callable[..., Trainer]
-    """Makes a Trainer of the section and of more arguments (LightningCLI.instantiate_trainer)."""
+    """Makes a Trainer of the section with other values for some keys."""
     first: Trainer
     """Trainer of the same section, which knows the processes and the device."""
     output: OutputSettings
@@ -114,7 +115,7 @@ class BlockTrainers:
         if isinstance(self.first.strategy, DDPStrategy):
             more["strategy"] = RowsStrategy(timeout=LONGEST_WAIT)
         return self.instantiate(
-            logger=_loggers(chosen.logger, run, training.curves),
+            logger=self.loggers(run, training.curves),
             callbacks=[
                 *callbacks,
                 *own,
@@ -131,12 +132,6 @@ class BlockTrainers:
             default_root_dir=folder,
             **more,
         )
-
-
-def tensorboard(run: Run, curves: str) -> LossesFirst:
-    """Return a logger into a folder of a run: ``walk``, or ``block_NNN``."""
-    parent = run.folder.parent
-    return LossesFirst(parent.parent, parent.name, run.folder.name, sub_dir=curves)
 
 
 def first_trainer(make: Callable[..., Trainer], section: Any) -> Trainer:
@@ -254,13 +249,6 @@ def check_strategy(trainer: Trainer, chosen: Any) -> None:
             f"trainer.strategy is {chosen}, but with several devices the rows of each matrix are divided "
             "over them: set it to ddp, or leave it out"
         )
-
-
-def _loggers(chosen: Any, run: Run, curves: str) -> Any:
-    """Return the user's loggers, or TensorBoard's with a folder for each block: its curves overlay."""
-    if chosen is None or chosen is True:
-        return tensorboard(run, curves)
-    return chosen
 
 
 def _listed(one_or_more: Any) -> list[Any]:

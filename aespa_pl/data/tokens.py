@@ -25,6 +25,7 @@ from aespa_pl.data.texts import (
     evaluation_text,
 )
 from aespa_pl.data.token_cache import cached_tokens
+from aespa_pl.data.token_files import is_token_file, stored_segments
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 
@@ -68,6 +69,8 @@ def calibration_tokens(
         )
         generator = torch.Generator().manual_seed(settings.seed)
         return segments[torch.randperm(len(segments), generator=generator)]
+    if is_token_file(settings.source):
+        return stored_segments(settings.source, CALIBRATION_KEY, segment_length, settings.segments)
     text = calibration_text(settings.source)
     made_from = {
         "kind": "calibration",
@@ -112,6 +115,8 @@ def evaluation_tokens(
     Raises:
         UserError: The text can't be had, or has fewer tokens than a segment.
     """
+    if is_token_file(source):
+        return stored_segments(source, EVALUATION_KEY, segment_length, max_segments)
     text = evaluation_text(source)
     limit = max_segments or text.protocol.max_segments
     made_from = {

@@ -5,7 +5,13 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download, scan_cache_dir, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    hf_hub_download,
+    scan_cache_dir,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -72,6 +78,18 @@ def resolve(pretrained: str, revision: str | None = None, *, weights: bool = Tru
             "weights, a name on the hub such as org/name, or embedded:NAME"
         )
     return _from_hub(pretrained, revision, weights=weights)
+
+
+def here(pretrained: str, revision: str | None = None) -> Path | None:
+    """Return the folder with a model's config.json, None where it would have to be downloaded.
+
+    Raises:
+        UserError: There can be no such model.
+    """
+    if HUB_NAME.fullmatch(pretrained) and not Path(pretrained).exists():
+        found = try_to_load_from_cache(pretrained, "config.json", revision=revision)
+        return Path(found).parent if isinstance(found, str) else None
+    return resolve(pretrained, revision, weights=False)
 
 
 def _embedded(name: str) -> Path:

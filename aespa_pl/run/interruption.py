@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 SIGNALS = tuple(
@@ -28,6 +29,7 @@ class Interruption:
         """Begin without a signal."""
         self.received: int | None = None
         self.how_to_continue: str | None = None
+        self.run_folder: Path | None = None
         self._deferred = False
         self._watching = False
         self._watched: list[int] = []

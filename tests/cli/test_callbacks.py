@@ -1,26 +1,62 @@
 """Loggers and callbacks that the user names see the learning of each block, and may end it."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.cli.commands import LAST, NO_TEXTS, CommandLine, small
+from tests.forks import Forks
 
 
-def test_loggers_and_callbacks_of_the_user_are_made_for_each_block(
+def test_loggers_of_the_user_have_the_names_of_run_and_block(
     aespa: CommandLine, model: Path
 ) -> None:
-    status, _, err = aespa(
-        "fit", *small(model), *NO_TEXTS, "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "csv",
-        "--trainer.callbacks", "LearningRateMonitor",
+    words = (
+        *small(model), *NO_TEXTS, "--output.name", "mine", "--trainer.logger", "CSVLogger",
+        "--trainer.logger.save_dir", "csv", "--trainer.callbacks", "LearningRateMonitor",
     )  # fmt: skip
-    assert (status, err) == (0, "")
-    for version in ("version_0", "version_1"):
-        lines = Path("csv", "lightning_logs", version, "metrics.csv").read_text().splitlines()
+    assert aespa("fit", *words)[::2] == (0, "")
+    for block in ("block_000", "block_001"):
+        lines = Path("csv", "mine", "version_0", block, "metrics.csv").read_text().splitlines()
         assert "lr-Adam" in lines[0]
         assert len(lines) > 2
+    walk = Path("csv", "mine", "version_0", "walk", "metrics.csv").read_text().splitlines()
+    assert len(walk) > 2
+    Path("lightning_logs/mine/version_0/metrics.json").unlink()
+    assert aespa("fit", *words, *LAST)[::2] == (0, "")
+    assert Path("csv", "mine", "version_0", "walk", "metrics.csv").read_text().splitlines() == walk
+
+
+def test_a_logger_that_takes_no_name_is_refused(aespa: CommandLine, model: Path) -> None:
+    chosen = ("--trainer.logger", "lightning.pytorch.loggers.logger.DummyLogger")
+    status, out, err = aespa("fit", *small(model), *chosen)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "trainer.logger is DummyLogger, which can't be given the name of each block" in err
+
+
+def test_profiler_prints_its_table(model: Path, forks: Forks, tmp_path: Path) -> None:
+    runs = ("--output.folder", tmp_path, "--trainer.profiler", "simple")
+    outcome = forks.run([str(word) for word in ("fit", *small(model), *NO_TEXTS, *runs)])
+    assert outcome.status == 0
+    assert outcome.text.count("Profiler Report") == 2
+
+
+def test_fast_dev_run_is_a_smoke_test(aespa: CommandLine, model: Path) -> None:
+    words = ("fit", *small(model), "--trainer.fast_dev_run", "true", "--quantization.method")
+    for method in ("aespa", "aespa-tuned"):
+        status, out, err = aespa(*words, method)
+        assert (status, err) == (0, "")
+        assert out.startswith("smoke test")
+        run = Path(out.splitlines()[-1])
+        assert run.parent.name == "aespa_smoke_test"
+        saved = yaml.safe_load((run / "config.yaml").read_text())
+        assert saved["quantization"]["rounding"]["iterations"] <= 10
+        assert saved["quantization"]["tuning"]["blocks"]["epochs"] == 1
+        assert json.loads((run / "metrics.json").read_text())["perplexity"] == {}
 
 
 def test_callback_that_ends_the_learning_is_named(aespa: CommandLine, model: Path) -> None:

@@ -1,0 +1,107 @@
+"""Make the loggers of each training and of the walk, and show a run's result in TensorBoard."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from aespa_pl.errors import UserError
+from aespa_pl.report.stored import flat
+from aespa_pl.report.tensorboard import LossesFirst, show_configuration, show_result
+from aespa_pl.run.journal import Run
+
+WALK = "walk"
+"""Name of the curves over the blocks, beside those of each block."""
+
+
+class Loggers:
+    """Gives each logger the names of the run and of what is trained."""
+
+    def __init__(self, chosen: Any, make: Callable[[list[Namespace]], list[Logger]]) -> None:
+        """Keep both arguments for the run, which is made later.
+
+        Args:
+            chosen: ``trainer.logger`` as it was given: classes and their arguments.
+            make: Makes loggers of classes and their arguments.
+
+        Raises:
+            UserError: A logger can't be given the name of a block.
+        """
+        self._default = chosen in (None, True)
+        listed = chosen if isinstance(chosen, Sequence) else [chosen]
+        self._chosen = [each for each in listed if isinstance(each, Namespace)]
+        self._make = make
+        self._walk: list[LossesFirst] = []
+        for each in self._chosen:
+            _names(each, "", "")
+
+    def of(self, run: Run, curves: str) -> list[Logger]:
+        """Return new loggers of a run's curves: ``walk``, or ``block_NNN``, where the curves overlay."""
+        parent, version = run.folder.parent, run.folder.name
+        if self._default:
+            return [LossesFirst(parent.parent, parent.name, version, sub_dir=curves)]
+        named = [each.clone() for each in self._chosen]
+        for each in named:
+            for key, value in _names(each, parent.name, f"{version}/{curves}").items():
+                each.init_args[key] = value
+        return self._make(named)
+
+    def begin(self, run: Run, configuration: str) -> list[Logger]:
+        """Return the loggers of the curves over the blocks; TensorBoard shows the configuration too."""
+        found = self.of(run, WALK)
+        self._walk = [logger for logger in found if isinstance(logger, LossesFirst)]
+        for logger in self._walk:
+            show_configuration(logger.experiment, configuration)
+        return found
+
+    def show_result(self, quantization: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+        """Add the run to the hparams tab of TensorBoard; one that was finished before is there already.
+
+        Args:
+            quantization: Settings of the run, without nulls that the method decides.
+            metrics: Metrics as in ``metrics.json``.
+        """
+        for logger in self._walk:
+            show_result(logger.experiment, flat(quantization), metrics["perplexity"])
+            logger.finalize("success")
+
+
+def _names(logger: Namespace, name: str, version: str) -> dict[str, str]:
+    """Return the arguments that give a logger the names of a run and of its curves.
+
+    Args:
+        logger: Class and arguments.
+        name: Name of the run.
+        version: Version of the run and name of the curves, ``version_0/block_000``.
+
+    Raises:
+        UserError: It takes no such arguments.
+    """
+    module, _, kind = logger.class_path.rpartition(".")
+    made = getattr(import_module(module), kind)
+    takes, given = inspect.signature(made).parameters, logger.get("init_args", {})
+    if "name" in takes and given.get("name") not in (None, takes["name"].default):
+        name = given["name"]  # the user's own
+    if "run_name" in takes:  # MLflow
+        return {"run_name": f"{name}/{version}"}
+    if {"name", "project"} <= takes.keys():  # Weights & Biases, Comet
+        return {"name": f"{name}/{version}"}
+    if {"name", "version", "save_dir"} <= takes.keys():  # CSVLogger, TensorBoardLogger
+        if issubclass(made, CSVLogger):  # which deletes what an earlier process has written
+            version = _unused(Path(given["save_dir"], name), version)
+        return {"name": name, "version": version}
+    raise UserError(
+        f"trainer.logger is {kind}, which can't be given the name of each block, because it takes neither "
+        "name and version nor run_name: choose TensorBoardLogger, CSVLogger, MLFlowLogger or WandbLogger"
+    )
+
+
+def _unused(folder: Path, name: str) -> str:
+    """Return the name, with a number behind it where the folder has something of that name."""
+    numbered = (f"{name}.{number}" if number else name for number in count())
+    return next(each for each in numbered if not (folder / each).exists())

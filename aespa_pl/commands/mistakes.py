@@ -1,0 +1,185 @@
+"""Refuse mistakes in the sections of a configuration before any large library is imported.
+
+Each key and value of our own sections is checked here; Lightning checks the section of its Trainer.
+"""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from aespa_pl.commands.arguments import (
+    FLAGS,
+    FREE,
+    KEYS,
+    OTHERS,
+    REQUIRED,
+    TASK_KEYS,
+    Arguments,
+    leaves,
+    read_configuration,
+)  # fmt: skip
+from aespa_pl.errors import UserError
+from aespa_pl.settings import EXPECTED, SECTIONS, QuantizationSettings, TaskSettings
+
+METHOD = "quantization.method"
+DECIDED = {
+    key
+    for key, kind in KEYS.items()
+    if key.startswith("quantization.") and NoneType in get_args(kind) and not key.endswith("_rate")
+} - {"quantization.group_size"}
+"""Keys that a method alone decides where they are null; null means something else for group_size."""
+
+
+def refuse_mistakes(arguments: Arguments, command: str) -> None:
+    """Raise UserError with all mistakes in our own sections; does nothing where help is asked for.
+
+    Args:
+        arguments: Options with the paths of their configurations.
+        command: ``fit``, ``test`` or ``plan``; only test takes tasks.
+
+    Raises:
+        UserError: A file can't be read, a key is unknown, or a value is out of range.
+    """
+    if arguments.wants_help:
+        return
+    kinds = KEYS | TASK_KEYS if command == "test" else KEYS
+    parser = _parser()
+    mistakes, seen, typed = list[str](), set[str](), list[tuple[str, Any]]()
+    for option in arguments.options:
+        key = option.key.removesuffix("+")
+        if FLAGS.match(f"--{option.key}"):
+            continue
+        if option.value is None:
+            mistakes.append(f"{key} has no value: give one after --{key}")
+        elif key == "config":
+            found = leaves(read_configuration(Path(option.value)))
+            seen.update(inner for inner, _ in found)
+            # tasks may name files that run Python, so they stand where the user sees them
+            mistakes += _mistakes(parser, KEYS, found, f" ({option.value})")
+        elif key in SECTIONS:
+            seen.add(REQUIRED)  # a section as a whole, in JSON or in a file: the parser's to check
+        else:
+            seen.add(key)
+            typed.append((key, option.value))
+    mistakes += _mistakes(parser, kinds, typed, "")
+    if REQUIRED not in seen:
+        mistakes.append(
+            f"{REQUIRED} is missing: give --{REQUIRED} FOLDER, or a configuration with --config"
+        )
+    if mistakes:
+        raise UserError("; ".join(dict.fromkeys(mistakes)))
+
+
+def refuse_other_methods(arguments: Arguments, methods: Sequence[str] = ()) -> None:
+    """Raise UserError where a configuration sets all that another method would decide.
+
+    The run would have the other method's name and the same result. A configuration that sets some of these
+    keys alone, such as paper.yaml, is laid over a method on purpose.
+
+    Args:
+        arguments: Options with the paths of their configurations, already checked.
+        methods: Methods that are run; none: the one that the options choose.
+    """
+    wanted, complete = QuantizationSettings().method, dict[str, str]()
+    for option in arguments.options:
+        if option.key == METHOD and option.value:
+            wanted = option.value
+        elif option.key == "config" and option.value:
+            given = dict(leaves(read_configuration(Path(option.value))))
+            wanted = given.get(METHOD, wanted)
+            if METHOD in given and all(given.get(key) is not None for key in DECIDED):
+                complete[option.value] = given[METHOD]
+    for file, method in complete.items():
+        others = [other for other in methods or (wanted,) if other != method]
+        if others:
+            raise UserError(
+                f"config: {file} is the configuration of a run and sets all that {METHOD} decides, so "
+                f"{', '.join(others)} would give {method}'s result: take the configuration that the run was "
+                "begun with, or remove from its section quantization what the method should decide"
+            )
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return ``: did you mean X?`` for a misspelt name, the empty string where nothing is near."""
+    same_end = [key for key in known if key.split(".")[-1] == name.rsplit(".", maxsplit=1)[-1]]
+    found = same_end[:1] or get_close_matches(name, known, n=1)
+    return f": did you mean {found[0]}?" if found else ""
+
+
+def expected(kind: Any) -> str:
+    """Return in words what a value of a type has to be: ``2 to 8, or null``."""
+    if kind in EXPECTED:
+        return EXPECTED[kind]
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is list:
+        return "a list"
+    if get_origin(kind) is dict:
+        return f"a number for each name, {expected(get_args(kind)[1])}, such as {{down_proj: 4}}"
+    choices = sorted(get_args(kind), key=lambda choice: choice is NoneType)
+    return ", or ".join(map(expected, choices))
+
+
+def _mistakes(
+    parser: ArgumentParser, kinds: Mapping[str, Any], given: Sequence[tuple[str, Any]], where: str
+) -> list[str]:
+    """Return a message for each key or value that is wrong; ``where`` names the file that they are from.
+
+    All values are tried together first, because the parser takes as long for one of them.
+    """
+    right = _takes(parser, [(key, value) for key, value in given if key in kinds], where)
+    found = []
+    for key, value in given:
+        if key not in kinds:
+            found += _unknown(kinds, key, where)
+        elif not right and not _takes(parser, [(key, value)], where):
+            shown = "null" if value is None else value
+            found.append(f"{key} is {shown}: expected {expected(kinds[key])}{where}")
+    return found
+
+
+def _unknown(kinds: Mapping[str, Any], key: str, where: str) -> list[str]:
+    """Return what is wrong with a key that is not of our own sections, none or one message."""
+    if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:
+        return []
+    if key in TASK_KEYS:
+        return [f"{key} is a key of aespa-pl test alone, on its command line{where}"]
+    hint = nearest(key, [*kinds, *OTHERS, *SECTIONS, FREE])
+    return [f"{key} is unknown{where}{hint or ': aespa-pl fit --help lists all keys'}"]
+
+
+def _takes(parser: ArgumentParser, values: Sequence[tuple[str, Any]], where: str) -> bool:
+    """Return whether the parser takes values of a file, or of the command line."""
+    given = [(REQUIRED, "any"), *values]  # of two values the second counts
+    try:
+        if where:
+            parser.parse_object(_nested(dict(given)))
+        else:
+            parser.parse_args([f"--{key}={value}" for key, value in given])
+    except (ArgumentError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    for name, section in SECTIONS.items():
+        parser.add_class_arguments(section, name)
+    parser.add_class_arguments(TaskSettings)
+    parser.add_argument("--seed_everything", type=KEYS["seed_everything"])
+    return parser
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return nested

@@ -1,0 +1,174 @@
+"""The Python call quantizes what is in memory or has a name, on the same path as the command line."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import aespa_pl
+from aespa_pl.commands.inputs import keep_model
+from aespa_pl.data.texts import EMBEDDED
+from aespa_pl.run.fingerprint import model_fingerprint
+from tests.api.calls import SEGMENTS, WORDS, blocks, call, tiny, tokenizer, tokens
+from tests.cli.commands import CommandLine
+from tests.forks import Forks
+
+SCRIPT = """
+import os, sys
+before = dict(os.environ)
+import aespa_pl
+print("torch" in sys.modules, dict(os.environ) == before)
+run = aespa_pl.quantize(
+    "embedded:llama", method="rtn", bits=4, group_size=16, calibration="embedded",
+    evaluation={"texts": "embedded", "max_segments": 1}, trainer={"accelerator": "cpu"},
+    **{"data.calibration.segments": 2, "data.calibration.segment_length": 16, "data.cache": "cache"},
+)
+print(sorted(run.perplexity), all(p["embedded"] > 1 for p in run.perplexity.values()))
+print(run.model().config.model_type, run.export("hf", "out", verify="bytes"))
+try:
+    aespa_pl.quantize("embedded:llama", bit=3)
+except aespa_pl.UserError as error:
+    print(error)
+"""
+
+
+def test_script_in_an_empty_folder(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("OMP")}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0] == "False True"
+    assert said[1] == "['nearest', 'original', 'quantized'] True"
+    assert "llama out" in said
+    assert said[-1] == "bit is unknown: did you mean bits?"
+    assert "\x1b" not in done.stderr  # it is no terminal
+    assert "run folder: " in done.stderr
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> aespa_pl.QuantizedRun:
+    """A run that nothing has interrupted."""
+    return call(tmp_path_factory.mktemp("whole"))
+
+
+def test_memory_and_files_give_the_same_integers(
+    whole: aespa_pl.QuantizedRun, aespa: CommandLine, tmp_path: Path
+) -> None:
+    """The command line has the same model in a folder that transformers wrote, and the same tokens."""
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    tiny().save_pretrained("model")
+    tokenizer().save_pretrained("model")
+    save_file({"tokens": tokens()}, "tokens.safetensors")
+    status, out, err = aespa(
+        "fit", "--model.pretrained", "model", "--data.calibration.source", "tokens.safetensors",
+        "--data.calibration.segments", SEGMENTS, "--data.calibration.segment_length", tokens().shape[1],
+        "--data.evaluation.texts", "[]", "--data.cache", tmp_path, "--quantization.method", "aespa",
+        "--quantization.rounding.iterations", 60, "--trainer.accelerator", "cpu",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    assert blocks(Path(out.splitlines()[-1])) == blocks(whole.folder)
+    given = call(tmp_path, calibration=tokens(1))
+    assert blocks(given.folder) != blocks(whole.folder)
+
+
+def test_texts_in_memory_are_those_of_a_file(tmp_path: Path) -> None:
+    text = (EMBEDDED / "heldout.txt").read_text()[:20000]
+    (tmp_path / "held.txt").write_text(text)
+    given = {"method": "rtn", "calibration": [text], "progress": False}
+    segments = {"data.calibration.segments": 2, "data.calibration.segment_length": 32}
+    one = call(tmp_path, **given, **segments, evaluation=[text])
+    other = call(tmp_path, **given, **segments, evaluation=[str(tmp_path / "held.txt")])
+    assert [*one.perplexity["quantized"]] == ["evaluation.jsonl"]
+    assert [*other.perplexity["quantized"]] == ["held.txt"]
+    for kind in ("original", "quantized"):
+        assert [*one.perplexity[kind].values()] == [*other.perplexity[kind].values()]
+
+
+@pytest.mark.parametrize(
+    "when", ["checkpoints/block_000/*.ckpt", "blocks/block_000.safetensors", "walk/*"]
+)
+def test_interrupted_it_is_resumed_to_the_same_bytes(
+    when: str, whole: aespa_pl.QuantizedRun, forks: Forks, tmp_path: Path
+) -> None:
+    outcome = forks.run(
+        [str(tmp_path)],
+        number=signal.SIGINT,
+        when=f"{tmp_path}/runs/aespa/version_0/{when}",
+        target="tests.api.calls:interrupted",
+    )
+    assert outcome.status == 0
+    found = re.search(r"KeyboardInterrupt: stopped; .*aespa_pl\.resume\('(.*)'\)", outcome.text)
+    assert found, outcome.text
+    run = aespa_pl.resume(found[1], progress=False)
+    assert blocks(run.folder) == blocks(whole.folder)
+    assert aespa_pl.resume(run.folder, progress=False).metrics == run.metrics
+
+
+def test_a_model_that_differs_in_one_weight_is_another(tmp_path: Path) -> None:
+    """A fingerprint has the first and the last MiB of a file, and this weight lies between them."""
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=1024
+    )
+    model, found = LlamaForCausalLM(config), set()
+    for _ in range(2):
+        folder = Path(keep_model(tmp_path, model, tokenizer()))
+        assert folder == Path(keep_model(tmp_path, model, tokenizer()))
+        found.add(model_fingerprint(folder.glob("*.safetensors")))
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight[0, 0] += 1
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bit": 3}, r"^bit is unknown: did you mean bits\?$"),
+        ({"bits": 9}, r"quantization\.bits is 9: expected 2 to 8$"),
+        ({"rounding": {"iteration": 9}}, r"rounding\.iteration is unknown: did you mean quantiz"),
+        ({"tokenizer": None}, r"tokenizer is missing: give the tokenizer"),
+        (
+            {"calibration": torch.zeros(3)},
+            r"calibration has the shape \[3\] and the type torch\.fl",
+        ),
+        ({"calibration": object()}, r"calibration is a object: expected the name of a text"),
+        ({"calibration": tokens() + WORDS}, r"token id \d+, but the model's vocabulary has 1024"),
+        ({"calibration": tokens()[:, :1]}, r"segment_length is 1: expected 2 or more"),
+        (
+            {"trainer": {"devises": 2}},
+            r"trainer\.devises is unknown: did you mean trainer\.devices",
+        ),
+        ({"config": "no.yaml"}, r"there is no file no\.yaml"),
+    ],
+)
+def test_mistakes_are_one_line(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(aespa_pl.UserError, match=message) as error:
+        call(tmp_path, **given)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("runs/aespa/version_*"))
+
+
+def test_the_process_keeps_its_settings(tmp_path: Path) -> None:
+    torch.set_float32_matmul_precision("high")
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        call(tmp_path, method="rtn", progress=False)
+        assert torch.get_float32_matmul_precision() == "high"
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        torch.set_float32_matmul_precision("highest")
