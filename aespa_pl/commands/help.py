@@ -24,6 +24,8 @@ COMMON = {
     "output.name": "name of the run, whose folder is output.folder/NAME/version_N",
     "trainer.accelerator": "auto, cpu or gpu",
     "trainer.devices": "number of devices",
+    "trust_run true": "let the configuration of a run from somebody else name code and places",
+    "seed_everything": "seed for callbacks and loggers; ours draw nothing from it",
     "ckpt_path": "last, or the folder of a run: the run that is continued or measured",
 }
 """The keys that most users need, in a few words."""
