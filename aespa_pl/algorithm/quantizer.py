@@ -1,9 +1,12 @@
-"""Apply the uniform quantizer ``W_hat = scale * zeta * (q - zero_point)`` (Eq. 3, with Z-Fold's zeta)."""
+"""Apply the uniform quantizer ``W_hat = scale * zeta * (q - zero_point)`` (Eq. 3, with Z-Fold's zeta).
+
+A weight as engines store it has no zeta: it is folded into what comes before.
+"""
 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Real
+from jaxtyping import Float, Real, UInt8
 from torch import Tensor
 
 
@@ -67,6 +70,70 @@ def dequantize(
 ) -> Float[Tensor, "heads rows d_in"]:
     """Return the weights that the integers stand for."""
     return grid.step() * (integers - grid.zero())
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """Holds a weight as engines store it, ``scale * (integers - zero_point)``."""
+
+    integers: UInt8[Tensor, "rows d_in"]
+    scale: Float[Tensor, "rows groups"]
+    """Scales, in values that float16 holds; a group is ``d_in / groups`` columns."""
+    zero_point: Real[Tensor, "rows groups"]
+    """Integers that stand for 0."""
+    bits: int
+
+    def __post_init__(self) -> None:
+        """Refuse integers and zero points that the bits don't hold.
+
+        Raises:
+            ValueError: One is too large.
+        """
+        largest = max(
+            (int(x.max()) for x in (self.integers, self.zero_point) if x.numel()), default=0
+        )
+        if largest >= 2**self.bits:
+            raise ValueError(
+                f"integers or zero points up to {largest} do not have {self.bits} bits"
+            )
+
+    @property
+    def groups(self) -> int:
+        """Return the number of groups of columns with a scale of their own."""
+        return self.scale.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of columns that share a scale."""
+        return self.integers.shape[1] // self.groups
+
+    def each_column(self, value: Tensor) -> Float[Tensor, "rows d_in"]:
+        """Return a value of each group ``[rows, groups]`` for each weight, in float32."""
+        return value.float().repeat_interleave(self.group_size, dim=1)
+
+    def weight(self) -> Float[Tensor, "rows d_in"]:
+        """Return the weight in float32, where every product is exact, because it has 20 bits at most."""
+        return scaled_steps(self.integers, self.scale.float(), self.zero_point.float())
+
+    def rows(self, order: Tensor) -> "QuantizedWeight":
+        """Return some rows of the weight, or all of them in another order."""
+        integers, scale, zero_point = (
+            self.integers[order],
+            self.scale[order],
+            self.zero_point[order],
+        )
+        return QuantizedWeight(integers, scale, zero_point, self.bits)
+
+
+def scaled_steps(
+    integers: Real[Tensor, "rows d_in"],
+    scale: Float[Tensor, "rows groups"],
+    zero_point: Float[Tensor, "rows groups"],
+) -> Float[Tensor, "rows d_in"]:
+    """Return ``scale * (integers - zero_point)``."""
+    steps = integers.unflatten(1, (scale.shape[1], -1)) - zero_point[..., None]
+    weight: Tensor = (scale[..., None] * steps).flatten(1)
+    return weight
 
 
 def round_to_half(scale: Tensor) -> Tensor:

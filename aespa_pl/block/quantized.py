@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.objectives import reconstruction_loss
-from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize, round_to_half
+from aespa_pl.algorithm.quantizer import (
+    Grid,
+    GridFormat,
+    QuantizedWeight,
+    dequantize,
+    quantize,
+    round_to_half,
+)
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, World
@@ -72,6 +79,12 @@ class QuantizedProjection:
         """Return the grid of the block as it is stored: zeta is 1, and float16 holds every scale."""
         scale = round_to_half(self.grid.scale * self.row_factor[..., None])
         return replace(self.grid, scale=scale, zeta=torch.ones_like(self.grid.zeta))
+
+    def stored(self) -> QuantizedWeight:
+        """Return the weight as it is stored, ``[rows, d_in]``: zeta is folded into what comes before."""
+        grid = self.folded_grid
+        scale, zero_point = grid.scale.flatten(0, 1), grid.zero_point.flatten(0, 1)
+        return QuantizedWeight(self.integers.flatten(0, 1), scale, zero_point, grid.bits)
 
     def share(self, world: World) -> RowShare:
         """Return which rows this process works on."""
@@ -185,6 +198,10 @@ class QuantizedBlock:
         """Return zeta ``[d_in]`` of each input group that folds it somewhere."""
         groups = (group for group in self.layout.groups if group.fold is not None)
         return {group.name: self.of_group(group)[0].grid.zeta for group in groups}
+
+    def stored(self) -> dict[str, QuantizedWeight]:
+        """Return the weights as they are stored, by projection."""
+        return {name: p.stored() for name, p in self.projections.items()}
 
     def take_grids(self, grids: Mapping[str, Grid]) -> None:
         """Take the grids of all projections, and nearest rounding on them.

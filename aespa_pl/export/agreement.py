@@ -73,7 +73,7 @@ def reference_logits(
         prefix = model.family.block_prefix(index)
         with source.block(index) as block, torch.no_grad():
             for name, matrix in matrices.items():
-                weight = chosen.expected(model, name, matrix.dequantized())
+                weight = chosen.expected(model, name, matrix.weight())
                 path = name.removeprefix(prefix)
                 block.get_parameter(path).copy_(weight)
                 if rounded is not None:

@@ -11,10 +11,11 @@ import torch
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from torch import Tensor
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.compressed_tensors import CompressedTensors, unpacked_by_library
 from aespa_pl.export.folder import FolderFormat, signed_words
 from aespa_pl.export.format import impossible, refuse_several_bits
-from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel
 
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -54,7 +55,7 @@ class Awq(FolderFormat):
                     "Use --format compressed-tensors",
                 )
 
-    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in, rows / 8]``, ``qzeros [G, rows / 8]`` and ``scales [G, rows]``."""
         return {
             "qweight": _packed(matrix.integers.T),

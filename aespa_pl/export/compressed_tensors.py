@@ -14,9 +14,10 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.folder import FolderFormat
 from aespa_pl.export.format import impossible, refuse_several_bits
-from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class CompressedTensors(FolderFormat):
                 "Leave --container_bits out",
             )
 
-    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
         """Return integers, scale, zero point and shape."""
         bits = self._bits(model)
         middle = 2 ** (bits - 1)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.format import Format, ReadTensor
-from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.headers import opened
 from aespa_pl.run.model_writer import ModelWriter
 
@@ -20,7 +21,7 @@ class FolderFormat(Format):
     """Writes a Hugging Face folder; formats differ in how a matrix is packed, and in config.json."""
 
     @abstractmethod
-    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
         """Return the tensors that stand for a matrix, by their suffix to the name of its layer."""
 
     @abstractmethod

@@ -18,13 +18,14 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
 from torch import Tensor
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.format import Format, ReadTensor, impossible
 from aespa_pl.export.gguf_blocks import as_typed, smallest_type, zero_points
 from aespa_pl.export.gguf_bytes import BlockType
 from aespa_pl.export.gguf_library import dequantized, library_type
 from aespa_pl.export.gguf_metadata import add_metadata, rope_factors
 from aespa_pl.export.gguf_vocabulary import add_vocabulary, refuse_tokenizer
-from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.family import Projection, Role
 from aespa_pl.models.headers import opened
 from aespa_pl.models.hub import LICENCES
@@ -151,11 +152,11 @@ class Gguf(Format):
         writer.close()
 
     def _encoded(
-        self, model: QuantizedModel, name: str, value: Tensor | QuantizedMatrix
+        self, model: QuantizedModel, name: str, value: Tensor | QuantizedWeight
     ) -> npt.NDArray[Any]:
         """Return the bytes of a tensor."""
         order = _row_order(model, name)
-        if isinstance(value, QuantizedMatrix):
+        if isinstance(value, QuantizedWeight):
             block_type = _exact_type(model, name)
             value = value if order is None else value.rows(order)
             return block_type.encode(as_typed(block_type.grid, model.bits_of(name), value))

@@ -11,8 +11,8 @@ from collections.abc import Collection
 import torch
 
 from aespa_pl.algorithm.grid_types import GridType, TypedMatrix
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, BlockType
-from aespa_pl.export.quantized import QuantizedMatrix
 
 
 def zero_points(bits: int, *, symmetric: bool) -> Collection[int]:
@@ -31,7 +31,7 @@ def smallest_type(
     return None
 
 
-def as_typed(kind: GridType, bits: int, matrix: QuantizedMatrix) -> TypedMatrix:
+def as_typed(kind: GridType, bits: int, matrix: QuantizedWeight) -> TypedMatrix:
     """Return a matrix, which a type holds exactly, as that type stores it."""
     blocks = matrix.group_size // kind.block
     d, zero = (x.repeat_interleave(blocks, 1) for x in (matrix.scale, matrix.zero_point))

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.folder import FolderFormat, signed_words
 from aespa_pl.export.format import impossible, refuse_several_bits
-from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel
 
 BITS = (2, 3, 4, 8)
 WORD = 32
@@ -52,7 +53,7 @@ class Gptq(FolderFormat):
                     "Use --format compressed-tensors",
                 )
 
-    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in * bits / 32, rows]``, ``qzeros [G, rows * bits / 32]`` and others."""
         bits, columns = self._bits(model), matrix.integers.shape[1]
         return {

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.folder import FolderFormat
-from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,9 @@ class HuggingFace(FolderFormat):
     def refuse(self, model: QuantizedModel) -> None:
         """Refuse nothing."""
 
-    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
         """Return the weight in the original's type."""
-        return {"weight": matrix.dequantized().to(model.dtype(name))}
+        return {"weight": matrix.weight().to(model.dtype(name))}
 
     def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
         """Return the weight."""

@@ -80,7 +80,7 @@ def _block_index(model: QuantizedModel, name: str) -> int | None:
 def _value(model: QuantizedModel, name: str, block: StoredBlock | None) -> Tensor:
     if block is None:
         return model.pretrained.tensor(name)
-    return block.matrices[name].dequantized() if name in block.matrices else block.others[name]
+    return block.matrices[name].weight() if name in block.matrices else block.others[name]
 
 
 def _refuse_difference(name: str, found: Tensor, expected: Tensor, chosen: Format) -> None:

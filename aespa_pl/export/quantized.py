@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float16, Float32, UInt8
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family, Projection
@@ -27,39 +27,10 @@ from aespa_pl.storage.cache import cache_folder
 
 
 @dataclass(frozen=True)
-class QuantizedMatrix:
-    """Holds the weight of one linear layer, ``scale * (integers - zero_point)``."""
-
-    integers: UInt8[Tensor, "rows d_in"]
-    scale: Float16[Tensor, "rows groups"]
-    zero_point: UInt8[Tensor, "rows groups"]
-
-    @property
-    def groups(self) -> int:
-        """Return the number of groups of columns with a scale of their own."""
-        return self.scale.shape[1]
-
-    @property
-    def group_size(self) -> int:
-        """Return the number of columns that share a scale."""
-        return self.integers.shape[1] // self.groups
-
-    def dequantized(self) -> Float32[Tensor, "rows d_in"]:
-        """Return the weight; in float32 every product is exact, because it has 20 bits at most."""
-        steps = self.integers.unflatten(1, (self.groups, -1)).short() - self.zero_point[..., None]
-        weight: Tensor = (self.scale.float()[..., None] * steps).flatten(1)
-        return weight
-
-    def rows(self, order: Tensor) -> "QuantizedMatrix":
-        """Return the matrix with its rows in another order."""
-        return QuantizedMatrix(self.integers[order], self.scale[order], self.zero_point[order])
-
-
-@dataclass(frozen=True)
 class StoredBlock:
     """Holds one Transformer block of a run, by the names in the model's ``state_dict``."""
 
-    matrices: Mapping[str, QuantizedMatrix]
+    matrices: Mapping[str, QuantizedWeight]
     """Quantized matrices by the name of the weight."""
     others: Mapping[str, Tensor]
     """Norms and biases, with zeta folded in."""
@@ -195,23 +166,10 @@ class QuantizedModel:
             yield name, self.pretrained.tensor(name)
 
     def block(self, index: int) -> StoredBlock:
-        """Read one block.
-
-        Raises:
-            UserError: An integer lies outside of the range that the run's bits give it.
-        """
-        names, path = self.matrix_names(index), self.run.block_file(index)
-        with opened(path) as file:
-            matrices = {
-                name: _matrix(file, projections, self.layout) for name, projections in names.items()
-            }
-        for name, matrix in matrices.items():
-            largest = max(int(matrix.integers.max()), int(matrix.zero_point.max()))
-            if largest >= 2 ** self.bits_of(name):
-                raise UserError(
-                    f"{path}: {name} has integers or zero points up to {largest}, but the run says that they "
-                    f"have {self.bits_of(name)} bits: quantize the model again"
-                )
+        """Read one block."""
+        names = self.matrix_names(index)
+        with opened(self.run.block_file(index)) as file:
+            matrices = {name: self._matrix(file, name, names[name]) for name in names}
         others = {
             name: self.pretrained.tensor(name)
             for name in self.block_names(index)
@@ -219,18 +177,28 @@ class QuantizedModel:
         }
         return StoredBlock(matrices, others)
 
+    def _matrix(self, file: Any, name: str, projections: tuple[Projection, ...]) -> QuantizedWeight:
+        """Read the weight of a linear layer, whose rows may belong to several projections in turn.
+
+        Raises:
+            UserError: An integer has more bits than the run says.
+        """
+        integers, scale, zero_point = (
+            _joined(
+                [file.get_tensor(f"{p.name}.{kind}") for p in projections], self.layout.head_dim
+            )
+            for kind in ("integers", "scale", "zero_point")
+        )
+        try:
+            return QuantizedWeight(integers, scale, zero_point, self.bits_of(name))
+        except ValueError as error:
+            raise UserError(
+                f"the run {self.run.folder}: {name}: {error}: quantize the model again"
+            ) from error
+
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that the original stores a tensor in."""
         return DTYPES[self.pretrained.tensors[name].dtype]
-
-
-def _matrix(file: Any, projections: tuple[Projection, ...], layout: BlockLayout) -> QuantizedMatrix:
-    """Read the weight of a linear layer, whose rows may belong to several projections in turn."""
-    integers, scale, zero_point = (
-        _joined([file.get_tensor(f"{p.name}.{what}") for p in projections], layout.head_dim)
-        for what in ("integers", "scale", "zero_point")
-    )
-    return QuantizedMatrix(integers, scale, zero_point)
 
 
 def _joined(parts: list[Tensor], head_dim: int) -> Tensor:

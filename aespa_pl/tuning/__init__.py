@@ -2,7 +2,6 @@
 
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import RunBlock, divergence, output_error
-from aespa_pl.tuning.parametrization import QuantizedWeight
 from aespa_pl.tuning.recipes import EVERYTHING, SCALES, recipe
 from aespa_pl.tuning.training import LearningRates
 from aespa_pl.tuning.tune import Tuned, changed_fraction, tune
@@ -12,7 +11,6 @@ __all__ = [
     "EVERYTHING",
     "SCALES",
     "LearningRates",
-    "QuantizedWeight",
     "RunBlock",
     "SegmentPairs",
     "TunableBlock",

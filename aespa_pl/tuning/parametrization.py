@@ -13,38 +13,15 @@ that are learned with it).
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.quantizer import round_to_half
+from aespa_pl.algorithm.quantizer import QuantizedWeight, round_to_half
 
 MARGIN = 0.49
 """Largest distance of a latent value from its integer at the start: it rounds to that integer."""
-
-
-@dataclass(frozen=True)
-class QuantizedWeight:
-    """Holds a weight ``[rows, d_in]`` as engines store it; zeta is folded into what comes before."""
-
-    integers: Tensor
-    """Integers ``[rows, d_in]``, uint8."""
-    scale: Tensor
-    """Scales ``[rows, groups]``, in values that float16 holds; a group is ``d_in / groups`` columns."""
-    zero_point: Tensor
-    """Integers ``[rows, groups]`` that stand for 0."""
-    bits: int
-
-    def each_column(self, value: Tensor) -> Tensor:
-        """Return a value of each group for each weight, ``[rows, d_in]``."""
-        return value.repeat_interleave(self.integers.shape[1] // value.shape[1], dim=1)
-
-    def weight(self) -> Tensor:
-        """Return the weight that the integers stand for, in float32."""
-        scale, zero_point = self.scale.float(), self.zero_point.float()
-        return self.each_column(scale) * (self.integers - self.each_column(zero_point))
 
 
 class WeightParametrization(nn.Module, ABC):
@@ -131,7 +108,7 @@ class FixedIntegers(OnGrid):
     def __init__(self, start: QuantizedWeight) -> None:
         """Start at a quantized weight."""
         super().__init__(start)
-        self._start = start.integers - start.each_column(start.zero_point.float())
+        self._start = start.integers - start.each_column(start.zero_point)
 
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight."""
@@ -154,8 +131,8 @@ def near_integers(start: QuantizedWeight, target: Tensor) -> Tensor:
         start: The weight so far; its integers are the nearest to the returned values.
         target: ``[rows, d_in]``, the weight that it stands for: how near the next integer is.
     """
-    steps = target.float() / start.each_column(start.scale.float())
-    offset = steps + start.each_column(start.zero_point.float()) - start.integers
+    steps = target.float() / start.each_column(start.scale)
+    offset = steps + start.each_column(start.zero_point) - start.integers
     return start.integers + offset.clamp_(-MARGIN, MARGIN)
 
 

@@ -5,16 +5,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.tuning.clipping import Clipped
 from aespa_pl.tuning.equivalent import transformations_of
-from aespa_pl.tuning.parametrization import (
-    FixedIntegers,
-    QuantizedWeight,
-    StraightThrough,
-    WeightParametrization,
-)
+from aespa_pl.tuning.parametrization import FixedIntegers, StraightThrough, WeightParametrization
 from aespa_pl.tuning.rounding import RoundingPenalty, UpOrDown
 
 MakeWeight = Callable[[str, QuantizedWeight, Tensor], WeightParametrization]

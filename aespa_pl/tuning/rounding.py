@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from aespa_pl.algorithm.adaround import penalty_exponent, rectified_sigmoid, rounding_variables
-from aespa_pl.tuning.parametrization import OnGrid, QuantizedWeight, near_integers
+from aespa_pl.algorithm.quantizer import QuantizedWeight, scaled_steps
+from aespa_pl.tuning.parametrization import OnGrid, near_integers
 
 
 class UpOrDown(OnGrid):
@@ -46,9 +47,7 @@ class UpOrDown(OnGrid):
         """Return the soft weight, or the decided one where no gradient is wanted."""
         up = rectified_sigmoid(latent) if torch.is_grad_enabled() else (latent >= 0).float()
         q = (self.lower + up).clamp(0, 2**self.bits - 1)
-        scale = self._scale()[..., None]  # [rows, groups, 1]
-        steps: Tensor = q.unflatten(1, (scale.shape[1], -1)) - self.zero_point[..., None]
-        return (scale * steps).flatten(1)
+        return scaled_steps(q, self._scale(), self.zero_point)
 
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> QuantizedWeight:

@@ -18,9 +18,9 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import Loss
-from aespa_pl.tuning.parametrization import QuantizedWeight
 from aespa_pl.tuning.recipes import EVERYTHING, Recipe
 from aespa_pl.tuning.training import LearningRates, Tuning, fit
 from aespa_pl.tuning.weights import (

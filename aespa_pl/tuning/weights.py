@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models.family import BlockLayout, Projection
 from aespa_pl.models.weights import projection_rows
-from aespa_pl.tuning.parametrization import QuantizedWeight, Stored, WeightParametrization
+from aespa_pl.tuning.parametrization import Stored, WeightParametrization
 from aespa_pl.tuning.recipes import Recipe
 
 

@@ -8,7 +8,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.observe import observing
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
@@ -23,7 +22,6 @@ from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.transfer import in_turn
 from aespa_pl.tuning import (
     LearningRates,
-    QuantizedWeight,
     RunBlock,
     SegmentPairs,
     TunableBlock,
@@ -79,7 +77,7 @@ class BlockTuner:
         module.float()
         replace_weights(block, module)
         types = stored_types(self.context.source, block.index)
-        return TunableBlock(module, block.layout, stored_weights(block), types, targets)
+        return TunableBlock(module, block.layout, block.stored(), types, targets)
 
     def tune(
         self,
@@ -204,18 +202,7 @@ def replace_weights(block: QuantizedBlock, module: nn.Module) -> None:
     """Turn the module into the quantized block: zeta is folded, the weights are the integers'."""
     fold(module, block.layout, block.zetas())
     for p in block.projections.values():
-        weight = dequantize(p.integers, p.folded_grid).flatten(0, 1)
-        set_projection_weight(module, block.layout, p.projection, weight)
-
-
-def stored_weights(block: QuantizedBlock) -> dict[str, QuantizedWeight]:
-    """Return what engines store of a block's weights, by projection."""
-    weights = {}
-    for name, p in block.projections.items():
-        grid = p.folded_grid
-        scale, zero_point = grid.scale.flatten(0, 1), grid.zero_point.flatten(0, 1)
-        weights[name] = QuantizedWeight(p.integers.flatten(0, 1), scale, zero_point, grid.bits)
-    return weights
+        set_projection_weight(module, block.layout, p.projection, p.stored().weight())
 
 
 def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.storage.files import write_tensors
-from aespa_pl.tuning import QuantizedWeight, TunableBlock, Tuned
-
-KINDS = ("integers", "scale", "zero_point")
+from aespa_pl.tuning import TunableBlock, Tuned
+from aespa_pl.walk.record import read_weight, weight_tensors
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,7 @@ class LearnedUnit:
 
 def write_unit(file: Path, tunable: TunableBlock, found: Tuned) -> None:
     """Write what was learned of a unit: its weights, and the norms and biases of the block."""
-    tensors = {
-        f"{kind} {name}": getattr(q, kind) for name, q in found.weights[0].items() for kind in KINDS
-    }
+    tensors = weight_tensors(found.weights[0])
     tensors |= {f"vector {name}": p for name, p in _vectors(tunable).items()}
     write_tensors(file, tensors | {"finite": torch.tensor(found.finite)}, {})
 
@@ -41,10 +39,8 @@ def read_unit(file: Path, tunable: TunableBlock) -> LearnedUnit:
     tensors = load_file(file, str(device))
     weights = {}
     for p in tunable.layout.projections:
-        if f"integers {p.name}" in tensors:
-            integers, scale, zero_point = (tensors[f"{kind} {p.name}"] for kind in KINDS)
-            bits = tunable.weights[p.name].bits
-            weights[p.name] = QuantizedWeight(integers, scale, zero_point, bits)
+        if f"{p.name}.integers" in tensors:
+            weights[p.name] = read_weight(tensors, p.name, tunable.weights[p.name].bits)
             set_projection_weight(tunable.block, tunable.layout, p, weights[p.name].weight())
     for name, parameter in _vectors(tunable).items():
         parameter.copy_(tensors[f"vector {name}"])

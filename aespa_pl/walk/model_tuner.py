@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -22,7 +23,6 @@ from aespa_pl.tuning import (
     EVERYTHING,
     SCALES,
     LearningRates,
-    QuantizedWeight,
     SegmentPairs,
     TunableBlock,
     Tuned,
@@ -134,11 +134,8 @@ class ModelTuner:
     def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, QuantizedWeight]:
         """Return what the file of a block holds, by projection."""
         return {
-            p.name: QuantizedWeight(
-                tensors[f"{p.name}.integers"],
-                tensors[f"{p.name}.scale"].float(),
-                tensors[f"{p.name}.zero_point"].float(),
-                self.context.settings.bits_for(index, p.name),
+            p.name: record.read_weight(
+                tensors, p.name, self.context.settings.bits_for(index, p.name)
             )
             for p in self.context.layout.projections
         }

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import quantize
+from aespa_pl.algorithm.quantizer import QuantizedWeight, quantize
 from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.curve_names import NOT_NEAREST
 from aespa_pl.distributed.processes import World
 from aespa_pl.run.schema import TuningRecord
-from aespa_pl.tuning import QuantizedWeight, Tuned
-from aespa_pl.walk.block_tuner import stored_weights
+from aespa_pl.tuning import Tuned
 from aespa_pl.walk.collect import Streams
 
 log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ def artifact(block: QuantizedBlock) -> dict[str, Tensor]:
     The weights are ``scale * (integers - zero_point)``: zeta is folded into them already.
     """
     zetas = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
-    return zetas | weight_tensors(stored_weights(block))
+    return zetas | weight_tensors(block.stored())
 
 
 def weight_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
@@ -78,6 +77,12 @@ def weight_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
         tensors[f"{name}.scale"] = q.scale.to(torch.float16)
         tensors[f"{name}.zero_point"] = q.zero_point.to(torch.uint8)
     return tensors
+
+
+def read_weight(tensors: Mapping[str, Tensor], name: str, bits: int) -> QuantizedWeight:
+    """Return the weight of a projection from the tensors that ``weight_tensors`` made."""
+    scale, zero_point = tensors[f"{name}.scale"], tensors[f"{name}.zero_point"]
+    return QuantizedWeight(tensors[f"{name}.integers"], scale, zero_point, bits)
 
 
 def metadata(measured: Mapping[str, Any], tuned: TuningRecord | None) -> dict[str, str]:

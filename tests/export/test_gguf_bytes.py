@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedMatrix
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.gguf_blocks import as_typed, smallest_type, zero_points
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, Bytes
 from aespa_pl.export.gguf_library import dequantized, library_type
-from aespa_pl.export.quantized import QuantizedMatrix
 from tests.export.gguf_files import llama_cpp
 from tests.export.runs import dequantized as uniform
 
@@ -110,7 +110,7 @@ def test_uniform_grids_are_exact(name: str, bits: int, zeros: list[int]) -> None
     q = torch.arange(256).repeat(len(zeros), 1).remainder(levels).to(torch.uint8)
     zero = torch.tensor(list(zeros), dtype=torch.uint8)[:, None]
     scale = (torch.rand(len(zeros), 1) + 0.01).half()
-    matrix = as_typed(TYPES[name], bits, QuantizedMatrix(q, scale, zero))
+    matrix = as_typed(TYPES[name], bits, QuantizedWeight(q, scale, zero, bits))
     data = BLOCK_TYPES[name].encode(matrix)
     found = dequantized(data, library_type(BLOCK_TYPES[name]))
     assert torch.equal(torch.from_numpy(found), uniform(q, scale, zero))

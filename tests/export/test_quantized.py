@@ -10,8 +10,9 @@ import pytest
 import torch
 import yaml
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.errors import UserError
-from aespa_pl.export.quantized import QuantizedMatrix, QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
 from tests.export.runs import CONFIGS, Known, dequantized, save_original
 
@@ -20,7 +21,7 @@ from tests.export.runs import CONFIGS, Known, dequantized, save_original
 def test_matrices_of_a_block_are_the_runs(name: str, known: MakeRun) -> None:
     run = known(name, 3, 32)
     model = QuantizedModel.open(run.folder)
-    found: dict[str, QuantizedMatrix] = {}
+    found: dict[str, QuantizedWeight] = {}
     for index in range(model.block_count):
         block = model.block(index)
         found |= block.matrices
@@ -28,15 +29,15 @@ def test_matrices_of_a_block_are_the_runs(name: str, known: MakeRun) -> None:
             assert torch.equal(value.float(), run.model.state_dict()[other].half().float())
     assert found.keys() == run.matrices.keys()
     for name, matrix in found.items():
-        assert torch.equal(matrix.dequantized(), run.weight(name))
+        assert torch.equal(matrix.weight(), run.weight(name))
 
 
 def test_dequantized_is_exact_for_every_integer_and_scale() -> None:
     q = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     zero = torch.arange(256, dtype=torch.uint8)[:, None]
     scale = torch.randint(1, 2**15 - 2**10, (256, 1)).short().view(torch.float16)
-    matrix = QuantizedMatrix(q, scale, zero)
-    assert torch.equal(matrix.dequantized(), dequantized(q, scale, zero))
+    matrix = QuantizedWeight(q, scale, zero, 8)
+    assert torch.equal(matrix.weight(), dequantized(q, scale, zero))
 
 
 def edit_journal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -9,13 +9,13 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family
 from aespa_pl.models.weights import projection_weight, set_projection_weight
 from aespa_pl.tuning import (
     EVERYTHING,
     LearningRates,
-    QuantizedWeight,
     SegmentPairs,
     TunableBlock,
     Tuned,
