@@ -14,12 +14,12 @@ from rich.console import Console
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.ending import ENDINGS, interrupted_by_closed_pipe, message_and_status, stop
+from aespa_pl.commands.ending import interrupted_by_closed_pipe, message_and_status, stop
 from aespa_pl.commands.help import show_help
 from aespa_pl.commands.mistakes import nearest, refuse_mistakes, refuse_other_methods
 from aespa_pl.commands.resuming import with_run
 from aespa_pl.errors import UserError
-from aespa_pl.run.interruption import Interruption
+from aespa_pl.run.interruption import Interruption, RunInterrupted
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _run(words, interruption)
     except BrokenPipeError:
         _end(interrupted_by_closed_pipe(), interruption, words)
-    except ENDINGS as error:
+    except (Exception, RunInterrupted) as error:  # noqa: BLE001  (raised again where it is a fault)
         _end(error, interruption, words)
 
 
@@ -160,5 +160,7 @@ def _end(error: BaseException, interruption: Interruption, words: Sequence[str])
     configured = command is not None and command.configured
     known = message_and_status(error, interruption.how_to_continue, configured=configured)
     if known is None:
+        if interruption.how_to_continue:
+            error.add_note(f"nothing is lost; continue with: {interruption.how_to_continue}")
         raise error
     stop(*known)

@@ -1,4 +1,4 @@
-"""Run ``aespa-pl test`` on a model that is packed already, such as an export.
+"""Run ``aespa-pl test`` on a quantized model alone: an export, a run's model folder, or any packed model.
 
 The blocks of such a model can't be streamed: transformers loads it whole, as an application would.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from aespa_pl.commands.checked import block_dtype
 from aespa_pl.commands.job import held_out_texts
@@ -23,14 +24,15 @@ from aespa_pl.evaluation.tasks import find_tasks, measure_tasks
 from aespa_pl.evaluation.whole import load_whole, unpacked_config
 from aespa_pl.models import family_of
 from aespa_pl.models.headers import shards
+from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
 
 
 def quantized_folder(model: ModelSettings) -> Path | None:
-    """Return the folder of a model whose weights are packed; None for any other model.
+    """Return the folder of a model that is quantized already; None for any other model.
 
     Raises:
-        UserError: They are packed for llama.cpp, which is not asked.
+        UserError: It is packed for llama.cpp, which is not asked, or in a way that transformers doesn't know.
     """
     folder = Path(model.pretrained).expanduser()
     if (folder / "model.gguf").is_file():
@@ -42,8 +44,17 @@ def quantized_folder(model: ModelSettings) -> Path | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # whoever opens it as a model says what is wrong
-    packed = isinstance(config, dict) and config.get("quantization_config")
-    return folder if packed else None
+    packed = config.get("quantization_config") if isinstance(config, dict) else None
+    if packed is None:
+        return folder if (folder / DESCRIPTION).is_file() else None
+    method = packed.get("quant_method") if isinstance(packed, dict) else None
+    if str(method) not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:
+        raise UserError(
+            f"model.pretrained: quantization_config in {folder / 'config.json'} has no quant_method that "
+            f"transformers knows (it has {method}): copy config.json from the model's origin, or export the "
+            "run again"
+        )
+    return folder
 
 
 def measure_exported(

@@ -86,6 +86,11 @@ def check_length(section: str, length: int, positions: int | None, model: str) -
 def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
     """Raise UserError if the columns of a projection can't be divided into groups."""
     size = settings.group_size
+    if size == 1:
+        raise UserError(
+            "quantization.group_size is 1: each weight would have a scale of its own, larger than itself; "
+            "choose 16 or more, or null"
+        )
     widths = {matrix.group: matrix.columns for matrix in shape.matrices}
     if size and any(columns % size for columns in widths.values()):
         found = ", ".join(f"{columns} ({group})" for group, columns in widths.items())

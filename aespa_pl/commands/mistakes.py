@@ -9,6 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from aespa_pl.commands.arguments import (
@@ -60,7 +61,7 @@ def refuse_mistakes(arguments: Arguments, command: str) -> None:
             seen.update(inner for inner, _ in found)
             # tasks may name files that run Python, so they stand where the user sees them
             mistakes += _mistakes(parser, KEYS, found, f" ({option.value})")
-        elif key in SECTIONS:
+        elif key in SECTIONS and _is_section(option.value):
             seen.add(REQUIRED)  # a section as a whole, in JSON or in a file: the parser's to check
         else:
             seen.add(key)
@@ -142,10 +143,21 @@ def _mistakes(
     return found
 
 
+def _is_section(value: str) -> bool:
+    """Return whether a word stands for a section: in YAML or JSON, or in a file."""
+    try:
+        return isinstance(yaml.safe_load(value), Mapping) or Path(value).expanduser().is_file()
+    except yaml.YAMLError:
+        return True  # the parser says what is wrong with it
+
+
 def _unknown(kinds: Mapping[str, Any], key: str, where: str) -> list[str]:
     """Return what is wrong with a key that is not of our own sections, none or one message."""
     if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:
         return []
+    if key in SECTIONS:
+        first = next(known for known in KEYS if known.startswith(f"{key}."))
+        return [f"{key} is a section, not a value: give the keys in it, such as {first}{where}"]
     if key in TASK_KEYS:
         return [f"{key} is a key of aespa-pl test alone, on its command line{where}"]
     hint = nearest(key, [*kinds, *OTHERS, *SECTIONS, FREE])

@@ -190,9 +190,12 @@ class Parsed:
         """
         try:
             return cast(Namespace, self.parser.instantiate(config))
-        # what the constructors of loggers and callbacks raise, and jsonargparse around it
-        except (ArgumentError, ImportError, TypeError, ValueError) as error:
-            raise UserError(f"trainer: {first_cause(error)}") from error
+        except (
+            Exception
+        ) as error:  # what the constructors of loggers and callbacks raise, of any class
+            # of the reasons of all types that a key may have, the one of the class that was named
+            reasons = re.findall(r"^ *- (?!Expected a <class)(.*[^:\n])$", str(error), re.MULTILINE)
+            raise UserError(f"trainer: {reasons[0] if reasons else first_cause(error)}") from error
 
 
 def _shrink(config: Any) -> None:

@@ -221,6 +221,12 @@ def _check_shares(devices: int, settings: TuningSettings, work: Work) -> None:
     """Raise UserError where a device has too few segments for a mini-batch and the share held back."""
     last = World(devices - 1, devices)  # has the fewest
     fewest = len(last.segments(torch.empty(work.segments, 0), work.batch_size))
+    if devices > 1 and not fewest:
+        raise UserError(
+            f"trainer.devices and trainer.num_nodes make {devices} devices, but {work.segments} segments in "
+            f"batches of {work.batch_size} are enough for {-(-work.segments // work.batch_size)}: lower "
+            "trainer.devices or data.batch_size"
+        )
     for section in (settings.blocks, settings.model):
         if section.enabled and devices > 1:
             try:

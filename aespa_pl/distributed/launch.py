@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
@@ -55,6 +56,9 @@ def launch(trainer: Trainer) -> World:
         UserError: torchrun or SLURM has started another number of processes.
     """
     strategy = trainer.strategy
+    if strategy.root_device.type == "cuda":
+        # until the first Trainer fits, work on "the" device would go to the first one
+        torch.cuda.set_device(strategy.root_device)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     elastic = distributed.is_available() and distributed.is_torchelastic_launched()
     if elastic and started != trainer.world_size:

@@ -1,8 +1,9 @@
 """Write and read formats that are a Hugging Face folder: safetensors with packed weights, and config.json."""
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from aespa_pl.export.format import Format, ReadTensor
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.headers import opened
 from aespa_pl.run.model_writer import ModelWriter
+from aespa_pl.run.schema import DESCRIPTION
+from aespa_pl.storage.files import write_json
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class FolderFormat(Format):
             names[index + 1] = tuple(tensors)
             after_block()
         writer.finish(names, model.original, self.config(model))
+        settings = json.loads(json.dumps(asdict(model.settings.quantization)))  # plain numbers only
+        # by this file fit refuses the folder, and test measures it alone
+        write_json(folder / DESCRIPTION, {"format": self.name, "quantization": settings})
 
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
         """Read the shards as a user of the format would."""

@@ -66,7 +66,16 @@ class PretrainedFolder:
             converted(path, cache or default_cache()) if path.suffix == ".bin" else path
             for path in shards(folder)
         ]
-        stored = {name: tensor for path in files for name, tensor in read_header(path).items()}
+        stored = dict[str, StoredTensor]()
+        for path in files:
+            header = read_header(path)
+            if twice := sorted(stored.keys() & header.keys()):
+                where = f"{stored[twice[0]].file.name} and in {path.name} of {folder}"
+                raise UserError(
+                    f"model.pretrained: tensor {twice[0]} is in {where}, and which one counts is unknown: "
+                    "copy the weights from the model's origin"
+                )
+            stored |= header
         tensors = locate(skeleton(config), stored, folder)
         used = {tensor.name for tensor in tensors.values()}
         return cls(folder, config, tensors, tuple(sorted(stored.keys() - used)))

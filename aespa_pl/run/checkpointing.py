@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from aespa_pl.distributed.processes import ALONE, World
-from aespa_pl.run.interruption import Interruption
+from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.run.training import Training
 from aespa_pl.settings import OutputSettings
@@ -131,8 +132,15 @@ class StopAtIteration(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Let signals through again."""
+        """Let signals through again.
+
+        Raises:
+            RunInterrupted: A callback of the user's raised KeyboardInterrupt, at which Lightning would end
+                the process without a word; Ctrl-C itself is a signal.
+        """
         self.interruption.defer(active=False)
+        if isinstance(exception, KeyboardInterrupt):
+            raise RunInterrupted(signal.SIGINT) from exception
 
     def _save_and_stop(self, trainer: Trainer) -> None:
         # what they agree on: a signal that comes now to one of them waits for the next iteration

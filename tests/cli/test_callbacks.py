@@ -3,9 +3,11 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.cli.commands import LAST, NO_TEXTS, CommandLine, small
@@ -86,3 +88,25 @@ def test_early_stopping_may_end_the_learning(
     events = EventAccumulator(str(Path(out.splitlines()[-1], "block_001")))
     events.Reload()
     assert events.Scalars("loss_reconstruction/q_proj")[-1].step == 20
+
+
+class Interrupting(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+
+class Unmade(Callback):
+    def __init__(self) -> None:
+        raise RuntimeError("the reason of the callback")
+
+
+def test_a_callback_that_interrupts_ends_as_ctrl_c_does(aespa: CommandLine, model: Path) -> None:
+    callback = ("--trainer.callbacks", f"{__name__}.Interrupting")
+    status, _, err = aespa("fit", *small(model), *NO_TEXTS, *callback)
+    assert (status, err.count("\n")) == (130, 1)
+    assert "stopped by SIGINT; continue with: aespa-pl fit --ckpt_path" in err
+
+
+def test_a_callback_that_cannot_be_made_keeps_its_reason(aespa: CommandLine, model: Path) -> None:
+    status, _, err = aespa("fit", *small(model), "--trainer.callbacks", f"{__name__}.Unmade")
+    assert (status, err) == (2, "aespa-pl: trainer: the reason of the callback\n")

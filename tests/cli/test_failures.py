@@ -106,3 +106,27 @@ def test_a_model_too_large_for_tasks_is_refused_before_anything_is_measured(
     status, _, err = aespa("test", *small(model), "--tasks", "[piqa]")
     assert (status, err.count("\n")) == (2, 1)
     assert "need the whole model in memory" in err
+
+
+def test_a_fault_says_how_the_run_goes_on(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("aespa_pl.walk.walk.Walk.quantize", fail)
+    with pytest.raises(ZeroDivisionError) as fault:
+        aespa("fit", *small(model), *NO_TEXTS)
+    assert "continue with: aespa-pl fit --ckpt_path" in fault.value.__notes__[0]
+
+
+def test_a_thread_that_the_system_refuses_is_one_line(
+    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("aespa_pl.walk.walk.Walk.quantize", fail)
+    status, _, err = aespa("fit", *small(model), *NO_TEXTS)
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(r"new thread: end other programs, .*ulimit -u.*; continue with: aespa-pl", err)

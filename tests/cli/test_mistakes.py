@@ -42,6 +42,12 @@ DECIDED = (
             ["--quantization.rounding.iterations", 0],
             r"rounding\.iterations is 0: expected a whole number, 1 or more$",
         ),
+        (["--quantization.group_size", 1], r"group_size is 1: each weight .*choose 16 or more"),
+        (
+            ["--trainer.devices", 5, "--quantization.method", "aespa-tuned"],
+            r"make 5 devices, but 4 segments in batches of 4 are enough for 1: lower",
+        ),
+        (["--model", "embedded:opt"], r"model is a section.* such as model\.pretrained$"),
         (
             ["--quantization.group_size", 7],
             r"group_size is 7, but the projections have columns 16 \(.*, 24 \(",

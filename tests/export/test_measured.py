@@ -1,13 +1,14 @@
 """An exported folder is measured as the run that it was made from."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from aespa_pl.commands.export import export
-from aespa_pl.commands.exported import measure_exported
+from aespa_pl.commands.exported import measure_exported, quantized_folder
 from aespa_pl.data import evaluation_tokens
 from aespa_pl.evaluation.perplexity import perplexity
 from aespa_pl.models import family_of
@@ -17,15 +18,21 @@ from aespa_pl.settings import DataSettings, EvaluationSettings, ModelSettings, T
 from tests.export.conftest import MakeRun
 
 
+@pytest.mark.parametrize("name", ["compressed-tensors", "hf", "model"])
 def test_perplexity_of_an_export_is_that_of_the_runs_own_folder(
-    known: MakeRun, tmp_path: Path
+    known: MakeRun, tmp_path: Path, name: str
 ) -> None:
     """One is streamed and rounded to float16, the other loaded whole: scales times integers."""
     run, folder = known("llama", 4, 32), tmp_path / "packed"
-    export(str(run.folder), format="compressed-tensors", output=str(folder), verify="bytes")
+    if name == "model":  # of the run itself
+        shutil.copytree(run.folder / "model", folder)
+        (folder / "quantization.json").write_text("{}")
+    else:
+        export(str(run.folder), format=name, output=str(folder), verify="bytes")
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and looked at the dog. " * 40)
     model = ModelSettings(pretrained=str(folder), dtype="float32")
+    assert quantized_folder(model) == folder
     evaluation = EvaluationSettings(texts=[str(text)], segment_length=16)
     data = DataSettings(evaluation=evaluation, cache=str(tmp_path / "cache"))
     metrics = measure_exported(folder, model, data, TaskSettings(), torch.device("cpu"))

@@ -279,3 +279,12 @@ def test_tensors_without_a_place_are_said(tmp_path: Path) -> None:
     assert str(pretrained.unused(family_of(pretrained.config))).endswith(
         "are left out: 4 (layers.0.adapter.a, layers.0.adapter.b, layers.0.adapter.c ...)"
     )
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    save(make_model("opt"), tmp_path, SHARD)
+    first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
+    twice = load_file(first)
+    save_file({**load_file(second), **twice}, second, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"is in {first.name} and in {second.name} of"):
+        PretrainedFolder.open(tmp_path)
