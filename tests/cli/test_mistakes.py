@@ -134,7 +134,8 @@ DECIDED = (
         ),
         (
             ["--trainer.callbacks", "[LearningRateMonitor, mine.Callback]"],
-            r"trainer\.callbacks: there is no mine\.Callback: give .*such as my_module\.MyClass, with the folder of .*PYTHONPATH",
+            r"trainer\.callbacks: there is no mine\.Callback: give .*such as my_module\.MyClass, "
+            r"with the folder of .*PYTHONPATH",
         ),
         (["--trainer.accelerator", "gpu"], r"trainer\.accelerator is gpu: set it to cpu"),
         (["--trainer.logger", "WandbLogger"], r"trainer: .*wandb"),
