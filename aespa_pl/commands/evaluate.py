@@ -181,6 +181,8 @@ def compare_perplexities(
             values = _without_diverged(values, progress)
         else:
             refuse_diverged(values, f"the {kind} model", job.dtype, MENDED_BY[kind])
+        if kind == "original":
+            _say_if_guessing(values, job.config.vocab_size, progress)
         if world.is_first:
             for name in values.keys() & measured.keys():
                 if (key := keys[name]) is not None:
@@ -188,6 +190,16 @@ def compare_perplexities(
         if values:
             results[kind] = values
     return results
+
+
+def _say_if_guessing(values: Mapping[str, float], vocabulary: int, progress: WalkProgress) -> None:
+    """Say where the original is worse than one that gives all tokens the same probability."""
+    for name, value in values.items():
+        if value > vocabulary:
+            progress.say(
+                f"the original model's perplexity on {name} is {value:,.0f}, worse than a guess among its "
+                f"{vocabulary:,} tokens: does the tokenizer in its folder belong to the model?"
+            )
 
 
 def _without_diverged(values: Mapping[str, float], progress: WalkProgress) -> dict[str, float]:

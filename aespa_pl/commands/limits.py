@@ -12,7 +12,7 @@ from aespa_pl.commands.mistakes import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes
 from aespa_pl.models.family import BlockLayout
-from aespa_pl.planning.budget import room
+from aespa_pl.planning.budget import Room, room
 from aespa_pl.planning.division import ONE_DEVICE, Devices
 from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.planning.tuning import block_bytes, model_bytes
@@ -186,9 +186,16 @@ def refuse_tuning(
                 )
             raise UserError(
                 f"quantization.tuning.{key} needs about {human(needed)}B of the {device.type}'s memory, of "
-                f"which {human(max(found.free, 0.0))}B may be taken{shared}{allowed}: "
+                f"which {_may_be_taken(found)}{shared}{allowed}: "
                 f"{', or '.join(remedies)}"
             )
+
+
+def _may_be_taken(room: Room) -> str:
+    if room.free > 0:
+        return f"{human(room.free)}B may be taken"
+    total = human(room.free + room.waiting)
+    return f"nothing is left, because the hidden states take {human(room.waiting)}B and {total}B may be taken"
 
 
 def check_output(output: OutputSettings) -> None:

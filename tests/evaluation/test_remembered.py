@@ -84,12 +84,23 @@ def test_a_damaged_file_is_measured_anew(tmp_path: Path, content: str) -> None:
     assert recall(tmp_path, key) is None
 
 
+@pytest.mark.parametrize("edited", [{"perplexity": 3.4}, {"sha256": "0" * 64}, {"more": 1}])
+def test_an_entry_that_somebody_edited_is_measured_anew(
+    tmp_path: Path, edited: dict[str, object]
+) -> None:
+    key = measured_on(MODEL, TOKENS)
+    remember(tmp_path, key, 3.5)
+    (path,) = (tmp_path / "perplexities").glob("*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | edited))
+    assert recall(tmp_path, key) is None
+
+
 @pytest.mark.parametrize("value", ["NaN", "Infinity", '"3.5"', "null"])
 def test_what_is_no_number_is_measured_anew(tmp_path: Path, value: str) -> None:
     key = measured_on(MODEL, TOKENS)
     remember(tmp_path, key, 3.5)
     (path,) = (tmp_path / "perplexities").glob("*.json")
-    path.write_text(f'{{"measured_on": {json.dumps(key)}, "perplexity": {value}}}')
+    path.write_text(path.read_text().replace("3.5", value))
     assert recall(tmp_path, key) is None
 
 
@@ -207,3 +218,24 @@ def test_another_model_whose_perplexity_is_no_number_is_refused_by_its_kind(
             progress=WalkProgress(Console(quiet=True)),
             world=ALONE,
         )
+
+
+def test_an_original_that_is_worse_than_a_guess_is_spoken_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_with_cache(tmp_path)
+    vocabulary = job.config.vocab_size
+    measured = {"a": vocabulary - 1.0, "b": vocabulary + 1.0}
+    monkeypatch.setattr(evaluate, "perplexity", lambda *_, **__: measured)
+    evaluate.compare_perplexities(
+        job,
+        job.pretrained.folder,
+        {"a": TOKENS, "b": TOKENS + 1},
+        ("original", "quantized"),
+        progress=WalkProgress(Console(width=300)),
+        world=ALONE,
+    )
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "guess" in line]
+    assert said.startswith(
+        f"the original model's perplexity on b is {vocabulary + 1:,}, worse than"
+    )

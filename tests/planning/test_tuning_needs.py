@@ -103,6 +103,11 @@ def test_hidden_states_that_take_the_memory_are_named(monkeypatch: pytest.Monkey
             refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU)
         assert ("with data.hidden_states disk, or lower" in str(refused.value)) is named
         refuse_tuning(shape(), WORK, DataSettings(), NONE, CPU)
+    monkeypatch.setattr(budget, "free_bytes", lambda _: 0.5 * waiting / RESERVE)
+    with pytest.raises(
+        UserError, match=r"nothing is left, because the hidden states take .*B and .*B may"
+    ):
+        refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU)
     with pytest.raises(UserError, match=r"may be taken by data\.memory_gb 1e-06: "):
         refuse_tuning(shape(), WORK, DataSettings(memory_gb=1e-6), MODEL, CPU)
 
