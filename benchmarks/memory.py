@@ -112,9 +112,9 @@ def main(
         work = Work(segments, length, 1, getattr(torch, dtype).itemsize)
         partition = partition_for(shape, work, settings, 1e9 * memory_gb if memory_gb else math.inf)
         predicted = host_bytes(
-            shape, work, settings, on_cpu=True, on_disk=True, partition=partition
+            shape, work, settings, on_cpu=True, on_disk=True, partition=partition, recompute=False
         )
-        phases = device_bytes(shape, work, settings, partition)
+        phases = device_bytes(shape, work, settings, partition, recompute=False)
         row = {
             "hidden": hidden,
             "blocks": count,

@@ -21,7 +21,6 @@ from aespa_pl.algorithm.candidate_losses import (
     approximate_losses,
     exact_losses,
     leading_part,
-    leading_rank,
     lowest_point,
 )
 
@@ -112,12 +111,3 @@ def _compare(V: Tensor, H: Tensor, candidates: Candidates, effort: Effort) -> tu
     near = near.flatten(-2).clamp(0, count - 1)
     of_near = approximate_losses(V, A, D, candidates.take(near))
     return torch.cat([index, near], -1), torch.cat([least, of_near], -1)
-
-
-def products_of_a_search(columns: int, candidates: int, effort: Effort = THOROUGH) -> float:
-    """Return how many products ``e H`` of a row, or what takes as much arithmetic, a search makes."""
-    if effort.shortlist is None:
-        return float(candidates)
-    # two more for the lowest point of the parabola
-    exact = min(effort.shortlist, candidates) + 2
-    return exact + effort.compared(candidates) * leading_rank(columns) / columns

@@ -31,7 +31,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
             return kernel(*arguments, **more)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # what the compiler raises, before anything has been computed
+        # The compiler has exceptions of its own, and raises them before anything is computed.
+        except Exception as error:  # noqa: BLE001
             log.warning("torch.compile can't be used here, so learning is slower: %s", error)
             _plain.add(function)
             return function(*arguments, **more)

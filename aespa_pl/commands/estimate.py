@@ -6,27 +6,29 @@ from rich.table import Table
 
 from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.checked import Checked, checked, find_model
-from aespa_pl.commands.limits import refuse_tuning, shortages
+from aespa_pl.commands.limits import shortages, tuning_shortages
 from aespa_pl.commands.output import quiet_libraries
 from aespa_pl.commands.sections import Parsed
 from aespa_pl.commands.trainer_section import TRAINER_KEYS
 from aespa_pl.commands.trainers import check_trainer, check_tuning, first_trainer
 from aespa_pl.models.headers import read_config
+from aespa_pl.planning.arithmetic import product_rate
 from aespa_pl.planning.division import Devices
 from aespa_pl.planning.table import Needs, needs_of, rows_of
 
-MEASURING_SECONDS = 30.0
-"""Seconds of measurement on the device, from which the time is estimated."""
+MEASURING_SECONDS = 2.0
+"""Seconds in which the rate of the device is measured."""
 
 
 def estimate(arguments: Arguments) -> None:
     """Print what ``fit`` needs, and what of it this machine has too little of.
 
     Raises:
-        UserError: fit would refuse this.
+        UserError: fit would refuse this with any memory.
     """
     quiet_libraries()
     job, devices = _job(Parsed.of(arguments, "plan"))
+    rate = product_rate(job.device, job.shape.hidden, MEASURING_SECONDS)
     needs = needs_of(
         job.shape,
         job.work,
@@ -34,13 +36,16 @@ def estimate(arguments: Arguments) -> None:
         job.quantization,
         job.device,
         stored_bytes=job.stored.itemsize,
-        seconds=MEASURING_SECONDS,
+        rate=rate,
         devices=devices,
     )
     console, table = Console(), Table(show_header=False, box=None)
     for row in rows_of(needs, job.shape, job.work, job.data, job.device):
         table.add_row(*row)
     console.print(table, highlight=False)
+    given = (job.shape, job.work, job.data, job.quantization, job.device)
+    for words in tuning_shortages(*given, devices=devices):
+        console.print(f"fit refuses this: {words}", highlight=False, soft_wrap=True)
     for words in _missing(job, needs):
         console.print(f"too little here: {words}", highlight=False, soft_wrap=True)
 
@@ -68,7 +73,6 @@ def _job(parsed: Parsed) -> tuple[Checked, Devices]:
     )
     check_tuning(trainer, settings.trainer, job.quantization.tuning, job.work)
     devices = Devices(trainer.world_size, trainer.num_nodes)
-    refuse_tuning(job.shape, job.work, job.data, job.quantization, device, devices=devices)
     return job, devices
 
 

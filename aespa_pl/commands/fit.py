@@ -24,7 +24,7 @@ from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
 from aespa_pl.planning.disk import disk_bytes
 from aespa_pl.planning.division import ONE_DEVICE, Devices
-from aespa_pl.planning.tuning import tuning_fits
+from aespa_pl.planning.tuning import recomputes
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context, Trainers
 from aespa_pl.run.damage import named
@@ -200,7 +200,6 @@ def _context(
     for words in portions_in_words(partition, job.shape):
         progress.say(words)
     free = world.smallest(room(*given, devices=devices).free)
-    fits = tuning_fits(job.shape, job.work, job.quantization, free, recompute=False)
     return Context(
         source=job.stream(job.pretrained),
         run=run,
@@ -210,7 +209,7 @@ def _context(
         progress=progress,
         stopwatch=Stopwatch(progress.phase),
         partition=partition,
-        recompute=not fits,
+        recompute=recomputes(job.shape, job.work, job.quantization, free),
         loggers=loggers,
         world=world,
     )

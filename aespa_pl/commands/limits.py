@@ -144,7 +144,22 @@ def refuse_tuning(
     *,
     devices: Devices = ONE_DEVICE,
 ) -> None:
-    """Refuse a tuning that has too few segments, or doesn't fit into the device's memory.
+    """Raise UserError for a tuning that has too few segments, or doesn't fit; as ``tuning_shortages``."""
+    words = tuning_shortages(shape, work, data, settings, device, devices=devices)
+    if words:
+        raise UserError(words[0])
+
+
+def tuning_shortages(
+    shape: Shape,
+    work: Work,
+    data: DataSettings,
+    settings: QuantizationSettings,
+    device: torch.device,
+    *,
+    devices: Devices = ONE_DEVICE,
+) -> list[str]:
+    """Return in words which tuning doesn't fit into the device's memory, and what to do.
 
     Args:
         shape: Sizes of the model.
@@ -155,12 +170,12 @@ def refuse_tuning(
         devices: All devices of the run; the processes of a host share the memory of its CPU.
 
     Raises:
-        UserError: The tuning can't work; the message says which key to change.
+        UserError: A tuning has too few segments.
     """
     tuning = settings.tuning
     if not tuning.enabled:
-        return
-    found = room(shape, work, data, settings, device, devices=devices)
+        return []
+    said, found = [], room(shape, work, data, settings, device, devices=devices)
     allowed = f" by data.memory_gb {data.memory_gb:g}" if data.memory_gb else ""
     shared = f" by each of {devices.of_host} processes" if devices.of_host > 1 else ""
     for key, section, needed in (
@@ -184,11 +199,12 @@ def refuse_tuning(
                     f"move the hidden states, {human(found.waiting)}B of it, to a file with "
                     "data.hidden_states disk, or lower data.calibration.segments",
                 )
-            raise UserError(
+            said.append(
                 f"quantization.tuning.{key} needs about {human(needed)}B of the {device.type}'s memory, of "
                 f"which {_may_be_taken(found)}{shared}{allowed}: "
                 f"{', or '.join(remedies)}"
             )
+    return said
 
 
 def _may_be_taken(room: Room) -> str:

@@ -1,20 +1,15 @@
-"""Count the arithmetic of a block from shapes, and its visits of weights outside of products.
+"""Count the arithmetic of a block from shapes; the rate of a device's products makes seconds of it.
 
-Most phases are products, and take as long as their operations. The search of the grids, OPTQ and the descent
-touch each weight many times besides: these visits are counted too, and ``rates.py`` measures how many of
-them a device makes in a second.
+Products of matrices count as their operations. Work on single weights counts as the operations of a product
+that takes as long: the constants below are from one thread of a CPU, and an accelerator's are others.
 """
 
-from dataclasses import dataclass
+import time
+
+import torch
 
 from aespa_pl.algorithm.candidate_losses import leading_rank
-from aespa_pl.algorithm.candidates import (
-    EXHAUSTIVE,
-    QUICK,
-    THOROUGH,
-    Effort,
-    products_of_a_search,
-)
+from aespa_pl.algorithm.candidates import EXHAUSTIVE, QUICK, THOROUGH, Effort
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.algorithm.second_moments import computed_share
 from aespa_pl.calibration.attention_weighted import chunk_rows
@@ -24,25 +19,15 @@ from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Matrix, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
-TYPICAL_ZFOLD_ROUNDS, TYPICAL_ROUNDS_OF_MORE_BITS = 4, 9
-"""Number of Z-Fold's rounds in the estimate of the time, at 2 bits and at more; 3 to 20 and 4 to 16 were
-seen, the settings allow up to 30."""
+COMPARED, UPDATED, VISITED, LEARNED = 250, 20_000, 5_000, 1_500
+"""Operations for each weight: rounded to a candidate grid, rounded by OPTQ, visited by a pass of the descent,
+and learned in an iteration; 1 to 1.5 times as many were measured at widths 576 and 2,048."""
+ZFOLD_ROUNDS, ZFOLD_ROUNDS_OF_MORE_BITS = 4, 9
+"""Rounds of Z-Fold at 2 bits and at more; 3 to 20 and 4 to 16 were seen."""
 LATER_PASSES = 0.4
-"""Mean time of a pass of the descent as a share of the first pass: less and less moves."""
-
-
-@dataclass(frozen=True)
-class Visits:
-    """Counts visits of weights by phase; as rates, visits a second."""
-
-    compared: float
-    """Number of weights times the candidate grids that a search compares them on."""
-    updated: float
-    """Number of weights that OPTQ rounds."""
-    polished: float
-    """Number of weights that the passes of the descent visit, in rows that stand alone."""
-    coupled: float
-    """The same number of query and key, where G couples the rows of a head."""
+"""Mean time of a pass of the descent beside that of the first: less and less moves."""
+MEASURED_WEIGHTS = 2**22
+"""Weights of the largest matrix that the rate is measured on."""
 
 
 def learned(matrix: Matrix, settings: QuantizationSettings) -> bool:
@@ -55,93 +40,53 @@ def candidates_of(settings: QuantizationSettings) -> int:
     return CLIP_RATIOS if settings.symmetric else 2 * CLIP_RATIOS
 
 
-def searches(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> dict[Effort, int]:
-    """Return how many searches of each effort the grid of a matrix takes."""
-    if not settings.grid.search:
-        return {}
-    last = EXHAUSTIVE if settings.grid.exhaustive else THOROUGH
-    folds = any(g.name == matrix.group and g.fold is not None for g in shape.layout.groups)
-    if not (settings.grid.zfold and folds):
-        return {last: 1}
-    typical = TYPICAL_ZFOLD_ROUNDS if settings.bits == 2 else TYPICAL_ROUNDS_OF_MORE_BITS
-    # the one without zeta, one a round, and the last
-    rounds = 1 + min(typical, settings.grid.max_rounds)
-    return {EXHAUSTIVE: rounds + 1} if settings.grid.exhaustive else {QUICK: rounds, THOROUGH: 1}
-
-
-def comparisons(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> int:
-    """Return how many candidates of a row of a matrix all searches compare together."""
-    candidates = candidates_of(settings)
-    found = searches(shape, matrix, settings).items()
-    compared = sum(count * effort.compared(candidates) for effort, count in found)
-    return compared - left_out(shape, matrix, settings)
-
-
-def left_out(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> int:
-    """Return how many candidates the last search leaves out: those that a quick one has compared."""
-    quick = QUICK in searches(shape, matrix, settings) and not settings.group_size
-    return QUICK.compared(candidates_of(settings)) if quick else 0
-
-
-def block_visits(shape: Shape, settings: QuantizationSettings) -> Visits:
-    """Return the visits of a block's weights."""
-    passes = LATER_PASSES * settings.polish.passes if settings.polish.enabled else 0
-    with_G = settings.objective.query_key == "attention"
-    coupled = sum(m.size for m in shape.matrices if with_G and m.role in (Role.QUERY, Role.KEY))
-    return Visits(
-        compared=sum(m.size * comparisons(shape, m, settings) for m in shape.matrices),
-        updated=shape.weights if settings.optq.enabled else 0,
-        polished=passes * (shape.weights - coupled),
-        coupled=passes * coupled,
-    )
-
-
 def block_flops(
-    shape: Shape, work: Work, settings: QuantizationSettings, partition: Partition = WHOLE
+    shape: Shape,
+    work: Work,
+    settings: QuantizationSettings,
+    partition: Partition = WHOLE,
+    devices: int = 1,
 ) -> dict[str, float]:
-    """Return the floating-point operations of one block, by phase; two for a multiply-add."""
-    streams = 2 if settings.two_streams else 1
+    """Return the floating-point operations of one block on each device, by phase; two for a multiply-add.
+
+    Several devices divide the segments in whole batches, and the rows evenly; each factors the Hessians that
+    all rows have in common.
+    """
+    work, heads = work.of_device(devices), shape.layout.key_value_heads
     tokens = work.segments * work.length
-    kv = shape.layout.key_value_heads
     attention = 4 * tokens * work.length * shape.layout.heads * shape.layout.head_dim
-    forward = 2 * tokens * shape.weights + attention
-    statistics = streams * len(partition.head_groups(kv)) * forward + gram_flops(
-        shape, work, settings
-    )
+    forward = float(2 * tokens * shape.weights + attention)
+    passes = (2 if settings.two_streams else 1) * len(partition.head_groups(heads))
     product = sum(m.product_flops for m in shape.matrices)
-    grid = sum(
-        2 * m.size * _searched_columns(m, settings) * _products_of_searches(shape, m, settings)
-        for m in shape.matrices
-    )
-    factors = shared_factor_flops(shape) + value_factor_flops(shape)
-    step = sum(learning_flops(m, shape) for m in shape.matrices if learned(m, settings))
-    # a product of all rows before and after, and in each pass one of the rows that move
-    polish = (2 + LATER_PASSES * settings.polish.passes) * product if settings.polish.enabled else 0
+    factors = sum(3 * columns**3 for columns in shape.inputs.values())
+    of_values = 3 * heads * shape.hidden**3
+    step = sum(_step_flops(m, shape) for m in shape.matrices if learned(m, settings))
+    visits = LATER_PASSES * settings.polish.passes
+    polish = (2 + visits) * product + visits * VISITED * shape.weights
+    optq = (product + of_values + UPDATED * shape.weights) / devices + factors
     return {
         "forward": forward,
-        "statistics": statistics,
-        "grid": float(grid),
-        "OPTQ": float(product + factors) if settings.optq.enabled else 0.0,
-        "rounding": float(step * settings.rounding.iterations),
-        "polish": float(polish),
+        "statistics": passes * forward + gram_flops(shape, work, settings),
+        "grid": sum(_search_flops(shape, m, settings) for m in shape.matrices) / devices,
+        "OPTQ": optq if settings.optq.enabled else 0.0,
+        "rounding": step * settings.rounding.iterations / devices,
+        "polish": polish / devices if settings.polish.enabled else 0.0,
         **tuning.tuning_flops(shape, work, settings, forward),
     }
 
 
-def shared_factor_flops(shape: Shape) -> float:
-    """Return the operations of OPTQ's factors of the Hessians that all rows of a projection share."""
-    return float(sum(3 * columns**3 for columns in shape.inputs.values()))
-
-
-def value_factor_flops(shape: Shape) -> float:
-    """Return the operations of OPTQ's factors of H_V, one for each key/value head."""
-    return float(3 * shape.layout.key_value_heads * shape.hidden**3)
-
-
-def learning_flops(matrix: Matrix, shape: Shape) -> float:
-    """Return the operations of an iteration of a matrix's rounding: dW H, and for query and key G dW."""
-    coupled = matrix.role in (Role.QUERY, Role.KEY)
-    return float(matrix.product_flops + (2 * matrix.size * shape.layout.head_dim if coupled else 0))
+def product_rate(device: torch.device, columns: int, seconds: float = 1.0) -> float:
+    """Return the operations a second that products of matrices with so many columns reach on a device."""
+    rows = min(columns, max(64, MEASURED_WEIGHTS // columns))
+    W, H = (torch.randn(n, columns, device=device) for n in (rows, columns))
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(taken) < 2 or time.perf_counter() < end:
+        began = time.perf_counter()
+        float((W @ H)[0, 0])  # waits for the device
+        taken.append(time.perf_counter() - began)
+    # the first call prepares the library
+    return 2.0 * rows * columns**2 / sorted(taken[1:])[(len(taken) - 1) // 2]
 
 
 def input_shifts(shape: Shape) -> int:
@@ -173,13 +118,33 @@ def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> floa
     return 2.0 * work.segments * work.length * products
 
 
-def _products_of_searches(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> float:
-    """Return how many products of a row with H all searches make, or what takes as much arithmetic."""
-    columns, candidates = _searched_columns(matrix, settings), candidates_of(settings)
-    found = searches(shape, matrix, settings).items()
-    products = sum(n * products_of_a_search(columns, candidates, effort) for effort, n in found)
-    return products - left_out(shape, matrix, settings) * leading_rank(columns) / columns
+def _step_flops(matrix: Matrix, shape: Shape) -> float:
+    """Return the operations of an iteration of a matrix's rounding: dW H, and for query and key G dW."""
+    coupled = matrix.role in (Role.QUERY, Role.KEY)
+    of_G = 2 * shape.layout.head_dim if coupled else 0
+    return float(matrix.product_flops + matrix.size * (of_G + LEARNED))
 
 
-def _searched_columns(matrix: Matrix, settings: QuantizationSettings) -> int:
-    return min(matrix.columns, settings.group_size or matrix.columns)
+def _search_flops(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> float:
+    """Return the operations of all searches of a matrix's grids."""
+    if not settings.grid.search:
+        return 0.0
+    columns = min(matrix.columns, settings.group_size or matrix.columns)
+    candidates, last = candidates_of(settings), THOROUGH
+    quick, rounds = QUICK, 0
+    if settings.grid.exhaustive:
+        quick = last = EXHAUSTIVE
+    if settings.grid.zfold and any(
+        g.name == matrix.group and g.fold is not None for g in shape.layout.groups
+    ):
+        typical = ZFOLD_ROUNDS if settings.bits == 2 else ZFOLD_ROUNDS_OF_MORE_BITS
+        rounds = 1 + min(typical, settings.grid.max_rounds)  # one without zeta
+
+    def search(effort: Effort) -> float:
+        if effort.shortlist is None:
+            return float(candidates * (2 * columns + COMPARED))
+        compared = effort.compared(candidates) * (2 * leading_rank(columns) + COMPARED)
+        # two more exact losses for the lowest point of the parabola
+        return (effort.shortlist + 2) * 2 * columns + compared
+
+    return matrix.size * (rounds * search(quick) + search(last))

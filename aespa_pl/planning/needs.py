@@ -26,14 +26,13 @@ KEPT_BYTES = FLOAT + 1
 OPTQ_BYTES = 5 * FLOAT
 """A weight of the projection that OPTQ works on takes this many bytes: it is there as pending and as visited
 weight, with step, zero point and integer."""
-PROCESS_BYTES = 600_000_000
-"""Bytes of Python, torch, lightning and transformers: 380 MB were measured on Linux with CPU torch
-(benchmarks/memory.py), the rest is room for the allocator and the libraries' own buffers."""
+PROCESS_BYTES = 730_000_000
+"""Bytes of Python, torch, lightning and transformers on Linux with CPU torch: 550 MB of memory and 150 MB of
+mapped libraries were measured; the rest is for the model's mapped files."""
 MOST_PORTIONS = 64
 """Largest number of portions that a block is learned in; each large projection is one by then."""
 GRID_BYTES, GRID_BYTES_OF_GROUPS = 8 * FLOAT, 3 * FLOAT
-"""A candidate of a row (and group) takes this many bytes: scale, zero point, loss. Without groups also copies
-of those that a quick search has not compared, with their places; and what quick searches have compared."""
+"""Bytes per candidate grid: scale, zero point, loss; without groups also copies of those compared."""
 CHUNK_BYTES = 3 * FLOAT
 """An error of a candidate that is compared takes this many bytes: itself, its square, a product."""
 POLISH_BYTES = 11 * FLOAT
@@ -102,6 +101,7 @@ def device_bytes(
     partition: Partition = WHOLE,
     *,
     accelerator: bool = False,
+    recompute: bool = True,
 ) -> dict[str, int]:
     """Return the bytes on the device, by phase; the largest is what a run needs.
 
@@ -111,6 +111,7 @@ def device_bytes(
         settings: Settings of the quantization.
         partition: The part of a block that is in memory at once.
         accelerator: The device isn't a CPU: chunks are larger.
+        recompute: The end-to-end tuning runs blocks once more (``tuning.recomputes``).
     """
     stem = shape.stem_weights * work.dtype_bytes
     block = shape.block_weights * work.dtype_bytes
@@ -157,7 +158,7 @@ def device_bytes(
         + (FLOAT + FLOAT + 1) * shape.weights
         + (POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0),
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
-        "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=True),
+        "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=recompute),
     }
 
 
@@ -228,6 +229,7 @@ def host_bytes(
     on_disk: bool,
     partition: Partition = WHOLE,
     processes: int = 1,
+    recompute: bool = True,
 ) -> int:
     """Return the bytes in host memory of all processes of a host.
 
@@ -239,9 +241,11 @@ def host_bytes(
         on_disk: Hidden states are kept in files.
         partition: The part of a block that is in memory at once.
         processes: Number of processes, one for each device of the host.
+        recompute: As in ``device_bytes``.
     """
     hidden = 0 if on_disk else hidden_bytes(shape, work, settings)
-    device = max(device_bytes(shape, work, settings, partition).values()) if on_cpu else 0
+    phases = device_bytes(shape, work, settings, partition, recompute=recompute)
+    device = max(phases.values()) if on_cpu else 0
     return processes * (PROCESS_BYTES + device) + hidden
 
 

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from aespa_pl.algorithm.threads import threads_limited_to
 from aespa_pl.planning.arithmetic import block_flops
 from aespa_pl.planning.budget import portions_in_words, room
-from aespa_pl.planning.complexity import SEQUENCES, aespa_flops, conventional_flops
 from aespa_pl.planning.disk import disk_bytes, waiting_bytes
-from aespa_pl.planning.division import ONE_DEVICE, Devices, device_flops, device_visits
+from aespa_pl.planning.division import ONE_DEVICE, Devices
 from aespa_pl.planning.needs import (
     device_bytes,
     hidden_bytes,
@@ -18,8 +16,8 @@ from aespa_pl.planning.needs import (
     partition_for,
 )
 from aespa_pl.planning.partition import Partition
-from aespa_pl.planning.rates import measure_rates
 from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.planning.tuning import recomputes
 from aespa_pl.planning.words import duration, human
 from aespa_pl.settings import DataSettings, QuantizationSettings
 
@@ -39,6 +37,12 @@ class Needs:
     seconds: Mapping[str, float]
     """Seconds of one block on the device that has most to do, by phase."""
     partition: Partition
+    free: float
+    """Bytes of the device that a phase may take, beside hidden states that wait there."""
+    on_device: int
+    """Bytes of the hidden states that wait on an accelerator."""
+    rate: float
+    """Operations a second of a device."""
     devices: Devices = ONE_DEVICE
     """All devices of the run."""
 
@@ -56,7 +60,7 @@ def needs_of(
     device: torch.device,
     *,
     stored_bytes: int,
-    seconds: float,
+    rate: float,
     devices: Devices = ONE_DEVICE,
 ) -> Needs:
     """Return what a run needs.
@@ -66,22 +70,24 @@ def needs_of(
         work: Calibration text.
         data: Settings: where hidden states wait, and how much memory a block may take.
         quantization: Method and settings.
-        device: Device that blocks run on; it is measured.
+        device: Device that blocks run on.
         stored_bytes: Bytes of each weight in the model's files.
-        seconds: Time of the measurement.
+        rate: Operations a second of a device.
         devices: All devices of the run, which divide each block.
     """
     on_cpu, on_disk = device.type == "cpu", data.hidden_states == "disk"
     own = work.of_device(devices.count)
     free = room(shape, work, data, quantization, device, devices=devices).free
     partition = partition_for(shape, own, quantization, free, accelerator=not on_cpu)
-    # processes of a host share its processors
-    threads = max(1, torch.get_num_threads() // devices.of_host)
-    with threads_limited_to(threads):
-        rates = measure_rates(shape, device, seconds=seconds, precision=quantization.precision)
+    recompute = recomputes(shape, work, quantization, free)
     kept = data.hidden_states == "device" and not on_cpu
     streams = hidden_bytes(shape, own, quantization) if kept else 0
-    on_device = device_bytes(shape, own, quantization, partition, accelerator=not on_cpu)
+    on_device = device_bytes(
+        shape, own, quantization, partition, accelerator=not on_cpu, recompute=recompute
+    )
+    if on_cpu:  # processes of a host divide its processors
+        rate /= devices.of_host
+    flops = block_flops(shape, work, quantization, partition, devices.count)
     return Needs(
         {phase: count and count + streams for phase, count in on_device.items()},
         host_bytes(
@@ -92,6 +98,7 @@ def needs_of(
             on_disk=on_disk or kept,
             partition=partition,
             processes=devices.of_host,
+            recompute=recompute,
         ),
         disk_bytes(
             shape,
@@ -103,25 +110,35 @@ def needs_of(
         ),
         waiting_bytes(shape, quantization, stored_bytes=stored_bytes),
         block_flops(shape, work, quantization, partition),
-        rates.seconds(
-            device_flops(shape, work, quantization, devices.count, partition),
-            device_visits(shape, quantization, devices.count),
-        ),
+        {phase: count / rate for phase, count in flops.items()},
         partition,
+        free,
+        streams,
+        rate,
         devices,
     )
 
 
 def rows_of(
-    needs: Needs, shape: Shape, work: Work, data: DataSettings, device: torch.device
+    needs: Needs,
+    shape: Shape,
+    work: Work,
+    data: DataSettings,
+    device: torch.device,
 ) -> list[tuple[str, str, str]]:
     """Return needs as rows of a table: what, how much, from what; arguments as in :func:`needs_of`."""
+
+    def phase_in_words(phase: str, count: int) -> str:
+        if count - needs.on_device <= needs.free:
+            return phase
+        return f"{phase}: too much, {human(max(needs.free, 0.0))}B may be taken"
+
     parameters = shape.blocks * shape.block_weights + shape.stem_weights
     stream = human(work.stream_bytes(shape.hidden))
     host = f"hidden states: {stream}B a stream, {data.hidden_states}"
     host += ", and all that the device needs" if device.type == "cpu" else ""
     on_device = f"{device.type}, one block at a time"
-    estimate = "estimate, without evaluation: arithmetic over the rates just measured"
+    estimate = f"estimate, without evaluation, at {human(needs.rate)}FLOP/s of a device"
     if needs.devices.count > 1:
         host += f"; {needs.devices.of_host} processes"
         on_device += f", each of {needs.devices.count}"
@@ -134,29 +151,13 @@ def rows_of(
     return [
         ("model", f"{human(parameters)} parameters", _blocks(shape)),
         ("device memory", f"{human(needs.most_on_device)}B", on_device),
-        *(("", f"{human(count)}B", phase) for phase, count in phases.items()),
+        *(("", f"{human(n)}B", phase_in_words(phase, n)) for phase, n in phases.items()),
         *(("", "divided", words) for words in portions_in_words(needs.partition, shape)),
         ("host memory", f"{human(needs.host)}B", host),
         ("disk", f"{human(needs.disk)}B", f"model, integers{waiting}"),
         ("arithmetic", f"{human(shape.blocks * flops)}FLOP", f"{human(flops)}FLOP a block"),
         ("time", duration(shape.blocks * total), estimate),
         *(("", duration(shape.blocks * count), phase) for phase, count in seconds.items()),
-        *complexity_rows(shape, work),
-    ]
-
-
-def complexity_rows(shape: Shape, work: Work) -> list[tuple[str, str, str]]:
-    """Return the paper's two counts of an iteration as rows of a table; arguments as in ``needs_of``."""
-    d, head = shape.hidden, shape.layout.head_dim
-    forward = conventional_flops(d, head, work.length)
-    text = f"by forward passes of {SEQUENCES} segments of {work.length} tokens (BRECQ and others)"
-    return [
-        ("one iteration", f"{human(forward)}FLOP", f"Q, K and V of a head, {text}"),
-        (
-            "",
-            f"{human(aespa_flops(d, head))}FLOP",
-            "the same by aespa's objectives, whatever the text",
-        ),
     ]
 
 

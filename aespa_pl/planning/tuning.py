@@ -17,9 +17,10 @@ epoch."""
 MODEL_BYTES = FLOAT + 1
 """A weight of a model whose integers stay takes this many bytes: ``q - z`` in float32, and the integer in
 uint8."""
-MODEL_BYTES_LEARNED = 5 * FLOAT + 1
-"""A weight of a model whose integers are learned takes this many bytes: latent value with gradient, two
-moments and best epoch in float32, and the integer in uint8."""
+MODEL_BYTES_LEARNED = 7 * FLOAT + 1
+"""Bytes per weight of a model whose integers are learned: latent value with gradient, two moments and best
+epoch in float32, the integer in uint8, and two numbers in float32 that peaks of whole runs have beside them
+(docs/memory.md)."""
 CHECKPOINT_BYTES = 4 * FLOAT
 """A checkpoint has this many bytes of a weight whose latent value is learned: the value, two moments and
 the best epoch. It is there twice while one replaces another."""
@@ -74,11 +75,9 @@ def model_bytes(
     )
 
 
-def tuning_fits(
-    shape: Shape, work: Work, settings: QuantizationSettings, free: float, *, recompute: bool
-) -> bool:
-    """Return whether the end-to-end tuning takes at most ``free`` bytes; arguments as above."""
-    return model_bytes(shape, work, settings, recompute=recompute) <= free
+def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: float) -> bool:
+    """Return whether blocks run once more in the end-to-end tuning, which else takes over ``free`` bytes."""
+    return model_bytes(shape, work, settings, recompute=False) > free
 
 
 def tuning_flops(

@@ -14,7 +14,6 @@ from aespa_pl.algorithm.candidates import (
     THOROUGH,
     Effort,
     best_grids,
-    products_of_a_search,
 )
 from tests.algorithm.candidate_examples import (
     SPECTRA,
@@ -145,18 +144,6 @@ def test_rows_too_small_for_the_inverse_of_a_scale_have_finite_losses(effort: Ef
     scale, _, loss = best_grids(V, torch.eye(4)[None], candidates, effort=effort)
     assert loss.isfinite().all()
     assert (scale > 0).all()
-
-
-@pytest.mark.parametrize(
-    ("columns", "candidates", "expected"),
-    [(128, 200, 10 + 25), (4096, 200, 10 + 8), (16, 1, 3 + 1)],
-)
-def test_products_are_those_of_the_shortlist_the_parabola_and_the_approximation(
-    columns: int, candidates: int, expected: int
-) -> None:
-    found = products_of_a_search(columns, candidates)
-    assert round(found) == expected  # in whole products
-    assert products_of_a_search(columns, candidates, EXHAUSTIVE) == candidates
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from aespa_pl.algorithm import fusion
 from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss, start
@@ -100,8 +101,9 @@ def test_a_compiler_makes_one_kernel_of_each_function() -> None:
     assert max(error for _, error in lines) < 1e-5
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, FailOnRecompileLimitHit])
 def test_where_nothing_can_be_compiled_the_plain_path_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = []
 
@@ -111,7 +113,7 @@ def test_where_nothing_can_be_compiled_the_plain_path_goes_on(
         return 2 * A
 
     def fail(*_: object, **__: object) -> object:
-        raise RuntimeError("no compiler")
+        raise kind("no compiler")
 
     with simulated(monkeypatch) as device:
         monkeypatch.setattr(torch, "compile", fail)

@@ -14,7 +14,8 @@ from aespa_pl.planning.budget import RESERVE
 from aespa_pl.planning.division import Devices
 from aespa_pl.planning.needs import device_bytes, hidden_bytes
 from aespa_pl.planning.shape import Work
-from aespa_pl.planning.tuning import model_bytes
+from aespa_pl.planning.table import needs_of
+from aespa_pl.planning.tuning import model_bytes, recomputes
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     BlockTuningSettings,
@@ -81,6 +82,18 @@ def test_a_block_needs_the_same_in_a_deeper_model_and_the_model_more() -> None:
         assert after - before >= 9 * shape().blocks * 4 * shape().weights
     kept, again = (model_bytes(deep, WORK, MODEL, recompute=r) for r in (False, True))
     assert again < kept
+
+
+def test_plan_counts_what_fit_chooses_by_the_memory_that_is_free() -> None:
+    """What blocks keep for the backward pass counts where it fits; otherwise they run once more."""
+    kept, again = (model_bytes(shape(), WORK, MODEL, recompute=r) for r in (False, True))
+    assert not recomputes(shape(), WORK, MODEL, kept)
+    assert recomputes(shape(), WORK, MODEL, kept - 1)
+    streams = hidden_bytes(shape(), WORK, MODEL)
+    for free, needed in ((kept, kept), (kept - 1, again)):
+        data = DataSettings(hidden_states="memory", memory_gb=(free + streams) / 1e9)
+        needs = needs_of(shape(), WORK, data, MODEL, CPU, stored_bytes=2, rate=1e9)
+        assert needs.device["tuning of the model"] == needed
 
 
 @pytest.mark.parametrize(("settings", "key"), [(BLOCKS, "blocks"), (MODEL, "model")])
