@@ -28,6 +28,8 @@ def estimate(arguments: Arguments) -> None:
     """
     quiet_libraries()
     job, devices = _job(Parsed.of(arguments, "plan"))
+    given = (job.shape, job.work, job.data, job.quantization, job.device)
+    refused = tuning_shortages(*given, devices=devices)
     rate = product_rate(job.device, job.shape.hidden, MEASURING_SECONDS)
     needs = needs_of(
         job.shape,
@@ -43,8 +45,7 @@ def estimate(arguments: Arguments) -> None:
     for row in rows_of(needs, job.shape, job.work, job.data, job.device):
         table.add_row(*row)
     console.print(table, highlight=False)
-    given = (job.shape, job.work, job.data, job.quantization, job.device)
-    for words in tuning_shortages(*given, devices=devices):
+    for words in refused:
         console.print(f"fit refuses this: {words}", highlight=False, soft_wrap=True)
     for words in _missing(job, needs):
         console.print(f"too little here: {words}", highlight=False, soft_wrap=True)

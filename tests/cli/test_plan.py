@@ -57,7 +57,7 @@ def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
         (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true"),
         (["--trainer.accelerator", "abacus"], r"trainer: .*accelerator"),
         (["--trainer.devices", 2, "--trainer.strategy", "fsdp"], r"trainer"),
-        (["--trainer.devices", 64], r"One of 64 devices has so few"),
+        (["--trainer.devices", 64], r"make 64 devices, but 128 segments"),
         (
             ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "loss"],
             r"has EarlyStopping.* lower quantization\.tuning\.blocks\.epochs and .*model\.epochs instead",
