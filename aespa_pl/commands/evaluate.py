@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from aespa_pl.commands.measured import store
 from aespa_pl.commands.tasks import compare_tasks
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
+from aespa_pl.evaluation.divergence import divergence
 from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
 from aespa_pl.evaluation.size import bits_per_weight, packed_bytes, projection_weights
@@ -83,6 +84,10 @@ def test(
         metrics["perplexity"] = compare_perplexities(
             job, model, texts, kinds, progress=progress, world=world
         )
+    if tasks.kld and texts:
+        metrics["divergence"] = {
+            "quantized": _divergences(job, model, texts, progress=progress, world=world)
+        }
     if found is not None:
         progress.phase("tasks")
         metrics |= compare_tasks(job, model, found, tasks, kinds)
@@ -133,6 +138,23 @@ def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float
         else {"bits_per_weight": packed, "bytes": small}
         for kind in kinds
     }
+
+
+def _divergences(
+    job: Job, model: Path, texts: Mapping[str, Tensor], *, progress: WalkProgress, world: World
+) -> dict[str, dict[str, float]]:
+    """Return how far the quantized model is from the original on each text."""
+    blocks = job.pretrained.config.num_hidden_layers * len(texts)
+    progress.begin("KL divergence, blocks of both models", 2 * blocks)
+    found = divergence(
+        job.stream(job.pretrained),
+        job.stream(PretrainedFolder.open(model)),
+        texts,
+        batch_size=job.data.batch,
+        after_block=progress.advance,
+        world=world,
+    )
+    return {name: asdict(value) for name, value in found.items()}
 
 
 def compare_perplexities(

@@ -81,6 +81,10 @@ def measure_exported(
         raise UserError(
             "data.evaluation.texts is empty: name at least one text, or tasks with --tasks"
         )
+    if tasks.kld:
+        raise UserError(
+            f"--kld: {folder} has no original to compare with: test the run that it was exported from"
+        )
     found, start = find_tasks(tasks) if tasks.tasks else None, time.perf_counter()
     texts = _tokens(folder, data)
     dtype = block_dtype(model, device, torch.float16)

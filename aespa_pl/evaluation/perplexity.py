@@ -54,14 +54,30 @@ def perplexity(
     with source.stem():
         for name, all_tokens in texts.items():
             tokens = world.segments(all_tokens, batch_size)
-            batches = source.embed_with_stem(tokens, batch_size)
-            for index, block in enumerate(source.blocks()):
-                if change is not None:
-                    change(index, block)
-                source.advance(block, batches)
-                after_block()
+            batches = last_hidden(
+                source, tokens, batch_size, change=change, after_block=after_block
+            )
             found[name] = _head_perplexity(source, batches, tokens, batch_size)
+            del batches  # the next text's hidden states need the memory
     return found
+
+
+def last_hidden(
+    source: StreamedModel,
+    tokens: Tensor,
+    batch_size: int,
+    *,
+    change: BlockChange | None = None,
+    after_block: Callable[[], None] = lambda: None,
+) -> Batches:
+    """Return the hidden states after the last block, in a ``stem`` context (arguments of perplexity)."""
+    batches = source.embed_with_stem(tokens, batch_size)
+    for index, block in enumerate(source.blocks()):
+        if change is not None:
+            change(index, block)
+        source.advance(block, batches)
+        after_block()
+    return batches
 
 
 @torch.inference_mode()

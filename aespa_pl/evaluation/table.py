@@ -15,7 +15,7 @@ SPECIAL = re.compile(r"[\\`*|\[\]~]")
 GB = 10**9
 
 
-SECTIONS = ("perplexity", "tasks", "size", "test_seconds")
+SECTIONS = ("perplexity", "divergence", "tasks", "size", "test_seconds")
 """Sections of the metrics that have columns, in their order."""
 
 
@@ -45,7 +45,8 @@ def result_table(metrics: Mapping[str, Any], method: str = KINDS["quantized"]) -
 
     Args:
         metrics: Metrics as in ``test.json``; all of it may be missing: ``perplexity`` by kind and text,
-            ``tasks`` by kind and task (``value``, ``error``), ``size`` by kind (``bits_per_weight``,
+            ``divergence`` by kind and text (``mean``, ``rare``, ``same_top``), ``tasks`` by kind and
+            task (``value``, ``error``), ``size`` by kind (``bits_per_weight``,
             ``bytes``) and ``test_seconds`` by kind.
         method: Name of the quantized model's row.
     """
@@ -73,6 +74,11 @@ def _cells(section: str, found: Any) -> Iterator[tuple[str, str]]:
     """Yield the columns of one section of one model's metrics, and what stands there."""
     if section == "perplexity":
         yield from ((f"perplexity, {text}", f"{value:.3f}") for text, value in found.items())
+    elif section == "divergence":
+        for text, value in found.items():
+            yield f"KL, {text}", f"{value['mean']:.4f}"
+            yield f"KL 99.9 %, {text}", f"{value['rare']:.3f}"
+            yield f"same top token, {text}, %", f"{100 * value['same_top']:.1f}"
     elif section == "tasks":
         yield from ((f"{task}, %", accuracy(score)) for task, score in found.items())
     elif section == "size":

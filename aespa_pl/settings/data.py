@@ -79,6 +79,9 @@ class TaskSettings:
     """Solved examples before each item (few-shot); 0: zero-shot, as in the paper."""
     task_seed: NonNegativeInt = 0
     """Seed of the choice of solved examples and of all that a task draws at random."""
+    kld: bool = False
+    """Measure on each text how far next-token distributions are from the original's as well: mean KL
+    divergence, its 99.9 % quantile, and how often the likeliest token is the same."""
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,12 @@ def test_fit_test_and_the_saved_configuration(
     assert set(description["losses"]) == {"0", "1"}
     assert {"aespa_pl", "torch", "transformers"} <= set(description["versions"])
 
-    status, out, _ = aespa("test", *small(model))
+    status, out, _ = aespa("test", *small(model), "--kld", "true")
     assert status == 0
     assert Path(out.splitlines()[-1]) == run
+    found = json.loads((run / "test.json").read_text())["divergence"]["quantized"]["embedded"]
+    assert 0 < found["mean"] < found["rare"]
+    assert f"{found['mean']:.4f}" in out
     assert f"{metrics['perplexity']['quantized']['embedded']:.3f}" in out
 
     saved = yaml.safe_load((run / "config.yaml").read_text())

@@ -1,0 +1,262 @@
+r"""Make llama.cpp's own GGUF files with an importance matrix, and measure any GGUF file as ours are measured.
+
+The quantizer is the library of an npm package, called through ctypes (its structures are those of v0.5.0):
+
+    npm pack @node-llama-cpp/linux-x64@3.22.1 && tar xzf node-llama-cpp-linux-x64-3.22.1.tgz
+    python benchmarks/tokens.py MODEL TOKENS ...           # the tokens of our runs
+    python benchmarks/peer_llama_cpp.py make MODEL TOKENS/calibration.safetensors F16.gguf FOLDER \
+        --mixtures '[Q2_K, Q4_K_M]' --library package/bins/linux-x64
+    python benchmarks/peer_llama_cpp.py measure MODEL \
+        '[FOLDER/Q2_K.gguf]' '[TOKENS/wikitext2.safetensors]'
+
+F16.gguf is the model in float16, as llama.cpp's converter writes it. A file is dequantized by the library gguf
+and runs in transformers in float32, so nothing but its weights counts; LLaMA-like families alone.
+Perplexity, KL divergence to the original, its 99.9 % quantile and the same top token are those of
+``aespa-pl test --kld``.
+"""
+
+import ctypes
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGUFReader
+from jsonargparse import auto_cli
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from aespa_pl.evaluation.divergence import compared, summary
+from aespa_pl.export.gguf_library import dequantized
+from aespa_pl.models.llama_cpp import architecture_of
+from aespa_pl.models.llama_cpp_types import FILE_TYPES
+
+NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+"""Modules of transformers' block of the LLaMA-like families, by llama.cpp's names."""
+STEM = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+
+
+class Importance(ctypes.Structure):
+    """``llama_model_imatrix_data``: the importance of the columns of one tensor."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_size_t),
+    )
+
+
+class Parameters(ctypes.Structure):
+    """``llama_model_quantize_params`` of v0.5.0."""
+
+    _fields_ = (
+        ("threads", ctypes.c_int32),
+        ("file_type", ctypes.c_int),
+        ("output_type", ctypes.c_int),
+        ("embedding_type", ctypes.c_int),
+        *((name, ctypes.c_bool) for name in ("allow", "output", "copy", "pure", "keep", "dry")),
+        ("importance", ctypes.c_void_p),
+        ("overrides", ctypes.c_void_p),
+        ("types", ctypes.c_void_p),
+        ("prune", ctypes.c_void_p),
+        ("buffer", ctypes.c_size_t),
+    )
+
+
+def make(
+    model: Path,
+    calibration: Path,
+    source: Path,
+    folder: Path,
+    *,
+    mixtures: list[str],
+    library: Path,
+) -> None:
+    """Write a file of each mixture, with an importance matrix from the calibration tokens.
+
+    Args:
+        model: Folder of the model.
+        calibration: File with ``ids`` ``[segments, L]``.
+        source: The model as a GGUF file in float16.
+        folder: Gets MIXTURE.gguf.
+        mixtures: llama.cpp's names.
+        library: Folder of libllama and libggml.
+    """
+    for name in ("libggml-base.so", "libggml.v0.5.0.so", "libllama.v0.5.0.so"):
+        llama = ctypes.CDLL(str(library / name), mode=ctypes.RTLD_GLOBAL)
+    llama.llama_model_quantize_default_params.restype = Parameters
+    silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+    llama.llama_log_set(silent, None)
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.process_time()
+    found = importance(model, load_file(calibration)["ids"].long())
+    print(f"importance matrix: {time.process_time() - start:.0f} processor s")
+    entries = (Importance * (len(found) + 1))(
+        *(Importance(name.encode(), v.ctypes.data, v.size) for name, v in found.items())
+    )
+    for mixture in mixtures:
+        parameters = llama.llama_model_quantize_default_params()
+        parameters.threads, parameters.file_type = 1, FILE_TYPES[mixture]
+        parameters.importance = ctypes.cast(entries, ctypes.c_void_p).value
+        target, start = folder / f"{mixture}.gguf", time.process_time()
+        paths = (os.fsencode(source), os.fsencode(target))
+        if llama.llama_model_quantize(*paths, ctypes.byref(parameters)):
+            raise SystemExit(f"llama.cpp cannot quantize {source} to {mixture}")
+        seconds = time.process_time() - start
+        print(f"{target}: {target.stat().st_size} bytes, {seconds:.0f} processor s", flush=True)
+
+
+@torch.no_grad()
+def importance(model: Path, ids: Tensor) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the mean square of each input of each matrix, as llama-imatrix computes it."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    theirs = {module: name for name, module in NAMES.items()}
+    sums: dict[str, Tensor] = {}
+
+    def watch(name: str, module: nn.Module) -> None:
+        def add(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            sums[name] = sums.get(name, 0) + given[0].flatten(0, -2).double().square().sum(0)
+
+        module.register_forward_pre_hook(add)
+
+    for index, block in enumerate(network.model.layers):
+        for path, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                watch(f"blk.{index}.{theirs[path]}.weight", module)
+    watch("output.weight", network.lm_head)
+    for segment in ids:
+        network(segment[None], use_cache=False)
+    # a tied embedding stands for the head, under its own name
+    sums["token_embd.weight"] = sums["output.weight"]
+    return {name: (value / ids.numel()).float().numpy() for name, value in sums.items()}
+
+
+def measure(
+    model: Path,
+    files: list[Path],
+    texts: list[Path],
+    *,
+    segments: int | None = None,
+    output: Path | None = None,
+) -> None:
+    """Print size, perplexity and divergence from the original of GGUF files, or of models' folders.
+
+    Args:
+        model: Folder of the original model.
+        files: GGUF files; or folders in Hugging Face's format, such as that of a run. All are in memory.
+        texts: Files with ``ids`` ``[segments, L]``.
+        segments: The first ones of each text; null: all.
+        output: A JSON line for each file is appended to this file.
+    """
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    others = [opened(model, file) for file in files]
+    rows: list[dict[str, Any]] = [
+        {"model": model.name, "file": str(file), "bytes": size_of(file)} for file in files
+    ]
+    for text in texts:
+        found = measured(original, others, load_file(text)["ids"].long()[:segments])
+        for row, values in zip(rows, found, strict=True):
+            row[text.stem] = values
+    for row in rows:
+        print(json.dumps(row), flush=True)
+        if output is not None:
+            with output.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(row) + "\n")
+
+
+def opened(model: Path, file: Path) -> Any:
+    """Return the model with the weights of a GGUF file, or of another folder."""
+    folder = file if file.is_dir() else model
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if not file.is_dir():
+        load(network, file)
+    return network
+
+
+def size_of(file: Path) -> int:
+    """Return the bytes of a file, or of the weights in a folder."""
+    parts = file.glob("*.safetensors") if file.is_dir() else [file]
+    return sum(part.stat().st_size for part in parts)
+
+
+@torch.inference_mode()
+def measured(original: nn.Module, others: list[nn.Module], ids: Tensor) -> list[dict[str, float]]:
+    """Return the measures of each model on a text ``[segments, L]``, a segment at a time."""
+    reference = torch.zeros(len(ids))
+    losses, rows = torch.zeros(len(others), len(ids)), [[] for _ in others]
+    for i, segment in enumerate(ids):
+        expected = original(segment[None], use_cache=False).logits[0, :-1].float()
+        reference[i] = cross_entropy(expected, segment[1:])
+        for k, other in enumerate(others):
+            logits = other(segment[None], use_cache=False).logits[0, :-1].float()
+            losses[k, i] = cross_entropy(logits, segment[1:])
+            rows[k].append(torch.stack(compared(expected, logits)))
+    found = []
+    for loss, compared_rows in zip(losses, rows, strict=True):
+        values = summary(*torch.stack(compared_rows, 1))
+        found.append(
+            {
+                "original": math.exp(float(reference.double().mean())),
+                "perplexity": math.exp(float(loss.double().mean())),
+                "kl": values.mean,
+                "kl 99.9 %": values.rare,
+                "same top": values.same_top,
+            }
+        )
+    return found
+
+
+@torch.no_grad()
+def load(network: Any, file: Path) -> None:
+    """Replace the weights of a LLaMA-like model by those of a GGUF file."""
+    config = network.config
+    turned = architecture_of(config).rotates_neighbours
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, value in tensors(file):
+        part, _, what = name.rpartition(".")
+        if part in STEM:
+            network.get_parameter(f"{STEM[part]}.{what}").copy_(value)
+        elif part.startswith("blk."):
+            _, index, layer = part.split(".")
+            if turned and layer in heads:  # llama.cpp has rows i and i + d_head / 2 side by side
+                rows = value.unflatten(0, (heads[layer], -1, 2)).transpose(1, 2).flatten(0, 2)
+            else:
+                rows = value
+            network.get_parameter(f"model.layers.{index}.{NAMES[layer]}.{what}").copy_(rows)
+
+
+def tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and values of the tensors of a GGUF file."""
+    for tensor in GGUFReader(file).tensors:
+        value = torch.tensor(dequantized(tensor.data, tensor.tensor_type))
+        yield tensor.name, value.reshape([int(n) for n in reversed(tensor.shape)])
+
+
+COMMANDS: Mapping[str, Any] = {"make": make, "measure": measure}
+
+if __name__ == "__main__":
+    auto_cli(dict(COMMANDS))
