@@ -4,13 +4,12 @@ The quantizer is the library of an npm package, called through ctypes (its struc
 
     npm pack @node-llama-cpp/linux-x64@3.22.1 && tar xzf node-llama-cpp-linux-x64-3.22.1.tgz
     python benchmarks/tokens.py MODEL TOKENS ...           # the tokens of our runs
-    python benchmarks/peer_llama_cpp.py make MODEL TOKENS/calibration.safetensors F16.gguf FOLDER \
-        --mixtures '[Q2_K, Q4_K_M]' --library package/bins/linux-x64
-    python benchmarks/peer_llama_cpp.py measure MODEL \
-        '[FOLDER/Q2_K.gguf]' '[TOKENS/wikitext2.safetensors]'
+    python benchmarks/peer_llama_cpp.py MODEL '[TOKENS/wikitext2.safetensors]' --files '[OURS.gguf]' \
+        --mixtures '[Q2_K, Q4_K_M]' --library package/bins/linux-x64 --source F16.gguf \
+        --calibration TOKENS/calibration.safetensors --folder FOLDER
 
-F16.gguf is the model in float16, as llama.cpp's converter writes it. A file is dequantized by the library gguf
-and runs in transformers in float32, so nothing but its weights counts; LLaMA-like families alone.
+F16.gguf is the model in float16, as llama.cpp's converter writes it. A file is dequantized by the library
+gguf and runs in transformers in float32, so nothing but its weights counts; LLaMA-like families alone.
 Perplexity, KL divergence to the original, its 99.9 % quantile and the same top token are those of
 ``aespa-pl test --kld``.
 """
@@ -20,7 +19,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,25 +86,59 @@ class Parameters(ctypes.Structure):
     )
 
 
-def make(
+def main(
     model: Path,
-    calibration: Path,
-    source: Path,
-    folder: Path,
+    texts: list[Path],
     *,
-    mixtures: list[str],
-    library: Path,
+    files: list[Path] | None = None,
+    mixtures: list[str] | None = None,
+    library: Path | None = None,
+    source: Path | None = None,
+    calibration: Path | None = None,
+    folder: Path | None = None,
+    segments: int | None = None,
+    output: Path | None = None,
 ) -> None:
-    """Write a file of each mixture, with an importance matrix from the calibration tokens.
+    """Print size, perplexity and divergence from the original of GGUF files, or of models' folders.
 
     Args:
-        model: Folder of the model.
-        calibration: File with ``ids`` ``[segments, L]``.
-        source: The model as a GGUF file in float16.
-        folder: Gets MIXTURE.gguf.
-        mixtures: llama.cpp's names.
-        library: Folder of libllama and libggml.
+        model: Folder of the original model.
+        texts: Files with ``ids`` ``[segments, L]``.
+        files: GGUF files; or folders in Hugging Face's format, such as that of a run. All are in memory.
+        mixtures: llama.cpp's names of files that are made first, with an importance matrix.
+        library: With mixtures: the folder of libllama and libggml.
+        source: With mixtures: the model as a GGUF file in float16.
+        calibration: With mixtures: a file with ``ids``, the tokens that the importance is measured on.
+        folder: With mixtures: gets MIXTURE.gguf.
+        segments: The first ones of each text; null: all.
+        output: A JSON line for each file is appended to this file.
     """
+    files = files or []
+    if mixtures:
+        if library is None or source is None or calibration is None or folder is None:
+            raise SystemExit("--mixtures needs --library, --source, --calibration and --folder")
+        make(model, calibration, source, folder, mixtures, library)
+        files += [folder / f"{mixture}.gguf" for mixture in mixtures]
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    others = [opened(model, file) for file in files]
+    rows: list[dict[str, Any]] = [
+        {"model": model.name, "file": str(file), "bytes": size_of(file)} for file in files
+    ]
+    for text in texts:
+        found = measured(original, others, load_file(text)["ids"].long()[:segments])
+        for row, values in zip(rows, found, strict=True):
+            row[text.stem] = values
+    for row in rows:
+        print(json.dumps(row), flush=True)
+        if output is not None:
+            with output.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(row) + "\n")
+
+
+def make(
+    model: Path, calibration: Path, source: Path, folder: Path, mixtures: list[str], library: Path
+) -> None:
+    """Write a file of each mixture, with an importance matrix from the calibration tokens."""
     for name in ("libggml-base.so", "libggml.v0.5.0.so", "libllama.v0.5.0.so"):
         llama = ctypes.CDLL(str(library / name), mode=ctypes.RTLD_GLOBAL)
     llama.llama_model_quantize_default_params.restype = Parameters
@@ -132,7 +165,7 @@ def make(
 
 @torch.no_grad()
 def importance(model: Path, ids: Tensor) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the mean square of each input of each matrix, as llama-imatrix computes it."""
+    """Return the mean square of each input of the blocks' matrices, as llama-imatrix does by default."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     theirs = {module: name for name, module in NAMES.items()}
     sums: dict[str, Tensor] = {}
@@ -147,45 +180,9 @@ def importance(model: Path, ids: Tensor) -> dict[str, npt.NDArray[np.float32]]:
         for path, module in block.named_modules():
             if isinstance(module, nn.Linear):
                 watch(f"blk.{index}.{theirs[path]}.weight", module)
-    watch("output.weight", network.lm_head)
     for segment in ids:
-        network(segment[None], use_cache=False)
-    # a tied embedding stands for the head, under its own name
-    sums["token_embd.weight"] = sums["output.weight"]
+        network.model(segment[None], use_cache=False)
     return {name: (value / ids.numel()).float().numpy() for name, value in sums.items()}
-
-
-def measure(
-    model: Path,
-    files: list[Path],
-    texts: list[Path],
-    *,
-    segments: int | None = None,
-    output: Path | None = None,
-) -> None:
-    """Print size, perplexity and divergence from the original of GGUF files, or of models' folders.
-
-    Args:
-        model: Folder of the original model.
-        files: GGUF files; or folders in Hugging Face's format, such as that of a run. All are in memory.
-        texts: Files with ``ids`` ``[segments, L]``.
-        segments: The first ones of each text; null: all.
-        output: A JSON line for each file is appended to this file.
-    """
-    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    others = [opened(model, file) for file in files]
-    rows: list[dict[str, Any]] = [
-        {"model": model.name, "file": str(file), "bytes": size_of(file)} for file in files
-    ]
-    for text in texts:
-        found = measured(original, others, load_file(text)["ids"].long()[:segments])
-        for row, values in zip(rows, found, strict=True):
-            row[text.stem] = values
-    for row in rows:
-        print(json.dumps(row), flush=True)
-        if output is not None:
-            with output.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(row) + "\n")
 
 
 def opened(model: Path, file: Path) -> Any:
@@ -256,7 +253,5 @@ def tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         yield tensor.name, value.reshape([int(n) for n in reversed(tensor.shape)])
 
 
-COMMANDS: Mapping[str, Any] = {"make": make, "measure": measure}
-
 if __name__ == "__main__":
-    auto_cli(dict(COMMANDS))
+    auto_cli(main)
