@@ -117,7 +117,8 @@ def main(
     if mixtures:
         if library is None or source is None or calibration is None or folder is None:
             raise SystemExit("--mixtures needs --library, --source, --calibration and --folder")
-        make(model, calibration, source, folder, mixtures, library)
+        paths = {"calibration": calibration, "source": source, "folder": folder, "library": library}
+        make(mixtures, model, **paths)
         files += [folder / f"{mixture}.gguf" for mixture in mixtures]
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     others = [opened(model, file) for file in files]
@@ -136,7 +137,13 @@ def main(
 
 
 def make(
-    model: Path, calibration: Path, source: Path, folder: Path, mixtures: list[str], library: Path
+    mixtures: list[str],
+    model: Path,
+    *,
+    calibration: Path,
+    source: Path,
+    folder: Path,
+    library: Path,
 ) -> None:
     """Write a file of each mixture, with an importance matrix from the calibration tokens."""
     for name in ("libggml-base.so", "libggml.v0.5.0.so", "libllama.v0.5.0.so"):
