@@ -21,7 +21,7 @@ from report import Report
 from shapes import problems
 from step_overhead import bare_loop
 
-from aespa_pl.commands.seconds import PHASES
+from aespa_pl.commands.fit import PHASES
 from aespa_pl.settings import RoundingSettings
 
 MODEL, BLOCKS = "embedded:opt", 3

@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from aespa_pl.commands.checked import block_dtype
 from aespa_pl.commands.job import held_out_texts
 from aespa_pl.commands.limits import check_length, evaluation_length
-from aespa_pl.commands.measured import store
+from aespa_pl.commands.output import store
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import refuse_diverged, whole_perplexity
 from aespa_pl.evaluation.tasks import find_tasks, measure_tasks

@@ -17,7 +17,6 @@ import aespa_pl
 from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
-from aespa_pl.commands.seconds import phase_seconds
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
@@ -32,6 +31,20 @@ from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.run.journal import Run
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.walk import Walk
+
+PHASES = (
+    "statistics",
+    "correction",
+    "grid",
+    "optq",
+    "rounding",
+    "polish",
+    "tuning",
+    "writing",
+    "forward",
+    "tuning the model",
+)
+"""Phases whose seconds the journal has, of each block and at the end of the model, in their order."""
 
 
 @dataclass(frozen=True)
@@ -250,3 +263,11 @@ def _bytes_to_write(job: Job, run: Run | None) -> float:
         return needed
     files = (path for path in run.folder.rglob("*") if path.is_file())
     return needed - sum(path.stat().st_size for path in files)
+
+
+def phase_seconds(run: Run) -> dict[str, float]:
+    """Return the seconds of each phase, of all complete blocks and of the end-to-end tuning."""
+    stored = [record.seconds for record in run.blocks.values()]
+    if run.tuned is not None:
+        stored.append(run.tuned.seconds)
+    return {phase: sum(float(seconds.get(phase, 0)) for seconds in stored) for phase in PHASES}

@@ -1,10 +1,11 @@
-"""Print the results of ``fit`` and ``test``, and keep other libraries' messages off the screen."""
+"""Print and store the results of ``fit`` and ``test``, and keep other libraries' messages off the screen."""
 
 import logging
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -12,7 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.commands.ending import interrupted_by_closed_pipe
+from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import result_table
+from aespa_pl.storage.files import write_json, write_text
+
+log = logging.getLogger(__name__)
 
 WIDEST = 10_000
 """Largest width of a table, in columns of a terminal."""
@@ -56,6 +61,24 @@ def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> 
     if metrics.get("perplexity"):
         console.print("perplexity (lower is better)", highlight=False, soft_wrap=True)
     print_whole(console, table)
+
+
+def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
+    """Write ``test.json``, and the same as a table, ``test.md``.
+
+    A folder that can't be written to, such as a read-only cache, costs a warning alone: the table is
+    printed as well, and measuring it may have taken hours.
+
+    Args:
+        folder: Folder of a run or of a packed model.
+        metrics: What was measured.
+        method: Name of the quantized model's row.
+    """
+    try:
+        write_json(folder / "test.json", metrics)
+        write_text(folder / "test.md", result_table(metrics, method).markdown())
+    except UserError as error:
+        log.warning("the results are printed but not stored: %s", error)
 
 
 def print_whole(console: Console, table: Table) -> None:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import aespa_pl
-from aespa_pl.commands.seconds import PHASES, phase_seconds
+from aespa_pl.commands.fit import PHASES, phase_seconds
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import TuningRecord
 
@@ -22,14 +22,14 @@ def measured_phases() -> set[str]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "_measure"
+        and node.func.attr in ("measure", "_measure")
         and isinstance(name := node.args[0], ast.Constant)
         and isinstance(name.value, str)
     }
 
 
 def test_every_phase_that_is_measured_is_counted() -> None:
-    assert measured_phases() == set(PHASES)
+    assert measured_phases() | {"tuning the model"} == set(PHASES)  # whose name is in a variable
 
 
 def test_the_seconds_of_blocks_and_of_the_end_to_end_tuning_are_added_up(tmp_path: Path) -> None:
