@@ -147,6 +147,7 @@ def walk(
     partition: Partition = WHOLE,
     recompute: bool = False,
     device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
     stopwatch: Stopwatch | None = None,
     tuning_options: TrainerOptions = lambda _run, _portion: {},
 ) -> Quantized:
@@ -164,6 +165,7 @@ def walk(
         partition: What of a block is worked on at once.
         recompute: Blocks run twice in the end-to-end tuning.
         device: Where blocks run; the Trainers' options have to say the same.
+        dtype: Type that blocks run in.
         stopwatch: One that tells more than seconds.
         tuning_options: Of each tuning's Trainer.
     """
@@ -176,7 +178,7 @@ def walk(
         pretrained,
         family_of(pretrained.config),
         device,
-        torch.float32,
+        dtype,
         hidden_folder=hidden_folder,
     )
     run = run or Run.create(folder / "runs", {})

@@ -66,12 +66,13 @@ class BlockQuantizer:
             try:
                 with context.measure("grid"):
                     fit_grids(block, settings, context.world)
-                self._update(block)
+                self._update(block, damping)
                 with context.measure("rounding"):
                     Learner(context).learn(block)
                 break
             except NumericalError as error:
                 damping = self._more_damping(block.index, damping, error)
+        block.damp(settings.damping)  # all blocks' losses are measured alike
         if settings.polish.enabled:
             with context.measure("polish"):
                 polish(block, settings.polish.passes, context.world)
@@ -82,13 +83,15 @@ class BlockQuantizer:
         except NumericalError as error:
             raise UserError(f"{error}; {ADVICE}") from error
 
-    def _update(self, block: QuantizedBlock) -> None:
+    def _update(self, block: QuantizedBlock, damping: float) -> None:
         optq = self.context.settings.optq
         if optq.enabled:
             with self.context.measure("optq"):
                 update(block, self.context.world, rows=bool(optq.rows))
+        block.damp(self.context.settings.damping)
         for p in block.projections.values():
             p.measured["optq"] = float(p.loss(p.integers).sum())
+        block.damp(damping)
 
     def _more_damping(self, index: int, used: float, error: NumericalError) -> float:
         """Return the damping of the second attempt; there is no third."""

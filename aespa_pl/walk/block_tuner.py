@@ -72,11 +72,12 @@ class BlockTuner:
 
         The Hessians of ``block`` are not needed afterwards.
         """
+        source = self.context.source
         # before fold: the weights that are aimed at may be the module's own memory
         targets = {name: _folded_target(p) for name, p in block.projections.items()}
         module.float()
-        replace_weights(block, module)
-        types = stored_types(self.context.source, block.index)
+        replace_weights(block, module, source)
+        types = stored_types(source, block.index)
         return TunableBlock(module, block.layout, block.stored(), types, targets)
 
     def tune(
@@ -198,8 +199,17 @@ class BlockTuner:
 
 
 @torch.no_grad()
-def replace_weights(block: QuantizedBlock, module: nn.Module) -> None:
-    """Turn the module into the quantized block: zeta is folded, the weights are the integers'."""
+def replace_weights(block: QuantizedBlock, module: nn.Module, source: StreamedModel) -> None:
+    """Turn the module into the quantized block: zeta is folded, the weights are the integers'.
+
+    All other parameters become float32, so that they are rounded once, to the type that they are stored in.
+    """
+    prefix = source.family.block_prefix(block.index)
+    weights = {f"{p.module}.weight" for p in block.layout.projections}
+    for name in stored_types(source, block.index):
+        if name not in weights and source.dtype != torch.float32:
+            exact = source.pretrained.tensor(prefix + name, torch.float32)
+            module.get_parameter(name).data = exact.to(source.device)
     fold(module, block.layout, block.zetas())
     for p in block.projections.values():
         set_projection_weight(module, block.layout, p.projection, p.stored().weight())

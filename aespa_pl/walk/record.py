@@ -60,13 +60,9 @@ def output_error(streams: Streams, world: World) -> float:
     return error / size if size > 0 else 0.0
 
 
-def artifact(block: QuantizedBlock) -> dict[str, Tensor]:
-    """Return the tensors of a block's file.
-
-    The weights are ``scale * (integers - zero_point)``: zeta is folded into them already.
-    """
-    zetas = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
-    return zetas | weight_tensors(block.stored())
+def zeta_tensors(block: QuantizedBlock) -> dict[str, Tensor]:
+    """Return the tensors of a block's file that hold zeta, which is folded into the weights already."""
+    return {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
 
 
 def weight_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:

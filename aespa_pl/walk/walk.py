@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.algorithm.threads import keep_threads
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.measure import peak_bytes, release_memory
@@ -15,10 +16,24 @@ from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import BlockRecord, TunedModelRecord
 from aespa_pl.storage.files import remove_leftovers, write_tensors
 from aespa_pl.tuning import Tuned
+from aespa_pl.tuning.weights import merged
 from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, stored_types
 from aespa_pl.walk.collect import StatisticsPasses, Streams
 from aespa_pl.walk.model_tuner import ModelTuner
+
+
+class Quantized(NamedTuple):
+    """Holds what the steps found of a block."""
+
+    zetas: dict[str, Tensor]
+    """Tensors of the block's file that hold zeta."""
+    weights: Mapping[str, QuantizedWeight]
+    """Weights by projection."""
+    losses: dict[str, dict[str, float]]
+    """What was measured on each projection; only in the first process."""
+    tuned: Tuned | None
+    """What the tuning of the block found; None: it was not tuned."""
 
 
 class Walk:
@@ -113,10 +128,15 @@ class Walk:
         context, run = self.context, self.context.run
         with context.source.block(index) as module:
             before = dict(context.stopwatch.seconds)
-            tensors, losses, tuned = self._quantized(index, module, streams)
+            zetas, weights, losses, tuned = self._quantized(index, module, streams)
             tuning = None if tuned is None else record.tuning(tuned)
             with context.measure("writing"):
-                self._store(index, module, tensors, record.metadata(losses, tuning))
+                shard = self._store(index, module, weights)
+                if context.world.is_first:
+                    tensors = zetas | record.weight_tensors(weights)
+                    metadata = record.metadata(losses, tuning)
+                    write_tensors(run.block_file(index), tensors, metadata)
+                    self.writer.write_block(index, shard)
             seconds = {k: v - before.get(k, 0.0) for k, v in context.stopwatch.seconds.items()}
             known = {"losses": losses, "tuning": tuning, "seconds": seconds}
             files = (run.block_file(index), self.writer.block_file(index))
@@ -132,15 +152,8 @@ class Walk:
             later["output_error"] = {"rounded" if tuning is None else "tuned": error}
         run.add_to_block(index, later)
 
-    def _quantized(
-        self, index: int, module: nn.Module, streams: Streams
-    ) -> tuple[dict[str, Tensor], dict[str, dict[str, float]], Tuned | None]:
-        """Turn the module into the quantized block.
-
-        Returns:
-            Tensors of the block's file, losses by projection (both only in the first process), and what the
-            tuning of the block found.
-        """
+    def _quantized(self, index: int, module: nn.Module, streams: Streams) -> Quantized:
+        """Turn the module into the quantized block, with norms and biases in float32."""
         context, between = self.context, None
         if self.block_tuner is not None:
             with context.measure("tuning"):
@@ -151,41 +164,44 @@ class Walk:
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)
         losses = record.losses(block) if context.world.is_first else {}
-        tensors = record.artifact(block) if context.world.is_first else {}
+        zetas = record.zeta_tensors(block)
         if self.block_tuner is None:
-            replace_weights(block, module)
-            return tensors, losses, None
+            replace_weights(block, module, context.source)
+            return Quantized(zetas, block.stored(), losses, None)
         tunable = self.block_tuner.begin(block, module)
         del block  # and with it the memory of the Hessians
         with context.measure("tuning"):
             tuned = self.block_tuner.tune(
                 index, tunable, streams.quantized, between, streams.original
             )
-        return tensors | record.weight_tensors(tuned.weights[0]), losses, tuned
+        return Quantized(zetas, tuned.weights[0], losses, tuned)
 
     @torch.no_grad()
     def _store(
-        self,
-        index: int,
-        module: nn.Module,
-        tensors: Mapping[str, Tensor],
-        metadata: Mapping[str, str],
-    ) -> None:
-        """Write a block that is quantized, and give the module the stored values back.
+        self, index: int, module: nn.Module, weights: Mapping[str, QuantizedWeight]
+    ) -> dict[str, Tensor]:
+        """Return a quantized block as it is stored, and give the module the stored values.
 
-        So the blocks to come see the hidden states of the model on disk.
+        So the blocks to come see the hidden states of the model on disk. Each value is rounded once, from
+        float32 to its stored type, whatever type blocks run in.
         """
-        source = self.context.source
-        module.to(source.dtype)  # after a tuning it is float32
-        prefix = source.family.block_prefix(index)
+        source, layout = self.context.source, self.context.layout
+        names: dict[str, list[str]] = {}  # of the projections in the rows of each weight
+        for p in layout.projections:
+            names.setdefault(f"{p.module}.weight", []).append(p.name)
         stored = {}
         for name, dtype in stored_types(source, index).items():
-            tensor = module.get_parameter(name)
-            stored[prefix + name] = tensor.to(dtype)
-            tensor.copy_(stored[prefix + name])
-        if self.context.world.is_first:
-            write_tensors(self.context.run.block_file(index), tensors, metadata)
-            self.writer.write_block(index, stored)
+            parameter = module.get_parameter(name)
+            exact = parameter.data
+            if name in names:
+                parts = {part: weights[part].weight() for part in names[name]}
+                exact = merged(parts, layout, name.removesuffix(".weight"))
+            value = exact.to(dtype)
+            parameter.data = value.to(source.dtype)
+            if self.context.world.is_first:
+                stored[source.family.block_prefix(index) + name] = value.cpu()
+        module.to(source.dtype)  # after a tuning its buffers are float32
+        return stored
 
     def _tune_model(self, tuner: ModelTuner, tokens: Tensor, streams: Streams) -> None:
         """Tune the model end to end, and say what that found."""

@@ -28,6 +28,8 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 
+POLISHED: dict[str, Any] = {"method": "aespa-fast", "polish.enabled": True}
+
 
 def wanted(bits_of: dict[str, int], block: int, projection: str) -> int:
     """Return the bits of a projection where no block has fewer than a projection's name says."""
@@ -57,6 +59,13 @@ def assert_bits(found: Quantized, bits_of: dict[str, int]) -> None:
 def test_every_projection_has_its_bits(name: str, method: str, tmp_path: Path) -> None:
     found = walk(name, tmp_path, {"bits_of": CASES[name], **METHODS[method]})
     assert_bits(found, CASES[name])
+
+
+@pytest.mark.parametrize("bits_of", [{"q_proj": 4}, {"k_proj": 4}])
+def test_query_and_key_of_other_bits_are_polished_in_their_own_range(
+    bits_of: dict[str, int], tmp_path: Path
+) -> None:
+    assert_bits(walk("opt", tmp_path, {"bits_of": bits_of, **POLISHED}), bits_of)
 
 
 def test_the_same_bits_by_another_way_give_the_same_integers(tmp_path: Path) -> None:

@@ -55,6 +55,29 @@ def test_weights_keep_the_type_of_the_checkpoint(dtype: torch.dtype, tmp_path: P
     check_export(walk("llama-grouped", tmp_path, NOT_LEARNED, model=model), 2, dtype)
 
 
+@pytest.mark.parametrize("tuned", [False, True])
+def test_stored_values_are_rounded_once_where_blocks_run_in_another_type(
+    *, tuned: bool, tmp_path: Path
+) -> None:
+    """A float16 checkpoint runs in bfloat16, which has 3 bits less: the files have them all the same."""
+    torch.manual_seed(1)
+    model = shortened(make_model("llama-grouped", torch.float16))
+    changes = {**NOT_LEARNED, "tuning.blocks.enabled": tuned, "tuning.blocks.epochs": 1}
+    changes |= {"tuning.held_back": 0.3}
+    quantized = walk("llama-grouped", tmp_path, changes, model=model, dtype=torch.bfloat16)
+    check_export(quantized, 2, torch.float16)
+    state, norms = quantized.exported(torch.float16).state_dict(), 0
+    for index in range(BLOCKS):
+        for group in quantized.layout.groups:
+            if isinstance(group.fold, FoldIntoNorm) and not tuned:
+                name = f"{quantized.blocks_path}.{index}.{group.fold.module}.weight"
+                zeta = quantized.file(index)[f"{group.name}.zeta"]
+                exact = model.state_dict()[name].float() * zeta
+                assert torch.equal(state[name], exact.half())
+                norms += 1
+    assert tuned or norms == 2 * BLOCKS
+
+
 @pytest.mark.parametrize(("name", "bits"), [("opt", 2), ("bloom", 3), ("opt", 4), ("bloom", 8)])
 def test_bits_give_the_range_of_the_integers(name: str, bits: int, walked: Walked) -> None:
     check_export(walked(name, {"bits": bits}), bits)
