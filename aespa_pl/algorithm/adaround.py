@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.objectives import error_product
 from aespa_pl.algorithm.products import multiply, operand
-from aespa_pl.algorithm.quantizer import Grid
+from aespa_pl.algorithm.quantizer import Grid, split_zero
 from aespa_pl.algorithm.soft_kernels import (
     STRETCH,
     TINY,
@@ -80,9 +80,10 @@ def start(
         grid: Grid of the projection.
     """
     step, zero = grid.step(), grid.zero()
-    ratio = updated / step
+    whole, rest = split_zero(zero)
+    ratio = updated / step + rest
     below = ratio.floor()
-    lower = (below + zero).clamp_(-1, grid.largest)
+    lower = (below + whole).clamp_(-1, grid.largest)
     base = step * (lower.clamp(0, grid.largest) - zero) - W
     lower = lower.to(torch.int16)
     gain = None

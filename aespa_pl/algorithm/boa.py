@@ -9,7 +9,7 @@ Source: Kim et al., "BoA: Attention-aware Post-training Quantization without Bac
 (arXiv 2406.13474).
 """
 
-from dataclasses import replace
+from operator import itemgetter
 
 import torch
 from jaxtyping import Float
@@ -45,7 +45,7 @@ def update_rows(
     pending, visited, integers = W.clone(), torch.empty_like(W), torch.empty_like(W)
     for i in range(W.shape[1]):
         row = slice(i, i + 1)
-        of_row = replace(grid, scale=grid.scale[:, row], zero_point=grid.zero_point[:, row])
+        of_row = grid.merged(itemgetter((slice(None), row)))
         visited[:, row], integers[:, row] = round_columns(pending[:, row], columns, of_row)
         # before the row's own compensation: that moved the error to later columns, it didn't undo it
         lost = pending[:, row] - dequantize(integers[:, row], of_row)  # [heads, 1, d_in]

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from aespa_pl.algorithm.candidate_losses import Candidates
 from aespa_pl.algorithm.candidates import THOROUGH, Effort, best_grids
+from aespa_pl.algorithm.grid_types import GridType
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
+from aespa_pl.algorithm.typed_grid import fit_factors
 
 CLIP_RATIOS = 100
 """Ratios 1.00, 0.99 ... 0.01 of the min-max range (docs/algorithm.md)."""
@@ -18,7 +20,13 @@ def min_max_grid(
     zeta: Float[Tensor, " d_in"],
     grid_format: GridFormat,
 ) -> Grid:
-    """Return the grid from the smallest to the largest weight of each row (and group of columns)."""
+    """Return the grid from the smallest to the largest weight of each row (and group of columns).
+
+    Of a block type it is the fit with the same weight for all columns.
+    """
+    if grid_format.kind is not None:
+        H = torch.eye(W.shape[-1], dtype=W.dtype, device=W.device)
+        return _search_typed(W, H[None], zeta, grid_format.kind)[0]
     scale, zero_point = _range(_split(W / zeta, grid_format.group_size), grid_format)
     return Grid(scale, zero_point.round(), zeta, grid_format.bits)
 
@@ -61,6 +69,8 @@ def search_with_loss(
     effort: Effort = THOROUGH,
 ) -> tuple[Grid, Float[Tensor, ""]]:
     """Return what ``search_grid`` returns, and ``tr(dW H dW^T)`` under nearest rounding on it."""
+    if grid_format.kind is not None:
+        return _search_typed(W, H, zeta, grid_format.kind)
     parts = W.reshape(H.shape[0], -1, W.shape[-1])  # rows that share a Hessian
     searched = []
     for h, part in enumerate(parts):  # one by one: the blocks of H take as much memory as H
@@ -72,6 +82,20 @@ def search_with_loss(
     grid = Grid(scale.view(shape), zero_point.view(shape), zeta, grid_format.bits)
     if grid_format.group_size is not None:  # H couples the groups, which were searched alone
         losses = reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H)
+    return grid, losses.sum()
+
+
+def _search_typed(W: Tensor, H: Tensor, zeta: Tensor, kind: GridType) -> tuple[Grid, Tensor]:
+    """Return the fit of a block type, each group on its own diagonal block of H, and the loss of W."""
+    V = _split(W / zeta, kind.group)  # [heads, rows, groups, columns]
+    parts = V.reshape(H.shape[0], -1, *V.shape[2:])
+    found = [
+        fit_factors(part.transpose(0, 1).contiguous(), _blocks(H[h], zeta, kind.group), kind)
+        for h, part in enumerate(parts)
+    ]
+    rows = found[0].merged(lambda *same: torch.cat(same, 1), *found[1:])
+    grid = Grid.of(rows.merged(lambda x: x.view(*W.shape[:2], -1)), zeta)
+    losses = reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H)
     return grid, losses.sum()
 
 

@@ -11,8 +11,8 @@ A type without sub-scales has one group a block, and a = c = 1.
 Source: ``ggml-common.h``, ``ggml-quants.h`` and ``dequantize_row_*`` in ``ggml-quants.c`` of llama.cpp.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import cast
 
 import torch
@@ -36,8 +36,8 @@ class GridType:
     """The integer that stands for 0; None where the type stores minimums."""
     scales: tuple[int, int] = (1, 1)
     """Least and largest a."""
-    minimums: tuple[int, int] = (1, 1)
-    """Least and largest c, where the type stores minimums."""
+    minimums: tuple[int, int] = (0, 0)
+    """Least and largest c."""
 
     @property
     def largest(self) -> int:
@@ -45,9 +45,23 @@ class GridType:
         return int(2**self.bits - 1)
 
     @property
+    def offset(self) -> int:
+        """Return what is subtracted from q before it is multiplied: the zero point, where it is fixed."""
+        return self.zero_point or 0
+
+    @property
     def groups(self) -> int:
         """Return the number of groups of a block."""
         return self.block // self.group
+
+    def each_group(self, value: Float[Tensor, "*rows blocks"], groups: int) -> Tensor:
+        """Return a number of each block for each of its groups, of which a row has so many."""
+        return value.repeat_interleave(self.groups, -1)[..., :groups]
+
+    @property
+    def scale_type(self) -> torch.dtype:
+        """Return the type that holds every a."""
+        return torch.int8 if self.scales[0] < 0 else torch.uint8
 
     def fits(self, columns: int) -> bool:
         """Return whether a row of so many columns is whole blocks."""
@@ -64,9 +78,9 @@ TYPES: dict[str, GridType] = {
         GridType("Q6_K", 6, 16, 256, 32, (-128, 127)),
         GridType("Q2_0", 2, 64, 64, 1),
         GridType("Q4_0", 4, 32, 32, 8),
-        GridType("Q4_1", 4, 32, 32, None),
+        GridType("Q4_1", 4, 32, 32, None, minimums=(1, 1)),
         GridType("Q5_0", 5, 32, 32, 16),
-        GridType("Q5_1", 5, 32, 32, None),
+        GridType("Q5_1", 5, 32, 32, None, minimums=(1, 1)),
         GridType("Q8_0", 8, 32, 32, 128),
     )
 }
@@ -109,14 +123,14 @@ class TypedMatrix:
         """Return scale and minimum of each group: the weight is ``scale * q - minimum``; both are exact."""
         groups = -(-self.integers.shape[1] // kind.group)
 
-        def each_group(d: Tensor, factor: Tensor | None) -> Tensor:
-            value = d.float().repeat_interleave(kind.groups, 1)[:, :groups]
+        def product(d: Tensor, factor: Tensor | None) -> Tensor:
+            value = kind.each_group(d.float(), groups)
             return value if factor is None else value * factor
 
-        scale = each_group(self.d, self.sub_scale)
+        scale = product(self.d, self.sub_scale)
         if kind.zero_point is not None:
             return scale, scale * kind.zero_point
-        return scale, each_group(cast(Tensor, self.d_min), self.sub_min)
+        return scale, product(cast(Tensor, self.d_min), self.sub_min)
 
     def dequantized(self, kind: GridType) -> Float[Tensor, "rows d_in"]:
         """Return the weight in float32, as llama.cpp computes it to the bit."""
@@ -124,3 +138,55 @@ class TypedMatrix:
         q = self.integers.to(torch.float32)
         columns = [x.repeat_interleave(kind.group, 1)[:, : q.shape[1]] for x in (scale, minimum)]
         return columns[0] * q - columns[1]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Holds what makes a grid out of a block type's numbers, in float32; a block is as above."""
+
+    kind: GridType
+    d: Float[Tensor, "heads rows blocks"]
+    a: Float[Tensor, "heads rows groups"]
+    """Never 0: with another integer q everywhere, any a stands for the same values."""
+    d_min: Float[Tensor, "heads rows blocks"]
+    c: Float[Tensor, "heads rows groups"]
+    """0 where the zero point is fixed."""
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Return scale and minimum ``[heads, rows, groups]``: a weight is ``scale * q - minimum``."""
+        kind, groups = self.kind, self.a.shape[-1]
+        scale = kind.each_group(self.d, groups) * self.a
+        return scale, scale * kind.offset + kind.each_group(self.d_min, groups) * self.c
+
+    def merged(self, merge: Callable[..., Tensor], *others: "Factors") -> "Factors":
+        """Return what ``merge`` makes of each tensor, and of the same one of others."""
+        tensors = zip(*((f.d, f.a, f.d_min, f.c) for f in (self, *others)), strict=True)
+        return Factors(self.kind, *(merge(*same) for same in tensors))
+
+    def scaled(self, change: Callable[[Tensor], Tensor]) -> "Factors":
+        """Return the factors with d and d_min changed."""
+        return replace(self, d=change(self.d), d_min=change(self.d_min))
+
+    def matrix(self, integers: UInt8[Tensor, "rows d_in"]) -> TypedMatrix:
+        """Return what the type stores of a weight, for a d that float16 holds; heads follow each other."""
+        kind, (low, high) = self.kind, self.kind.minimums
+        d, d_min, a, c = (x.flatten(0, 1) for x in (self.d, self.d_min, self.a, self.c))
+        return TypedMatrix(
+            integers,
+            d.to(torch.float16),
+            d_min.to(torch.float16) if high else None,
+            None if kind.scales == (1, 1) else a.to(kind.scale_type),
+            c.to(torch.uint8) if low < high else None,
+        )
+
+
+def round_to_half(scale: Tensor) -> Tensor:
+    """Round scales to values that float16 holds, in the type that they came in.
+
+    Engines store float16 scales; rounding here, before the integers are chosen, makes every export
+    exact. What float16 cannot hold becomes its nearest number of the same sign, which is not 0.
+    """
+    half = torch.finfo(torch.float16)
+    smallest = half.smallest_normal * half.eps  # subnormal numbers hold scales of tiny weights
+    size = scale.abs().clamp(smallest, half.max).to(torch.float16).to(scale.dtype)
+    return torch.where(scale < 0, -size, size)

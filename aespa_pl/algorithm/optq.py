@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from aespa_pl.algorithm.hessian import inverse_factor
-from aespa_pl.algorithm.quantizer import Grid
+from aespa_pl.algorithm.quantizer import Grid, split_zero
 from aespa_pl.algorithm.workspace import chunk_elements
 
 LAZY_COLUMNS = 128
@@ -100,9 +100,10 @@ def _round_lazily(
 ) -> tuple[Tensor, Tensor]:
     """Compensate within these columns, in place; return their integers and the errors to compensate."""
     integers, errors = torch.empty_like(pending), torch.empty_like(pending)
+    whole, rest = split_zero(zero)
     for j in range(pending.shape[-1]):
         w, s, z = pending[..., j], step[..., j], zero[..., j]
-        q = torch.clamp(torch.round(w / s) + z, 0, largest)
+        q = torch.clamp(torch.round(w / s + rest[..., j]) + whole[..., j], 0, largest)
         error = (w - s * (q - z)) / U[:, j, j, None]
         # Column j itself must stay as it was about to be rounded.
         pending[..., j + 1 :] -= error[..., None] * U[:, None, j, j + 1 :]

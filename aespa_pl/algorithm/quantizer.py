@@ -1,13 +1,19 @@
 """Apply the uniform quantizer ``W_hat = scale * zeta * (q - zero_point)`` (Eq. 3, with Z-Fold's zeta).
 
 A weight as engines store it has no zeta: it is folded into what comes before.
+
+Block types of GGUF are such grids too: a weight ``d a q - d_min c`` has the scale ``d a`` and the zero point
+``d_min c / (d a)``, which is no integer.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Real, UInt8
 from torch import Tensor
+
+from aespa_pl.algorithm.grid_types import Factors, GridType, round_to_half
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,13 @@ class GridFormat:
     """Whether the zero point stands in the middle of the range."""
     group_size: int | None = None
     """Columns that share a scale and a zero point; None: all columns of a row."""
+    kind: GridType | None = None
+    """Block type that the grids are held by; its bits and groups are those above."""
+
+    @classmethod
+    def of(cls, kind: GridType) -> "GridFormat":
+        """Return the format of a block type."""
+        return cls(kind.bits, kind.zero_point is not None, kind.group, kind)
 
     @property
     def largest(self) -> int:
@@ -33,10 +46,18 @@ class Grid:
     scale: Float[Tensor, "heads rows groups"]
     """Distance of two neighbouring values before zeta; a group is ``d_in / groups`` columns."""
     zero_point: Float[Tensor, "heads rows groups"]
-    """The integer that stands for 0."""
+    """The integer that stands for 0; of block types with minimums any number."""
     zeta: Float[Tensor, " d_in"]
     """Positive factor of each column; all 1 where it cannot be folded."""
     bits: int
+    factors: Factors | None = None
+    """Numbers of a block type that scale and zero point are made of."""
+
+    @classmethod
+    def of(cls, factors: Factors, zeta: Float[Tensor, " d_in"]) -> "Grid":
+        """Return the grid that a block type's numbers stand for."""
+        scale, minimum = factors.values()
+        return cls(scale, minimum / scale, zeta, factors.kind.bits, factors)
 
     @property
     def largest(self) -> int:
@@ -53,8 +74,32 @@ class Grid:
 
     def heads(self, first: int, count: int) -> "Grid":
         """Return the grid of the heads ``first .. first + count - 1``."""
-        chosen = slice(first, first + count)
-        return Grid(self.scale[chosen], self.zero_point[chosen], self.zeta, self.bits)
+        return self.merged(lambda x: x[first : first + count])
+
+    def merged(self, merge: Callable[..., Tensor], *others: "Grid") -> "Grid":
+        """Return what ``merge`` makes of each tensor ``[heads, rows, ...]`` and of other grids' same one."""
+        grids = (self, *others)
+        if self.factors is not None:
+            rest = [grid.factors for grid in others if grid.factors is not None]
+            return Grid.of(self.factors.merged(merge, *rest), self.zeta)
+        scale = merge(*(grid.scale for grid in grids))
+        return replace(self, scale=scale, zero_point=merge(*(grid.zero_point for grid in grids)))
+
+    def in_half(self, row_factor: Float[Tensor, "heads rows"]) -> "Grid":
+        """Return the grid whose scales, times a factor of each row, are numbers that float16 holds."""
+        factor = row_factor[..., None]
+        if self.factors is not None:
+            return Grid.of(
+                self.factors.scaled(lambda d: round_to_half(d * factor) / factor), self.zeta
+            )
+        return replace(self, scale=round_to_half(self.scale * factor) / factor)
+
+    def folded(self, row_factor: Float[Tensor, "heads rows"]) -> "Grid":
+        """Return the grid as it is stored: zeta is 1, rows have their factor, float16 holds every scale."""
+        factor, ones = row_factor[..., None], torch.ones_like(self.zeta)
+        if self.factors is not None:
+            return Grid.of(self.factors.scaled(lambda d: round_to_half(d * factor)), ones)
+        return replace(self, scale=round_to_half(self.scale * factor), zeta=ones)
 
     def _each_column(self, value: Tensor) -> Tensor:
         return value.repeat_interleave(self.zeta.numel() // value.shape[-1], dim=-1)
@@ -62,7 +107,14 @@ class Grid:
 
 def quantize(W: Float[Tensor, "heads rows d_in"], grid: Grid) -> Float[Tensor, "heads rows d_in"]:
     """Return the nearest integers (round-to-nearest; halves go to the even neighbour)."""
-    return torch.clamp(torch.round(W / grid.step()) + grid.zero(), 0, grid.largest)
+    whole, rest = split_zero(grid.zero())
+    return torch.clamp(torch.round(W / grid.step() + rest) + whole, 0, grid.largest)
+
+
+def split_zero(zero: Float[Tensor, "..."]) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """Return zero points as whole numbers and rests; the rests of uniform grids are 0."""
+    whole = zero.round()
+    return whole, zero - whole
 
 
 def dequantize(
@@ -134,14 +186,3 @@ def scaled_steps(
     steps = integers.unflatten(1, (scale.shape[1], -1)) - zero_point[..., None]
     weight: Tensor = (scale[..., None] * steps).flatten(1)
     return weight
-
-
-def round_to_half(scale: Tensor) -> Tensor:
-    """Round positive scales to values that float16 holds, in the type that they came in.
-
-    Engines store float16 scales; rounding here, before the integers are chosen, makes every export
-    exact. What float16 cannot hold becomes its nearest positive number.
-    """
-    half = torch.finfo(torch.float16)
-    smallest = half.smallest_normal * half.eps  # subnormal numbers hold scales of tiny weights
-    return scale.clamp(smallest, half.max).to(torch.float16).to(scale.dtype)

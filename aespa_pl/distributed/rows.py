@@ -4,7 +4,7 @@ Rows that share one Hessian don't depend on each other. Those of a head stay tog
 them, or where the head has a Hessian of its own.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -52,11 +52,11 @@ class RowShare:
 
     def grid(self, grid: Grid) -> Grid:
         """Return this process's part of a grid."""
-        return replace(grid, scale=self.part(grid.scale), zero_point=self.part(grid.zero_point))
+        return grid.merged(self.part)
 
     def whole_grid(self, grid: Grid) -> Grid:
         """Return the grid of all rows from the parts of all processes."""
-        return replace(grid, scale=self.whole(grid.scale), zero_point=self.whole(grid.zero_point))
+        return grid.merged(self.whole)
 
     def sum(self, number: float) -> float:
         """Return the sum over the processes of a number that each has for its own rows."""

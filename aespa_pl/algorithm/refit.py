@@ -1,0 +1,142 @@
+"""Move scales and minimums of a block type to better values under the whole H, with the integers fixed.
+
+With ``dW = zeta (S q - M) - W`` and ``P = G dW H``, changing scale and minimum of one group by dS and dM
+moves its weights by ``dS x - dM y`` with ``x = zeta q`` and ``y = zeta``, and the objective
+``tr(G dW H dW^T)`` by a parabola of dS and dM:
+
+    G_ii (x H x dS^2 - 2 x H y dS dM + y H y dM^2) + 2 P x dS - 2 P y dM
+
+where all products run over the group's columns. The integers a and c of a group become the best ones: every a
+is tried with the c that is best beside it. For d and d_min of a block x is ``zeta a q`` and y is ``zeta c``;
+they become the float16 numbers nearest to the lowest point. Groups and blocks are visited in turn, and rows
+that G couples one after the other, as in a coordinate descent.
+"""
+
+from dataclasses import dataclass
+from operator import itemgetter
+
+import torch
+from jaxtyping import Float, Real
+from torch import Tensor
+
+from aespa_pl.algorithm.grid_types import Factors, round_to_half
+from aespa_pl.algorithm.objectives import reconstruction_loss
+from aespa_pl.algorithm.parabola import Parabola
+from aespa_pl.algorithm.quantizer import Grid, dequantize
+from aespa_pl.algorithm.tile import times
+
+
+def refit(
+    integers: Real[Tensor, "heads rows d_in"],
+    W: Float[Tensor, "heads rows d_in"],
+    grid: Grid,
+    H: Float[Tensor, "#heads d_in d_in"],
+    G: Float[Tensor, "heads rows rows"] | None = None,
+    *,
+    row_factor: Float[Tensor, "heads rows"],
+) -> Grid:
+    """Return a grid of the same type on which the integers have a loss that is not higher.
+
+    Args:
+        integers: Integers, which stay.
+        W: Original weights.
+        grid: Grid so far.
+        H: Damped Hessian.
+        G: Second moment of the other side (query and key projections), or None.
+        row_factor: Factor of each row, with which d and d_min are stored.
+    """
+    factors = grid.factors
+    if factors is None:
+        return grid
+    dW = dequantize(integers, grid) - W
+    before = reconstruction_loss(dW, H, G)
+    found = factors.merged(torch.clone)
+    x, R = (integers - factors.kind.offset) * grid.zeta, times(dW, H)
+
+    if G is None:
+        one = torch.ones_like(R[..., :1])
+        _Rows(found, x, grid.zeta, H, one, R, R, row_factor[..., None]).visit()
+    else:
+        for i in range(W.shape[1]):
+            row = slice(i, i + 1)
+            own = found.merged(itemgetter((slice(None), row)))  # views
+            P, factor = G[:, row] @ R, row_factor[:, row, None]
+            _Rows(own, x[:, row], grid.zeta, H, G[:, row, row], R[:, row], P, factor).visit()
+    moved = Grid.of(found, grid.zeta)
+    better = (reconstruction_loss(dequantize(integers, moved) - W, H, G) < before)[..., None]
+    return Grid.of(found.merged(lambda x, y: torch.where(better, x, y), factors), grid.zeta)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Holds rows that don't depend on each other; a visit changes all but x and the Hessians in place."""
+
+    factors: Factors
+    x: Float[Tensor, "heads rows d_in"]
+    """``zeta q``."""
+    zeta: Float[Tensor, " d_in"]
+    H: Float[Tensor, "#heads d_in d_in"]
+    g: Float[Tensor, "heads rows 1"]
+    """Diagonal of G."""
+    R: Float[Tensor, "heads rows d_in"]
+    """``dW H``."""
+    P: Float[Tensor, "heads rows d_in"]
+    """``G dW H``; R itself where there is no G."""
+    row_factor: Float[Tensor, "heads rows 1"]
+
+    def visit(self) -> None:
+        """Visit each group of each block, and the block after its groups."""
+        kind, d_in = self.factors.kind, self.x.shape[-1]
+        for block, start in enumerate(range(0, d_in, kind.block)):
+            stop = min(start + kind.block, d_in)
+            for first in range(start, stop, kind.group):
+                self._move_group(slice(first, first + kind.group), block, first // kind.group)
+            self._move_block(slice(start, stop), block)
+
+    def _move_group(self, columns: slice, block: int, group: int) -> None:
+        """Give a group its best a and c."""
+        f, y = self.factors, self.zeta[columns].expand_as(self.x[..., columns])
+        a, c = f.a[..., group, None], f.c[..., group, None]
+        d, d_min = f.d[..., block, None], f.d_min[..., block, None]
+        change = self._change(self.x[..., columns], y, columns)
+        tried = torch.arange(f.kind.scales[0], f.kind.scales[1] + 1, device=a.device)
+        tried = tried[tried != 0].to(a.dtype)
+        dS = (tried - a) * d
+        beside = (c + change.lowest_minimum(dS) / d_min).round_().clamp_(*f.kind.minimums)
+        best = change.at(dS, (beside - c) * d_min).argmin(-1, keepdim=True)
+        dS, beside = dS.gather(-1, best), beside.gather(-1, best)
+        self._move(columns, dS * self.x[..., columns] - (beside - c) * d_min * y)
+        f.a[..., group, None] = tried[best]
+        f.c[..., group, None] = beside
+
+    def _move_block(self, columns: slice, block: int) -> None:
+        """Move d and d_min of a block."""
+        f, size = self.factors, self.factors.kind.group
+        groups = slice(columns.start // size, columns.stop // size)
+        a, c = (value[..., groups].repeat_interleave(size, -1) for value in (f.a, f.c))
+        x, y = a * self.x[..., columns], c * self.zeta[columns]
+        d, d_min = f.d[..., block, None], f.d_min[..., block, None]
+        change = self._change(x, y, columns)
+        dS = self._stored(d + change.lowest()[0]) - d
+        dM = self._stored(d_min + change.lowest_minimum(dS)) - d_min
+        lower = change.at(dS, dM) < 0
+        dS, dM = torch.where(lower, dS, 0), torch.where(lower, dM, 0)
+        self._move(columns, dS * x - dM * y)
+        d += dS  # these are views
+        d_min += dM
+
+    def _stored(self, d: Tensor) -> Tensor:
+        return round_to_half(d * self.row_factor) / self.row_factor
+
+    def _change(self, x: Tensor, y: Tensor, columns: slice) -> Parabola:
+        """Return how moves along x and y change the objective, for each row ``[heads, rows, 1]``."""
+        H, P = self.H[:, columns, columns], self.P[..., columns]
+        xH, yH = times(x, H), times(y, H)
+        products = self.g * (xH * x), self.g * (xH * y), self.g * (yH * y), -P * x, -P * y
+        return Parabola(*(product.sum(-1, keepdim=True) for product in products))
+
+    def _move(self, columns: slice, delta: Tensor) -> None:
+        change = times(delta, self.H[:, columns])
+        self.R.add_(change)
+        if self.P is not self.R:
+            self.P.addcmul_(self.g, change)
