@@ -39,6 +39,8 @@ def resolved(
     Raises:
         UserError: The method is unknown, or settings contradict each other.
     """
+    if settings.format != "uniform":  # rates below are for the bits of most matrices
+        settings = replace(settings, bits=int(settings.format[1]), bits_of={})
     method = METHODS.get(settings.method)
     if method is None:
         known = ", ".join(METHODS)

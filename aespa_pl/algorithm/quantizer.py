@@ -6,14 +6,15 @@ Block types of GGUF are such grids too: a weight ``d a q - d_min c`` has the sca
 ``d_min c / (d a)``, which is no integer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Real, UInt8
 from torch import Tensor
 
-from aespa_pl.algorithm.grid_types import Factors, GridType, round_to_half
+from aespa_pl.algorithm.grid_types import Factors, GridType
+from aespa_pl.algorithm.grid_types import round_to_half as round_to_half
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,11 @@ class Grid:
 
     def _each_column(self, value: Tensor) -> Tensor:
         return value.repeat_interleave(self.zeta.numel() // value.shape[-1], dim=-1)
+
+
+def joined(grids: Sequence[Grid]) -> Grid:
+    """Return the heads of several grids as one grid's."""
+    return grids[0].merged(lambda *same: torch.cat(same), *grids[1:])
 
 
 def quantize(W: Float[Tensor, "heads rows d_in"], grid: Grid) -> Float[Tensor, "heads rows d_in"]:

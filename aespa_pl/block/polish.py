@@ -1,14 +1,16 @@
 """After step 4, run coordinate descent on the integers, which is not in the paper (docs/polish.md)."""
 
-from dataclasses import replace
-
 import torch
 
 from aespa_pl.algorithm.descent import Descent, descend
 from aespa_pl.algorithm.objectives import reconstruction_loss
-from aespa_pl.algorithm.quantizer import dequantize
+from aespa_pl.algorithm.quantizer import Grid, dequantize, joined
+from aespa_pl.algorithm.refit import refit
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, Rows
 from aespa_pl.distributed.processes import World
+
+REFITS = 2
+"""Times that a block type's grid is fitted to the integers, which descend on it once more."""
 
 
 def polish(block: QuantizedBlock, passes: int, world: World) -> None:
@@ -38,44 +40,49 @@ def _polish_coupled(projections: list[QuantizedProjection], passes: int, world: 
     Their rows are visited a few at a time, so twice the heads take hardly longer.
     """
     each = [next(p.rows(p.share(world))) for p in projections]
-    found = _descend(_together(each), passes)
+    found, grid = _descend(_together(each), passes)
     first = 0
     for p, rows in zip(projections, each, strict=True):
         heads = slice(first, first + len(rows.weight))
         # by itself, as it was and will be measured: a product of other rows has other rounding errors
         dW = dequantize(rows.integers, rows.grid) - rows.weight
         before = reconstruction_loss(dW, rows.hessian, rows.other_side)
-        _take(p, [Descent(found.integers[heads], found.passes[heads], before)], world)
+        descent = Descent(found.integers[heads], found.passes[heads], before)
+        _take(p, [(descent, grid.heads(first, heads.stop - first))], world)
         first = heads.stop
 
 
 def _together(each: list[Rows]) -> Rows:
     """Return the heads of several projections with one H as one projection's."""
-    grids = [rows.grid for rows in each]
     return Rows(
         torch.cat([rows.weight for rows in each]),
-        replace(
-            grids[0],
-            scale=torch.cat([grid.scale for grid in grids]),
-            zero_point=torch.cat([grid.zero_point for grid in grids]),
-        ),
+        joined([rows.grid for rows in each]),
         torch.cat([rows.integers for rows in each]),
+        torch.cat([rows.row_factor for rows in each]),
         each[0].hessian,
         torch.cat([rows.other_side for rows in each if rows.other_side is not None]),
     )
 
 
-def _descend(rows: Rows, passes: int, *, heads_alone: bool = False) -> Descent:
-    q, W, H = rows.integers, rows.weight, rows.hessian
-    return descend(q, W, rows.grid, H, rows.other_side, passes=passes, heads_alone=heads_alone)
+def _descend(rows: Rows, passes: int, *, heads_alone: bool = False) -> tuple[Descent, Grid]:
+    """Return the descent, and the grid: a block type's is fitted to the integers between descents."""
+    W, H, G, grid = rows.weight, rows.hessian, rows.other_side, rows.grid
+    found = descend(rows.integers, W, grid, H, G, passes=passes, heads_alone=heads_alone)
+    for _ in range(REFITS if grid.factors is not None else 0):
+        grid = refit(found.integers, W, grid, H, G, row_factor=rows.row_factor)
+        more = descend(found.integers, W, grid, H, G, passes=passes, heads_alone=heads_alone)
+        found = Descent(more.integers, found.passes + more.passes, found.loss_before)
+    return found, grid
 
 
-def _take(p: QuantizedProjection, found: list[Descent], world: World) -> None:
+def _take(p: QuantizedProjection, found: list[tuple[Descent, Grid]], world: World) -> None:
     """Take the integers of this process's rows and of all others', and write down what was found."""
     share = p.share(world)
-    before, p.integers = p.integers, share.whole(torch.cat([part.integers for part in found]))
+    descents, grids = [part for part, _ in found], [grid for _, grid in found]
+    before, p.integers = p.integers, share.whole(torch.cat([part.integers for part in descents]))
+    p.grid = share.whole_grid(joined(grids))
     p.measured |= {
-        "before_polish": share.sum(sum(float(part.loss_before.sum()) for part in found)),
-        "polish_passes": int(world.largest(max(float(part.passes.max()) for part in found))),
+        "before_polish": share.sum(sum(float(part.loss_before.sum()) for part in descents)),
+        "polish_passes": int(world.largest(max(float(part.passes.max()) for part in descents))),
         "polish_changed": int((p.integers != before).sum()),
     }

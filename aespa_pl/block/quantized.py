@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import (
     Grid,
@@ -19,7 +20,6 @@ from aespa_pl.algorithm.quantizer import (
     QuantizedWeight,
     dequantize,
     quantize,
-    round_to_half,
 )
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.statistics import BlockStatistics
@@ -40,6 +40,8 @@ class Rows:
     """Grid of these rows, before folding."""
     integers: Tensor
     """``[heads, rows, d_in]``, uint8."""
+    row_factor: Tensor
+    """``[heads, rows]``, as of the projection."""
     hessian: Tensor
     """Damped H, ``[1, d_in, d_in]``, or ``[heads, d_in, d_in]`` where each head has its own."""
     other_side: Tensor | None
@@ -77,8 +79,7 @@ class QuantizedProjection:
     @property
     def folded_grid(self) -> Grid:
         """Return the grid of the block as it is stored: zeta is 1, and float16 holds every scale."""
-        scale = round_to_half(self.grid.scale * self.row_factor[..., None])
-        return replace(self.grid, scale=scale, zeta=torch.ones_like(self.grid.zeta))
+        return self.grid.folded(self.row_factor)
 
     def stored(self) -> QuantizedWeight:
         """Return the weight as it is stored, ``[rows, d_in]``: zeta is folded into what comes before."""
@@ -94,15 +95,16 @@ class QuantizedProjection:
     def rows(self, share: RowShare) -> Iterator[Rows]:
         """Yield the rows of a share: all at once, or head by head where the Hessians are on disk."""
         weight, integers = share.part(self.weight), share.part(self.integers)
+        factor = share.part(self.row_factor)
         grid, G, taken = share.grid(self.grid), self.other_side, share.taken_heads
         if self.hessian.in_memory:
             H = self.hessian[:] if len(self.hessian) == 1 else self.hessian[taken]
-            yield Rows(weight, grid, integers, H, None if G is None else G[taken])
+            yield Rows(weight, grid, integers, factor, H, None if G is None else G[taken])
             return
         for i, head in enumerate(range(taken.start, taken.stop)):
             one = slice(i, i + 1)
             H = self.hessian[head : head + 1]
-            yield Rows(weight[one], grid.heads(i, 1), integers[one], H, None)
+            yield Rows(weight[one], grid.heads(i, 1), integers[one], factor[one], H, None)
 
     def restart(self, grid: Grid) -> None:
         """Take a grid, and nearest rounding on it."""
@@ -174,7 +176,7 @@ class QuantizedBlock:
                     torch.ones_like(weight[..., 0]),
                     torch.empty(0),
                 )
-                quantized.restart(replace(grid, scale=round_to_half(grid.scale)))
+                quantized.restart(grid.in_half(quantized.row_factor))
                 projections[p.name] = quantized
         return cls(index, layout, projections, statistics.magnitudes)
 
@@ -216,8 +218,7 @@ class QuantizedBlock:
                 before.row_factor = zeta.view(before.weight.shape[:2])
         for name, grid in grids.items():
             p = self.projections[name]
-            factor = p.row_factor[..., None]
-            p.restart(replace(grid, scale=round_to_half(grid.scale * factor) / factor))
+            p.restart(grid.in_half(p.row_factor))
 
 
 def head_count(layout: BlockLayout, projection: Projection) -> int:
@@ -229,6 +230,9 @@ def head_count(layout: BlockLayout, projection: Projection) -> int:
 
 def grid_format(settings: QuantizationSettings, block: int, projection: str) -> GridFormat:
     """Return the format of the grids of a projection, given the number of its block."""
+    kind = settings.type_for(block, projection)
+    if kind is not None:
+        return GridFormat.of(TYPES[kind])
     bits = settings.bits_for(block, projection)
     return GridFormat(bits, settings.symmetric, settings.group_size)
 

@@ -107,6 +107,12 @@ class QuantizationSettings:
     """The method, which decides every setting that is left at null (docs/methods.md). aespa learns the
     rounding of all projections, aespa-hybrid of Q, K and V, aespa-fast of none; aespa-tuned begins as
     aespa-fast and trains blocks and model; the others are what the paper compares with."""
+    format: str = "uniform"
+    """Grids of the weights: uniform (bits, group_size and symmetric below), or what llama.cpp stores: a
+    mixture (Q2_K, Q3_K_M, Q4_K_M ...) or a block type (Q3_K, Q4_0 ...), which go before these three."""
+    types: dict[str, str] = field(default_factory=dict)
+    """Block types of some projections by block and name (0.v_proj: Q4_K), where the format is none that is
+    uniform; those that are missing get the format's."""
     bits: Bits = 2
     """Bits of a weight, 2 to 8."""
     bits_of: dict[str, Bits] = field(default_factory=dict)
@@ -143,7 +149,16 @@ class QuantizationSettings:
 
     def bits_for(self, block: int, projection: str) -> int:
         """Return the bits of a projection of a block."""
+        kind = self.type_for(block, projection)
+        if kind is not None:
+            return int(kind[1])  # Q4_K
         return bits_of_projection(self.bits, self.bits_of, block, projection)
+
+    def type_for(self, block: int, projection: str) -> str | None:
+        """Return the name of the block type of a projection of a block; None where its grid is uniform."""
+        if self.format == "uniform":
+            return None
+        return self.types.get(f"{block}.{projection}", self.format)
 
     @property
     def precision(self) -> Literal["float32", "tf32", "bfloat16"]:
