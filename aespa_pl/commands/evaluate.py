@@ -1,7 +1,6 @@
 """Run ``aespa-pl test``: measure the perplexity of the original and of the quantized model."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,13 +11,14 @@ from torch import Tensor
 
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.output import store
+from aespa_pl.commands.tasks import compare_tasks
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.divergence import divergence
 from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
 from aespa_pl.evaluation.size import bits_per_weight, packed_bytes, projection_weights
-from aespa_pl.evaluation.tasks import Tasks, find_tasks, in_blocks, measure_tasks
+from aespa_pl.evaluation.tasks import find_tasks
 from aespa_pl.evaluation.whole import refuse_too_large
 from aespa_pl.models.headers import read_header
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -287,36 +287,3 @@ def evaluate(
         after_block=after_block,
         world=world,
     )
-
-
-def compare_tasks(
-    job: Job, model: Path, tasks: Tasks, settings: TaskSettings, kinds: Sequence[str]
-) -> dict[str, Any]:
-    """Return ``tasks`` (scores by kind and task) and ``test_seconds`` by kind, for ``test.json``.
-
-    Args:
-        job: Which original model, its device, type and quantization settings.
-        model: Folder of the quantized model.
-        tasks: Tasks from ``find_tasks``, called before anything that takes long.
-        settings: How the tasks are measured.
-        kinds: Any of original, nearest and quantized.
-
-    Raises:
-        UserError: The model does not fit into the memory that is free.
-    """
-    scores, seconds = {}, {}
-    for kind in kinds:
-        start = time.perf_counter()
-        found = measure_tasks(
-            model if kind == "quantized" else job.pretrained.folder,
-            tasks,
-            settings,
-            device=job.device,
-            dtype=job.dtype,
-            change=in_blocks(job.family.blocks_path, job.round_to_nearest)
-            if kind == "nearest"
-            else None,
-        )
-        scores[kind] = {name: asdict(score) for name, score in found.items()}
-        seconds[kind] = time.perf_counter() - start
-    return {"tasks": scores, "test_seconds": seconds}
