@@ -40,6 +40,7 @@ def resolved(
         UserError: The method is unknown, or settings contradict each other.
     """
     if settings.format != "uniform":  # rates below are for the bits of most matrices
+        _refuse_with_types(settings)
         settings = replace(settings, bits=int(settings.format[1]), bits_of={})
     method = METHODS.get(settings.method)
     if method is None:
@@ -97,6 +98,22 @@ def resolved(
     )
     _refuse_contradictions(found)
     return found
+
+
+def _refuse_with_types(settings: QuantizationSettings) -> None:
+    """Refuse what block types of GGUF don't go with.
+
+    Raises:
+        UserError: A parametrization is of uniform grids.
+    """
+    method = METHODS.get(settings.method)
+    given = settings.tuning.blocks.parametrization
+    learned = _either(given, "straight-through" if method is None else method.parametrization)
+    if learned != "straight-through":
+        raise UserError(
+            f"quantization.format is {settings.format}, which quantization.tuning.blocks.parametrization "
+            f"{learned} (method {settings.method}) can't learn: choose straight-through, or another method"
+        )
 
 
 def _refuse_contradictions(settings: QuantizationSettings) -> None:

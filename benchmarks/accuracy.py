@@ -98,6 +98,7 @@ def main(
     segments: int | None = None,
     batch: int = 8,
     nearest: bool = False,
+    partial: bool = False,
     says: bool = False,
     output: str | None = None,
 ) -> None:
@@ -113,6 +114,7 @@ def main(
         segments: Use only the first so many calibration segments.
         batch: Segments that go through a block at once; it changes last bits.
         nearest: Measure the original and round-to-nearest as well.
+        partial: Give all projections the block type of the format, with incomplete blocks at the ends of rows.
         says: Print what the walk tells of each block.
         output: JSON lines are appended to this file.
     """
@@ -130,6 +132,8 @@ def main(
         OutputSettings(),
         torch.device("cpu"),
     )
+    if partial:
+        job = replace(job, quantization=replace(job.quantization, types={}))
     sets = [_calibration(job, name)[:segments] for name in calibration]
     ids = _evaluation(job, evaluation)
     bars = {}

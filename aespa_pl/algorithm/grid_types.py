@@ -12,7 +12,7 @@ Source: ``ggml-common.h``, ``ggml-quants.h`` and ``dequantize_row_*`` in ``ggml-
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import cast
 
 import torch
@@ -108,14 +108,13 @@ class TypedMatrix:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the fields by ``NAME.FIELD``."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(TypedMatrix)}
         return {f"{name}.{key}": value for key, value in values.items() if value is not None}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], name: str) -> "TypedMatrix":
         """Return what ``tensors`` has under a name."""
-        keys = {field.name: f"{name}.{field.name}" for field in fields(cls)}
-        return cls(**{field: tensors[key] for field, key in keys.items() if key in tensors})
+        return TypedMatrix(**_fields_of(tensors, name))
 
     def grid(
         self, kind: GridType
@@ -138,6 +137,32 @@ class TypedMatrix:
         q = self.integers.to(torch.float32)
         columns = [x.repeat_interleave(kind.group, 1)[:, : q.shape[1]] for x in (scale, minimum)]
         return columns[0] * q - columns[1]
+
+
+def _fields_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    keys = {f.name: f"{name}.{f.name}" for f in fields(TypedMatrix)}
+    return {part: tensors[key] for part, key in keys.items() if key in tensors}
+
+
+@dataclass(frozen=True)
+class TypedWeight(TypedMatrix):
+    """Holds the same with the type."""
+
+    kind: GridType = field(kw_only=True)
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of an integer."""
+        return self.kind.bits
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor], name: str, kind: GridType) -> "TypedWeight":
+        """Return what ``tensors`` has under a name, of a type."""
+        return cls(**_fields_of(tensors, name), kind=kind)
+
+    def weight(self) -> Float[Tensor, "rows d_in"]:
+        """Return the weight in float32."""
+        return self.dequantized(self.kind)
 
 
 @dataclass(frozen=True)
@@ -167,16 +192,17 @@ class Factors:
         """Return the factors with d and d_min changed."""
         return replace(self, d=change(self.d), d_min=change(self.d_min))
 
-    def matrix(self, integers: UInt8[Tensor, "rows d_in"]) -> TypedMatrix:
+    def stored(self, integers: UInt8[Tensor, "rows d_in"]) -> TypedWeight:
         """Return what the type stores of a weight, for a d that float16 holds; heads follow each other."""
         kind, (low, high) = self.kind, self.kind.minimums
         d, d_min, a, c = (x.flatten(0, 1) for x in (self.d, self.d_min, self.a, self.c))
-        return TypedMatrix(
+        return TypedWeight(
             integers,
             d.to(torch.float16),
             d_min.to(torch.float16) if high else None,
             None if kind.scales == (1, 1) else a.to(kind.scale_type),
             c.to(torch.uint8) if low < high else None,
+            kind=kind,
         )
 
 

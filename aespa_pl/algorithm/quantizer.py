@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, Real, UInt8
 from torch import Tensor
 
-from aespa_pl.algorithm.grid_types import Factors, GridType
-from aespa_pl.algorithm.grid_types import round_to_half as round_to_half
+from aespa_pl.algorithm.grid_types import Factors, GridType, TypedWeight, round_to_half
 
 
 @dataclass(frozen=True)
@@ -181,6 +180,10 @@ class QuantizedWeight:
             self.zero_point[order],
         )
         return QuantizedWeight(integers, scale, zero_point, self.bits)
+
+
+StoredWeight = QuantizedWeight | TypedWeight
+"""Weight as it is stored, on a uniform grid or by a block type."""
 
 
 def scaled_steps(

@@ -18,6 +18,7 @@ from aespa_pl.algorithm.quantizer import (
     Grid,
     GridFormat,
     QuantizedWeight,
+    StoredWeight,
     dequantize,
     quantize,
 )
@@ -81,9 +82,11 @@ class QuantizedProjection:
         """Return the grid of the block as it is stored: zeta is 1, and float16 holds every scale."""
         return self.grid.folded(self.row_factor)
 
-    def stored(self) -> QuantizedWeight:
+    def stored(self) -> StoredWeight:
         """Return the weight as it is stored, ``[rows, d_in]``: zeta is folded into what comes before."""
         grid = self.folded_grid
+        if grid.factors is not None:
+            return grid.factors.stored(self.integers.flatten(0, 1))
         scale, zero_point = grid.scale.flatten(0, 1), grid.zero_point.flatten(0, 1)
         return QuantizedWeight(self.integers.flatten(0, 1), scale, zero_point, grid.bits)
 
@@ -201,7 +204,7 @@ class QuantizedBlock:
         groups = (group for group in self.layout.groups if group.fold is not None)
         return {group.name: self.of_group(group)[0].grid.zeta for group in groups}
 
-    def stored(self) -> dict[str, QuantizedWeight]:
+    def stored(self) -> dict[str, StoredWeight]:
         """Return the weights as they are stored, by projection."""
         return {name: p.stored() for name, p in self.projections.items()}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from aespa_pl.commands.block_types import block_types, check_format
 from aespa_pl.commands.limits import (
     calibration_length,
     check_bits_of,
@@ -100,6 +101,7 @@ def find_model(
     Raises:
         UserError: Settings contradict each other, or there is no such model.
     """
+    check_format(quantization)
     resolved(quantization, device.type)
     check_output(output)
     return resolve(model.pretrained, model.revision, weights=weights)
@@ -132,11 +134,14 @@ def checked(
     width = Shape.of(config, family_of(config)).hidden
     # a YAML file has the number of a block as a number
     bits_of = {str(key): bits for key, bits in quantization.bits_of.items()}
-    quantization = resolved(replace(quantization, bits_of=bits_of), device.type, width)
+    types = block_types(quantization, config)
+    quantization = replace(quantization, bits_of=bits_of, types=types)
+    quantization = resolved(quantization, device.type, width)
     found = Checked(model, data, quantization, output, device, config, stored)
     check_lengths(data, found.family.positions(config), model.pretrained)
     check_bits_of(found.family.layout(config), config.num_hidden_layers, found.quantization)
-    check_groups(found.shape, found.quantization)
+    if quantization.format == "uniform":
+        check_groups(found.shape, found.quantization)
     check_histograms(output.histograms, found.family.layout(config))
     data = resolved_data(
         data,

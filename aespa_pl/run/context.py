@@ -69,6 +69,10 @@ class Context:
         """Return the layout of each block."""
         return self.source.family.layout(self.source.pretrained.config)
 
+    def types(self, block: int) -> dict[str, str | None]:
+        """Return the block types of a block's projections; None where the grid is uniform."""
+        return {p.name: self.settings.type_for(block, p.name) for p in self.layout.projections}
+
     def measure(self, phase: str) -> AbstractContextManager[None]:
         """Add the time that is spent in the returned context to a phase."""
         return self.stopwatch.measure(phase, self.device)

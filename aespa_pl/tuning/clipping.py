@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.grid import min_max_range
-from aespa_pl.algorithm.quantizer import QuantizedWeight, round_to_half
+from aespa_pl.algorithm.grid_types import round_to_half
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.tuning.parametrization import WeightParametrization, straight_through
 
 START = 4.0

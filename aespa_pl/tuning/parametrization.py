@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight, round_to_half
+from aespa_pl.algorithm.grid_types import round_to_half
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 
 MARGIN = 0.49
 """Largest distance of a latent value from its integer at the start: it rounds to that integer."""
@@ -48,7 +49,7 @@ class WeightParametrization(nn.Module, ABC):
         return start.to(weight)
 
     @abstractmethod
-    def quantized(self, latent: Tensor) -> QuantizedWeight:
+    def quantized(self, latent: Tensor) -> StoredWeight:
         """Return the integers and the grid that the weight stands for."""
 
 
@@ -89,9 +90,7 @@ class StraightThrough(OnGrid):
 
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight of the nearest integers; autograd knows it as differentiable."""
-        largest = 2**self.bits - 1
-        weight: Tensor = _Dequantized.apply(latent, self._scale(), self.zero_point, largest)  # type: ignore[no-untyped-call]
-        return weight
+        return dequantized(latent, self._scale(), self.zero_point, 2**self.bits - 1)
 
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> QuantizedWeight:
@@ -162,6 +161,12 @@ def straight_through(rounded: Tensor, value: Tensor) -> Tensor:
     The sum is exact: the difference of two numbers within a factor of two has no rounding error.
     """
     return value + (rounded - value).detach()
+
+
+def dequantized(v: Tensor, scale: Tensor, zero_point: Tensor, largest: int) -> Tensor:
+    """Return ``s (clamp(round(v), 0, largest) - z)``, where rounding has the gradient of the identity."""
+    weight: Tensor = _Dequantized.apply(v, scale, zero_point, largest)  # type: ignore[no-untyped-call]
+    return weight
 
 
 class _Dequantized(torch.autograd.Function):

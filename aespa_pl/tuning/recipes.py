@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.grid_types import TypedWeight
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.tuning.clipping import Clipped
 from aespa_pl.tuning.equivalent import transformations_of
 from aespa_pl.tuning.parametrization import FixedIntegers, StraightThrough, WeightParametrization
 from aespa_pl.tuning.rounding import RoundingPenalty, UpOrDown
+from aespa_pl.tuning.typed import TypedFixedIntegers, TypedStraightThrough
 
-MakeWeight = Callable[[str, QuantizedWeight, Tensor], WeightParametrization]
+MakeWeight = Callable[[str, StoredWeight, Tensor], WeightParametrization]
 """Makes a layer's parametrization from its path, its quantized weight and the weight that it stands for."""
 
 
@@ -32,11 +35,21 @@ class Recipe:
     """Penalty that is added to the error."""
 
 
-EVERYTHING = Recipe(
-    lambda _, start, target: StraightThrough(start, target), learns_vectors=True, learns_steps=True
-)
+def _everything(_: str, start: StoredWeight, target: Tensor) -> WeightParametrization:
+    if isinstance(start, TypedWeight):
+        return TypedStraightThrough(start, target)
+    return StraightThrough(start, target)
+
+
+def _scales(_: str, start: StoredWeight, __: Tensor) -> WeightParametrization:
+    if isinstance(start, TypedWeight):
+        return TypedFixedIntegers(start, start.weight())
+    return FixedIntegers(start)
+
+
+EVERYTHING = Recipe(_everything, learns_vectors=True, learns_steps=True)
 """Recipe that learns integers, scales, norms and biases."""
-SCALES = Recipe(lambda _, start, __: FixedIntegers(start), learns_vectors=True)
+SCALES = Recipe(_scales, learns_vectors=True)
 """Recipe that learns scales, norms and biases."""
 
 
@@ -54,15 +67,18 @@ def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout
             penalty = RoundingPenalty(
                 tuning.penalty, rounding.warmup, rounding.beta_start, rounding.beta_end
             )
-            return Recipe(lambda _, start, target: UpOrDown(start, target), penalty=penalty)
+            return Recipe(
+                lambda _, start, target: UpOrDown(cast(QuantizedWeight, start), target),
+                penalty=penalty,
+            )
         case "clipping" | "affine" as kind:
             transforms = transformations_of(
                 block, layout, matrices=kind == "affine", epochs=int(tuning.epochs or 0)
             )
 
-            def clipped(path: str, start: QuantizedWeight, target: Tensor) -> Clipped:
-                transform = transforms.get(f"{path}.weight")
-                return Clipped(start, target, symmetric=settings.symmetric, transform=transform)
+            def clipped(path: str, start: StoredWeight, target: Tensor) -> Clipped:
+                transform, uniform = transforms.get(f"{path}.weight"), cast(QuantizedWeight, start)
+                return Clipped(uniform, target, symmetric=settings.symmetric, transform=transform)
 
             return Recipe(clipped, transforms=transforms)
         case _:

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import Loss
 from aespa_pl.tuning.recipes import EVERYTHING, Recipe
@@ -36,7 +36,7 @@ from aespa_pl.tuning.weights import (
 class Tuned:
     """Holds the result of a tuning; norms and biases are in the module."""
 
-    weights: list[dict[str, QuantizedWeight]]
+    weights: list[dict[str, StoredWeight]]
     """Quantized weights by block and projection."""
     start_error: float
     """Mean error over the positions that are held back, before the training."""
@@ -102,7 +102,7 @@ def tune(
 
 
 def changed_fraction(
-    before: Sequence[Mapping[str, QuantizedWeight]], after: Sequence[Mapping[str, QuantizedWeight]]
+    before: Sequence[Mapping[str, StoredWeight]], after: Sequence[Mapping[str, StoredWeight]]
 ) -> float:
     """Return the fraction of the integers that differ, of weights by block and projection."""
     pairs = [(q, b[name]) for a, b in zip(before, after, strict=True) for name, q in a.items()]

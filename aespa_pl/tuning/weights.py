@@ -1,14 +1,14 @@
 """Turn quantized projections into parametrizations of a block's linear layers, and back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.models.family import BlockLayout, Projection
 from aespa_pl.models.weights import projection_rows
 from aespa_pl.tuning.parametrization import Stored, WeightParametrization
@@ -23,7 +23,7 @@ class TunableBlock:
     """Module with zeta folded and dequantized weights, in float32 and evaluation mode."""
     layout: BlockLayout
     """Projections that are tuned, the block's or some."""
-    weights: Mapping[str, QuantizedWeight]
+    weights: Mapping[str, StoredWeight]
     """Quantized weights by projection."""
     dtypes: Mapping[str, torch.dtype]
     """Types that the block's parameters are stored in, by their names."""
@@ -41,11 +41,15 @@ def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
     vectors = {n: tunable.dtypes[n] for n, p in block.named_parameters() if p.dim() == 1}
     for path, projections in _layers(layout).items():
         layer = cast(nn.Linear, block.get_submodule(path))
-        start = QuantizedWeight(
-            merged({name: q.integers for name, q in starts.items()}, layout, path),
-            merged({name: q.scale for name, q in starts.items()}, layout, path),
-            merged({name: q.zero_point for name, q in starts.items()}, layout, path),
-            starts[projections[0].name].bits,
+        first = starts[projections[0].name]
+        start = _with_tensors(
+            first,
+            {
+                key: merged(
+                    {p.name: getattr(starts[p.name], key) for p in projections}, layout, path
+                )
+                for key in _tensors(first)
+            },
         )
         targets = tunable.targets
         target = start.weight() if targets is None else merged(targets, layout, path)
@@ -80,7 +84,7 @@ def parametrize_vectors(
             parametrize.register_parametrization(owner, kind, Stored(dtype))
 
 
-def quantized_weights(block: nn.Module, layout: BlockLayout) -> dict[str, QuantizedWeight]:
+def quantized_weights(block: nn.Module, layout: BlockLayout) -> dict[str, StoredWeight]:
     """Return what the weights of a parametrized block stand for, by projection."""
     weights = {}
     for path, projections in _layers(layout).items():
@@ -88,11 +92,11 @@ def quantized_weights(block: nn.Module, layout: BlockLayout) -> dict[str, Quanti
         made = cast(WeightParametrization, layer.get_submodule("parametrizations.weight.0"))
         whole = made.quantized(_latent(layer).detach())
         for p in projections:
-            integers, scale, zero_point = (
-                projection_rows(tensor, layout, p).flatten(0, 1)
-                for tensor in (whole.integers, whole.scale, whole.zero_point)
-            )
-            weights[p.name] = QuantizedWeight(integers, scale, zero_point, whole.bits)
+            rows = {
+                key: projection_rows(tensor, layout, p).flatten(0, 1)
+                for key, tensor in _tensors(whole).items()
+            }
+            weights[p.name] = _with_tensors(whole, rows)
     return weights
 
 
@@ -128,6 +132,17 @@ def _layers(layout: BlockLayout) -> dict[str, list[Projection]]:
     for projection in layout.projections:
         layers.setdefault(projection.module, []).append(projection)
     return layers
+
+
+def _tensors(weight: StoredWeight) -> dict[str, Tensor]:
+    """Return the tensors of a weight by the names of its fields; each has the rows as its first dimension."""
+    values = {f.name: getattr(weight, f.name) for f in fields(weight)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _with_tensors(weight: StoredWeight, tensors: Mapping[str, Tensor]) -> StoredWeight:
+    changed: StoredWeight = replace(weight, **tensors)  # type: ignore[arg-type]
+    return changed
 
 
 def _latent(layer: nn.Module) -> nn.Parameter:

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.grid_types import TypedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.storage.files import write_tensors
 from aespa_pl.tuning import TunableBlock, Tuned
@@ -19,7 +20,7 @@ from aespa_pl.walk.record import read_weight, weight_tensors
 class LearnedUnit:
     """Holds what the rest of the walk needs of a unit; norms and biases are in the block."""
 
-    weights: Mapping[str, QuantizedWeight]
+    weights: Mapping[str, StoredWeight]
     """Quantized weights by projection."""
     finite: bool
     """Whether all errors were finite numbers."""
@@ -40,7 +41,9 @@ def read_unit(file: Path, tunable: TunableBlock) -> LearnedUnit:
     weights = {}
     for p in tunable.layout.projections:
         if f"{p.name}.integers" in tensors:
-            weights[p.name] = read_weight(tensors, p.name, tunable.weights[p.name].bits)
+            start = tunable.weights[p.name]
+            kind = start.kind.name if isinstance(start, TypedWeight) else None
+            weights[p.name] = read_weight(tensors, p.name, start.bits, kind)
             set_projection_weight(tunable.block, tunable.layout, p, weights[p.name].weight())
     for name, parameter in _vectors(tunable).items():
         parameter.copy_(tensors[f"vector {name}"])

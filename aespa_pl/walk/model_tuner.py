@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -131,23 +131,22 @@ class ModelTuner:
         tensors = self.context.source.pretrained.tensors
         return {name: DTYPES[stored.dtype] for name, stored in tensors.items()}
 
-    def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, QuantizedWeight]:
+    def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, StoredWeight]:
         """Return what the file of a block holds, by projection."""
+        settings, names = self.context.settings, [p.name for p in self.context.layout.projections]
         return {
-            p.name: record.read_weight(
-                tensors, p.name, self.context.settings.bits_for(index, p.name)
+            name: record.read_weight(
+                tensors, name, settings.bits_for(index, name), settings.type_for(index, name)
             )
-            for p in self.context.layout.projections
+            for name in names
         }
 
     def _learned(self, model: PreTrainedModel, found: Tuned) -> dict[str, Tensor]:
         """Return integers and scales by block and projection; norms and biases by their names."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for index, weights in enumerate(found.weights):
-            for name, q in weights.items():
-                tensors[_key(index, name, "scale")] = q.scale.to(torch.float16)
-                if self.context.settings.tuning.model.integer_rate:
-                    tensors[_key(index, name, "integers")] = q.integers
+            stored = record.weight_tensors(weights)
+            tensors |= {_key(index, name): tensor for name, tensor in stored.items()}
         types = self._types()
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -159,11 +158,7 @@ class ModelTuner:
         run, layout = self.context.run, self.context.layout
         files = (run.block_file(index), self.writer.block_file(index))
         tensors, shard = map(load_file, files)
-        for p in layout.projections:
-            for kind in ("scale", "integers"):
-                key = _key(index, p.name, kind)
-                if key in learned:
-                    tensors[f"{p.name}.{kind}"] = learned[key]
+        tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}
         weights = {name: q.weight() for name, q in self._weights(index, tensors).items()}
         prefix = self.context.source.family.block_prefix(index)
         types = stored_types(self.context.source, index)
@@ -171,11 +166,12 @@ class ModelTuner:
         for path in {p.module: None for p in layout.projections}:
             name = f"{path}.weight"
             shard[prefix + name] = merged(weights, layout, path).to(types[name])
-        metadata = record.metadata(run.blocks[index].losses, run.blocks[index].tuning)
+        types = self.context.types(index)
+        metadata = record.metadata(run.blocks[index].losses, run.blocks[index].tuning, types)
         write_tensors(run.staged(files[0]), tensors, metadata)
         write_tensors(run.staged(files[1]), shard, {"format": "pt"})
         run.replace_block(index, files)
 
 
-def _key(index: int, projection: str, kind: str) -> str:
-    return f"block_{index:03}.{projection}.{kind}"
+def _key(index: int, name: str) -> str:
+    return f"block_{index:03}.{name}"

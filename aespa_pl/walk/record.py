@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight, quantize
+from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight, quantize
 from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.curve_names import NOT_NEAREST
 from aespa_pl.distributed.processes import World
@@ -65,25 +66,49 @@ def zeta_tensors(block: QuantizedBlock) -> dict[str, Tensor]:
     return {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
 
 
-def weight_tensors(weights: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
+def weight_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
     """Return the tensors of a block's file that hold its weights, which are given by projection."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, q in weights.items():
+        if isinstance(q, TypedWeight):
+            tensors |= q.tensors(name)
+            continue
         tensors[f"{name}.integers"] = q.integers
         tensors[f"{name}.scale"] = q.scale.to(torch.float16)
         tensors[f"{name}.zero_point"] = q.zero_point.to(torch.uint8)
     return tensors
 
 
-def read_weight(tensors: Mapping[str, Tensor], name: str, bits: int) -> QuantizedWeight:
-    """Return the weight of a projection from the tensors that ``weight_tensors`` made."""
+def read_weight(
+    tensors: Mapping[str, Tensor], name: str, bits: int, kind: str | None
+) -> StoredWeight:
+    """Return the weight of a projection from the tensors that ``weight_tensors`` made.
+
+    Args:
+        tensors: Tensors of a block's file.
+        name: Name of the projection.
+        bits: Bits of its integers.
+        kind: Name of its block type; None: its grid is uniform.
+    """
+    if kind is not None:
+        return TypedWeight.read(tensors, name, TYPES[kind])
     scale, zero_point = tensors[f"{name}.scale"], tensors[f"{name}.zero_point"]
     return QuantizedWeight(tensors[f"{name}.integers"], scale, zero_point, bits)
 
 
-def metadata(measured: Mapping[str, Any], tuned: TuningRecord | None) -> dict[str, str]:
-    """Return the metadata of a block's file, from what ``losses`` and ``tuning`` returned."""
+def metadata(
+    measured: Mapping[str, Any], tuned: TuningRecord | None, types: Mapping[str, str | None]
+) -> dict[str, str]:
+    """Return the metadata of a block's file.
+
+    Args:
+        measured: What ``losses`` returned.
+        tuned: What ``tuning`` returned.
+        types: Block types by projection; None where the grid is uniform.
+    """
     known = {"losses": measured, "tuning": None if tuned is None else tuned.model_dump()}
+    if any(types.values()):
+        known["types"] = types
     return {"block": json.dumps(known)}  # one key: safetensors writes several in any order
 
 

@@ -134,7 +134,7 @@ class Walk:
                 shard = self._store(index, module, weights)
                 if context.world.is_first:
                     tensors = zetas | record.weight_tensors(weights)
-                    metadata = record.metadata(losses, tuning)
+                    metadata = record.metadata(losses, tuning, context.types(index))
                     write_tensors(run.block_file(index), tensors, metadata)
                     self.writer.write_block(index, shard)
             seconds = {k: v - before.get(k, 0.0) for k, v in context.stopwatch.seconds.items()}

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize, round_to_half
+from aespa_pl.algorithm.grid_types import round_to_half
+from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
 from tests import reference
 
 
