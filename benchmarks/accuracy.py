@@ -114,7 +114,7 @@ def main(
         segments: Use only the first so many calibration segments.
         batch: Segments that go through a block at once; it changes last bits.
         nearest: Measure the original and round-to-nearest as well.
-        partial: Give all projections the block type of the format, with incomplete blocks at the ends of rows.
+        partial: Give all projections the block type of the format, and let a row's last block be incomplete.
         says: Print what the walk tells of each block.
         output: JSON lines are appended to this file.
     """

@@ -52,7 +52,8 @@ def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dic
     family = family_of(config)
     layout, shape = family.layout(config), Shape.of(config, family)
     model = MixtureModel.of(config, layout, architecture_of(config).name)
-    columns = {m.name: m.columns for m in shape.matrices}
+    matrices = zip(layout.projections, shape.matrices, strict=True)
+    columns = {p.name: matrix.columns for p, matrix in matrices}
     types = {
         f"{block}.{p.name}": mixture_type(
             settings.format, matrix_of(layout, p), columns[p.name], model, block
@@ -64,13 +65,13 @@ def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dic
         width = columns[key.partition(".")[2]]
         if not TYPES[kind].fits(width):
             raise UserError(
-                f"quantization.format is {settings.format}, but {key} has rows of {width} weights, and {kind} "
-                f"holds multiples of {TYPES[kind].block}: set quantization.format uniform"
+                f"quantization.format is {settings.format}, but {key} has rows of {width} weights, and "
+                f"{kind} holds multiples of {TYPES[kind].block}: set quantization.format uniform"
             )
     return types
 
 
-def words(settings: QuantizationSettings) -> str:
+def types_in_words(settings: QuantizationSettings) -> str:
     """Return the types of all projections in words, with their number."""
     counts: dict[str, int] = {}
     for kind in settings.types.values():

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 
 import aespa_pl
+from aespa_pl.commands.block_types import types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
@@ -90,7 +91,10 @@ def fit(
             progress.say(f"{run.folder} is finished already: nothing to do")
             return run, start.metrics
         progress.say(f"run folder: {run.folder}")
-        progress.say(forecast(job.quantization, job.shape, job.config))
+        if job.quantization.types:
+            progress.say(types_in_words(job.quantization))
+        else:
+            progress.say(forecast(job.quantization, job.shape, job.config))
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
         began_to_quantize, began_to_work = time.perf_counter(), time.process_time()

@@ -1,8 +1,8 @@
 """Learn the numbers of a block type: integers, scales and minimums of groups, and the factors of blocks.
 
 A weight is ``d a (q - zero_point) - d_min c`` (``algorithm/grid_types.py``). d and d_min have logarithms as
-parameters, because their signs stay; a and c are learned as fractions of their largest values. In every forward
-pass all are rounded to what the type stores, with straight-through gradients.
+parameters, because their signs stay; a and c are learned as fractions of their largest values. All are
+rounded to what the type stores in every forward pass, with straight-through gradients.
 """
 
 from typing import Any, cast

@@ -166,8 +166,8 @@ class ModelTuner:
         for path in {p.module: None for p in layout.projections}:
             name = f"{path}.weight"
             shard[prefix + name] = merged(weights, layout, path).to(types[name])
-        types = self.context.types(index)
-        metadata = record.metadata(run.blocks[index].losses, run.blocks[index].tuning, types)
+        done = run.blocks[index]
+        metadata = record.metadata(done.losses, done.tuning, self.context.types(index))
         write_tensors(run.staged(files[0]), tensors, metadata)
         write_tensors(run.staged(files[1]), shard, {"format": "pt"})
         run.replace_block(index, files)

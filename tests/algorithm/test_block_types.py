@@ -1,0 +1,162 @@
+"""Grids of GGUF's block types: what is stored stands for the same weights, and each step lowers the loss."""
+
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize as ggml_dequantize
+from torch import Tensor
+
+from aespa_pl.algorithm.descent import descend
+from aespa_pl.algorithm.grid import min_max_grid, search_grid
+from aespa_pl.algorithm.grid_types import TYPES, GridType
+from aespa_pl.algorithm.objectives import reconstruction_loss
+from aespa_pl.algorithm.optq import update_weights
+from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
+from aespa_pl.algorithm.refit import refit
+from aespa_pl.export.gguf_bytes import BLOCK_TYPES
+
+ROWS, COLUMNS = 3, 512
+KINDS = list(TYPES.values())
+
+
+def problem(*, heads: int = 1, own: bool = False, columns: int = COLUMNS) -> tuple[Tensor, Tensor]:
+    """Return weights ``[heads, rows, columns]`` and a Hessian, one for each head where ``own``."""
+    torch.manual_seed(0)
+    X = torch.randn(heads if own else 1, columns, 2 * columns)
+    X = X + 2 * torch.randn(len(X), columns, 1)
+    return torch.randn(heads, ROWS, columns), X @ X.mT / (2 * columns)
+
+
+def loss(integers: Tensor, W: Tensor, grid: Grid, H: Tensor, G: Tensor | None = None) -> Tensor:
+    """Return the objective in float64."""
+    dW = (dequantize(integers, grid) - W).double()
+    product = dW @ H.double()
+    return (dW * (product if G is None else G.double() @ product)).sum((1, 2))
+
+
+def nearest(kind: GridType, columns: int = COLUMNS) -> tuple[Tensor, Tensor, Grid]:
+    W, H = problem(columns=columns)
+    return W, H, search_grid(W, H, torch.ones(columns), GridFormat.of(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_stored_numbers_stand_for_the_weights_of_the_grid(kind: GridType) -> None:
+    W, _, grid = nearest(kind)
+    factor = torch.rand(1, ROWS) + 0.5
+    folded = grid.in_half(factor).folded(factor)
+    integers = quantize(W * factor[..., None], folded)
+    assert folded.factors is not None
+    stored = folded.factors.stored(integers[0].to(torch.uint8))
+    torch.testing.assert_close(
+        stored.weight(), dequantize(integers, folded)[0], rtol=1e-5, atol=1e-6
+    )
+    read = type(stored).read(stored.tensors("p"), "p", kind)
+    assert torch.equal(read.weight(), stored.weight())
+
+
+@pytest.mark.parametrize(
+    "name", [k.name for k in KINDS if k.name in GGMLQuantizationType.__members__]
+)
+def test_ggml_computes_the_same_weights_from_the_bytes(name: str) -> None:
+    W, _, grid = nearest(TYPES[name])
+    folded = grid.folded(torch.ones(1, ROWS))
+    assert folded.factors is not None
+    stored = folded.factors.stored(quantize(W, folded)[0].to(torch.uint8))
+    packed = BLOCK_TYPES[name].encode(stored)
+    values = ggml_dequantize(packed.view(np.uint8), GGMLQuantizationType[name])
+    assert np.array_equal(values.reshape(ROWS, COLUMNS), stored.weight().numpy())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_zeros_stay_zeros(kind: GridType) -> None:
+    W, H = problem()
+    W[:, 0] = 0
+    grid = search_grid(W, H, torch.ones(COLUMNS), GridFormat.of(kind)).in_half(torch.ones(1, ROWS))
+    weight = dequantize(quantize(W, grid), grid)
+    assert bool(weight.isfinite().all())
+    assert float(weight[:, 0].abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_search_beats_equal_weights_of_all_columns(kind: GridType) -> None:
+    W, _ = problem()
+    H = torch.diag(torch.rand(COLUMNS) ** 8)[None]
+    grid = search_grid(W, H, torch.ones(COLUMNS), GridFormat.of(kind))
+    other = min_max_grid(W, torch.ones(COLUMNS), GridFormat.of(kind))
+    assert loss(quantize(W, grid), W, grid, H) < loss(quantize(W, other), W, other, H)
+
+
+def test_incomplete_last_blocks_have_factors_of_their_own() -> None:
+    W, H, grid = nearest(TYPES["Q2_K"], columns=192)
+    W2, H2, _ = nearest(TYPES["Q2_K"], columns=448)
+    assert grid.factors is not None
+    assert grid.factors.d.shape == (1, ROWS, 1)
+    wide = search_grid(W2, H2, torch.ones(448), GridFormat.of(TYPES["Q2_K"]))
+    assert wide.factors is not None
+    assert wide.factors.d.shape == (1, ROWS, 2)
+    assert wide.factors.a.shape == (1, ROWS, 28)
+    assert loss(quantize(W, grid), W, grid, H) < loss(torch.zeros_like(W), W, grid, H)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_refit_lowers_the_loss_and_keeps_what_the_type_stores(
+    kind: GridType, coupled: bool, own: bool
+) -> None:
+    W, H = problem(heads=2, own=own, columns=256)
+    G = None
+    if coupled:
+        G = torch.randn(2, ROWS, ROWS)
+        G = G @ G.mT
+    zeta, factor = torch.rand(256) + 0.5, torch.rand(2, ROWS) + 0.5
+    grid = search_grid(W, H, zeta, GridFormat.of(kind)).in_half(factor)
+    _, integers, _ = update_weights(W, H, grid)
+    moved = refit(integers, W, grid, H, G, row_factor=factor)
+    before, after = loss(integers, W, grid, H, G), loss(integers, W, moved, H, G)
+    assert bool((after < before).all())
+    assert moved.factors is not None
+    f = moved.factors
+    for d in (f.d, f.d_min):
+        stored = d * factor[..., None]
+        torch.testing.assert_close(stored.half().float(), stored, rtol=1e-6, atol=0)
+    for integer, (low, high) in ((f.a, kind.scales), (f.c, kind.minimums)):
+        assert torch.equal(integer, integer.round())
+        assert low <= int(integer.min())
+        assert int(integer.max()) <= high
+    assert not bool((f.a == 0).any())
+
+
+def test_refit_finds_the_best_scale_of_a_group() -> None:
+    """All a and c of one group are tried in turn; its d and d_min are then a step of least squares."""
+    kind = TYPES["Q2_K"]
+    W, H = problem(columns=16)
+    ones = torch.ones(1, ROWS)
+    grid = search_grid(W, H, torch.ones(16), GridFormat.of(kind)).in_half(ones)
+    integers = quantize(W, grid)
+    moved = refit(integers, W, grid, H, row_factor=ones)
+    assert grid.factors is not None
+    for row in range(ROWS):
+        d, d_min = (float(x[0, row, 0]) for x in (grid.factors.d, grid.factors.d_min))
+        best = torch.inf
+        for a in range(1, 16):
+            for c in range(16):
+                dW = (d * a * integers[0, row] - d_min * c - W[0, row]).double()
+                best = min(best, float(dW @ H[0].double() @ dW))
+        dW = (dequantize(integers, moved) - W)[0, row].double()
+        assert float(dW @ H[0].double() @ dW) <= best * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_optq_and_descent_lower_the_loss(kind: GridType) -> None:
+    W, H, grid = nearest(kind)
+    first = quantize(W, grid)
+    _, second, _ = update_weights(W, H, grid)
+    third = descend(second, W, grid, H, passes=5).integers
+    losses = [float(loss(q, W, grid, H)) for q in (first, second, third)]
+    assert losses[2] <= losses[1] < losses[0]
+    kept = cast(Tensor, reconstruction_loss(dequantize(third, grid) - W, H)).sum()
+    assert float(kept) == pytest.approx(losses[2], rel=1e-3)
