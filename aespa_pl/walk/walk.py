@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.algorithm.threads import keep_threads
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.measure import peak_bytes, release_memory
@@ -28,7 +28,7 @@ class Quantized(NamedTuple):
 
     zetas: dict[str, Tensor]
     """Tensors of the block's file that hold zeta."""
-    weights: Mapping[str, QuantizedWeight]
+    weights: Mapping[str, StoredWeight]
     """Weights by projection."""
     losses: dict[str, dict[str, float]]
     """What was measured on each projection; only in the first process."""
@@ -178,7 +178,7 @@ class Walk:
 
     @torch.no_grad()
     def _store(
-        self, index: int, module: nn.Module, weights: Mapping[str, QuantizedWeight]
+        self, index: int, module: nn.Module, weights: Mapping[str, StoredWeight]
     ) -> dict[str, Tensor]:
         """Return a quantized block as it is stored, and give the module the stored values.
 
