@@ -1,4 +1,4 @@
-"""Make the README's two pictures from a finished run: where its loss is left, and what tuning changed.
+"""Make the README's picture from a finished run: where its loss is left.
 
 pip install 'aespa-pl[report]'
 make quickstart && python scripts/pictures.py lightning_logs/quickstart_w2 docs/pictures
@@ -8,30 +8,28 @@ import argparse
 from pathlib import Path
 
 from aespa_pl.report.maps import final_loss_map, final_ratios, limits_of
-from aespa_pl.report.picture import HALF, WIDE, style
-from aespa_pl.report.stored import find_run, read_run
-from aespa_pl.report.tuning import tuning_errors
+from aespa_pl.report.picture import WIDE, style
+from aespa_pl.report.stored import read_run
+from aespa_pl.run.find import find_run
 
 
 def main() -> None:
-    """Parse the arguments and write the pictures."""
+    """Parse the arguments and write the picture."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", help="folder of the run")
-    parser.add_argument("folder", type=Path, help="where to write the pictures")
+    parser.add_argument("folder", type=Path, help="where to write the picture")
     arguments = parser.parse_args()
     run = read_run(find_run(arguments.run, Path("lightning_logs")))
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with style():
-        limits = limits_of([final_ratios(run)])
-        pictures = (final_loss_map(run, WIDE, limits), tuning_errors(run, HALF))
-    for picture in pictures:
-        if picture.figure is None:
-            raise SystemExit(f"{run.folder}: no picture of {picture.title}. {picture.caption}")
-        path = arguments.folder / f"{picture.name}.png"
-        path.write_bytes(picture.png)
-        print(f"{path}: {picture.caption}")
+        picture = final_loss_map(run, WIDE, limits_of([final_ratios(run)]))
+    if picture.figure is None:
+        raise SystemExit(f"{run.folder}: no picture of {picture.title}. {picture.caption}")
+    path = arguments.folder / f"{picture.name}.png"
+    path.write_bytes(picture.png)
+    print(f"{path}: {picture.caption}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aespa_pl.errors import printable
+from aespa_pl.planning.words import human
 
 KINDS = {"original": "original", "nearest": "round-to-nearest", "quantized": "quantized"}
 """Models in the order of the rows, and their names in tables."""
@@ -84,7 +85,7 @@ def _cells(section: str, found: Any) -> Iterator[tuple[str, str]]:
     elif section == "size":
         if "bits_per_weight" in found:
             yield "bits per weight", f"{found['bits_per_weight']:.2f}"
-        yield "GB", f"{found['bytes'] / GB:.3g}"
+        yield "size", f"{human(found['bytes'])}B"
     else:
         yield "seconds", f"{found:.0f}"
 

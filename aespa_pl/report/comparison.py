@@ -168,25 +168,34 @@ def figure(cells: Sequence[Cell]) -> "Figure | None":
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
+    from aespa_pl.report.picture import style  # noqa: PLC0415 (optional)
 
     texts = texts_of(cells)
     if not texts:
         return None
     widths = list(dict.fromkeys(cell.bits for cell in cells))
     methods = list(dict.fromkeys(cell.method for cell in cells))
+    with style():  # a dollar sign in a name is no formula
+        return _drawn(cells, texts[0], widths, methods)
+
+
+def _drawn(
+    cells: Sequence[Cell], text: str, widths: Sequence[int], methods: Sequence[str]
+) -> "Figure":
+    from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
+
     drawn = Figure(figsize=(PANEL * len(widths) + 1, PANEL), layout="constrained")
     panels = drawn.subplots(1, len(widths), squeeze=False)[0]
     for panel, bits in zip(panels, widths, strict=True):
         for number, method in enumerate(methods):
             same = [c for c in cells if (c.bits, c.method) == (bits, method)]
-            _draw(panel, number, method, texts[0], same)
+            _draw(panel, number, method, text, same)
         panel.set(
             xscale="log",
             yscale="log",
             title=f"{bits} bits",
             xlabel="seconds of quantization",
-            ylabel=f"perplexity, {texts[0]} (lower is better)",
+            ylabel=f"perplexity, {text} (lower is better)",
         )
     handles = {
         label: handle

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from aespa_pl.curve_names import NOT_NEAREST
-from aespa_pl.report.curves import Floats
 from aespa_pl.report.picture import HALF, HEAT, Picture, block_ticks, on_heat
 from aespa_pl.report.stored import StoredRun
 
@@ -24,18 +24,9 @@ def final_ratios(run: StoredRun) -> Ratios:
     }
 
 
-def moved_shares(run: StoredRun) -> tuple[Ratios, bool]:
-    """Return the share of integers that differ from nearest rounding's, and whether it is the final one.
-
-    The journal knows the final share; the curves know the share that learning ended with, before polish.
-    """
-    stored = {
-        key: values[NOT_NEAREST] for key, values in run.losses.items() if NOT_NEAREST in values
-    }
-    if stored:
-        return stored, True
-    curves = run.curves.of(NOT_NEAREST)
-    return {key: float(curve.values[-1]) for key, curve in curves.items()}, False
+def moved_integers(run: StoredRun) -> Ratios:
+    """Return which part of each projection's integers differs from nearest rounding's."""
+    return {key: values[NOT_NEAREST] for key, values in run.losses.items() if NOT_NEAREST in values}
 
 
 def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Picture:
@@ -68,36 +59,19 @@ def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) ->
 
 
 def moved_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Picture:
-    """Return the heat map of the share of integers that are not rounded to the nearest.
-
-    Args:
-        run: Run that is drawn.
-        width: Largest width of the figure in inches.
-        limits: Shares at the ends of the colours.
-    """
-    shares, final = moved_shares(run)
+    """Return the heat map of how many integers are not rounded to the nearest; arguments as above."""
+    moved = moved_integers(run)
     name, title = "moved", "Integers moved away from nearest rounding"
-    if not shares:
-        return Picture(
-            name,
-            title,
-            "Not stored by this run: neither its journal nor its curves have the share.",
-        )
-    most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
+    if not moved:
+        return Picture(name, title, NO_BLOCK)
+    most, least = max(moved, key=moved.__getitem__), min(moved, key=moved.__getitem__)
     caption = (
-        f"{100 * np.mean(list(shares.values())):.0f} % of a projection's integers on average are not the "
-        f"nearest: most in {most[1]} of block {most[0]} ({100 * shares[most]:.0f} %), fewest in "
-        f"{least[1]} of block {least[0]} ({100 * shares[least]:.0f} %). "
-        + (
-            ""
-            if final
-            else "This is the share after learning; what polish moved later is not in it."
-        )
+        f"{100 * np.mean(list(moved.values())):.0f} % of a projection's integers on average are not the "
+        f"nearest: most in {most[1]} of block {most[0]} ({100 * moved[most]:.0f} %), fewest in "
+        f"{least[1]} of block {least[0]} ({100 * moved[least]:.0f} %)."
     )
-    names = [name for name in run.projections if any(key[1] == name for key in shares)]
-    return Picture(
-        name, title, caption, heat_map(shares, names, width, limits, "share of integers")
-    )
+    names = [name for name in run.projections if any(key[1] == name for key in moved)]
+    return Picture(name, title, caption, heat_map(moved, names, width, limits, "part of integers"))
 
 
 def limits_of(maps: Sequence[Ratios], step: float = 0.05) -> tuple[float, float]:
@@ -151,10 +125,10 @@ def heat_map(
     return figure
 
 
-def _write_numbers(figure: Figure, cells: Floats, limits: tuple[float, float]) -> None:
+def _write_numbers(figure: Figure, cells: NDArray[np.float64], limits: tuple[float, float]) -> None:
     for (row, column), value in np.ndenumerate(cells):
         if np.isfinite(value):
-            share = (value - limits[0]) / (limits[1] - limits[0])
+            place = (value - limits[0]) / (limits[1] - limits[0])
             figure.axes[0].text(
                 column,
                 row,
@@ -162,5 +136,5 @@ def _write_numbers(figure: Figure, cells: Floats, limits: tuple[float, float]) -
                 ha="center",
                 va="center",
                 fontsize=8,
-                color=on_heat(share),
+                color=on_heat(place),
             )

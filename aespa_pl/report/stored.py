@@ -8,49 +8,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from aespa_pl.curve_names import RECONSTRUCTION
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.later import with_later
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
-from aespa_pl.report.curves import Curves, read_curves
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.schema import DESCRIPTION, FORMAT
 from aespa_pl.settings.quantization import bits_of_projection
 
-Losses = dict[tuple[int, str], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class GridTensors:
-    """Holds the numbers beside the integers, of one projection or one input group of one block."""
-
-    scale: NDArray[np.float64] | None = None
-    zero_point: NDArray[np.float64] | None = None
-    zeta: NDArray[np.float64] | None = None
+RECORD = {"losses": 2, "seconds": 1, "output_error": 1, "peak_bytes": 1, "tuning": 1}
+"""What is read of a block's record, and how deep its numbers lie."""
+METRICS = {"perplexity": 2, "tasks": 3, "size": 2, "test_seconds": 1, "seconds": 1, "peak_bytes": 1}
+"""What is read of metrics.json and test.json, and how deep its numbers lie."""
+LARGEST = 1e100
+"""Numbers beyond this are damage, as are negative ones: ratios of others are finite."""
+NEEDED = {"tasks": "value", "size": "bytes"}
+"""Number without which the numbers beside it say nothing."""
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """Holds what the folder of a run says."""
+    """Holds what the folder of a run says; all numbers are finite."""
 
     folder: Path
     settings: Mapping[str, Any]
     """Settings of ``config.yaml``, their keys joined by dots; empty where there is none."""
     blocks: Mapping[int, Mapping[str, Any]]
-    """The journal's record of each finished block."""
-    curves: Curves
-    grids: Mapping[tuple[int, str], GridTensors]
-    """Scales, zero points and zeta, by block and by projection or input group."""
+    """The journal's record of each finished block: what ``RECORD`` names, and is not damaged."""
     metrics: Mapping[str, Any]
     """``metrics.json``, with the measurements of a later ``aespa-pl test``, which ``test.json`` has."""
     versions: Mapping[str, str]
     tuned: Mapping[str, Any] = field(default_factory=dict)
-    """The journal's record of the end-to-end tuning; empty where there was none."""
+    """The seconds of the end-to-end tuning, by phase, under ``seconds``."""
     shape: Mapping[str, float] = field(default_factory=dict)
     """``weights`` (number) and ``bits_per_weight``, of the projections of the finished blocks."""
     notes: tuple[str, ...] = ()
@@ -62,20 +53,18 @@ class StoredRun:
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     @property
-    def losses(self) -> Losses:
+    def losses(self) -> dict[tuple[int, str], dict[str, float]]:
         """Return the losses in the journal (nearest, optq, final ...), by block and projection."""
         return {
             (index, projection): values
             for index, record in self.blocks.items()
-            for projection, values in record.get("losses", {}).items()
+            for projection, values in record["losses"].items()
         }
 
     @property
     def projections(self) -> list[str]:
         """Return the names of the projections, in the order of the block."""
-        names = [projection for _, projection in self.losses]
-        names += [projection for _, projection in self.curves.of(RECONSTRUCTION)]
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys(projection for _, projection in self.losses))
 
     @property
     def command(self) -> str:
@@ -90,60 +79,121 @@ def read_run(folder: Path) -> StoredRun:
         UserError: The journal is damaged, or a newer version of aespa-pl wrote it. Anything else that
             is missing or damaged becomes a note.
     """
-    journal, notes = _journal(folder), []
+    journal, notes = _journal(folder), list[str]()
     if journal["format"] < FORMAT:
         notes.append(
             f"An older version of aespa-pl wrote this run (journal format {journal['format']}, today's is "
             f"{FORMAT}). The page shows what it stored; quantize again for the rest."
         )
-    blocks = {
-        int(index): record for index, record in sorted(journal["blocks"].items(), key=_by_index)
-    }
+    damaged = list[str]()
+    blocks = _blocks(journal["blocks"], damaged)
+    tuned = _record(journal.get("tuned") or {}, {"seconds": 1}, "tuned", damaged)
+    if damaged:
+        notes.append(f"journal.json is damaged, and this is left out: {_listed(damaged)}.")
     if not blocks:
         notes.append("No block is finished yet. Make the report again when one is.")
     notes += _progress(folder, len(blocks))
     settings = _settings(folder, notes)
-    metrics = _json(folder / "metrics.json", notes, "measure again with aespa-pl test")
-    later = _json(folder / "test.json", notes, "remove it, and measure again with aespa-pl test")
-    curves = read_curves(folder)
-    notes += [
-        f"The event files in {path.name} cannot be read, so its curves are missing."
-        for path in curves.unreadable
-    ]
-    grids, shape = _grids(folder, blocks, settings, notes)
-    made = _json(folder / "model" / DESCRIPTION, notes, "remove it; it is not needed to load")
+    metrics = _metrics(folder / "metrics.json", notes)
+    later = _metrics(folder / "test.json", notes)
+    versions = _json(folder / "model" / DESCRIPTION, notes).get("versions")
     return StoredRun(
         folder=folder,
         settings=settings,
         blocks=blocks,
-        curves=curves,
-        grids=grids,
         metrics=with_later(metrics, later),
-        versions=made.get("versions", {}),
-        tuned=journal.get("tuned") or {},
-        shape=shape,
+        versions=versions if isinstance(versions, Mapping) else {},
+        tuned=tuned,
+        shape=_shape(folder, blocks, settings, notes),
         notes=tuple(notes),
     )
-
-
-def _by_index(item: tuple[str, Any]) -> int:
-    return int(item[0])
 
 
 def _journal(folder: Path) -> dict[str, Any]:
     path = folder / "journal.json"
     try:
         journal: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(record, dict) for record in journal["blocks"].values()):
-            raise TypeError("a block's record is no mapping")
         newer = int(journal["format"]) > FORMAT
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not isinstance(journal["blocks"], dict):
+            raise TypeError("blocks is no mapping")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise UserError(
             f"{path} is damaged ({error}): there is nothing to report; start a new run"
         ) from error
     if newer:
         raise UserError(f"{path} was written by a newer version of aespa-pl: update aespa-pl")
     return journal
+
+
+def _blocks(records: Mapping[str, Any], damaged: list[str]) -> dict[int, dict[str, Any]]:
+    found = {}
+    for key, record in records.items():
+        if key.isascii() and key.isdecimal() and isinstance(record, Mapping):
+            found[int(key)] = _record(record, RECORD, f"block {key}", damaged)
+        else:
+            damaged.append(f"block {key}")
+    return dict(sorted(found.items()))
+
+
+def _record(
+    content: Any, depths: Mapping[str, int], where: str, damaged: list[str]
+) -> dict[str, Any]:
+    """Return the numbers of each known key; an empty mapping where there are none."""
+    if not isinstance(content, Mapping):
+        damaged.append(where)
+        content = {}
+    return {
+        key: _numbers(content.get(key) or {}, depth, f"{where}: {key}", damaged)
+        for key, depth in depths.items()
+    }
+
+
+def _numbers(content: Any, depth: int, where: str, damaged: list[str]) -> dict[str, Any]:
+    """Return the numbers that lie ``depth`` mappings deep, and note what else is there.
+
+    None stands for a number that was not finite, or that there is none of.
+    """
+    if not isinstance(content, Mapping):
+        damaged.append(where)
+        return {}
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        place = f"{where}.{key}"
+        if depth > 1:
+            found[key] = _numbers(value, depth - 1, place, damaged)
+        elif isinstance(value, int | float) and 0 <= value < LARGEST:
+            found[key] = value
+        elif value is not None and key != "metric":  # of a task: acc or acc_norm
+            damaged.append(place)
+    return found
+
+
+def _metrics(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return what is measured; sections without any number are left out."""
+    damaged = list[str]()
+    found = _record(_json(path, notes), METRICS, path.name, damaged)
+    for kind, values in found["perplexity"].items():
+        for text in [text for text, value in values.items() if value <= 0]:
+            damaged.append(f"{path.name}: perplexity.{kind}.{text}")
+            del values[text]
+    for section, needed in NEEDED.items():
+        leaves = found[section].values() if section == "tasks" else [found[section]]
+        for leaf in leaves:
+            for name in [name for name, numbers in leaf.items() if needed not in numbers]:
+                damaged.append(f"{path.name}: {section}.{name}")
+                del leaf[name]
+    if damaged:
+        notes.append(
+            f"{path.name} is damaged, and this is left out: {_listed(damaged)}. Measure again with "
+            "aespa-pl test."
+        )
+    return {key: value for key, value in found.items() if value}
+
+
+def _listed(damaged: list[str], most: int = 3) -> str:
+    unique = list(dict.fromkeys(damaged))
+    more = f" and {len(unique) - most} more" if len(unique) > most else ""
+    return ", ".join(unique[:most]) + more
 
 
 def _progress(folder: Path, finished: int) -> list[str]:
@@ -153,7 +203,7 @@ def _progress(folder: Path, finished: int) -> list[str]:
     try:
         config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
         of = f" of {config['num_hidden_layers']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         of = ""
     return [
         f"This run has no metrics.json: it is still going, or it was stopped. {finished}{of} blocks are "
@@ -161,17 +211,16 @@ def _progress(folder: Path, finished: int) -> list[str]:
     ]
 
 
-def _json(path: Path, notes: list[str], advice: str) -> dict[str, Any]:
+def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return a JSON file's mapping; nothing where there is no file, and a note where it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError("it holds no mapping")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read ({error}): {advice}.")
-        return {}
-    if not isinstance(content, dict):
-        notes.append(f"{path.name} is damaged, it holds no mapping: {advice}.")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read ({error}).")
         return {}
     return content
 
@@ -179,12 +228,14 @@ def _json(path: Path, notes: list[str], advice: str) -> dict[str, Any]:
 def _settings(folder: Path, notes: list[str]) -> dict[str, Any]:
     try:
         content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        if not isinstance(content, dict):
+            raise TypeError("no mapping")
+        return flat(content)
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         notes.append(
             f"config.yaml cannot be read ({type(error).__name__}), so no settings are shown."
         )
         return {}
-    return flat(content) if isinstance(content, dict) else {}
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -198,43 +249,35 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _grids(
-    folder: Path,
-    blocks: Mapping[int, Any],
-    settings: Mapping[str, Any],
-    notes: list[str],
-) -> tuple[dict[tuple[int, str], GridTensors], dict[str, float]]:
-    """Return scales, zero points and zeta of the finished blocks, and how many bits a weight takes.
+def _shape(
+    folder: Path, blocks: Mapping[int, Any], settings: Mapping[str, Any], notes: list[str]
+) -> dict[str, float]:
+    """Return how many weights the finished blocks have, and how many bits each takes.
 
-    The integers themselves are not read: a large model has billions.
+    Only the headers of their files are read.
     """
-    grids: dict[tuple[int, str], dict[str, NDArray[np.float64]]] = {}
     shapes: dict[str, list[int]] = {}
     for index in blocks:
         path = folder / "blocks" / f"block_{index:03}.safetensors"
         try:
             with safe_open(path, "np") as file:
                 for key in file.keys():  # noqa: SIM118  (not a mapping)
-                    name, _, what = key.rpartition(".")
                     shapes[f"{index}.{key}"] = file.get_slice(key).get_shape()
-                    if what != "integers":
-                        grids.setdefault((index, name), {})[what] = file.get_tensor(key).astype(
-                            float
-                        )
         except (OSError, SafetensorError) as error:
             notes.append(
-                f"blocks/{path.name} cannot be read ({error}): its scales are not shown. "
+                f"blocks/{path.name} cannot be read ({error}): its weights are not counted. "
                 "aespa-pl fit with --ckpt_path makes the block again."
             )
     bits, weights = settings.get("quantization.bits"), projection_weights(shapes)
-    shape: dict[str, float] = {"weights": weights} if weights else {}
+    found: dict[str, float] = {"weights": weights} if weights else {}
     if weights and isinstance(bits, int):
         prefix = "quantization.bits_of."
-        bits_of = {k.removeprefix(prefix): v for k, v in settings.items() if k.startswith(prefix)}
-        of_projection = partial(bits_of_projection, bits, bits_of)
-        shape["bits_per_weight"] = bits_per_weight(shapes, of_projection)
-    known = GridTensors.__dataclass_fields__
-    return {
-        key: GridTensors(**{what: value for what, value in found.items() if what in known})
-        for key, found in grids.items()
-    }, shape
+        bits_of = {
+            k.removeprefix(prefix): v
+            for k, v in settings.items()
+            if k.startswith(prefix) and isinstance(v, int)
+        }
+        found["bits_per_weight"] = bits_per_weight(
+            shapes, partial(bits_of_projection, bits, bits_of)
+        )
+    return found

@@ -4,7 +4,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -73,43 +72,6 @@ def test_report_takes_several_runs_or_the_last(
     assert "second/version_0" in page
     status, out, _ = aespa("report", "last", "--figures", "none")
     assert (status, out) == (0, "lightning_logs/second/version_0/report/report.html\n")
-
-
-@pytest.mark.parametrize(
-    ("unit", "panels"), [("block", [""]), ("sublayer", ["attention", "feed-forward network"])]
-)
-def test_report_draws_the_curves_of_a_tuned_run(
-    unit: str,
-    panels: list[str],
-    aespa: CommandLine,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From the run's own event files: the start and each epoch's end; the best epoch is the journal's."""
-    pytest.importorskip("matplotlib", reason="the report's figures need matplotlib")
-    from aespa_pl.report.tuning import tuning_curves  # noqa: PLC0415  (needs matplotlib)
-
-    tuned = {"enabled": "true", "unit": unit, "epochs": 2, "batch_size": 1}
-    options = [f"--quantization.tuning.blocks.{key}={value}" for key, value in tuned.items()]
-    options.append("--quantization.tuning.held_back=0.25")  # 3 segments, so 3 steps, are left
-    assert aespa("fit", *small(model), *NO_TEXTS, *options)[0] == 0
-    run = read_run(Path("lightning_logs/aespa/version_0"))
-    figure = tuning_curves(run, 10).figure
-    assert figure is not None
-    assert [axes.get_title() for axes in figure.axes] == panels
-    curves = [
-        [line for line in axes.lines if len(np.asarray(line.get_xdata()))] for axes in figure.axes
-    ]  # the others are the legend's
-    steps = [[np.asarray(line.get_xdata()).tolist() for line in lines] for lines in curves]
-    assert steps == [[[0, 2, 5]] * 2] * len(panels)  # steps count from 0
-    for line, record in zip(curves[-1], run.blocks.values(), strict=True):
-        tuning = record["tuning"]
-        least = float(np.asarray(line.get_ydata()).min())
-        assert least == pytest.approx(tuning["error"] / tuning["start_error"], rel=1e-5)
-    monkeypatch.setattr("aespa_pl.report.picture.Picture.svg", '<svg viewBox="0 0 1 1"></svg>')
-    assert aespa("report", "last", "--figures", "none")[0] == 0
-    page = Path("lightning_logs/aespa/version_0/report/report.html").read_text()
-    assert '<figure id="tuning-curves"' in page
 
 
 def test_journal_has_what_the_report_shows_of_a_block(model: Path, finished: Done) -> None:

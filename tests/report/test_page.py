@@ -1,61 +1,32 @@
 """The sentences of the page say what the numbers say, and what is missing is named with its reason."""
 
 import json
-import re
+import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
 
 import pytest
-from torch.utils.tensorboard import SummaryWriter
 
 from aespa_pl.commands.report import report
-from aespa_pl.curve_names import ATTENTION, FEED_FORWARD, HELD_BACK, TUNING, tag
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import result_table
 from aespa_pl.report.stored import read_run
 from tests.report.pages import EVERY_FIGURE, write_page
-from tests.report.simulated import simulate
+from tests.report.simulated import PROJECTIONS, simulate
 
 if find_spec("matplotlib") is None or find_spec("jinja2") is None:
     pytest.skip(
         "matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True
     )
 
-from matplotlib.patches import Rectangle
-
-from aespa_pl.report import costs, maps, page, results, tuning
+from aespa_pl.report import maps, results
 
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the figures of a page empty, as it takes seconds to draw them: words are looked at."""
     monkeypatch.setattr("aespa_pl.report.picture.Picture.svg", '<svg viewBox="0 0 1 1"></svg>')
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("options", [{"extras": False}, {"learned": False}, {"finished": False}])
-def test_what_a_run_has_not_stored_is_named_with_its_reason(
-    tmp_path: Path, options: dict[str, bool]
-) -> None:
-    folder = simulate(tmp_path / "run/version_0", 2, **options)
-    text = write_page(tmp_path / "page", folder).read_text()
-    missing = set(re.findall(r'<li id="([^"]*)"><b>', text))
-    expected = {
-        "extras": {
-            "accuracies",
-            "output-error",
-            "rounding-variables",
-            "memory",
-            "tuning",
-            "tuning-curves",
-        },
-        "learned": {"loss-curves", "moved", "rounding-variables", "tuning-curves"},
-        "finished": {"perplexities", "accuracies"},
-    }[next(iter(options))]
-    assert missing == expected
-    assert missing | set(re.findall(r'<figure id="([^"]*)"', text)) == EVERY_FIGURE
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -69,21 +40,37 @@ def test_a_run_without_a_finished_block_still_gives_a_page(tmp_path: Path) -> No
 @pytest.mark.usefixtures("undrawn")
 def test_settings_that_differ_come_first(tmp_path: Path) -> None:
     folders = [simulate(tmp_path / f"run_{bits}/version_0", 1, bits=bits) for bits in (2, 4)]
-    table = page.differences([read_run(folder) for folder in folders])
+    table = results.differences([read_run(folder) for folder in folders])
     assert table.rows == [["quantization.bits", "2", "4"]]
     text = write_page(tmp_path / "page", *folders).read_text()
     assert text.index('id="differences"') < text.index('id="results"')
 
 
-def test_the_verdict_is_the_arithmetic_of_the_perplexities(tmp_path: Path) -> None:
-    folder = simulate(tmp_path / "run/version_0", 1)
-    perplexity = {"original": {"t": 10.0}, "nearest": {"t": 1000.0}, "quantized": {"t": 10.9}}
-    (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))
+@pytest.mark.parametrize(
+    ("quantized", "words", "rest"),
     # ln(1.09) / ln(100) = 0.0187: 98 % of the loss in nats is avoided
+    [
+        (9.9, "is as good as the original to within 1 %", "9.90 (-1 %)"),
+        (10.09, "is as good as the original to within 1 %", "10.09 (+1 %)"),
+        (10.4, "is slightly worse than the original", "10.40 (+4 %)"),
+        (10.9, "is clearly worse than the original", "10.90 (+9 %)"),
+        (14.0, "is much worse than the original", "14.00 (+40 %)"),
+        (30.0, "is far worse than the original", "30.00 (+200 %)"),
+    ],
+)
+def test_the_verdict_is_the_arithmetic_of_the_perplexities(
+    tmp_path: Path, quantized: float, words: str, rest: str
+) -> None:
+    folder = simulate(tmp_path / "run/version_0", 1)
+    perplexity = {"original": {"t": 10.0}, "quantized": {"t": quantized}}
+    (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))
+    said = f"The quantized model {words}: on t the perplexity goes from 10.00 to {rest}"
+    assert results.verdict(read_run(folder)) == f"{said}."
+    perplexity["nearest"] = {"t": 1000.0}
+    (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))
+    avoided = round(100 * (1 - math.log(quantized / 10) / math.log(100)))
     assert results.verdict(read_run(folder)) == (
-        "The quantized model is close to the original: it loses up to 10 % in perplexity. On t it goes from "
-        "10.00 to 10.90 (+9 %); round-to-nearest would give 1000.00, so 98 % of its loss (in nats) is "
-        "avoided."
+        f"{said}; round-to-nearest would give 1000.00, so {avoided} % of its loss (in nats) is avoided."
     )
 
 
@@ -91,7 +78,7 @@ def test_later_measurements_are_shown_instead_of_the_runs_own(tmp_path: Path) ->
     folder = simulate(tmp_path / "run/version_0", 1, extras=False)
     later = {"perplexity": {"original": {"c4": 10.0}, "quantized": {"c4": 11.0}}}
     (folder / "test.json").write_text(json.dumps(later))
-    table = page.result_table([read_run(folder)])
+    table = results.result_table([read_run(folder)])
     assert table.head[:3] == ["", "perplexity, wikitext2", "perplexity, c4"]
     assert [row[:3] for row in table.rows] == [
         ["original", "20.000", "10.000"],
@@ -109,7 +96,7 @@ def test_the_page_has_the_table_of_the_terminal_with_the_names_of_the_runs(tmp_p
     folders = [simulate(tmp_path / f"run_{n}/version_0", 1, extras=False) for n in (0, 1)]
     (folders[0] / "metrics.json").write_text(json.dumps(metrics))
     (folders[1] / "metrics.json").write_text(json.dumps({"perplexity": {"quantized": {"u": 9.0}}}))
-    table = page.result_table([read_run(folder) for folder in folders])
+    table = results.result_table([read_run(folder) for folder in folders])
     assert table.head == ["", "perplexity, t", "perplexity, u", "piqa, %", "seconds"]
     assert table.rows == [
         ["run_0/version_0, original", "10.000", "-", "-", "-"],
@@ -117,7 +104,7 @@ def test_the_page_has_the_table_of_the_terminal_with_the_names_of_the_runs(tmp_p
         ["run_0/version_0, quantized", "11.000", "-", "50.0 ± 1.0", "7"],
         ["run_1/version_0, quantized", "-", "9.000", "-", "-"],
     ]
-    table = page.result_table([read_run(folders[0])])
+    table = results.result_table([read_run(folders[0])])
     assert table == result_table(metrics)
 
 
@@ -131,84 +118,54 @@ def test_the_worst_projection_is_named(tmp_path: Path) -> None:
     picture = maps.final_loss_map(run, 10, (0, 2))
     assert "Least is gained in v_proj of block 1 (1.50)" in picture.caption
     assert "1 are worse than nearest rounding" in picture.caption
-    assert "v_proj of block 1 (1.50)" in page.where_lost(run)
+    assert "v_proj of block 1 (1.50)" in results.where_lost(run)
 
 
-def test_tuning_is_told_from_the_journal(tmp_path: Path) -> None:
-    folder = simulate(tmp_path / "run/version_0", 3)
+def test_costs_and_blocks_are_the_journal_s(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 2)
     path = folder / "journal.json"
     journal = json.loads(path.read_text())
-    for block, (start, end) in enumerate([(0.4, 0.1), (0.5, 0.25), (0.3, 0.27)]):
-        journal["blocks"][str(block)]["tuning"] |= {"start_error": start, "error": end}
-    journal["tuned"] = {"start_error": 0.031, "error": 0.025}
+    for number, record in journal["blocks"].items():
+        record["seconds"] = {"grid": 30.0, "polish": 10.0 * (1 + int(number))}
+        record["tuning"] |= {"start_error": 0.4, "error": 0.1}
+    journal["tuned"] = {"start_error": 0.2, "error": 0.1, "seconds": {"tuning the model": 30.0}}
     path.write_text(json.dumps(journal))
     run = read_run(folder)
-    figure = tuning.tuning_errors(run, 10).figure
-    assert figure is not None
-    # a mean over tokens, each divided by its own size, and not a ratio of sums
-    assert figure.get_supylabel().startswith("squared error of a token, relative to\nits size")
-    assert tuning.tuning_errors(run, 10).caption == (
-        "Tuning leaves 0.50 of a block's error (median), least in block 0 (0.25), most in block 2 (0.90). "
-        "Tuning of the model end to end then took its error from 0.031 to 0.025."
-    )
-    # the last of the four epochs: 0.0082 / 0.4, 0.0164 / 0.5, 0.0246 / 0.3
-    assert "ends at 0.03 of the error before tuning" in tuning.tuning_curves(run, 10).caption
-    assert "In 3 of them an earlier epoch was better" in tuning.tuning_curves(run, 10).caption
+    costs = dict(results.cost_table([run]).rows)
+    assert costs["grid"] == "60.0 s (50 %)"
+    assert costs["polish"] == "30.0 s (25 %)"
+    assert costs["tuning the model"] == "30.0 s (25 %)"
+    assert costs["all phases"] == "2.0 min"
+    assert costs["host memory, peak"] == "2.1 GB"
+    assert costs["blocks finished"] == "2"
+    table = results.block_table(run)
+    assert [row[table.head.index("seconds")] for row in table.rows] == ["40.0", "50.0"]
+    assert [row[table.head.index("tuning: before")] for row in table.rows] == ["0.4", "0.4"]
+    losses = journal["blocks"]["1"]["losses"]["v_proj"]
+    ratio = float(table.rows[1][table.head.index("v_proj")])
+    assert ratio == pytest.approx(losses["final"] / losses["nearest"], rel=0.01)
 
 
-def test_the_seconds_of_the_end_to_end_tuning_are_drawn_and_told(tmp_path: Path) -> None:
-    folder = simulate(tmp_path / "run/version_0", 2)
-    without = costs.seconds(read_run(folder), 10)
+def test_columns_that_no_block_has_are_left_out(tmp_path: Path) -> None:
+    table = results.block_table(read_run(simulate(tmp_path / "run/version_0", 2, extras=False)))
+    assert table.head == ["block", *PROJECTIONS, "seconds"]
+
+
+def test_names_with_dollars_and_html_are_shown_as_they_are(tmp_path: Path) -> None:
+    """A dollar sign begins a formula for matplotlib, and < a tag for a browser."""
+    hostile = "a$\\frac{$<img src=x onerror=alert(1)>"
+    folder = simulate(tmp_path / "run$_<b>$/version_0", 2)
     path = folder / "journal.json"
     journal = json.loads(path.read_text())
-    journal["tuned"] = {"start_error": 0.2, "error": 0.1, "seconds": {"tuning the model": 60.0}}
+    for record in journal["blocks"].values():
+        record["losses"][hostile] = record["losses"]["q_proj"]
     path.write_text(json.dumps(journal))
-    found = costs.seconds(read_run(folder), 10)
-    assert without.figure is not None
-    assert found.figure is not None
-    drawn, more = (
-        sum(cast(Rectangle, patch).get_height() for patch in figure.axes[0].patches)
-        for figure in (without.figure, found.figure)
-    )
-    assert more == pytest.approx(drawn + 60.0)
-    told = " Tuning of the model end to end, the bar on the right, took 60.0 s."
-    assert found.caption.endswith(told)
-    assert "end to end" not in without.caption
-
-
-def test_memory_is_told_in_the_gigabytes_of_all_other_tables(tmp_path: Path) -> None:
-    folder = simulate(tmp_path / "run/version_0", 2)
-    path = folder / "metrics.json"
-    peak = {"peak_bytes": {"host": 2_500_000_000, "device": 0}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | peak))
-    caption = costs.memory(read_run(folder), 10).caption
-    assert caption.startswith("The run took 2.50 GB of host memory at its peak. From")
-
-
-def test_both_sublayers_of_a_tuning_are_told(tmp_path: Path) -> None:
-    """The attention's errors stand in its curve alone, the feed-forward network's in the journal."""
-    folder = simulate(tmp_path / "run/version_0", 1, extras=False)
-    for unit, errors in ((ATTENTION, (0.4, 0.1, 0.2)), (FEED_FORWARD, (0.8, 0.6, 0.4))):
-        with SummaryWriter(str(folder / f"block_000_{unit}")) as writer:
-            for epoch, error in enumerate(errors):
-                writer.add_scalar(tag(TUNING, HELD_BACK), error, 30 * epoch)
-    path = folder / "journal.json"
-    journal = json.loads(path.read_text())
-    journal["blocks"]["0"]["tuning"] = {"start_error": 0.8, "error": 0.4}
-    path.write_text(json.dumps(journal))
-    run = read_run(folder)
-    before_and_after, during = tuning.tuning_errors(run, 10), tuning.tuning_curves(run, 10)
-    for picture in (before_and_after, during):
-        assert picture.figure is not None
-        titles = [axes.get_title() for axes in picture.figure.axes]
-        assert titles == ["attention", "feed-forward network"]
-    # 0.1 / 0.4 and 0.4 / 0.8; at the end 0.2 / 0.4 and again 0.4 / 0.8
-    assert "leaves 0.25 of the error behind the attention (median)" in before_and_after.caption
-    assert "leaves 0.50 of the error behind the feed-forward" in before_and_after.caption
-    assert "of the attention ends at 0.50" in during.caption
-    assert "In 1 of them" in during.caption
-    assert "of the feed-forward network ends at 0.50" in during.caption
-    assert "In 0 of them" in during.caption
+    perplexity = {"original": {hostile: 10.0}, "quantized": {hostile: 11.0}}
+    (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))
+    text = write_page(tmp_path / "page", folder).read_text()
+    assert "<img" not in text
+    assert "<b>$" not in text
+    assert text.count("a$\\frac{$&lt;img") >= 4  # table, verdict, both maps
 
 
 @pytest.mark.usefixtures("undrawn")  # on the page; the files are drawn
@@ -218,13 +175,13 @@ def test_figures_are_written_beside_the_page(tmp_path: Path) -> None:
     files = sorted(path.name for path in (folder / "report" / "figures").iterdir())
     assert files == sorted(f"{name}.png" for name in EVERY_FIGURE)
     assert (folder / "report" / "report.html").is_file()
-    assert (folder / "report" / "figures" / "seconds.png").read_bytes()[:4] == b"\x89PNG"
+    assert (folder / "report" / "figures" / "moved.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_without_a_plotting_library_the_user_reads_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = simulate(tmp_path / "run/version_0", 1, learned=False)
+    folder = simulate(tmp_path / "run/version_0", 1)
     for name in [
         name for name in sys.modules if name.startswith(("matplotlib", "aespa_pl.report.p"))
     ]:

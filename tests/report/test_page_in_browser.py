@@ -128,7 +128,7 @@ def test_every_figure_is_seen_and_no_text_lies_on_another(
     seen, console = browse(written, width, tmp_path / "profile", *flags)
     assert console == []
     assert {name.removesuffix("-1").removesuffix("-2") for name in seen["figures"]} == (
-        EVERY_FIGURE | ({"loss-by-depth"} if runs > 1 else set())
+        EVERY_FIGURE
     )
     for name, figure in seen["figures"].items():
         assert not figure["overlaps"], name

@@ -1,31 +1,30 @@
 """What a run has stored is found and read; what is missing or damaged is said."""
 
+import copy
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import yaml
-from torch.utils.tensorboard import SummaryWriter
 
 from aespa_pl.errors import UserError
-from aespa_pl.report.curves import read_curves
-from aespa_pl.report.stored import read_run
+from aespa_pl.report.stored import StoredRun, read_run
+
+pytest.importorskip("matplotlib", reason="pip install 'aespa-pl[report]'")
+
+from aespa_pl.report import results
 from tests.report.simulated import PROJECTIONS, WIDTH, simulate
 
 
-def test_losses_curves_and_settings_are_those_that_were_stored(tmp_path: Path) -> None:
+def test_losses_and_settings_are_those_that_were_stored(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "a/version_0", 2, bits=3)
     run = read_run(folder)
     journal = json.loads((folder / "journal.json").read_text())
     assert run.losses[1, "v_proj"] == journal["blocks"]["1"]["losses"]["v_proj"]
     assert run.projections == list(PROJECTIONS)
     assert run.settings["quantization.bits"] == 3
-    curve = run.curves.of("share_not_nearest")[1, "q_proj"]
-    assert curve.steps[:2].tolist() == [20, 200]
-    assert curve.values[0] == pytest.approx(0.1 + 0.1 * 20 / 2000 + 1 / 1000)
     assert run.notes == ()
 
 
@@ -74,10 +73,16 @@ def test_a_run_of_a_newer_version_is_refused(tmp_path: Path) -> None:
         read_run(folder)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format": 2, "blocks": {"0": 1}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "{}", "1", "[" * 100_000, '{"format": 2}', '{"format": 2, "blocks": []}',
+        '{"format": [], "blocks": {}}', '{"format": 1e999, "blocks": {}}', "\xff",
+    ],
+)  # fmt: skip
 def test_a_damaged_journal_is_refused_by_name(tmp_path: Path, content: str) -> None:
     folder = simulate(tmp_path / "a/version_0", 1)
-    (folder / "journal.json").write_text(content)
+    (folder / "journal.json").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match=r"journal\.json is damaged"):
         read_run(folder)
 
@@ -99,27 +104,108 @@ def test_a_damaged_file_costs_its_own_figures_only(tmp_path: Path, name: str, wo
     assert len(run.losses) == 2 * len(PROJECTIONS)
 
 
-def test_an_event_file_that_ends_in_the_middle_is_read_so_far(tmp_path: Path) -> None:
-    folder = simulate(tmp_path / "a/version_0", 1, extras=False)
-    (events,) = (folder / "block_000").iterdir()
-    whole = len(read_curves(folder).of("loss_reconstruction")[0, "q_proj"].values)
-    events.write_bytes(events.read_bytes()[:700])
-    assert 0 < len(read_curves(folder).of("loss_reconstruction")[0, "q_proj"].values) < whole
+WRONG = [
+    None,
+    [],
+    {},
+    "a",
+    1,
+    True,
+    -1,
+    1e999,
+    [1],
+    {"a": "b"},
+    {"a": {"b": "c"}},
+    {"a": {"b": {}}},
+]
+"""Values of every other kind than a key should have."""
+PAGE_OF_RECORD = [("losses",), ("losses", "q_proj"), ("losses", "q_proj", "nearest"),
+                  ("losses", "q_proj", "final"), ("seconds",), ("seconds", "grid"), ("output_error",),
+                  ("output_error", "tuned"), ("peak_bytes",), ("peak_bytes", "host"), ("tuning",),
+                  ("tuning", "error"), ()]  # fmt: skip
+PAGE_OF_METRICS = [("perplexity",), ("perplexity", "quantized"), ("perplexity", "original", "c4"),
+                   ("seconds",), ("seconds", "quantization"), ("peak_bytes",), ("tasks",),
+                   ("tasks", "quantized", "piqa"), ("tasks", "quantized", "piqa", "value"), ("size",),
+                   ("size", "quantized"), ("test_seconds",)]  # fmt: skip
 
 
-def test_histograms_on_equal_bins_keep_the_shares_of_the_values(tmp_path: Path) -> None:
-    values = torch.rand(20_000, generator=torch.Generator().manual_seed(0)) ** 2
-    with SummaryWriter(str(tmp_path / "block_004")) as writer:
-        writer.add_histogram("rounding_variables/q_proj", values, 7, bins=1000)
-    series = read_curves(tmp_path).histograms["rounding_variables"][4, "q_proj"]
-    counts, _ = np.histogram(values.numpy(), bins=series.edges)
-    assert series.steps.tolist() == [7]
-    np.testing.assert_allclose(
-        series.shares[0], counts / len(values), atol=2e-3
-    )  # edges within a bin
+def put(content: dict[str, Any], keys: tuple[str, ...], value: object) -> None:
+    for key in keys[:-1]:
+        content = content.setdefault(key, {})
+    content[keys[-1]] = value
 
 
-def test_curves_of_older_runs_are_found_under_their_older_names(tmp_path: Path) -> None:
-    with SummaryWriter(str(tmp_path / "block_000")) as writer:
-        writer.add_scalar("reconstruction_loss/q_proj", 2.5, 20)
-    assert read_curves(tmp_path).of("loss_reconstruction")[0, "q_proj"].values.tolist() == [2.5]
+@pytest.mark.parametrize("keys", PAGE_OF_RECORD, ids=str)
+def test_any_shape_of_a_block_s_record_gives_a_page(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    folder = simulate(tmp_path / "a/version_0", 2)
+    journal = json.loads((folder / "journal.json").read_text())
+    for wrong in WRONG:
+        changed = copy.deepcopy(journal)
+        put(changed, ("blocks", "1", *keys), wrong)
+        (folder / "journal.json").write_text(json.dumps(changed))
+        run = read_run(folder)
+        tables(run)
+        assert run.losses[0, "q_proj"] == journal["blocks"]["0"]["losses"]["q_proj"]
+    # the last value, deep in a mapping, is nowhere right; a mapping is a record with nothing known
+    assert not keys or "journal.json is damaged, and this is left out: block 1" in run.notes[0]
+
+
+@pytest.mark.parametrize("key", ["x", "-1", "", "1.0", "²"])
+def test_a_block_that_has_no_number_is_left_out(tmp_path: Path, key: str) -> None:
+    folder = simulate(tmp_path / "a/version_0", 2)
+    journal = json.loads((folder / "journal.json").read_text())
+    journal["blocks"][key] = journal["blocks"].pop("1")
+    (folder / "journal.json").write_text(json.dumps(journal))
+    run = read_run(folder)
+    assert list(run.blocks) == [0]
+    assert f"this is left out: block {key}" in run.notes[0]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_any_shape_of_the_end_to_end_record_gives_a_page(tmp_path: Path, wrong: object) -> None:
+    folder = simulate(tmp_path / "a/version_0", 1)
+    journal = json.loads((folder / "journal.json").read_text())
+    for tuned in (wrong, {"seconds": wrong}, {"seconds": {"a": wrong}}):
+        (folder / "journal.json").write_text(json.dumps({**journal, "tuned": tuned}))
+        tables(read_run(folder))
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "test.json"])
+@pytest.mark.parametrize("keys", PAGE_OF_METRICS, ids=str)
+def test_any_shape_of_the_metrics_gives_a_page(
+    tmp_path: Path, name: str, keys: tuple[str, ...]
+) -> None:
+    folder = simulate(tmp_path / "a/version_0", 1)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    for wrong in WRONG:
+        changed = copy.deepcopy(metrics)
+        put(changed, keys, wrong)
+        (folder / name).write_text(json.dumps(changed))
+        run = read_run(folder)
+        tables(run)
+    assert [note.startswith(f"{name} is damaged, and this is left out:") for note in run.notes] == [
+        True
+    ]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "a: [", "\xff", "1: {2: 3}", "quantization: {bits: []}"]
+)
+def test_any_shape_of_the_settings_gives_a_page(tmp_path: Path, content: str) -> None:
+    folder = simulate(tmp_path / "a/version_0", 1)
+    (folder / "config.yaml").write_text(content, encoding="latin-1")
+    tables(read_run(folder))
+
+
+def tables(run: StoredRun) -> None:
+    """Make all words and tables of the page."""
+    results.verdict(run)
+    results.where_lost(run)
+    for table in (
+        results.result_table([run, run]),
+        results.cost_table([run]),
+        results.block_table(run),
+        results.by_key([run], [run.settings]),
+        results.by_key([run], [run.versions]),
+    ):
+        assert all(len(row) == len(table.head) for row in table.rows)

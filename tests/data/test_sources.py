@@ -1,0 +1,85 @@
+"""Calibration segments come from several texts, and from conversations."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from aespa_pl.data import calibration_tokens
+from aespa_pl.errors import UserError
+from aespa_pl.settings import CalibrationSettings
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def text_of(ids: range) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def test_segments_of_several_texts_are_mixed_in_their_proportions(
+    tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path
+) -> None:
+    """Words up to 450 are of one text, those above of the other."""
+    names = [str(tmp_path / name) for name in ("low.txt", "high.txt")]
+    for name, words in zip(names, [range(1, 451), range(451, 901)], strict=True):
+        Path(name).write_text(text_of(words))
+    settings = CalibrationSettings(source=dict(zip(names, [3, 1], strict=True)), segments=16)
+    found = calibration_tokens(settings, tokenizer, 20, cache)
+    of_low = [bool((segment <= 450).all()) for segment in found]
+    assert sum(of_low) == 12
+    assert not any(of_low[i] and bool((found[i] > 450).any()) for i in range(16))
+    assert 0 < sum(of_low[:8]) < 8 or 0 < sum(of_low[8:]) < 8  # in no order of texts
+    assert calibration_tokens(settings, tokenizer, 20, cache).equal(found)
+    other = replace(settings, source=dict(zip(names, [1, 3], strict=True)))
+    assert sum(bool((s <= 450).all()) for s in calibration_tokens(other, tokenizer, 20, cache)) == 4
+
+
+def write_conversations(path: Path) -> CalibrationSettings:
+    turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
+    path.write_text("\n".join(json.dumps({"prompt": "w9", "messages": turns}) for _ in range(9)))
+    return CalibrationSettings(str(path), segments=3)
+
+
+def test_conversations_go_through_the_chat_template_without_other_special_tokens(
+    tokenizer_factory: Callable[..., PreTrainedTokenizerFast], cache: Path, tmp_path: Path
+) -> None:
+    settings = write_conversations(tmp_path / "chat.jsonl")
+    tokenizer = tokenizer_factory(bos=True)  # would add <s>, which the template writes itself
+    tokenizer.chat_template = (
+        "{% for m in messages %}w{{ 100 if m.role == 'user' else 200 }} {{ m.content }} {% endfor %}"
+        "w{{ (date_string if date_string is defined else strftime_now('%d %b %Y'))[-2:] }}"
+    )
+    whole = [100, 1, 2, 200, 3, 4, 5, 24]  # the year is never today's
+    for segment in calibration_tokens(settings, tokenizer, 6, cache).tolist():
+        assert segment in [whole[i : i + 6] for i in range(3)]
+    tokenizer.chat_template = "w300 w301 w302 w303 w304 w305 w306"
+    found = calibration_tokens(settings, tokenizer, 6, cache)
+    assert found.min() >= 300  # another template is never served from an old cache
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, r"has no chat template: give rows with 'text', or choose an instruct model"),
+        ("{{ raise_exception('roles must alternate') }}", r"\(roles must alternate\): remove such"),
+        ("{% for %}", "the model's chat template refuses a conversation"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "refuses a conversation"),
+    ],
+)
+def test_conversations_that_no_template_takes_are_refused(
+    tokenizer: PreTrainedTokenizerFast,
+    cache: Path,
+    tmp_path: Path,
+    template: str | None,
+    message: str,
+) -> None:
+    settings = write_conversations(tmp_path / "chat.jsonl")
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=message):
+        calibration_tokens(settings, tokenizer, 6, cache)
