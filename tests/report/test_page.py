@@ -1,5 +1,6 @@
 """The sentences of the page say what the numbers say, and what is missing is named with its reason."""
 
+import io
 import json
 import math
 import sys
@@ -11,6 +12,7 @@ import pytest
 from aespa_pl.commands.report import report
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import result_table
+from aespa_pl.report.comparison import Cell, figure
 from aespa_pl.report.stored import read_run
 from tests.report.pages import EVERY_FIGURE, write_page
 from tests.report.simulated import PROJECTIONS, simulate
@@ -189,3 +191,13 @@ def test_without_a_plotting_library_the_user_reads_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install 'aespa-pl\[report\]'"):
         report([str(folder)])
+
+
+def test_the_figure_of_compare_shows_dollars_as_they_are() -> None:
+    text = "a$\\frac{$"
+    metrics = {"perplexity": {"quantized": {text: 9.0}}, "seconds": {"quantization": 3.0}}
+    drawn = figure([Cell("rtn", 2, 0, metrics)])
+    assert drawn is not None
+    file = io.StringIO()
+    drawn.savefig(file, format="svg")
+    assert drawn.axes[0].get_ylabel() == f"perplexity, {text} (lower is better)"
