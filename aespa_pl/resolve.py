@@ -16,8 +16,8 @@ more: of integers in the tuning of blocks, and of scales end to end (docs/tuning
 BLOCK_RATES: dict[Parametrization, tuple[float, float]] = {
     "straight-through": (0.005, 0.003),  # at 2 bits, up to RATE_WIDTH
     "rounding": (0.02, 0.003),
-    "clipping": (0.005, 0.04),
-    "affine": (0.005, 0.04),
+    "clipping": (0.005, 0.01),
+    "affine": (0.005, 0.01),
 }
 """Learning rates of integers and of scales in the tuning of blocks, by what is learned of a weight."""
 MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003

@@ -17,6 +17,7 @@ from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.planning.shape import Work
 from aespa_pl.progress import IterationProgress, WalkProgress
+from aespa_pl.rounding.data import epochs_of
 from aespa_pl.rounding.histograms import RoundingHistograms
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
@@ -35,6 +36,10 @@ DECIDED = (
     "quantization.rounding.iterations where the method learns the rounding"
 )
 """Words about each of these keys."""
+CHANGE_STEPS = (
+    "GradientAccumulationScheduler", "StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder",
+)  # fmt: skip
+"""Lightning's callbacks that change the steps, the rates or the batches of a training."""
 PRECISIONS = (None, 32, "32", "32-true")
 """Values of trainer.precision that mean what Lightning means by them here."""
 
@@ -70,7 +75,7 @@ class BlockTrainers:
             own,
             folder=run.checkpoint_folder(training.block),
             max_steps=self.iterations,
-            max_epochs=-1,
+            max_epochs=epochs_of(self.iterations),  # bars show it
         )
 
     def of_tuning(self, run: Run, training: Training, epochs: int) -> Trainer:
@@ -176,6 +181,11 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
             raise UserError(
                 f"trainer.callbacks has {type(callback).__name__}: remove it, because fit shows bars of its "
                 "own"
+            )
+        if type(callback).__name__ in CHANGE_STEPS:
+            raise UserError(
+                f"trainer.callbacks has {type(callback).__name__}: remove it, because steps, learning "
+                "rates and batches are decided by quantization.rounding and quantization.tuning"
             )
     if trainer["log_every_n_steps"] in (None, 0):
         raise UserError(

@@ -12,5 +12,5 @@ METHOD = Method(
     tune_blocks=True,
     parametrization="rounding",
     unit="sublayer",
-    epochs=8,
+    epochs=64,
 )

@@ -10,5 +10,5 @@ METHOD = Method(
     source="arXiv 2308.13137",
     tune_blocks=True,
     parametrization="clipping",
-    epochs=3,
+    epochs=10,
 )

@@ -13,6 +13,11 @@ EPOCH = 100
 """Iterations of what Lightning calls an epoch: EarlyStopping and others act at the end of each."""
 
 
+def epochs_of(iterations: int) -> int:
+    """Return the number of epochs that so many iterations make; the last may be shorter."""
+    return -(-iterations // EPOCH)
+
+
 class Repetition:
     """Stands for one epoch: the objective of all calibration tokens, once for each iteration.
 

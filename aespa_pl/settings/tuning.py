@@ -38,7 +38,7 @@ class BlockTuningSettings:
     in models wider than 192 (docs/tuning.md)."""
     scale_rate: FinitePositive | None = None
     """Largest learning rate of the logarithms of scales, and of the weights of norms, or of the clipping
-    strengths. null: 0.003; 0.04 with clipping and affine."""
+    strengths. null: 0.003; 0.01 with clipping and affine."""
     bias_rate: FinitePositive = 0.0003
     """Largest learning rate of biases."""
     transformation_rate: FinitePositive = 0.005

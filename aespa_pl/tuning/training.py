@@ -93,6 +93,8 @@ class Tuning(LightningModule):
         """Number of epochs whose error is known."""
         self.visited_steps = 0
         """Optimizer steps that the checkpoint has, from which the training goes on."""
+        # Not a ModelCheckpoint's best: the start is a candidate, which Lightning saves no checkpoint of, and
+        # every checkpoint of a run has to hold the best epoch, so that one file is enough to resume.
         self._best: dict[str, Tensor] = {}
         self._errors: list[Tensor] = []
         self.strict_loading = False  # a checkpoint holds only trained parameters

@@ -158,7 +158,7 @@ def curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str,
     points = {}
     for name, measured in record.items():
         if measured["nearest"] > 0:
-            points[f"loss_of_nearest/{name}"] = measured["final"] / measured["nearest"]
+            points[f"loss_relative_to_nearest/{name}"] = measured["final"] / measured["nearest"]
         if measured.get("before_polish", 0) > 0:
             points[f"polish_loss_of_before/{name}"] = measured["final"] / measured["before_polish"]
             points[f"polish_changed/{name}"] = measured["polish_changed"]

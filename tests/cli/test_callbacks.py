@@ -87,7 +87,7 @@ def test_early_stopping_may_end_the_learning(
     assert (status, err) == (0, "")
     events = EventAccumulator(str(Path(out.splitlines()[-1], "block_001")))
     events.Reload()
-    assert events.Scalars("loss_reconstruction/q_proj")[-1].step == 20
+    assert events.Scalars("loss_reconstruction/q_proj")[-1].step == 19
 
 
 class Interrupting(Callback):

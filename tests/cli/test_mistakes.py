@@ -144,6 +144,19 @@ DECIDED = (
             r"trainer\.callbacks has RichProgressBar: remove it",
         ),
         (
+            [
+                "--trainer.callbacks+",
+                "GradientAccumulationScheduler",
+                "--trainer.callbacks.scheduling",
+                "{0: 2}",
+            ],
+            r"trainer\.callbacks has GradientAccumulationScheduler: remove it",
+        ),
+        (
+            ["--trainer.callbacks+", "LearningRateFinder"],
+            r"trainer\.callbacks has LearningRateFinder: remove it",
+        ),
+        (
             ["--trainer.callbacks+", "Timer"],
             r"\(the type Interval\): give it as a text, such as step",
         ),

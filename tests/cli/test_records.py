@@ -37,7 +37,7 @@ def test_curves_over_the_blocks(aespa: CommandLine, model: Path) -> None:
     for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
         for block, points in enumerate(
             zip(
-                events.Scalars(f"loss_of_nearest/{name}"),
+                events.Scalars(f"loss_relative_to_nearest/{name}"),
                 events.Scalars(f"polish_loss_of_before/{name}"),
                 events.Scalars(f"polish_changed/{name}"),
                 events.Scalars(f"polish_passes/{name}"),

@@ -102,8 +102,8 @@ def test_integers_of_wide_models_and_more_bits_are_learned_at_a_lower_rate(
     [
         ("straight-through", 0.005 / 5 / 3, 0.003),
         ("rounding", 0.02, 0.003),  # the variables know neither bits nor width
-        ("clipping", None, 0.04),
-        ("affine", None, 0.04),
+        ("clipping", None, 0.01),
+        ("affine", None, 0.01),
     ],
 )
 def test_rates_are_those_of_what_is_learned_whichever_the_method(
