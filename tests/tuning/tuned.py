@@ -34,6 +34,7 @@ def quantize(W: Tensor, bits: int, groups: int = 1) -> QuantizedWeight:
     parts = W.view(len(W), groups, -1)
     low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
     scale = ((high - low) / (2**bits - 1)).half().float()
+    scale = scale.where(scale > 0, 1)  # a row of zeros
     zero_point = (-low / scale).round().clamp(0, 2**bits - 1)
     q = (parts / scale[..., None]).round() + zero_point[..., None]
     q = q.clamp(0, 2**bits - 1).to(torch.uint8).view(W.shape)
