@@ -20,7 +20,7 @@ from aespa_pl.commands.inputs import FOLDER, is_texts, keep_model, keep_text, to
 from aespa_pl.commands.mistakes import nearest, refuse_mistakes, refuse_other_methods
 from aespa_pl.commands.output import quiet
 from aespa_pl.commands.resuming import TRUST, with_run
-from aespa_pl.commands.sections import Parsed
+from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.errors import UserError
 from aespa_pl.processors import threads
 from aespa_pl.run.interruption import Interruption, RunInterrupted
@@ -208,7 +208,7 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
     try:
         with _own_process(), quiet(), interruption.watching():
             console = Console(stderr=True, quiet=not progress)
-            parsed = Parsed.of(given, "fit")
+            parsed = AespaCLI(given, "fit")
             run, metrics = application.quantize(parsed, interruption, console)
     except UserError as error:
         raise UserError(f"{error}{_then(interruption)}") from error

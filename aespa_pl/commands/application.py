@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
@@ -22,7 +22,7 @@ from aespa_pl.commands.job import Job
 from aespa_pl.commands.loggers import Loggers
 from aespa_pl.commands.output import PipeConsole, print_results, quiet_libraries, quiet_writers
 from aespa_pl.commands.resuming import note_own
-from aespa_pl.commands.sections import Parsed
+from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.trainer_section import TRAINER_KEYS
 from aespa_pl.commands.trainers import BlockTrainers, check_trainer, check_tuning, first_trainer
 from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
@@ -56,7 +56,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     end_with_launcher()
     torch.set_float32_matmul_precision("highest")  # whatever the environment says
     try:
-        parsed = Parsed.of(Arguments.read(words[1:]), words[0])
+        parsed = AespaCLI(Arguments.read(words[1:]), words[0])
         if words[0] == "test":
             _test(parsed)
         elif parsed.config.print_config:
@@ -76,7 +76,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
 
 
 def quantize(
-    parsed: Parsed, interruption: Interruption, console: Console
+    parsed: AespaCLI, interruption: Interruption, console: Console
 ) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics.
 
@@ -111,7 +111,7 @@ def quantize(
             begin=begin,
             section=lambda: parsed.new_section(logger=False),
             loggers=loggers.of,
-            instantiate=parsed.trainer,
+            instantiate=parsed.instantiate_trainer,
             first=trainer,
             output=settings.output,
             iterations=settings.quantization.rounding.iterations,
@@ -131,7 +131,7 @@ def quantize(
     return run, metrics
 
 
-def _fit(parsed: Parsed, interruption: Interruption) -> None:
+def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
     """Quantize, and print the results."""
     console = PipeConsole()
     run, metrics = quantize(parsed, interruption, console)
@@ -143,7 +143,7 @@ def _fit(parsed: Parsed, interruption: Interruption) -> None:
     console.print(str(run.folder), highlight=False, soft_wrap=True)
 
 
-def _test(parsed: Parsed) -> None:
+def _test(parsed: AespaCLI) -> None:
     """Measure, and print the results."""
     s, trainer, console = parsed.settings, _first_trainer(parsed), PipeConsole()
     tasks = TaskSettings(**{key.name: s[key.name] for key in fields(TaskSettings)})
@@ -160,18 +160,14 @@ def _test(parsed: Parsed) -> None:
     console.print(str(run.folder), highlight=False, soft_wrap=True)
 
 
-def _first_trainer(parsed: Parsed) -> Trainer:
+def _first_trainer(parsed: AespaCLI) -> Trainer:
     """Return a Trainer that knows the device and the processes; each block gets its own later."""
-    section, seed = parsed.settings.trainer, parsed.config.seed_everything
-    if (
-        seed is not False
-    ):  # for callbacks and loggers of the user; our own code draws nothing from it
-        seed_everything(None if seed is True else seed, workers=True)
+    section = parsed.settings.trainer
     check_trainer({**TRAINER_KEYS, **section})
-    return first_trainer(parsed.trainer, section)
+    return first_trainer(parsed.instantiate_trainer, section)
 
 
-def _job(parsed: Parsed, trainer: Trainer) -> Job:
+def _job(parsed: AespaCLI, trainer: Trainer) -> Job:
     s = parsed.settings
     return Job.prepare(s.model, s.data, s.quantization, s.output, trainer.strategy.root_device)
 

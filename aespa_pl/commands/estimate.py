@@ -8,7 +8,7 @@ from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.checked import Checked, checked, find_model
 from aespa_pl.commands.limits import shortages, tuning_shortages
 from aespa_pl.commands.output import quiet_libraries
-from aespa_pl.commands.sections import Parsed
+from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.trainer_section import TRAINER_KEYS
 from aespa_pl.commands.trainers import check_trainer, check_tuning, first_trainer
 from aespa_pl.models.headers import read_config
@@ -27,7 +27,7 @@ def estimate(arguments: Arguments) -> None:
         UserError: fit would refuse this with any memory.
     """
     quiet_libraries()
-    job, devices = _job(Parsed.of(arguments, "plan"))
+    job, devices = _job(AespaCLI(arguments, "plan"))
     given = (job.shape, job.work, job.data, job.quantization, job.device)
     refused = tuning_shortages(*given, devices=devices)
     rate = product_rate(job.device, job.shape.hidden, MEASURING_SECONDS)
@@ -51,7 +51,7 @@ def estimate(arguments: Arguments) -> None:
         console.print(f"too little here: {words}", highlight=False, soft_wrap=True)
 
 
-def _job(parsed: Parsed) -> tuple[Checked, Devices]:
+def _job(parsed: AespaCLI) -> tuple[Checked, Devices]:
     """Return the settings, checked as ``fit`` checks them, and the devices that they ask for.
 
     Raises:
@@ -59,7 +59,7 @@ def _job(parsed: Parsed) -> tuple[Checked, Devices]:
     """
     settings = parsed.settings
     check_trainer({**TRAINER_KEYS, **settings.trainer})
-    trainer = first_trainer(parsed.trainer, settings.trainer)
+    trainer = first_trainer(parsed.instantiate_trainer, settings.trainer)
     device = trainer.strategy.root_device
     given = (settings.model, settings.quantization, settings.output, device)
     config = read_config(find_model(*given, weights=False))

@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from aespa_pl.commands.arguments import FREE
+from aespa_pl.commands.arguments import FREE, Arguments
 from aespa_pl.commands.mistakes import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.settings import SECTIONS, TaskSettings
@@ -60,9 +60,9 @@ def show_help(command: str, words: Sequence[str]) -> None:
     """
     named = [word for word in words if word not in ("-h", "--help")]
     if len(named) == len(words):
-        from aespa_pl.commands.sections import make_parser  # noqa: PLC0415  (takes seconds to import)
+        from aespa_pl.commands.sections import AespaCLI  # noqa: PLC0415  (takes seconds to import)
 
-        make_parser(command).parse_args(list(words))
+        AespaCLI(Arguments.read(words), command)
     if named:
         _parser_of(command, named[0]).print_help()
     else:

@@ -5,14 +5,14 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from aespa_pl.commands.arguments import KEYS, Arguments
 from aespa_pl.commands.help import add_general
@@ -38,21 +38,6 @@ SMOKE_SEGMENTS, SMOKE_ITERATIONS, SMOKE_NAME = 4, 10, "_smoke_test"
 """Calibration segments and iterations that ``trainer.fast_dev_run`` leaves, and its runs' ending."""
 
 
-def make_parser(command: str) -> ArgumentParser:
-    """Return the parser of a command with all its keys."""
-    parser = ArgumentParser(
-        prog=f"aespa-pl {command}", exit_on_error=False, allow_abbrev=False, print_config=None
-    )
-    add_general(parser, command)
-    parser.add_argument("--seed_everything", type=KEYS["seed_everything"], default=False)
-    if command == "test":
-        parser.add_class_arguments(TaskSettings)
-    for name, section in SECTIONS.items():
-        parser.add_class_arguments(section, name)
-    add_trainer(parser)
-    return parser
-
-
 def add_trainer(parser: ArgumentParser) -> None:
     """Add Lightning's section, without the keys that the walk decides."""
     parser.add_class_arguments(
@@ -61,44 +46,78 @@ def add_trainer(parser: ArgumentParser) -> None:
     parser.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """Holds the settings of a command."""
+class AespaCLI(LightningCLI):
+    """Parses the sections of a command; the walk takes the place of Lightning's own subcommands."""
 
-    parser: ArgumentParser
-    config: Any
+    config: Namespace
     """Values as they were given, from which the objects are made."""
 
-    @classmethod
-    def of(cls, arguments: Arguments, command: str) -> "Parsed":
+    def __init__(self, arguments: Arguments, command: str) -> None:
         """Parse options that are already checked by :mod:`aespa_pl.commands.mistakes`.
 
         Raises:
-            UserError: Lightning refuses a key or value of its section.
+            UserError: Lightning refuses a key or value of its section, or a callback or logger can't be made.
         """
+        self.arguments, self.command = arguments, command
         refuse_trainer_keys(arguments)
-        parser = make_parser(command)
+        super().__init__(
+            save_config_callback=None,  # the walk writes config.yaml
+            seed_everything_default=False,  # our own code draws nothing from it
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            run=False,
+            parser_kwargs={
+                "prog": f"aespa-pl {command}",
+                "exit_on_error": False,
+                "allow_abbrev": False,
+                "print_config": None,
+            },
+            args=arguments.words,
+        )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Return a parser with the keys that belong to no section."""
+        parser = LightningArgumentParser(**kwargs)
+        add_general(parser, self.command)
+        if self.command == "test":
+            parser.add_class_arguments(TaskSettings)
+        return parser
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the seed for random numbers in callbacks and loggers of the user."""
+        parser.add_argument("--seed_everything", type=KEYS["seed_everything"], default=False)
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add our sections, and the Trainer's without the keys that the walk decides."""
+        for name, section in SECTIONS.items():
+            parser.add_class_arguments(section, name)
+        add_trainer(parser)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the words of the command, whatever ``sys.argv`` is."""
         try:
-            config = parser.parse_args(arguments.words)
+            self.config = parser.parse_args(self.arguments.words)
         except ArgumentError as error:
-            raise UserError(value_refused(error, arguments, command)) from error
-        if config.trainer.fast_dev_run:
-            _shrink(config)
-        return cls(parser, config)
+            raise UserError(value_refused(error, self.arguments, self.command)) from error
 
-    @cached_property
+    def before_instantiate_classes(self) -> None:
+        """Make a smoke test of the configuration where the user asks for one."""
+        if self.config.trainer.fast_dev_run:
+            _shrink(self.config)
+
+    def instantiate_classes(self) -> None:
+        """Make the settings; each block gets a Trainer of its own later."""
+        self.config_init = self.made(self.config)
+
+    @property
     def settings(self) -> Namespace:
-        """Return the sections as objects.
+        """Return the sections as objects."""
+        return cast(Namespace, self.config_init)
 
-        Raises:
-            UserError: A callback or logger can't be made.
-        """
-        return self.made(self.config)
-
-    def trainer(self, **changes: Any) -> Trainer:
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return a Trainer of the section with other values for some keys."""
         # a smoke test is a run in small; Lightning's own would log and save nothing
-        return Trainer(**{**self.settings.trainer, "fast_dev_run": False, **changes})
+        return super().instantiate_trainer(**{"fast_dev_run": False, **kwargs})
 
     def new_section(self, **changes: Any) -> Namespace:
         """Return the section of the Trainer with new callbacks, because they keep a state.
