@@ -11,7 +11,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 from transformers import AutoModelForCausalLM
 
-from aespa_pl.report.stored import read_run
 from tests.cli.commands import LENGTH, NO_TEXTS, CommandLine, Done, small
 
 
@@ -133,5 +132,3 @@ def test_histograms_of_chosen_projections(aespa: CommandLine, model: Path) -> No
         values = entry.histogram_value
         assert values.num == 16 * 16
         assert 0 <= values.min <= values.max <= 1
-    shown = read_run(folder.parent).curves.histograms["rounding_variables"]
-    assert shown[1, "q_proj"].steps.tolist() == [1, 5, 10]
