@@ -63,6 +63,10 @@ class WalkProgress:
         self._bars.reset(self._outer, description=description, total=total, visible=True)
         self._bars.update(self._inner, visible=False)
 
+    def left(self, words: str) -> None:
+        """Say beside the outer bar how long the rest takes."""
+        self._bars.update(self._outer, description=words.partition(" (")[0])
+
     def advance(self) -> None:
         """Move the outer bar by one block."""
         self._bars.update(self._inner, visible=False)

@@ -106,7 +106,9 @@ def quantize(
 
     with WalkProgress(console) as progress:
         if settings.trainer.fast_dev_run:
-            progress.say("smoke test (trainer.fast_dev_run): few segments and steps, no evaluation")
+            progress.say(
+                "smoke test (trainer.fast_dev_run): one block, few segments and steps, no model"
+            )
         trainers = BlockTrainers(
             begin=begin,
             section=lambda: parsed.new_section(logger=False),
@@ -124,6 +126,7 @@ def quantize(
             settings.ckpt_path,
             trainers=trainers,
             progress=progress,
+            one_block=settings.trainer.fast_dev_run,
             devices=Devices(trainer.world_size, trainer.num_nodes),
             world=world,
         )
@@ -139,7 +142,8 @@ def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
     console.print(
         f"{metrics['seconds']['quantization']:.0f} s for the quantization", highlight=False
     )
-    console.print(f"quantized model: {run.model_folder}", highlight=False, soft_wrap=True)
+    if not parsed.settings.trainer.fast_dev_run:
+        console.print(f"quantized model: {run.model_folder}", highlight=False, soft_wrap=True)
     console.print(str(run.folder), highlight=False, soft_wrap=True)
 
 

@@ -32,6 +32,7 @@ from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.run.journal import Run
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.walk import Walk
+from aespa_pl.walk.words import method_in_words
 
 PHASES = (
     "statistics",
@@ -67,6 +68,7 @@ def fit(
     *,
     trainers: Trainers,
     progress: WalkProgress,
+    one_block: bool = False,
     devices: Devices = ONE_DEVICE,
     world: World = ALONE,
 ) -> tuple[Run, dict[str, Any]]:
@@ -77,6 +79,7 @@ def fit(
         resume: ``last`` or the folder of a run to continue; None: a new run.
         trainers: Makes Lightning's Trainers and loggers.
         progress: Shows the steps and says what is found.
+        one_block: End after one block, without a model, as a smoke test does.
         devices: All devices of the run.
         world: The processes of the run; all of them call this, and the first one writes.
 
@@ -90,6 +93,7 @@ def fit(
         if start.metrics is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
             return run, start.metrics
+        progress.say(method_in_words(job.quantization, job.family.layout(job.config)))
         progress.say(f"run folder: {run.folder}")
         if job.quantization.types:
             progress.say(types_in_words(job.quantization))
@@ -101,9 +105,12 @@ def fit(
         context = _context(
             job, run, trainers=trainers, progress=progress, devices=devices, world=world
         )
-        Walk(context).quantize(start.tokens)
+        Walk(replace(context, one_block=one_block)).quantize(start.tokens)
         for logger in context.loggers:
             logger.finalize("success")
+        if one_block:
+            took = {"quantization": time.perf_counter() - began_to_quantize}
+            return run, {"perplexity": {}, "seconds": took, "peak_bytes": peak_bytes(job.device)}
         if world.is_first:
             _write_description(job, run)
             run.finish_model()

@@ -55,6 +55,8 @@ class Context:
     """Whether blocks run once more in the backward pass of the end-to-end tuning, which takes less memory."""
     loggers: Sequence[Logger] = field(default=())
     """Loggers of the curves over the blocks; a Trainer has loggers of its own for the iterations."""
+    one_block: bool = False
+    """Whether the run ends after one block more: a smoke test."""
     world: World = ALONE
     """Processes of the run, which make the same calls; each has its segments' hidden states, and the first
     one writes."""

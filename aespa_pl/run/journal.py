@@ -74,17 +74,11 @@ class Run(RunFolder):
         path = folder / "journal.json"
         try:
             refuse_other_format(path)
-            content = parse(JournalContent, path)
-            return cls(
-                folder,
-                content.fingerprint,
-                {int(index): record for index, record in content.blocks.items()},
-                content.checkpoint,
-                content.portions,
-                {int(index): float(share) for index, share in content.damping.items()},
-                content.tuned,
-                content.model,
-            )
+            content = dict(parse(JournalContent, path))
+            blocks = {int(index): record for index, record in content.pop("blocks").items()}
+            damping = {int(index): float(value) for index, value in content.pop("damping").items()}
+            del content["format"]
+            return cls(folder, blocks=blocks, damping=damping, **content)
         except OSError as error:
             raise UserError(
                 f"{folder} is not the folder of a run: {path.name} cannot be read; give the folder of a "

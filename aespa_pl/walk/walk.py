@@ -21,6 +21,7 @@ from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, stored_types
 from aespa_pl.walk.collect import StatisticsPasses, Streams
 from aespa_pl.walk.model_tuner import ModelTuner
+from aespa_pl.walk.words import time_left
 
 
 class Quantized(NamedTuple):
@@ -62,6 +63,10 @@ class Walk:
         run, world, count = self.context.run, self.context.world, self.context.source.block_count
         run.take_complete(*world.from_first(self._begin))
         missing = [index for index in range(count) if index not in run.blocks]
+        if self.context.one_block:
+            for index in missing[:1]:
+                self._walk(tokens, index, index)
+            return
         tuner = self.model_tuner if run.tuned is None else None
         if missing or tuner is not None:
             last = missing[-1] if missing else -1
@@ -151,6 +156,15 @@ class Walk:
         if math.isfinite(error):  # JSON has no other numbers
             later["output_error"] = {"rounded" if tuning is None else "tuned": error}
         run.add_to_block(index, later)
+        self._say_what_is_left()
+
+    def _say_what_is_left(self) -> None:
+        blocks, count = self.context.run.blocks, self.context.source.block_count
+        tuning = self.context.settings.tuning.model
+        epochs = tuning.epochs if self.model_tuner is not None else None
+        words = time_left(blocks.values(), count - len(blocks), count, epochs)
+        self.context.progress.say(words)
+        self.context.progress.left(words)
 
     def _quantized(self, index: int, module: nn.Module, streams: Streams) -> Quantized:
         """Turn the module into the quantized block, with norms and biases in float32."""

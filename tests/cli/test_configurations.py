@@ -35,6 +35,8 @@ def test_shipped_configurations_are_valid_and_the_paper_changes_the_algorithm_al
     quantization["polish"]["enabled"] = False
     quantization["input_correction"] = 0.0
     quantization["rounding"] |= {"keep_best": False, "penalty_other": 1.5}
+    for name in ("blocks", "model"):
+        quantization["tuning"][name]["enabled"] = False
     printed["output"]["name"] = "paper"
     both = ("--config", path.name, "--config", "paper.yaml")
     assert yaml.safe_load(aespa("fit", *both, "--print_config")[1]) == printed

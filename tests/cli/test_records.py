@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 from transformers import AutoModelForCausalLM
 
+from aespa_pl.curve_names import HELD_BACK, TRAINING, TUNING, tag
 from tests.cli.commands import LENGTH, NO_TEXTS, CommandLine, Done, small
 
 
@@ -132,3 +133,43 @@ def test_histograms_of_chosen_projections(aespa: CommandLine, model: Path) -> No
         values = entry.histogram_value
         assert values.num == 16 * 16
         assert 0 <= values.min <= values.max <= 1
+
+
+def test_curves_of_the_papers_system(aespa: CommandLine) -> None:
+    """The configuration of OPT-125M learns rounding, then trains blocks and the model; here in small."""
+    Path("small.yaml").write_text(
+        "model: {pretrained: embedded:opt}\n"
+        "data:\n"
+        "  calibration: {source: embedded, segments: 6, segment_length: 32}\n"
+        "  evaluation: {texts: []}\n"
+        "quantization:\n"
+        "  rounding: {iterations: 10}\n"
+        "  tuning: {held_back: 0.3, blocks: {epochs: 1}, model: {epochs: 1, batch_size: 1}}\n"
+        "trainer: {accelerator: cpu, log_every_n_steps: 1}\n"
+    )
+    status, out, err = aespa("fit", "--config", "opt125m_w2.yaml", "--config", "small.yaml")
+    assert (status, err) == (0, "")
+    assert out.startswith(
+        "method aespa: rounding of 6 projections a block is learned, then blocks and the model are trained"
+    )
+    run = Path(out.splitlines()[-1])
+    blocks = len(json.loads((run / "journal.json").read_text())["blocks"])
+    lines = [line for line in out.splitlines() if "left for" in line]
+    assert len(lines) == blocks - 1
+    assert all(
+        line.startswith("about ") and line.endswith("end-to-end tuning (an estimate)")
+        for line in lines
+    )
+    curves = {}
+    for folder in ("block_000", f"block_{blocks - 1:03}", "end_to_end"):
+        events = EventAccumulator(str(run / folder))
+        events.Reload()
+        curves[folder] = set(events.Tags()["scalars"])
+    learned = {
+        f"loss_reconstruction/{name}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+    }
+    trained = {tag(TUNING, TRAINING), tag(TUNING, HELD_BACK)}
+    assert learned | trained <= curves["block_000"]
+    assert learned | trained <= curves[f"block_{blocks - 1:03}"]
+    assert trained <= curves["end_to_end"]
