@@ -74,7 +74,7 @@ class BlockTuner:
         """
         source = self.context.source
         # before fold: the weights that are aimed at may be the module's own memory
-        targets = {name: _folded_target(p) for name, p in block.projections.items()}
+        targets = {name: folded_target(p) for name, p in block.projections.items()}
         module.float()
         replace_weights(block, module, source)
         types = stored_types(source, block.index)
@@ -225,6 +225,6 @@ def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
     }
 
 
-def _folded_target(p: QuantizedProjection) -> Tensor:
+def folded_target(p: QuantizedProjection) -> Tensor:
     """Return the weight that is aimed at, as it is where zeta is folded, ``[rows, d_in]``."""
     return (p.weight / p.grid.zeta * p.row_factor[..., None]).flatten(0, 1)
