@@ -5,6 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 SCALE_BITS = 16
 """Scales are stored in float16; a zero point takes as many bits as a weight."""
+FACTOR_BITS = {2: 4, 6: 8}
+"""Bits of the small factors of GGUF's block types by the bits of a weight; elsewhere 6."""
+KINDS = ("integers", "scale", "d", "d_min", "sub_scale", "sub_min")
+"""Kinds of tensors that a packed model needs; a zero point counts with its scale."""
 
 
 def projection_weights(shapes: Mapping[str, Sequence[int]]) -> int:
@@ -27,10 +31,12 @@ def bits_per_weight(shapes: Mapping[str, Sequence[int]], bits: Callable[[int, st
     total = 0
     for name, shape in shapes.items():
         block, projection, kind = name.split(".")[0], name.split(".")[1], name.split(".")[-1]
-        if kind == "integers":
-            total += math.prod(shape) * bits(int(block), projection)
-        elif kind == "scale":
-            total += math.prod(shape) * (SCALE_BITS + bits(int(block), projection))
+        if kind not in KINDS:
+            continue
+        own = bits(int(block), projection)
+        factor = FACTOR_BITS.get(own, 6)
+        each = {"integers": own, "scale": SCALE_BITS + own, "sub_scale": factor, "sub_min": factor}
+        total += math.prod(shape) * each.get(kind, SCALE_BITS)
     return total / projection_weights(shapes)
 
 

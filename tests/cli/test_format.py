@@ -1,0 +1,64 @@
+"""quantization.format chooses block types of llama.cpp before the work, and refuses what doesn't go."""
+
+import pytest
+from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
+
+from aespa_pl.commands.block_types import block_types, check_format, types_in_words
+from aespa_pl.errors import UserError
+from aespa_pl.resolve import resolved
+from aespa_pl.settings import QuantizationSettings
+
+
+def llama(hidden: int = 256, intermediate: int = 512) -> PreTrainedConfig:
+    return LlamaConfig(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, vocab_size=64,
+    )  # fmt: skip
+
+
+def test_a_mixture_gives_each_projection_its_type() -> None:
+    settings = QuantizationSettings(format="Q3_K_M", types={"1.q_proj": "Q6_K"})
+    types = block_types(settings, llama())
+    assert types["0.q_proj"] == "Q3_K"
+    assert types["1.q_proj"] == "Q6_K"
+    assert types["0.v_proj"] == "Q5_K"
+    assert types["0.o_proj"] == "Q4_K"
+    filled = QuantizationSettings(format="Q3_K_M", types=types)
+    assert filled.type_for(0, "v_proj") == "Q5_K"
+    assert filled.bits_for(0, "v_proj") == 5
+    assert "Q4_K for" in types_in_words(filled)
+
+
+def test_rows_that_are_no_whole_blocks_take_the_type_of_32() -> None:
+    types = block_types(QuantizationSettings(format="Q3_K_S"), llama(192, 512))
+    assert types["0.q_proj"] == "Q4_0"
+    assert types["0.down_proj"] == "Q3_K"
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "message"),
+    [
+        (QuantizationSettings(format="Q9"), llama(), "quantization.format is Q9: expected one of"),
+        (QuantizationSettings(types={"0.q_proj": "Q4_K"}), llama(), "format is uniform"),
+        (QuantizationSettings(format="Q4_K", types={"0.q_proj": "Q9"}), llama(), "0.q_proj: Q9"),
+        (QuantizationSettings(format="Q4_K_M"), OPTConfig(), "set quantization.format uniform"),
+        (QuantizationSettings(format="Q4_0"), llama(200, 512), "holds multiples of 32"),
+    ],
+)
+def test_what_does_not_go_is_refused(
+    settings: QuantizationSettings, config: PreTrainedConfig, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        block_types(settings, config)
+
+
+def test_bits_follow_the_format() -> None:
+    settings = QuantizationSettings(format="Q3_K_M", bits=2, bits_of={"q_proj": 4})
+    found = resolved(settings)
+    assert (found.bits, found.bits_of) == (3, {})
+
+
+def test_methods_that_learn_something_else_refuse_a_format() -> None:
+    check_format(QuantizationSettings(format="Q4_K"))
+    with pytest.raises(UserError, match="straight-through"):
+        resolved(QuantizationSettings(format="Q4_K", method="brecq"))

@@ -1,0 +1,72 @@
+"""Block types are learned: the start is the stored weight, and every forward pass has what is stored."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from aespa_pl.algorithm.grid import search_grid
+from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
+from aespa_pl.algorithm.quantizer import GridFormat, quantize
+from aespa_pl.tuning.typed import TypedFixedIntegers, TypedStraightThrough
+
+ROWS, COLUMNS = 4, 256
+
+
+def stored(name: str) -> tuple[Tensor, TypedWeight]:
+    """Return a weight, and what the type stores of it."""
+    torch.manual_seed(0)
+    W = torch.randn(1, ROWS, COLUMNS)
+    form = GridFormat.of(TYPES[name])
+    grid = search_grid(W, torch.eye(COLUMNS)[None], torch.ones(COLUMNS), form)
+    grid = grid.folded(torch.ones(1, ROWS))
+    assert grid.factors is not None
+    return W[0], grid.factors.stored(quantize(W, grid)[0].to(torch.uint8))
+
+
+def layer_of(made: nn.Module) -> nn.Linear:
+    layer = nn.Linear(COLUMNS, ROWS, bias=False)
+    parametrize.register_parametrization(layer, "weight", made)
+    return layer
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_training_starts_at_the_stored_weight(name: str) -> None:
+    W, start = stored(name)
+    made = TypedStraightThrough(start, W)
+    layer = layer_of(made)
+    torch.testing.assert_close(layer.weight, start.weight(), rtol=1e-6, atol=1e-6)
+    found = made.quantized(layer.parametrizations.weight.original.detach())
+    assert torch.equal(found.weight(), start.weight())
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_step_lowers_the_error_and_what_is_stored_is_the_weight(name: str) -> None:
+    W, start = stored(name)
+    made = TypedStraightThrough(start, W)
+    layer = layer_of(made)
+    target = start.weight() * 1.1  # each scale should grow
+    optimizer = torch.optim.Adam(layer.parameters(), 0.003)
+    errors = []
+    for _ in range(30):
+        error = (layer.weight - target).square().sum()
+        errors.append(float(error.detach()))
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+    assert errors[-1] < 0.5 * errors[0]
+    found = made.quantized(layer.parametrizations.weight.original.detach())
+    torch.testing.assert_close(found.weight(), layer.weight.detach(), rtol=1e-6, atol=1e-6)
+    assert int(found.integers.max()) <= TYPES[name].largest
+    if found.sub_scale is not None:
+        low, high = TYPES[name].scales
+        assert low <= int(found.sub_scale.min())
+        assert int(found.sub_scale.max()) <= high
+        assert not bool((found.sub_scale == 0).any())
+
+
+def test_integers_stay_where_only_the_rest_is_learned() -> None:
+    _, start = stored("Q3_K")
+    made = TypedFixedIntegers(start, start.weight())
+    assert not made.learns_latent
+    assert {name for name, _ in made.named_parameters()} == {"log_d", "a"}
