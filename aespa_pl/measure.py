@@ -1,6 +1,7 @@
-"""Measure seconds and memory of a run."""
+"""Measure seconds and memory of a run, and write them as people say them."""
 
 import ctypes
+import math
 import resource
 import sys
 import time
@@ -102,3 +103,18 @@ def release_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have none
         if trim is not None:
             trim(0)
+
+
+def human(number: float, unit: str = "") -> str:
+    """Return a number in powers of a thousand: ``12.3 GB``."""
+    power = 0 if number < 1 else min(6, int(math.log10(number)) // 3)
+    places = 0 if power == 0 else 1
+    return f"{number / 1000**power:.{places}f} {' KMGTPE'[power].strip()}{unit}".strip()
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the unit that a person would choose."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

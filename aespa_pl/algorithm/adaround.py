@@ -116,12 +116,7 @@ def penalty_exponent(
 ) -> float | None:
     """Return beta of the rounding loss, or None while there is none.
 
-    Args:
-        iteration: Number of the iteration, from 0.
-        iterations: All iterations.
-        warmup: Share of the iterations without rounding loss.
-        start: beta right after the warm-up.
-        end: beta at the end; it changes linearly.
+    After a part of the iterations, the ``warmup``, it changes linearly from ``start`` to ``end``.
     """
     first = warmup * iterations
     if iteration < first:
@@ -149,19 +144,15 @@ def rounding_loss(
         G: Second moment of the other side (query and key projections), or None.
         weight: lambda, the weight of the rounding loss ``sum(1 - |2 h(B) - 1| ** beta)``.
         beta: Its exponent; None: no rounding loss.
-        workspace: Memory of intermediate results; None: new memory.
-        gradient: Tensor that the gradient is written to, in the shape of B; None: new memory.
+        workspace: Memory of intermediate results.
+        gradient: Tensor that the gradient is written to.
     """
     workspace = workspace or Workspace()
     gradient = torch.empty_like(B) if gradient is None else gradient
-    if rounding.gain is None:
-        reconstruction, penalty = _loss_in_two_kernels(
-            B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient
-        )
-    else:
-        reconstruction, penalty = _loss_in_chunks(
-            B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient
-        )
+    losses = _loss_in_two_kernels if rounding.gain is None else _loss_in_chunks
+    reconstruction, penalty = losses(
+        B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient
+    )
     if beta is not None:
         penalty = weight * (penalty + B.numel())
     return RoundingLoss(reconstruction, penalty, gradient)
@@ -232,8 +223,9 @@ def _loss_in_two_kernels(
     soft_error(B, rounding.base, **rounding.kernel_arguments(), out=dW)
     _product(dW, H, G, workspace, gradient)
     reconstruction = torch.dot(dW.view(-1), gradient.view(-1))
-    exponent = None if beta is None else B.new_full((), beta)
-    penalty = B.new_zeros(()) if exponent is None else soft_penalty(B, exponent)
+    # None in its place would be one more kernel
+    exponent, weight = B.new_full((), beta or 2), weight if beta else 0.0
+    penalty = soft_penalty(B, exponent) if beta else B.new_zeros(())
     soft_gradient(
         B, **rounding.kernel_arguments(), exponent=exponent, weight=weight, gradient=gradient
     )

@@ -71,11 +71,8 @@ def best_grids(
 ]:
     """Return a scale and a zero point with nearly the least ``dv H dv^T`` for each row, and its loss.
 
-    Args:
-        V: Weights over zeta.
-        H: Hessian of each group of columns.
-        candidates: Grids to choose from; neighbours differ little.
-        effort: How many candidates are looked at. The scale leaves the candidates unless that is EXHAUSTIVE.
+    V is the weights over zeta. Neighbouring candidates differ little. The scale leaves the candidates unless
+    the effort is EXHAUSTIVE.
     """
     if effort.shortlist is None:
         loss, best = exact_losses(V, H, candidates).min(-1, keepdim=True)

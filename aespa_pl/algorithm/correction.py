@@ -7,7 +7,7 @@ that the output of some is added to from R_fp to R. The weights W_c with the lea
     W_c = W + (W E[(X_fp - X) X^T] + E[(R_fp - R) X^T]) H^-1,  H = E[X X^T].
 
 With the outputs Y = R + W X and Y_fp = R_fp + W X_fp, the matrix before ``H^-1`` is ``E[(Y_fp - Y) X^T]``.
-A share alpha of the change is taken. All of it is worse than none: it is a regression, which shrinks
+Only a part of the change is taken, alpha. All of it is worse than none: it is a regression, which shrinks
 what it predicts, and every block would shrink again what the blocks before it have left.
 
 Source: GPTAQ (arXiv 2504.02692) and QEP for the term with the inputs; the one with the residual stream
@@ -25,20 +25,15 @@ def corrected_weights(
     W: Float[Tensor, "heads rows d_in"],
     shift: Float[Tensor, "heads rows d_in"],
     H: Float[Tensor, "#heads d_in d_in"],
-    share: float,
+    alpha: float,
 ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]]:
-    """Return ``W + share shift H^-1``, and the extra damping of each H.
+    """Return ``W + alpha shift H^-1``, and the extra damping of each H.
 
-    Args:
-        W: Original weights.
-        shift: ``E[(Y_fp - Y) X^T]``, scaled as H; without a residual stream it is
-            ``W E[(X_fp - X) X^T]``.
-        H: Damped Hessian.
-        share: alpha, 0 to 1.
+    The shift is ``E[(Y_fp - Y) X^T]``, scaled as H; without a residual stream it is ``W E[(X_fp - X) X^T]``.
 
     Raises:
         NumericalError: H cannot be factored even with 100 times its mean diagonal added.
     """
     # where heads share H, there is one problem with the rows of all
     solved, added = solve(H, shift.flatten(0, 1)[None] if len(H) == 1 else shift)
-    return torch.add(W, solved.view_as(W), alpha=share), added
+    return torch.add(W, solved.view_as(W), alpha=alpha), added

@@ -68,15 +68,7 @@ def descend(
     The weights are visited tile by tile, first along the columns, and row by row within a tile. Where
     the objective ended higher all the same (in a row, with G in a head), because float32 is not exact, the
     integers stay as they were. With G, and on an accelerator, a pass may leave moves to the next (tile.py).
-
-    Args:
-        integers: Integers that the descent begins with, of any type; the result has the same.
-        W: Original weights.
-        grid: Grid of the projection.
-        H: Damped Hessian.
-        G: Second moment of the other side (query and key projections), or None.
-        passes: Visits of an integer at most.
-        heads_alone: A head's rows end together even where H is the only one: that of one head of several.
+    With ``heads_alone`` a head's rows end together even where H is the only one: that of one head of several.
     """
     small = G is not None and len(W) * COUPLED_ROWS * W.shape[-1] <= ONE_THREAD
     with one_thread(where=small and W.device.type == "cpu"):

@@ -34,9 +34,7 @@ def error_divisors(
     * For the first token it is at most ``max(p, mean square of the output) / max(1, FIRST L)``, so that it
       counts like ``FIRST L`` tokens.
 
-    Args:
-        target: Hidden states of segments in the original model.
-        output: The same in the quantized one; no gradient goes through the result.
+    The hidden states are the original model's and the quantized one's; no gradient goes through the result.
     """
     return _divisors_and_bound(target, output)[0]
 

@@ -51,10 +51,7 @@ def multiply(
 ) -> Float[Tensor, "*batch m n"]:
     """Return ``A B`` in float32, of two matrices or two batches of them, in the context's precision.
 
-    Args:
-        A: First factor, in float32.
-        B: Second factor, an ``operand`` in the same precision.
-        out: Memory that receives the product; None: new memory.
+    A is in float32, B an ``operand`` in the same precision.
     """
     product = torch.mm if A.dim() == 2 else torch.bmm
     A = operand(A)

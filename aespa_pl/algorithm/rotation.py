@@ -12,13 +12,8 @@ def rotate_back(
 ) -> Float[Tensor, "heads d_head d_head"]:
     """Return ``mean_t R_t^T G R_t``: G as it acts on queries (keys) before the rotation.
 
-    The error of a query is rotated with the query, so ``R_t dq`` meets the rotated keys.
-
-    Args:
-        G: Second moment of the rotated keys (queries).
-        cos: Cosines by position. R_t is ``diag(cos_t) + diag(sin_t) J``, J being the matrix of
-            ``rotate_half(x) = (-x[d_head / 2:], x[:d_head / 2])``.
-        sin: Sines by position.
+    The error of a query is rotated with the query, so ``R_t dq`` meets the rotated keys. R_t is
+    ``diag(cos_t) + diag(sin_t) J``, where J x is ``rotate_half(x) = (-x[d_head / 2:], x[:d_head / 2])``.
     """
     # R^T G R has four terms; the mean over t of cos_i cos_j and so on can be taken beforehand.
     cos, sin = cos.to(G), sin.to(G)
@@ -41,10 +36,5 @@ def through_norm(
     The paper's families have no such norm. To first order the norm multiplies an error by
     ``weight / rms`` of its token; the part that changes rms itself (one direction of d_head) is left
     out, and ``1 / rms ** 2`` is averaged over the tokens as the Kronecker approximation does for G.
-
-    Args:
-        G: Second moment of the other side, as it acts behind the norm.
-        weight: Weight of the norm.
-        inverse_square: Mean of ``1 / rms ** 2`` over the tokens.
     """
     return inverse_square[:, None, None] * weight[:, None] * G * weight

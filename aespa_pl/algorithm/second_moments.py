@@ -13,13 +13,7 @@ NARROW = 256
 
 
 def add_gram(total: Float[Tensor, "d d"], X: Float[Tensor, "N d"], *, factor: float = 1.0) -> None:
-    """Add ``factor X^T X`` to a sum, in place and without a copy; ``mirror`` makes it whole.
-
-    Args:
-        total: The sum so far; the elements below the diagonal have no meaning.
-        X: Inputs, one a row.
-        factor: Factor of the product.
-    """
+    """Add ``factor X^T X`` to a sum in place, above the diagonal alone; ``mirror`` makes it whole."""
     for start, stop in _stripes(X.shape[1]):
         total[start:stop, start:].addmm_(X[:, start:stop].T, X[:, start:], alpha=factor)
 

@@ -16,13 +16,9 @@ TINY = 1e-30
 
 
 def weight_gain(lower: Tensor, scale: Tensor, zeta: Tensor, largest: int) -> Tensor:
-    """Return ``scale zeta`` of each weight ``[heads, rows, d_in]``, and 0 where the clamp holds it.
+    """Return ``scale zeta`` of each weight, and 0 where the clamp holds it.
 
-    Args:
-        lower: The lower of the two integers of each weight, ``[heads, rows, d_in]``.
-        scale: Scales, ``[heads, rows, groups]``.
-        zeta: Column factors, ``[d_in]``.
-        largest: The largest integer.
+    The scales are ``[heads, rows, groups]``, zeta ``[d_in]``, and ``lower`` has the shape of the result.
     """
     step = (scale[..., None] * zeta.view(scale.shape[-1], -1)).flatten(-2)
     return step * ((lower >= 0) & (lower < largest))
@@ -61,7 +57,7 @@ def soft_gradient(
     scale: Float[Tensor, "heads rows groups"],
     zeta: Float[Tensor, " d_in"],
     largest: int,
-    exponent: Float[Tensor, ""] | None,
+    exponent: Float[Tensor, ""],
     weight: float,
     gradient: Float[Tensor, "heads rows d_in"],
 ) -> None:
@@ -69,9 +65,8 @@ def soft_gradient(
     sigmoid = torch.sigmoid(B)
     centred = 2 * STRETCH * sigmoid - STRETCH
     g = gradient * weight_gain(lower, scale, zeta, largest)
-    if exponent is not None:
-        cut = centred.clamp(-1, 1)
-        power = (cut.abs().clamp(min=TINY).log2() * (exponent - 2)).exp2() * cut
-        g = g - weight * exponent * power
+    cut = centred.clamp(-1, 1)
+    power = (cut.abs().clamp(min=TINY).log2() * (exponent - 2)).exp2() * cut
+    g = g - weight * exponent * power
     g = torch.where(centred.abs() < 1, g, 0) * (1 - sigmoid) * sigmoid
     gradient.copy_(2 * STRETCH * g)

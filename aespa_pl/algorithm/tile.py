@@ -58,11 +58,8 @@ def find_moves(
 ) -> Float[Tensor, "units rows columns"]:
     """Return the moves of a visit of weight after weight, where rows don't depend on each other.
 
-    On an accelerator they are 0 behind the first that is not settled after ``ROUNDS`` rounds.
-
-    Args:
-        tile: Rows and columns to visit.
-        later: What a move by 1 adds to the wanted moves of the columns to come; 0 on the diagonal and below.
+    On an accelerator they are 0 behind the first that is not settled after ``ROUNDS`` rounds. A move by 1
+    adds ``later`` to the wanted moves of the columns to come; it is 0 on the diagonal and below.
     """
     if tile.wanted.device.type != "cpu":
         return settled_moves(tile, later)
@@ -123,14 +120,9 @@ def settled_moves(
 def coupled_moves(
     tile: Tile, both: Tensor, below: Tensor, rounds: int, *, ends_early: bool
 ) -> Float[Tensor, "units rows columns"]:
-    """Return the moves that are settled after some rounds, the others 0; arguments as above.
+    """Return the moves that are settled after at most so many rounds, the others 0; arguments as above.
 
-    Args:
-        tile: Rows and columns to visit.
-        both: Effects of a move on the columns.
-        below: Effects on the rows to come.
-        rounds: Rounds at most, two or more.
-        ends_early: Ask after each round whether all moves are settled.
+    A visit that ``ends_early`` asks after each round whether all moves are settled.
     """
     coupling = _Coupling(tile, both, below)
     moves = before = tile.first()

@@ -23,12 +23,8 @@ class Workspace:
 
 
 def chunk_elements(tensor: Tensor, *, cpu: int, accelerator: int) -> int:
-    """Return how many elements to work on at once.
+    """Return how many elements of a tensor to work on at once.
 
-    Args:
-        tensor: Tensor that is worked on; its device decides.
-        cpu: Elements for each thread, so that what they need stays in its cache.
-        accelerator: Elements on an accelerator: many, because each call costs the same time, but within its
-            memory.
+    Each thread of a CPU takes as many as its cache holds, an accelerator as many as its memory allows.
     """
     return cpu * torch.get_num_threads() if tensor.device.type == "cpu" else accelerator

@@ -40,9 +40,9 @@ def fit_grids(
     """Return the grids of all projections that share one input.
 
     Args:
-        weights: Weights of each projection; d_in is the same for all.
+        weights: Weights of each projection.
         problems: Argument of ``search_one`` for each projection.
-        formats: Bits, symmetry and groups of each projection.
+        formats: Format of each projection.
         with_zeta: Alternate between zeta and the search; otherwise zeta is 1 and one search is made.
         max_rounds: Alternations at most. They end when the loss of all projections together,
             ``tr(dW H dW^T)`` under nearest rounding, falls by less than a thousandth; the best zeta is

@@ -28,11 +28,7 @@ def attention_weighted_inputs(
 
     All lie in the same memory: each is the caller's only until the next is asked for.
 
-    Args:
-        attention: Queries, keys and masks, from which A follows.
-        X: Input of the attention block, ``[B, L, d]``.
-        layout: Layout of the block.
-        heads: Value heads whose inputs are yielded.
+    X is the input of the attention block, ``[B, L, d]``.
     """
     X = operand(X.float())
     B, L, d = X.shape

@@ -48,11 +48,11 @@ class StatisticsCollector:
 
         Args:
             layout: Layout of the block.
-            value: Whether H_V is collected.
+            value: Whether H_V is collected, of ``heads`` (None: all).
             query_key: Whether G_Q and G_K are collected.
             inputs: Whether the Hessian of each input group is collected.
-            magnitudes: Whether the mean absolute value of each input is collected as well.
-            heads: Key/value heads whose H_V is collected; None: all.
+            magnitudes: Whether the mean absolute value of each input is collected.
+            heads: Key/value heads.
             precision: Precision of the products; the sums are float32. TF32 has all bits of the inputs of
                 a model in half precision; A X and differences of two streams are rounded.
         """
@@ -75,12 +75,7 @@ class StatisticsCollector:
         return (self.layout.groups[0], self.layout.attended_group)
 
     def add(self, seen: Observation, original: Observation | None = None) -> None:
-        """Add one batch.
-
-        Args:
-            seen: The batch in the model that is being quantized.
-            original: The same segments in the original model; None: no shifts are collected.
-        """
+        """Add one batch; shifts are collected where the ``original`` model has seen it too."""
         with multiplying_in(self.precision):
             for group in self.groups if self.inputs else ():
                 self._add_inputs(group.name, seen, original)
@@ -91,12 +86,9 @@ class StatisticsCollector:
         self.tokens += seen.inputs[self.layout.groups[0].name][..., 0].numel()
 
     def add_up(self, sum_: Callable[[Tensor], None], *, counts: bool) -> None:
-        """Add the sums of other collectors, which have seen other segments.
+        """Add the sums of other collectors: ``sum_`` replaces a tensor, in place, by its total over them.
 
-        Args:
-            sum_: Replaces a tensor, in place, by its total over the collectors.
-            counts: Whether what this one has seen is part of the total. It is not where another has seen
-                the same segments: then this one has only the shapes.
+        Where another has seen the same segments, this one counts nothing and has only the shapes.
         """
         for total in self._sums.values():
             if not counts:
@@ -109,8 +101,7 @@ class StatisticsCollector:
     def finish(self, norm_weights: tuple[Tensor, Tensor] | None = None) -> BlockStatistics:
         """Return the statistics of all batches; the collector hands its memory over to them.
 
-        Args:
-            norm_weights: Weights ``[d_h]`` of the norms on query and key heads; None: there are none.
+        The norms on query and key heads, where there are any, have weights ``[d_h]``.
         """
         sums, self._sums = self._sums, {}
         for total in sums.values():
@@ -155,15 +146,17 @@ class StatisticsCollector:
 
     def _add_values(self, seen: Observation, original: Observation | None) -> None:
         d = seen.inputs[self.layout.groups[0].name].shape[-1]
-        share = self.layout.key_value_heads / self.layout.heads
+        mean = (
+            self.layout.key_value_heads / self.layout.heads
+        )  # over the query heads of a value head
         outputs = None if original is None else self._attention_shifts(seen, original)
         for i, AX in enumerate(self._weighted_inputs(seen)):
             factor = operand(AX)
-            add_gram(self._sum(ATTENDED, AX, len(self.heads), d, d)[i], factor, factor=share)
+            add_gram(self._sum(ATTENDED, AX, len(self.heads), d, d)[i], factor, factor=mean)
             if outputs is not None:
                 shift = operand(outputs[self.heads[i]])
                 total = self._sum(ATTENDED_SHIFT, AX, len(self.heads), shift.shape[1], d)
-                total[i].addmm_(shift.T, factor, alpha=share)
+                total[i].addmm_(shift.T, factor, alpha=mean)
 
     def _attention_shifts(self, seen: Observation, original: Observation) -> Tensor:
         """Return ``Y_fp - Y`` of the attention's outputs, ``[n_kv, B * query heads * L, d_h]``.
@@ -186,15 +179,15 @@ class StatisticsCollector:
         Q, K = (operand(x.float()) for x in (attention.query, attention.key))
         keys = (K.transpose(-1, -2) @ K).sum(0)  # [n_kv, d_h, d_h]
         queries = (Q.transpose(-1, -2) @ Q).sum(0)  # [n_h, d_h, d_h]
-        found = {
+        parts = {
             KEYS: keys.repeat_interleave(shared, 0),
             QUERIES: queries.unflatten(0, (-1, shared)).mean(1),
         }
         if attention.query_inverse_square is not None and attention.key_inverse_square is not None:
             # finish() multiplies all sums by 2 / N, a mean has 1 / N
-            found[QUERY_GAIN] = attention.query_inverse_square.float().sum((0, 2)) / 2
-            found[KEY_GAIN] = attention.key_inverse_square.float().sum((0, 2)) / 2
-        for name, part in found.items():
+            parts[QUERY_GAIN] = attention.query_inverse_square.float().sum((0, 2)) / 2
+            parts[KEY_GAIN] = attention.key_inverse_square.float().sum((0, 2)) / 2
+        for name, part in parts.items():
             self._sum(name, part, *part.shape).add_(part)
         self._rotation = attention.rotation
 

@@ -31,9 +31,9 @@ class Hessian:
         """Return which inputs are always 0, boolean, ``[heads or 1, d_in]``."""
         return self._undamped == 0
 
-    def damp(self, share: float) -> None:
-        """Add a share of its mean diagonal to the diagonal of each head, instead of any share before."""
-        self._diagonal = damp(self._undamped, share)
+    def damp(self, damping: float) -> None:
+        """Add a part of its mean diagonal to the diagonal of each head, in place of any part before."""
+        self._diagonal = damp(self._undamped, damping)
         if isinstance(self._matrices, Tensor):
             self._matrices.diagonal(dim1=-2, dim2=-1).copy_(self._diagonal)
 
@@ -43,7 +43,7 @@ class Hessian:
 
     def __getitem__(self, heads: slice) -> Tensor:
         """Return the matrices ``[some, d_in, d_in]`` of some heads."""
-        found = self._matrices[heads]
+        matrices = self._matrices[heads]
         if not self.in_memory:
-            found.diagonal(dim1=-2, dim2=-1).copy_(self._diagonal[heads])
-        return found
+            matrices.diagonal(dim1=-2, dim2=-1).copy_(self._diagonal[heads])
+        return matrices

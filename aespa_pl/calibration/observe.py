@@ -36,16 +36,13 @@ def observing(
 ) -> Iterator[Observation]:
     """Fill an observation with the one batch that runs through ``block`` in this context.
 
-    Args:
-        block: A block of the model.
-        groups: Input groups to look at.
-        residuals: Whether the residual stream and what is added to it are looked at as well.
-        attention: Observes the block's attention; None: its queries and keys are not wanted.
+    It has the inputs of the groups and, where they are asked for, the residual stream with what is added to
+    it, and the attention's queries and keys.
     """
     seen = Observation()
 
-    def see_attention(found: Attention) -> None:
-        seen.attention = found
+    def see_attention(attention: Attention) -> None:
+        seen.attention = attention
 
     with ExitStack() as stack:
 

@@ -27,7 +27,7 @@ from aespa_pl.commands.trainer_section import TRAINER_KEYS
 from aespa_pl.commands.trainers import BlockTrainers, check_trainer, check_tuning, first_trainer
 from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
 from aespa_pl.distributed.processes import PeerLostError, World
-from aespa_pl.planning.division import Devices
+from aespa_pl.planning.shape import Devices
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import LAST
 from aespa_pl.run.folder import how_to_continue

@@ -26,6 +26,8 @@ FREE = "trainer"
 """The section that Lightning checks."""
 FLAGS = re.compile(r"--(help|print_config|print_shtab)|-h|--.*\.help")
 REQUIRED = "model.pretrained"
+PLAN_DEVICE = "plan.device"
+"""The key that only plan takes."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from aespa_pl.commands.limits import (
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Family
 from aespa_pl.models.hub import resolve
-from aespa_pl.planning.placement import resolved_data
-from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.planning.budget import resolved_data
+from aespa_pl.planning.shape import ONE_DEVICE, Devices, Setup, Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
 
@@ -59,6 +59,10 @@ class Checked:
             min(self.data.batch, self.data.calibration.segments),
             self.dtype.itemsize,
         )
+
+    def setup(self, devices: Devices = ONE_DEVICE) -> Setup:
+        """Return what the needs of a run on these devices follow from."""
+        return Setup(self.shape, self.work, self.data, self.quantization, self.device, devices)
 
     @property
     def segment_length(self) -> int:

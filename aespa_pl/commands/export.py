@@ -22,6 +22,7 @@ from aespa_pl.export.model_card import model_card
 from aespa_pl.export.proof import ClassSize, prove
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.export.verification import Answers, Questions, Verify, ask, choose_engines, that_fit
+from aespa_pl.measure import human
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import find_run
 from aespa_pl.storage.files import disk_errors, write_text
@@ -216,8 +217,8 @@ def _refuse_full_disk(model: QuantizedModel, target: Path) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(
-            f"--output: the disk of {existing} has {free / 1e9:.1f} GB free, and up to "
-            f"{needed / 1e9:.1f} GB are needed: free space there, or choose another folder"
+            f"--output: the disk of {existing} has {human(free, 'B')} free, and up to "
+            f"{human(needed, 'B')} are needed: free space there, or choose another folder"
         )
 
 
@@ -232,15 +233,15 @@ def _refuse_no_login(name: str) -> None:
 
 def _show(console: Console, chosen: Format, exported: Exported, rounded: str | None) -> None:
     table = Table(title=f"{chosen.name}: {exported.folder.name}", title_justify="left")
-    for heading in ("tensors", "weights", "bits a weight", "MB", "original, MB"):
+    for heading in ("tensors", "weights", "bits a weight", "size", "original"):
         table.add_column(heading, justify="left" if heading == "tensors" else "right")
     for kind, size in exported.sizes.items():
         table.add_row(
             kind,
             f"{size.weights:,}",
             f"{8 * size.size / max(1, size.weights):.3f}",
-            f"{size.size / 1e6:.2f}",
-            f"{size.original / 1e6:.2f}",
+            human(size.size, "B"),
+            human(size.original, "B"),
         )
     weights = sum(size.weights for size in exported.sizes.values())
     original = sum(size.original for size in exported.sizes.values())
@@ -250,7 +251,7 @@ def _show(console: Console, chosen: Format, exported: Exported, rounded: str | N
     table.add_section()
     table.add_row(
         "files", f"{weights:,}", f"{8 * total / weights:.3f}",
-        f"{total / 1e6:.2f}", f"{original / 1e6:.2f}",
+        human(total, "B"), human(original, "B"),
     )  # fmt: skip
     console.print(table)
     exactly = (

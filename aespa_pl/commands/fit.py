@@ -22,8 +22,8 @@ from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
-from aespa_pl.planning.disk import disk_bytes
-from aespa_pl.planning.division import ONE_DEVICE, Devices
+from aespa_pl.planning.needs import disk_bytes
+from aespa_pl.planning.shape import ONE_DEVICE, Devices
 from aespa_pl.planning.tuning import recomputes
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context, Trainers
@@ -157,7 +157,7 @@ def _start(
     if earlier is None or not earlier.metrics_file.is_file():
         folder = earlier.folder if earlier else job.runs_folder
         check_space(folder, _bytes_to_write(job, earlier))
-        refuse_tuning(job.shape, job.work, job.data, job.quantization, job.device, devices=devices)
+        refuse_tuning(job.setup(devices))
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
@@ -219,11 +219,11 @@ def _context(
 ) -> Context:
     """Return what all steps of the run work with."""
     loggers = trainers.begin(run) if world.is_first else []
-    given = (job.shape, job.work, job.data, job.quantization, job.device)
-    partition = choose_partition(*given, devices=devices, world=world)
+    setup = job.setup(devices)
+    partition = choose_partition(setup, world)
     for words in portions_in_words(partition, job.shape):
         progress.say(words)
-    free = world.smallest(room(*given, devices=devices).free)
+    free = world.smallest(room(setup).free)
     return Context(
         source=job.stream(job.pretrained),
         run=run,
@@ -268,7 +268,7 @@ def _bytes_to_write(job: Job, run: Run | None) -> float:
         job.quantization,
         stored_bytes=job.pretrained.dtype.itemsize,
         on_disk=job.data.hidden_states == "disk",
-        partition=choose_partition(job.shape, job.work, job.data, job.quantization, job.device),
+        partition=choose_partition(job.setup()),
     )
     if run is None:
         return needed

@@ -35,7 +35,9 @@ ONLY = {
         "trainer.fast_dev_run true": "smoke test: few segments and steps, no evaluation",
     },
     "test": {"tasks": "list of zero-shot tasks; also task_limit, task_examples ..."},
-    "plan": {},
+    "plan": {
+        "plan.device 'GB, TFLOPS'": "a machine that isn't this one, such as '24 GB, 80 TFLOPS'"
+    },
 }
 """Further keys of each command."""
 SAYS = {

@@ -10,13 +10,12 @@ import torch
 
 from aespa_pl.commands.mistakes import nearest
 from aespa_pl.errors import UserError
-from aespa_pl.measure import free_bytes
+from aespa_pl.measure import free_bytes, human
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.planning.budget import Room, room
-from aespa_pl.planning.division import ONE_DEVICE, Devices
-from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.planning.shape import Setup, Shape
+from aespa_pl.planning.table import Needs
 from aespa_pl.planning.tuning import block_bytes, model_bytes
-from aespa_pl.planning.words import human
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.run.versions import ANOTHER_FOLDER
 from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
@@ -28,12 +27,7 @@ EVALUATION_LENGTH = 2048
 
 
 def refuse_own(folder: Path, given: str) -> None:
-    """Raise UserError if a folder holds what an earlier run has made of an original.
-
-    Args:
-        folder: The folder of the model.
-        given: What the user calls it.
-    """
+    """Raise UserError if a model's folder, ``given`` by the user, holds what an earlier run made."""
     if (folder / DESCRIPTION).is_file():
         raise UserError(
             f"{given} is a model that aespa-pl has quantized already ({DESCRIPTION} lies in it): give the "
@@ -42,11 +36,7 @@ def refuse_own(folder: Path, given: str) -> None:
 
 
 def calibration_length(data: DataSettings, positions: int | None) -> int:
-    """Return the tokens in a calibration segment.
-
-    Args:
-        data: Settings of the user.
-        positions: Number of positions of the model; None: it has no limit.
+    """Return the tokens in a calibration segment; a model without ``positions`` has no limit of them.
 
     Raises:
         UserError: Neither the settings nor the model limit the length.
@@ -93,22 +83,17 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
         )
     widths = {matrix.group: matrix.columns for matrix in shape.matrices}
     if size and any(columns % size for columns in widths.values()):
-        found = ", ".join(f"{columns} ({group})" for group, columns in widths.items())
+        given = ", ".join(f"{columns} ({group})" for group, columns in widths.items())
         common = math.gcd(*widths.values())
         largest = max(d for d in range(1, min(size, common) + 1) if common % d == 0)
         raise UserError(
-            f"quantization.group_size is {size}, but the projections have columns {found}: choose a "
+            f"quantization.group_size is {size}, but the projections have columns {given}: choose a "
             f"divisor of all, such as {largest}, or null"
         )
 
 
 def check_bits_of(layout: BlockLayout, blocks: int, settings: QuantizationSettings) -> None:
     """Refuse bits of a projection that the model does not have, or of a part of a matrix.
-
-    Args:
-        layout: Projections of a block.
-        blocks: Number of blocks.
-        settings: Settings of the user.
 
     Raises:
         UserError: A key names nothing, or projections in one matrix have different bits.
@@ -128,54 +113,31 @@ def check_bits_of(layout: BlockLayout, blocks: int, settings: QuantizationSettin
             of_matrix.setdefault(p.module, {})[p.name] = settings.bits_for(index, p.name)
         for parts in of_matrix.values():
             if len(set(parts.values())) > 1:
-                found = ", ".join(f"{name}: {bits}" for name, bits in parts.items())
+                given = ", ".join(f"{name}: {bits}" for name, bits in parts.items())
                 raise UserError(
-                    f"quantization.bits_of: {found} in block {index} are one matrix in this model: give "
+                    f"quantization.bits_of: {given} in block {index} are one matrix in this model: give "
                     "all of them the same bits"
                 )
 
 
-def refuse_tuning(
-    shape: Shape,
-    work: Work,
-    data: DataSettings,
-    settings: QuantizationSettings,
-    device: torch.device,
-    *,
-    devices: Devices = ONE_DEVICE,
-) -> None:
+def refuse_tuning(setup: Setup) -> None:
     """Raise UserError for a tuning that has too few segments, or doesn't fit; as ``tuning_shortages``."""
-    words = tuning_shortages(shape, work, data, settings, device, devices=devices)
-    if words:
+    if words := tuning_shortages(setup):
         raise UserError(words[0])
 
 
-def tuning_shortages(
-    shape: Shape,
-    work: Work,
-    data: DataSettings,
-    settings: QuantizationSettings,
-    device: torch.device,
-    *,
-    devices: Devices = ONE_DEVICE,
-) -> list[str]:
+def tuning_shortages(setup: Setup) -> list[str]:
     """Return in words which tuning doesn't fit into the device's memory, and what to do.
-
-    Args:
-        shape: Sizes of the model.
-        work: Amount of calibration text.
-        data: Settings: where hidden states wait, and how much memory may be taken.
-        settings: Settings of the quantization.
-        device: Device that the model runs on.
-        devices: All devices of the run; the processes of a host share the memory of its CPU.
 
     Raises:
         UserError: A tuning has too few segments.
     """
+    shape, work, data, settings = setup.shape, setup.work, setup.data, setup.quantization
+    devices = setup.devices
     tuning = settings.tuning
     if not tuning.enabled:
         return []
-    said, found = [], room(shape, work, data, settings, device, devices=devices)
+    said, given = [], room(setup)
     allowed = f" by data.memory_gb {data.memory_gb:g}" if data.memory_gb else ""
     shared = f" by each of {devices.of_host} processes" if devices.of_host > 1 else ""
     for key, section, needed in (
@@ -185,7 +147,7 @@ def tuning_shortages(
         if not section.enabled:
             continue
         held_back_and_steps(work.segments, section.batch_size, tuning.held_back)
-        if needed > found.free:
+        if needed > given.free:
             remedies = [
                 f"lower quantization.tuning.{key}.batch_size or data.calibration.segment_length where "
                 "the activations are too large",
@@ -193,15 +155,15 @@ def tuning_shortages(
             ]
             if key == "model" and tuning.model.integer_rate:
                 remedies.insert(1, "set quantization.tuning.model.integer_rate to 0")
-            if found.waiting and needed <= found.free + found.waiting:
+            if given.waiting and needed <= given.free + given.waiting:
                 remedies.insert(
                     0,
-                    f"move the hidden states, {human(found.waiting)}B of it, to a file with "
+                    f"move the hidden states, {human(given.waiting, 'B')} of it, to a file with "
                     "data.hidden_states disk, or lower data.calibration.segments",
                 )
             said.append(
-                f"quantization.tuning.{key} needs about {human(needed)}B of the {device.type}'s memory, of "
-                f"which {_may_be_taken(found)}{shared}{allowed}: "
+                f"quantization.tuning.{key} needs about {human(needed, 'B')} of the "
+                f"{setup.device.type}'s memory, of which {_may_be_taken(given)}{shared}{allowed}: "
                 f"{', or '.join(remedies)}"
             )
     return said
@@ -209,9 +171,9 @@ def tuning_shortages(
 
 def _may_be_taken(room: Room) -> str:
     if room.free > 0:
-        return f"{human(room.free)}B may be taken"
-    total = human(room.free + room.waiting)
-    return f"nothing is left, because the hidden states take {human(room.waiting)}B and {total}B may be taken"
+        return f"{human(room.free, 'B')} may be taken"
+    waiting, total = human(room.waiting, "B"), human(room.free + room.waiting, "B")
+    return f"nothing is left, because the hidden states take {waiting} and {total} may be taken"
 
 
 def check_output(output: OutputSettings) -> None:
@@ -245,11 +207,7 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def check_space(folder: Path, needed: float) -> None:
-    """Refuse a folder that can't be written to or is too small; nothing is left in it.
-
-    Args:
-        folder: Folder of the runs; it need not exist yet.
-        needed: Bytes still to be written.
+    """Refuse a folder that can't be written to or has less than ``needed`` bytes; it need not exist yet.
 
     Raises:
         UserError: The folder is not writable, or has too little space.
@@ -260,31 +218,22 @@ def check_space(folder: Path, needed: float) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(
-            f"{folder} has {human(free)}B free, but the run needs about {human(needed)}B more: free space "
-            "there, or choose another folder with --output.folder"
+            f"{folder} has {human(free, 'B')} free, but the run needs about {human(needed, 'B')} more: "
+            "free space there, or choose another folder with --output.folder"
         )
 
 
-def shortages(
-    device: torch.device, folder: Path, *, device_bytes: float, host_bytes: float, disk_bytes: float
-) -> list[str]:
-    """Return in words which resources this machine has too little of.
-
-    Args:
-        device: Device that blocks run on.
-        folder: Folder of the runs.
-        device_bytes: Bytes needed on the device; on a CPU they are part of ``host_bytes``.
-        host_bytes: Bytes needed in the host's memory.
-        disk_bytes: Bytes that the run leaves or holds on disk.
-    """
+def shortages(folder: Path, needs: Needs) -> list[str]:
+    """Return in words which resources this machine has too little of; ``folder`` is that of the runs."""
+    device = needs.setup.device
     have = {
-        "host memory": (host_bytes, free_bytes(torch.device("cpu"))),
-        "disk": (disk_bytes, shutil.disk_usage(nearest_existing(folder)).free),
+        "host memory": (needs.host, free_bytes(torch.device("cpu"))),
+        "disk": (needs.disk, shutil.disk_usage(nearest_existing(folder)).free),
     }
     if device.type != "cpu":
-        have["device memory"] = (device_bytes, free_bytes(device))
+        have["device memory"] = (needs.most_on_device, free_bytes(device))
     return [
-        f"{what}: {human(free)}B are free here, {human(needed)}B are needed"
+        f"{what}: {human(free, 'B')} are free here, {human(needed, 'B')} are needed"
         for what, (needed, free) in have.items()
         if needed > free
     ]

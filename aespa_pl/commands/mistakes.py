@@ -17,6 +17,7 @@ from aespa_pl.commands.arguments import (
     FREE,
     KEYS,
     OTHERS,
+    PLAN_DEVICE,
     REQUIRED,
     TASK_KEYS,
     Arguments,
@@ -47,7 +48,8 @@ def refuse_mistakes(arguments: Arguments, command: str) -> None:
     """
     if arguments.wants_help:
         return
-    kinds = KEYS | TASK_KEYS if command == "test" else KEYS
+    own: dict[str, dict[str, Any]] = {"test": TASK_KEYS, "plan": {PLAN_DEVICE: str}}
+    kinds = KEYS | own.get(command, {})
     parser = _parser()
     mistakes, seen, typed = list[str](), set[str](), list[tuple[str, Any]]()
     for option in arguments.options:
@@ -182,6 +184,7 @@ def _parser() -> ArgumentParser:
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
     parser.add_class_arguments(TaskSettings)
+    parser.add_argument(f"--{PLAN_DEVICE}", type=str)
     parser.add_argument("--seed_everything", type=KEYS["seed_everything"])
     return parser
 

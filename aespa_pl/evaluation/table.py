@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aespa_pl.errors import printable
-from aespa_pl.planning.words import human
+from aespa_pl.measure import human
 
 KINDS = {"original": "original", "nearest": "round-to-nearest", "quantized": "quantized"}
 """Models in the order of the rows, and their names in tables."""
@@ -85,7 +85,7 @@ def _cells(section: str, found: Any) -> Iterator[tuple[str, str]]:
     elif section == "size":
         if "bits_per_weight" in found:
             yield "bits per weight", f"{found['bits_per_weight']:.2f}"
-        yield "size", f"{human(found['bytes'])}B"
+        yield "size", human(found["bytes"], "B")
     else:
         yield "seconds", f"{found:.0f}"
 

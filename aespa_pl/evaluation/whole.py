@@ -7,10 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.measure import free_bytes
+from aespa_pl.measure import free_bytes, human
 from aespa_pl.models.skeleton import skeleton
-
-GB = 10**9
 
 
 def unpacked_config(folder: Path) -> PreTrainedConfig:
@@ -32,8 +30,8 @@ def refuse_too_large(folder: Path, device: torch.device, dtype: torch.dtype) -> 
     free = free_bytes(device)
     if needed > free:
         raise UserError(
-            f"{folder} takes {needed / GB:.1f} GB in {str(dtype).removeprefix('torch.')}, but "
-            f"{free / GB:.1f} GB are free on {device}, and tasks and packed models need the whole model in "
+            f"{folder} takes {human(needed, 'B')} in {str(dtype).removeprefix('torch.')}, but "
+            f"{human(free, 'B')} are free on {device}, and tasks and packed models need the whole model in "
             "memory: choose another device, --model.dtype float16, or leave --tasks out (the perplexity of "
             "a run needs one block at a time)"
         )

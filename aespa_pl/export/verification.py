@@ -15,7 +15,7 @@ from aespa_pl.export.engines import ENGINES, Engine
 from aespa_pl.export.format import Format
 from aespa_pl.export.formats import FormatName
 from aespa_pl.export.quantized import QuantizedModel
-from aespa_pl.measure import free_bytes
+from aespa_pl.measure import free_bytes, human
 
 Verify = Literal["auto", "bytes", "transformers", "llama.cpp", "vllm", "gptqmodel"]
 SEGMENT = 64
@@ -75,9 +75,7 @@ def that_fit(model: QuantizedModel, questions: Questions) -> Questions:
     needed = sum(torch.Size(tensor.shape).numel() * 4 for tensor in tensors)
     if questions.insist or needed < free_bytes(torch.device("cpu")) / 2:
         return questions
-    reason = (
-        f"the whole model takes {needed / 1e9:.0f} GB of memory: --verify ENGINE asks it anyway"
-    )
+    reason = f"the whole model takes {human(needed, 'B')} of memory: --verify ENGINE asks it anyway"
     left_out = {engine.name: reason for engine in questions.engines}
     return Questions([], {**questions.unchecked, **left_out})
 

@@ -19,7 +19,6 @@ from aespa_pl.models.family import (
     InputGroup,
     Projection,
     Role,
-    refuse_quantized,
 )
 
 FUSED = "self_attention.query_key_value"
@@ -40,7 +39,7 @@ class BloomFamily(Family):
                 ``dense`` and ``dense_4h_to_h`` in slices and without their modules, so that their
                 inputs can't be observed.
         """
-        refuse_quantized(config)
+        super().check(config)
         if config.pretraining_tp > 1 and config.slow_but_exact:
             raise UserError(
                 "model.pretrained: slow_but_exact true with pretraining_tp "
@@ -89,9 +88,6 @@ class BloomFamily(Family):
             key_value_heads=config.num_attention_heads,
             head_dim=config.hidden_size // config.num_attention_heads,
         )
-
-    def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Do nothing: BLOOM has no buffers."""
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Embed the tokens and normalize them."""
@@ -150,7 +146,3 @@ class BloomFamily(Family):
         finally:
             for handle in handles:
                 handle.remove()
-
-    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
-        """Return None: queries and keys have no norm."""
-        return None

@@ -120,11 +120,8 @@ class Attention:
     def probabilities(self, heads: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         """Compute attention probabilities, in float32 at least as the library's fused kernels do.
 
-        Every supported model is causal: columns behind the last row are 0, and are left out.
-
-        Args:
-            heads: Query heads.
-            rows: Positions of queries.
+        Every supported model is causal: columns behind the last row are 0, and are left out. The heads are
+        those of the queries, the rows their positions.
 
         Returns:
             ``[B, heads, rows, end of rows]``: after the softmax, with ALiBi and all masks.
@@ -161,29 +158,30 @@ class Family(ABC):
         """Return what the names of a block's tensors begin with, such as ``model.layers.3.``."""
         return f"{self.blocks_path}.{index}."
 
-    @abstractmethod
     def check(self, config: PreTrainedConfig) -> None:
         """Raise UserError where the configuration of a model has parts that can't be quantized."""
+        other = getattr(config, "quantization_config", None)
+        if other is not None:
+            method = other.get("quant_method") if isinstance(other, dict) else None
+            raise UserError(
+                f"model.pretrained: already quantized ({method or 'quantization_config'} in "
+                "config.json): give the model that it was made from"
+            )
 
-    @abstractmethod
     def positions(self, config: PreTrainedConfig) -> int | None:
         """Return the longest segment in tokens, or None where the model has no limit."""
+        return int(config.max_position_embeddings)
 
     @abstractmethod
     def layout(self, config: PreTrainedConfig) -> BlockLayout:
         """Return the projections of a block; it is the same for every block of a model."""
 
-    @abstractmethod
-    def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
+    def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:  # noqa: B027
         """Compute the buffers outside the blocks that no file stores (RoPE's frequencies)."""
 
     @abstractmethod
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
-        """Run the layers before the first block.
-
-        Args:
-            model: The causal-LM model; its blocks may be on the meta device.
-            ids: Token ids, ``[B, L]``, no padding.
+        """Run token ids ``[B, L]``, without padding, through the layers before the first block.
 
         Returns:
             The hidden states ``[B, L, d]`` and the keyword arguments that every block wants
@@ -212,17 +210,6 @@ class Family(ABC):
     ) -> AbstractContextManager[None]:
         """Call ``observer`` with the block's queries and keys of each batch that runs in the context."""
 
-    @abstractmethod
     def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Return the weights ``[d_h]`` of the norms on query and key heads; None without norms."""
-
-
-def refuse_quantized(config: PreTrainedConfig) -> None:
-    """Raise UserError if another quantizer has been at work on the model."""
-    other = getattr(config, "quantization_config", None)
-    if other is not None:
-        method = other.get("quant_method") if isinstance(other, dict) else None
-        raise UserError(
-            f"model.pretrained: already quantized ({method or 'quantization_config'} in "
-            "config.json): give the model that it was made from"
-        )
+        return None

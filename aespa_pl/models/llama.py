@@ -25,7 +25,6 @@ from aespa_pl.models.family import (
     InputGroup,
     Projection,
     Role,
-    refuse_quantized,
 )
 
 MASKS = {
@@ -48,7 +47,7 @@ class LlamaFamily(Family):
             UserError: ``layer_types`` in config.json has an unknown kind, or one that this model
                 type ignores; or ``sliding_window`` is missing where blocks have one.
         """
-        refuse_quantized(config)
+        super().check(config)
         used, stated = attention_kinds(config), getattr(config, "layer_types", None)
         if unknown := sorted(set(used) - MASKS.keys()):
             raise UserError(
@@ -66,10 +65,6 @@ class LlamaFamily(Family):
                 "model.pretrained: layer_types in config.json has sliding_attention, but there is "
                 "no sliding_window: set use_sliding_window to true and sliding_window to its size"
             )
-
-    def positions(self, config: PreTrainedConfig) -> int | None:
-        """Return the number of positions that RoPE was trained on."""
-        return int(config.max_position_embeddings)
 
     def layout(self, config: PreTrainedConfig) -> BlockLayout:
         """Return the projections of a block."""

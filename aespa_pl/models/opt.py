@@ -20,7 +20,6 @@ from aespa_pl.models.family import (
     InputGroup,
     Projection,
     Role,
-    refuse_quantized,
 )
 
 
@@ -29,14 +28,6 @@ class OptFamily(Family):
 
     model_types = ("opt",)
     blocks_path = "model.decoder.layers"
-
-    def check(self, config: PreTrainedConfig) -> None:
-        """Refuse a quantized model."""
-        refuse_quantized(config)
-
-    def positions(self, config: PreTrainedConfig) -> int | None:
-        """Return the number of learned positions."""
-        return int(config.max_position_embeddings)
 
     def layout(self, config: PreTrainedConfig) -> BlockLayout:
         """Return the projections of a block."""
@@ -79,9 +70,6 @@ class OptFamily(Family):
             key_value_heads=config.num_attention_heads,
             head_dim=config.hidden_size // config.num_attention_heads,
         )
-
-    def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Do nothing: OPT has no buffers."""
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Add embeddings of tokens (projected to d where theirs is smaller) and positions."""
@@ -129,7 +117,3 @@ class OptFamily(Family):
 
         with observed(model, block.get_submodule("self_attn"), report):
             yield
-
-    def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
-        """Return None: queries and keys have no norm."""
-        return None

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aespa_pl.errors import UserError
+from aespa_pl.measure import human
 from aespa_pl.storage.cache import alone_in
 from aespa_pl.storage.files import write_tensors
 
@@ -26,11 +27,8 @@ def converted(path: Path, cache: Path) -> Path:
     """Return the safetensors file with a pickle's tensors, which is made if it isn't there yet.
 
     Making it takes as much disk in the cache as the pickle has, and host memory for its tensors. The
-    file is found again by the pickle's SHA-256; other processes wait until the first one has made it.
-
-    Args:
-        path: ``pytorch_model.bin``, or a shard of it.
-        cache: Folder of the cache (``data.cache``); the file lies in ``weights`` in it.
+    file lies in ``weights`` in the cache, under the pickle's SHA-256; other processes wait until the first
+    one has made it.
 
     Raises:
         UserError: The pickle can't be read, is damaged or holds more than tensors by name, or the
@@ -74,8 +72,8 @@ def _refuse_small_disk(path: Path, folder: Path) -> None:
     needed, free = path.stat().st_size, shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"data.cache: {folder} has {free / 1e9:.1f} GB free, but the weights of {path} as "
-            f"safetensors take {needed / 1e9:.1f} GB: free space there, or name another folder"
+            f"data.cache: {folder} has {human(free, 'B')} free, but the weights of {path} as "
+            f"safetensors take {human(needed, 'B')}: free space there, or name another folder"
         )
 
 

@@ -52,9 +52,7 @@ class PretrainedFolder:
     def open(cls, folder: Path, cache: Path | None = None) -> "PretrainedFolder":
         """Check a folder and read its configuration.
 
-        Args:
-            folder: Folder with config.json, weights (safetensors, or else pickles) and tokenizer.
-            cache: Folder for safetensors that are made from pickles; None: the default cache.
+        Safetensors that are made from pickles lie in ``cache``.
 
         Raises:
             UserError: A file is missing or damaged, the model is of no family that we know or has
@@ -107,11 +105,7 @@ class PretrainedFolder:
         return cast(PreTrainedTokenizerBase, tokenizer)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return one tensor, on the CPU.
-
-        Args:
-            name: Name in the model's ``state_dict``; a tied head gives the embedding.
-            dtype: Type to convert it to; None: the one that it is stored in.
+        """Return a tensor of the model's ``state_dict``, on the CPU, by default in its stored type.
 
         Raises:
             UserError: It has NaN or infinite values, or values beyond the range of ``dtype``.

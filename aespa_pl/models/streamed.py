@@ -57,12 +57,7 @@ class StreamedModel:
 
     @contextmanager
     def block(self, index: int, pretrained: PretrainedFolder | None = None) -> Iterator[nn.Module]:
-        """Hold a block in memory for the time of this context.
-
-        Args:
-            index: Number of the block, from 0.
-            pretrained: Folder to read it from; None: the model's own.
-        """
+        """Hold a block, of the model's own folder or another, in memory for the time of this context."""
         pretrained = pretrained or self.pretrained
         block = pretrained.load_block(self.model, self.family, index, self.device, self.dtype)
         try:
@@ -86,15 +81,7 @@ class StreamedModel:
                 yield block
 
     def embed(self, tokens: Tensor, batch_size: int) -> Batches:
-        """Load the stem, embed the tokens and release it.
-
-        Args:
-            tokens: Token ids, ``[segments, L]``.
-            batch_size: Segments in a batch; the last may have fewer.
-
-        Returns:
-            The hidden states before the first block, in batches ``[B, L, d]``.
-        """
+        """Load the stem, and return the tokens ``[segments, L]`` embedded, in batches ``[B, L, d]``."""
         with self.stem():
             return self.embed_with_stem(tokens, batch_size)
 

@@ -30,10 +30,7 @@ def fold(block: nn.Module, layout: BlockLayout, zeta: Mapping[str, Tensor]) -> N
 
     Column and row scalings commute, so the groups may be folded in any order.
 
-    Args:
-        block: A block of the model; its weights are changed in place.
-        layout: Says which projections share an input, and what comes before them.
-        zeta: Positive factors ``[d_in]`` of the columns, by the name of the input group.
+    The block is changed in place. Zeta has positive factors ``[d_in]`` by the name of the input group.
 
     Raises:
         ValueError: A zeta is not positive, or its group has no fold.

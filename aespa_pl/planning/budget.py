@@ -1,34 +1,29 @@
-"""Choose how much of a block is worked on at once, from the memory that is free."""
+"""Choose from the memory that is free how much is worked on at once, and where hidden states wait."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import free_bytes
-from aespa_pl.planning.division import ONE_DEVICE, Devices
-from aespa_pl.planning.needs import hidden_bytes, partition_for
+from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes, partition_for
 from aespa_pl.planning.partition import Partition
-from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.planning.shape import Setup, Shape, Work
 from aespa_pl.settings import DataSettings, QuantizationSettings
 
 RESERVE = 0.9
-"""Share of the free memory that is planned with: allocators keep some, and others want some."""
+"""Fraction of the free memory that is planned with: allocators keep some, and others want some."""
+CPU_BATCH = 4
+"""Number of segments in a batch on a CPU."""
+TOKENS = 8192
+"""Number of tokens in a batch on an accelerator, which keeps its matrix units busy; more only take memory."""
 
 
-def choose_partition(
-    shape: Shape,
-    work: Work,
-    data: DataSettings,
-    quantization: QuantizationSettings,
-    device: torch.device,
-    *,
-    devices: Devices = ONE_DEVICE,
-    world: World = ALONE,
-) -> Partition:
+def choose_partition(setup: Setup, world: World = ALONE) -> Partition:
     """Return a partition that fits ``data.memory_gb``, or the memory that is free on all devices now."""
-    free = world.smallest(room(shape, work, data, quantization, device, devices=devices).free)
-    return partition_for(shape, work, quantization, free, accelerator=device.type != "cpu")
+    free, accelerator = world.smallest(room(setup).free), not setup.on_cpu
+    return partition_for(setup.shape, setup.work, setup.quantization, free, accelerator=accelerator)
 
 
 @dataclass(frozen=True)
@@ -38,26 +33,23 @@ class Room:
     free: float
     """Bytes, beside those of the hidden states; below 0 where these alone are too many."""
     waiting: int
-    """Bytes that the device's share of the hidden states takes; 0 where they wait elsewhere."""
+    """Bytes of the hidden states that wait on the device; 0 where they wait elsewhere."""
 
 
-def room(
-    shape: Shape,
-    work: Work,
-    data: DataSettings,
-    quantization: QuantizationSettings,
-    device: torch.device,
-    *,
-    devices: Devices = ONE_DEVICE,
-) -> Room:
+def room(setup: Setup) -> Room:
     """Return what may be taken of ``data.memory_gb``, or of the memory that is free now."""
-    free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
-    if device.type == "cpu" and not data.memory_gb:
+    data, devices, waiting = setup.data, setup.devices, 0
+    free = _allowed(data, setup.device)
+    if setup.on_cpu and not data.memory_gb:
         free /= devices.of_host  # its processes share its memory
-    waiting, on_device = 0, device.type == "cpu" or data.hidden_states == "device"
-    if on_device and data.hidden_states != "disk":
-        waiting = hidden_bytes(shape, work.of_device(devices.count), quantization)
+    if data.hidden_states == "device" or (setup.on_cpu and data.hidden_states != "disk"):
+        own = setup.work.of_device(devices.count)
+        waiting = hidden_bytes(setup.shape, own, setup.quantization)
     return Room(free - waiting, waiting)
+
+
+def _allowed(data: DataSettings, device: torch.device) -> float:
+    return 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
 
 
 def portions_in_words(partition: Partition, shape: Shape) -> list[str]:
@@ -73,3 +65,40 @@ def portions_in_words(partition: Partition, shape: Shape) -> list[str]:
     if partition.weights:
         said.append(f"learning in portions of at most {partition.weights:,} weights")
     return said
+
+
+def resolved_data(
+    data: DataSettings,
+    quantization: QuantizationSettings,
+    shape: Shape,
+    device: torch.device,
+    *,
+    length: int,
+    dtype_bytes: int,
+) -> DataSettings:
+    """Return the settings without ``auto``, for segments of ``length`` tokens.
+
+    The size of a batch changes the order of sums, so it follows from the kind of device and the segments
+    alone. Where hidden states wait changes no number, so it may follow from the memory that is free.
+    """
+    if data.batch_size == "auto":
+        size = CPU_BATCH if device.type == "cpu" else max(1, TOKENS // length)
+        data = replace(data, batch_size=size)
+    if data.hidden_states == "auto":
+        segments = data.calibration.segments
+        work = Work(segments, length, min(data.batch, segments), dtype_bytes)
+        place = _hidden_place(Setup(shape, work, data, quantization, device))
+        data = replace(data, hidden_states=place)
+    return data
+
+
+def _hidden_place(setup: Setup) -> Literal["device", "memory", "disk"]:
+    """Return the nearest place where the streams fit beside everything else."""
+    if setup.on_cpu:
+        return "memory"
+    given = (setup.shape, setup.work, setup.quantization)
+    needed = max(device_bytes(*given, accelerator=True).values())
+    if hidden_bytes(*given) + needed <= _allowed(setup.data, setup.device):
+        return "device"
+    host = RESERVE * free_bytes(torch.device("cpu"))
+    return "memory" if PROCESS_BYTES + hidden_bytes(*given, pinned=True) <= host else "disk"

@@ -1,6 +1,6 @@
-"""Compute memory from shapes.
+"""Compute memory and disk space from shapes.
 
-It holds the tensors that exist at once in the hungriest moment of each phase of a block;
+Memory holds the tensors that exist at once in the hungriest moment of each phase of a block;
 ``benchmarks/memory.py`` holds it against measured runs.
 """
 
@@ -38,6 +38,9 @@ CHUNK_BYTES = 3 * FLOAT
 POLISH_BYTES = 11 * FLOAT
 """A weight that is polished takes this many bytes: integer, error, step, Newton factor, product; copies where
 some rows have ended; the integers found."""
+CHECKPOINT_BYTES = 3 * FLOAT
+"""A checkpoint has this many bytes of a weight whose rounding is learned: the rounding variable and two
+moments. It is there twice while one replaces another."""
 WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
 """An iteration computes this many bytes meanwhile, for each weight of the largest projection that is learned.
 An accelerator (True) does all of it at once, a CPU most of it in chunks."""
@@ -52,8 +55,7 @@ def hessian_bytes(
     shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE
 ) -> int:
     """Return the bytes of H for each input group, H_V of the heads at once, G_Q and G_K."""
-    layout = shape.layout
-    numbers = sum(columns**2 for columns in shape.inputs.values())
+    layout, numbers = shape.layout, sum(columns**2 for columns in shape.inputs.values())
     if settings.objective.query_key == "attention":
         numbers += (layout.heads + layout.key_value_heads) * layout.head_dim**2
     return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
@@ -105,16 +107,10 @@ def device_bytes(
 ) -> dict[str, int]:
     """Return the bytes on the device, by phase; the largest is what a run needs.
 
-    Args:
-        shape: Sizes of the model.
-        work: Calibration text.
-        settings: Settings of the quantization.
-        partition: The part of a block that is in memory at once.
-        accelerator: The device isn't a CPU: chunks are larger.
-        recompute: The end-to-end tuning runs blocks once more (``tuning.recomputes``).
+    An accelerator has larger chunks than a CPU. Blocks that ``recompute`` run once more in the end-to-end
+    tuning.
     """
     stem = shape.stem_weights * work.dtype_bytes
-    block = shape.block_weights * work.dtype_bytes
     hessians = hessian_bytes(shape, settings, partition)
     shifts = shift_bytes(shape, settings)
     largest = max(matrix.size for matrix in shape.matrices)
@@ -123,14 +119,9 @@ def device_bytes(
     targets = FLOAT * shape.weights if settings.input_correction else 0
     learning = sum(m.size for m in shape.matrices if learned(m, settings))
     at_once = min(learning, partition.weights or learning)
-    waiting = learning - at_once
-    kept = shape.weights - at_once
-    steady = block + hessians
-    operands = 0
-    if settings.products == "bfloat16" and accelerator:
-        operands = hessians // 2
-    elif settings.products == "bfloat16":
-        operands = hessians  # a CPU rounds a copy
+    steady = shape.block_weights * work.dtype_bytes + hessians
+    rounded = hessians // 2 if accelerator else hessians  # a CPU rounds a copy in float32
+    operands = rounded if settings.products == "bfloat16" else 0
     return {
         "embedding and head": stem
         + work.tokens * shape.hidden * work.dtype_bytes
@@ -151,8 +142,8 @@ def device_bytes(
         "rounding": steady
         + operands
         + LEARNED_BYTES * at_once
-        + KEPT_BYTES * kept
-        + FLOAT * waiting  # W', which the learning begins with
+        + KEPT_BYTES * (shape.weights - at_once)
+        + FLOAT * (learning - at_once)  # W', which the learning begins with
         + (WORKSPACE_BYTES[accelerator] * largest if learning else 0),
         "polish": steady
         + (FLOAT + FLOAT + 1) * shape.weights
@@ -231,27 +222,62 @@ def host_bytes(
     processes: int = 1,
     recompute: bool = True,
 ) -> int:
-    """Return the bytes in host memory of all processes of a host.
+    """Return the bytes in host memory of all processes of a host, which have ``work`` together.
 
-    Args:
-        shape: Sizes of the model.
-        work: Calibration text, as much as the host's processes have together.
-        settings: Settings of the quantization.
-        on_cpu: The device is the CPU: its memory is the host's.
-        on_disk: Hidden states are kept in files.
-        partition: The part of a block that is in memory at once.
-        processes: Number of processes, one for each device of the host.
-        recompute: As in ``device_bytes``.
+    The hidden states that an accelerator sends back lie in pinned memory.
     """
-    hidden = 0 if on_disk else hidden_bytes(shape, work, settings)
+    hidden = 0 if on_disk else hidden_bytes(shape, work, settings, pinned=not on_cpu)
     phases = device_bytes(shape, work, settings, partition, recompute=recompute)
     device = max(phases.values()) if on_cpu else 0
     return processes * (PROCESS_BYTES + device) + hidden
 
 
-def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
+def hidden_bytes(
+    shape: Shape, work: Work, settings: QuantizationSettings, *, pinned: bool = False
+) -> int:
     """Return the bytes of the hidden states of all segments, in one to three streams."""
-    return settings.streams * work.stream_bytes(shape.hidden)
+    return settings.streams * work.stream_bytes(shape.hidden, pinned=pinned)
+
+
+def disk_bytes(
+    shape: Shape,
+    work: Work,
+    settings: QuantizationSettings,
+    *,
+    stored_bytes: int,
+    on_disk: bool,
+    partition: Partition = WHOLE,
+) -> int:
+    """Return the bytes that a run leaves or holds on disk, where hidden states may be (``on_disk``).
+
+    A weight in the model's files has ``stored_bytes``.
+    """
+    model = (shape.blocks * shape.block_weights + shape.stem_weights) * stored_bytes
+    integers = shape.blocks * shape.weights
+    hidden = hidden_bytes(shape, work, settings) if on_disk else 0
+    values = bool(partition.heads) * shape.layout.key_value_heads * value_bytes(shape, settings)
+    waiting = waiting_bytes(shape, settings, stored_bytes=stored_bytes)
+    return model + integers + max(waiting.values()) + hidden + values
+
+
+def waiting_bytes(
+    shape: Shape, settings: QuantizationSettings, *, stored_bytes: int
+) -> dict[str, int]:
+    """Return the bytes on disk while each part of a run is learned; no two of them are there at once."""
+    learning = sum(m.size for m in shape.matrices if learned(m, settings))
+    of_block = 2 * CHECKPOINT_BYTES * learning
+    if settings.tuning.blocks.enabled:  # beside its checkpoints wait the integers that were learned
+        of_block = max(of_block, 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning)
+    waiting = {"two checkpoints of a block": of_block}
+    if settings.tuning.model.enabled:
+        replaced = shape.block_weights * stored_bytes + shape.weights
+        if settings.tuning.model.integer_rate:
+            integers = shape.blocks * shape.weights
+            checkpoints = max(replaced, 2 * tuning.CHECKPOINT_BYTES * integers)
+            waiting["two checkpoints of the end-to-end tuning"] = checkpoints + integers
+        else:
+            waiting["a block that replaces another"] = replaced
+    return waiting
 
 
 def _heads(shape: Shape, partition: Partition) -> int:

@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass, replace
 
+import torch
 from transformers import PreTrainedConfig
 
 from aespa_pl.models.family import BlockLayout, Family, Role
 from aespa_pl.models.skeleton import skeleton
+from aespa_pl.settings import DataSettings, QuantizationSettings
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -112,6 +114,46 @@ class Work:
         batches = math.ceil(math.ceil(self.segments / self.batch_size) / devices)
         return replace(self, segments=min(self.segments, batches * self.batch_size))
 
-    def stream_bytes(self, hidden: int) -> int:
-        """Return the bytes of the hidden states of all segments."""
-        return self.segments * self.length * hidden * self.dtype_bytes
+    def stream_bytes(self, hidden: int, *, pinned: bool = False) -> int:
+        """Return the bytes of the hidden states of all segments.
+
+        torch rounds a batch in pinned memory up to a power of two.
+        """
+        if not pinned:
+            return self.segments * self.length * hidden * self.dtype_bytes
+        batch = self.tokens * hidden * self.dtype_bytes
+        return math.ceil(self.segments / self.batch_size) * (1 << (batch - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Says how many devices a run has, on how many hosts (docs/devices.md)."""
+
+    count: int = 1
+    hosts: int = 1
+
+    @property
+    def of_host(self) -> int:
+        """Return the number of devices of a host."""
+        return math.ceil(self.count / self.hosts)
+
+
+ONE_DEVICE = Devices()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Holds all that the needs of a run follow from."""
+
+    shape: Shape
+    work: Work
+    data: DataSettings
+    quantization: QuantizationSettings
+    device: torch.device
+    """Device that blocks run on."""
+    devices: Devices = ONE_DEVICE
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether the device's memory is the host's."""
+        return self.device.type == "cpu"

@@ -53,11 +53,7 @@ def model_bytes(
 ) -> int:
     """Return the bytes that the end-to-end tuning takes; 0 without it.
 
-    Args:
-        shape: Sizes of the model.
-        work: Calibration text.
-        settings: Settings of the quantization.
-        recompute: Blocks run once more in the backward pass, which keeps only their inputs.
+    Blocks that ``recompute`` run once more in the backward pass, which keeps only their inputs.
     """
     tuning = settings.tuning.model
     if not tuning.enabled:
@@ -83,14 +79,7 @@ def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: f
 def tuning_flops(
     shape: Shape, work: Work, settings: QuantizationSettings, forward: float
 ) -> dict[str, float]:
-    """Return the operations of both tunings for each block.
-
-    Args:
-        shape: Sizes of the model.
-        work: Calibration text.
-        settings: Settings of the quantization.
-        forward: Operations of all segments' forward pass through a block.
-    """
+    """Return the operations of both tunings for each block, whose ``forward`` pass is of all segments."""
     blocks, model = settings.tuning.blocks, settings.tuning.model
     head = 2.0 * work.segments * work.length * shape.hidden * shape.vocabulary / shape.blocks
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from aespa_pl.evaluation.table import ABSENT, KINDS, TextTable, joined_results
-from aespa_pl.planning.words import duration, human
+from aespa_pl.measure import duration, human
 from aespa_pl.report.maps import final_ratios
 from aespa_pl.report.stored import StoredRun
 
@@ -109,7 +109,7 @@ def _costs(run: StoredRun) -> dict[str, str]:
     for place in ("host", "device"):
         most = max(peak.get(place, 0) for peak in (*peaks, run.metrics.get("peak_bytes", {})))
         if most:
-            found[f"{place} memory, peak"] = f"{human(most)}B"
+            found[f"{place} memory, peak"] = human(most, "B")
     return found
 
 
@@ -144,7 +144,7 @@ def _block(record: Mapping[str, Any]) -> list[str]:
         _number(tuning.get("start_error")),
         _number(tuning.get("error")),
         f"{sum(seconds.values()):.1f}" if seconds else ABSENT,
-        f"{human(peak)}B" if peak else ABSENT,
+        human(peak, "B") if peak else ABSENT,
     ]
 
 

@@ -112,5 +112,5 @@ class DataSettings:
     def batch(self) -> int:
         """Return ``batch_size`` as a number."""
         if self.batch_size == "auto":
-            raise ValueError("these settings are not resolved: see aespa_pl.planning.placement")
+            raise ValueError("these settings are not resolved: see aespa_pl.planning.budget")
         return int(self.batch_size)

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
+from aespa_pl.measure import duration
 from aespa_pl.models.family import BlockLayout, Role
-from aespa_pl.planning.words import duration
 from aespa_pl.run.schema import BlockRecord
 from aespa_pl.settings import QuantizationSettings
 

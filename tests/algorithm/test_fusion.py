@@ -101,6 +101,43 @@ def test_a_compiler_makes_one_kernel_of_each_function() -> None:
     assert max(error for _, error in lines) < 1e-5
 
 
+VARIANTS = """
+import torch
+from torch._dynamo.testing import CompileCounter
+from aespa_pl.algorithm import soft_kernels
+from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss, start
+from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.quantizer import GridFormat
+
+names = ("soft_error", "soft_gradient", "soft_penalty")
+counters = {name: CompileCounter() for name in names}
+for name, counter in counters.items():
+    plain = getattr(soft_kernels, name).__wrapped__
+    kernel = torch.compile(plain, fullgraph=True, dynamic=True, backend=counter)
+    setattr(__import__("aespa_pl.algorithm.adaround", fromlist=[name]), name, kernel)
+for heads in (1, 2):
+    for rows, columns in ((6, 32), (12, 64)):
+        for group_size in (None, 16):
+            for bits in (2, 4):
+                W = torch.randn(heads, rows, columns)
+                grid = min_max_grid(W, torch.ones(columns), GridFormat(bits, group_size=group_size))
+                r, B = start(W, W, grid)
+                there = SoftRounding(r.lower, r.base, None, r.scale, r.zeta, r.largest)
+                for beta in (None, 7.5):
+                    H = torch.eye(columns)[None]
+                    rounding_loss(B, there, H, None, weight=1.5 / heads, beta=beta)
+print(max(counter.frame_count for counter in counters.values()))
+"""
+
+
+def test_runs_of_all_formats_in_a_process_stay_below_the_limit_of_variants() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", VARIANTS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) <= 4
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, FailOnRecompileLimitHit])
 def test_where_nothing_can_be_compiled_the_plain_path_goes_on(
     kind: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aespa_pl.commands import estimate
+from aespa_pl.commands import plan
 from aespa_pl.planning import budget
 from tests.cli.commands import LENGTH, ROOT, CommandLine
 
@@ -14,7 +14,7 @@ from tests.cli.commands import LENGTH, ROOT, CommandLine
 def test_plan_needs_the_configuration_alone(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "MEASURING_SECONDS", 0.1)
+    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
     Path("bare").mkdir()
     Path("bare/config.json").write_bytes((model / "config.json").read_bytes())
     status, out, err = aespa(
@@ -32,7 +32,7 @@ def test_plan_needs_the_configuration_alone(
 def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "MEASURING_SECONDS", 0.1)
+    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
     words = ["plan", "--model.pretrained", model, "--trainer.accelerator", "cpu"]
     status, _, err = aespa(*words)
     assert status == 2
@@ -85,7 +85,7 @@ def test_processes_of_a_host_share_its_memory(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "free_bytes", lambda _: 2**20)
-    monkeypatch.setattr(estimate, "MEASURING_SECONDS", 0.1)
+    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
     status, out, err = aespa(
         "plan", "--model.pretrained", model, "--data.calibration.segment_length", LENGTH,
         "--trainer.accelerator", "cpu", "--trainer.devices", 2,
@@ -100,7 +100,7 @@ def test_processes_of_a_host_share_its_memory(
 def test_keys_of_the_trainer_that_change_no_need_are_taken(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "MEASURING_SECONDS", 0.1)
+    monkeypatch.setattr(plan, "MEASURING_SECONDS", 0.1)
     status, out, err = aespa(
         "plan", "--model.pretrained", model, "--data.calibration.segment_length", LENGTH,
         "--trainer.accelerator", "cpu", "--trainer.devices", 2, "--trainer.logger", "CSVLogger",
@@ -109,3 +109,22 @@ def test_keys_of_the_trainer_that_change_no_need_are_taken(
     assert (status, err) == (0, "")
     assert "device memory" in out
     assert not list(Path().iterdir())
+
+
+def test_plan_of_a_machine_that_is_not_this_one(aespa: CommandLine, model: Path) -> None:
+    words = ["plan", "--model.pretrained", model, "--data.calibration.segment_length", LENGTH]
+    status, out, err = aespa(*words, "--plan.device", "24 GB, 80 TFLOPS")
+    assert (status, err) == (0, "")
+    assert "cuda, one block at a time" in out
+    assert "at 80.0 TFLOP/s of a device" in out
+    assert "too" not in out
+    tight = aespa(*words, "--plan.device", "0.000001GB,80 TFLOPS")
+    assert tight[0] == 0
+    assert "too much" in tight[1]
+    for wrong in ("24", "A100", "0 GB, 80 TFLOPS"):
+        status, _, err = aespa(*words, "--plan.device", wrong)
+        assert (status, err.count("\n")) == (2, 1)
+        assert f"plan.device is {wrong}: expected such as '24 GB, 80 TFLOPS'" in err
+    status, _, err = aespa("fit", *words[1:], "--plan.device", "24 GB, 80 TFLOPS")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "plan.device is unknown" in err

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from aespa_pl.planning.arithmetic import LEARNED, block_flops, gram_flops, product_rate
-from aespa_pl.planning.disk import disk_bytes
+from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import WHOLE, Partition
-from aespa_pl.planning.shape import Work
+from aespa_pl.planning.shape import Setup, Work
 from aespa_pl.planning.table import needs_of
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
@@ -62,7 +62,7 @@ def test_one_rate_makes_seconds_of_all_phases() -> None:
     s, fast = shape(), resolved(QuantizationSettings(method="aespa-fast"))
     flops = block_flops(s, WORK, fast)
     assert min(flops[phase] for phase in ("forward", "statistics", "grid", "OPTQ", "polish")) > 0
-    needs = needs_of(s, WORK, DATA, fast, torch.device("cpu"), stored_bytes=2, rate=1e6)
+    needs = needs_of(Setup(s, WORK, DATA, fast, torch.device("cpu")), stored_bytes=2, rate=1e6)
     assert needs.seconds == {phase: count / 1e6 for phase, count in flops.items()}
     assert product_rate(torch.device("cpu"), 64, seconds=0.01) > 1e5
 

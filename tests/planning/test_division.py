@@ -7,8 +7,8 @@ import torch
 
 from aespa_pl.distributed.processes import World
 from aespa_pl.planning.arithmetic import block_flops
-from aespa_pl.planning.division import Devices
 from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
+from aespa_pl.planning.shape import Devices, Setup
 from aespa_pl.planning.table import needs_of, rows_of
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
@@ -34,13 +34,13 @@ def test_segments_are_those_of_the_process_with_most(devices: int) -> None:
 def test_table_counts_the_processes_of_a_host() -> None:
     s, data = shape(), DataSettings(hidden_states="memory", memory_gb=1)
     needs = needs_of(
-        s, WORK, data, PAPER, CPU, stored_bytes=2, rate=1e9, devices=Devices(6, hosts=2)
+        Setup(s, WORK, data, PAPER, CPU, Devices(6, hosts=2)), stored_bytes=2, rate=1e9
     )
     each = max(device_bytes(s, WORK.of_device(6), PAPER).values())
     streams = hidden_bytes(s, replace(WORK, segments=6), PAPER)  # 3 of 5 batches of 2
     assert needs.host == 3 * (PROCESS_BYTES + each) + streams
     assert needs.flops == block_flops(s, WORK, PAPER)
-    said = " ".join(" ".join(row) for row in rows_of(needs, s, WORK, data, CPU))
+    said = " ".join(" ".join(row) for row in rows_of(needs))
     assert "3 processes" in said
     assert "model, integers, two checkpoints of a block" in said
     assert "6 devices, without what they send each other" in said
@@ -60,7 +60,7 @@ def test_table_names_the_largest_that_waits_on_disk(
 ) -> None:
     s, data = shape(), DataSettings(hidden_states="memory", memory_gb=1)
     settings = resolved(changed(changes, QuantizationSettings(method=method)))
-    needs = needs_of(s, WORK, data, settings, CPU, stored_bytes=2, rate=1e9)
-    (words,) = [words for what, _, words in rows_of(needs, s, WORK, data, CPU) if what == "disk"]
+    needs = needs_of(Setup(s, WORK, data, settings, CPU), stored_bytes=2, rate=1e9)
+    (words,) = [words for what, _, words in rows_of(needs) if what == "disk"]
     assert words.startswith(f"model, integers{said}")
     assert (words == "model, integers") is (not said)

@@ -7,11 +7,10 @@ import torch
 from transformers import LlamaConfig
 
 from aespa_pl.models import family_of
-from aespa_pl.planning import placement
-from aespa_pl.planning.budget import RESERVE, Room, room
+from aespa_pl.planning import budget
+from aespa_pl.planning.budget import RESERVE, Room, resolved_data, room
 from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
-from aespa_pl.planning.placement import resolved_data
-from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.planning.shape import Setup, Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import DataSettings, QuantizationSettings
 
@@ -59,7 +58,7 @@ def test_hidden_states_wait_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> N
         (needs + streams - 1, PROCESS_BYTES + streams + 1, "memory"),
         (needs + streams - 1, PROCESS_BYTES + streams - 1, "disk"),
     ):
-        monkeypatch.setattr(placement, "free_bytes", free(device, host))
+        monkeypatch.setattr(budget, "free_bytes", free(device, host))
         assert resolve(DataSettings(), GPU).hidden_states == place
         assert resolve(DataSettings(), CPU).hidden_states == "memory"
         assert resolve(DataSettings(hidden_states="disk"), GPU).hidden_states == "disk"
@@ -73,7 +72,7 @@ def test_streams_on_the_device_are_not_planned_with_twice() -> None:
         (GPU, "device", streams), (GPU, "memory", 0), (CPU, "memory", streams), (CPU, "disk", 0),
     ):  # fmt: skip
         data = DataSettings(memory_gb=1.0, hidden_states=place)  # type: ignore[arg-type]
-        found = room(shape(), WORK, data, QUANTIZATION, device)
+        found = room(Setup(shape(), WORK, data, QUANTIZATION, device))
         assert found == Room(1e9 - taken, taken)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aespa_pl.measure import duration, human
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
 from aespa_pl.planning.budget import choose_partition, portions_in_words
@@ -13,7 +14,7 @@ from aespa_pl.planning.needs import (
     partition_for,
 )
 from aespa_pl.planning.partition import WHOLE, Partition
-from aespa_pl.planning.words import duration, human
+from aespa_pl.planning.shape import Setup
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     DataSettings,
@@ -82,23 +83,23 @@ def test_smallest_parts_are_planned_where_nothing_fits() -> None:
 def test_memory_that_is_free_decides_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     s, settings, cpu = shape(), resolved(QuantizationSettings(method="aespa")), torch.device("cpu")
     monkeypatch.setattr("aespa_pl.planning.budget.free_bytes", lambda _: 1)
-    assert choose_partition(s, WORK, DataSettings(), settings, cpu).heads == 1
-    assert choose_partition(s, WORK, DataSettings(memory_gb=1), settings, cpu) == WHOLE
+    assert choose_partition(Setup(s, WORK, DataSettings(), settings, cpu)).heads == 1
+    assert choose_partition(Setup(s, WORK, DataSettings(memory_gb=1), settings, cpu)) == WHOLE
     hidden = DataSettings(memory_gb=2 * WORK.stream_bytes(s.hidden) / 1e9)
     assert (
-        choose_partition(s, WORK, hidden, settings, cpu).heads == 1
+        choose_partition(Setup(s, WORK, hidden, settings, cpu)).heads == 1
     )  # nothing left beside the hidden states
-    words = portions_in_words(choose_partition(s, WORK, hidden, settings, cpu), s)
+    words = portions_in_words(choose_partition(Setup(s, WORK, hidden, settings, cpu)), s)
     assert words[0].startswith("H_V of 1 of 2 heads at once, in 2 passes")
     assert "learning in portions" in words[1]
     assert portions_in_words(WHOLE, s) == []
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0, "0.0 "), (999, "999.0 "), (1500, "1.5 K"), (3.25e10, "32.5 G")]
+    ("number", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 KB"), (3.25e10, "32.5 GB")]
 )
 def test_numbers_are_readable(number: float, text: str) -> None:
-    assert human(number) == text
+    assert human(number, "B") == text
 
 
 @pytest.mark.parametrize(

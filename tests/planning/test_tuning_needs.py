@@ -11,9 +11,8 @@ from aespa_pl.errors import UserError
 from aespa_pl.planning import budget
 from aespa_pl.planning.arithmetic import block_flops
 from aespa_pl.planning.budget import RESERVE
-from aespa_pl.planning.division import Devices
 from aespa_pl.planning.needs import device_bytes, hidden_bytes
-from aespa_pl.planning.shape import Work
+from aespa_pl.planning.shape import Devices, Setup, Work
 from aespa_pl.planning.table import needs_of
 from aespa_pl.planning.tuning import model_bytes, recomputes
 from aespa_pl.resolve import resolved
@@ -92,7 +91,7 @@ def test_plan_counts_what_fit_chooses_by_the_memory_that_is_free() -> None:
     streams = hidden_bytes(shape(), WORK, MODEL)
     for free, needed in ((kept, kept), (kept - 1, again)):
         data = DataSettings(hidden_states="memory", memory_gb=(free + streams) / 1e9)
-        needs = needs_of(shape(), WORK, data, MODEL, CPU, stored_bytes=2, rate=1e9)
+        needs = needs_of(Setup(shape(), WORK, data, MODEL, CPU), stored_bytes=2, rate=1e9)
         assert needs.device["tuning of the model"] == needed
 
 
@@ -100,11 +99,11 @@ def test_plan_counts_what_fit_chooses_by_the_memory_that_is_free() -> None:
 def test_what_does_not_fit_is_refused_with_what_to_switch_off(
     settings: QuantizationSettings, key: str
 ) -> None:
-    refuse_tuning(shape(), WORK, DataSettings(), settings, CPU)
+    refuse_tuning(Setup(shape(), WORK, DataSettings(), settings, CPU))
     tight = DataSettings(memory_gb=1e-6)
-    refuse_tuning(shape(), WORK, tight, NONE, CPU)
+    refuse_tuning(Setup(shape(), WORK, tight, NONE, CPU))
     with pytest.raises(UserError, match=rf"quantization.tuning.{key}.enabled to false"):
-        refuse_tuning(shape(), WORK, tight, settings, CPU)
+        refuse_tuning(Setup(shape(), WORK, tight, settings, CPU))
 
 
 def test_hidden_states_that_take_the_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,29 +112,29 @@ def test_hidden_states_that_take_the_memory_are_named(monkeypatch: pytest.Monkey
     for free, named in ((needed + 0.5 * waiting, True), (0.5 * needed, False)):
         monkeypatch.setattr(budget, "free_bytes", lambda _, free=free: free / RESERVE)
         with pytest.raises(UserError) as refused:
-            refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU)
+            refuse_tuning(Setup(shape(), WORK, DataSettings(), MODEL, CPU))
         assert ("with data.hidden_states disk, or lower" in str(refused.value)) is named
-        refuse_tuning(shape(), WORK, DataSettings(), NONE, CPU)
+        refuse_tuning(Setup(shape(), WORK, DataSettings(), NONE, CPU))
     monkeypatch.setattr(budget, "free_bytes", lambda _: 0.5 * waiting / RESERVE)
     with pytest.raises(
         UserError, match=r"nothing is left, because the hidden states take .*B and .*B may"
     ):
-        refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU)
+        refuse_tuning(Setup(shape(), WORK, DataSettings(), MODEL, CPU))
     with pytest.raises(UserError, match=r"may be taken by data\.memory_gb 1e-06: "):
-        refuse_tuning(shape(), WORK, DataSettings(memory_gb=1e-6), MODEL, CPU)
+        refuse_tuning(Setup(shape(), WORK, DataSettings(memory_gb=1e-6), MODEL, CPU))
 
 
 def test_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = model_bytes(shape(), WORK, MODEL, recompute=True)
     free = 1.5 * needed / RESERVE + 2 * hidden_bytes(shape(), WORK, MODEL)
     monkeypatch.setattr(budget, "free_bytes", lambda _: free)
-    refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU)
+    refuse_tuning(Setup(shape(), WORK, DataSettings(), MODEL, CPU))
     with pytest.raises(UserError, match=r"tuning.model needs .* by each of 2 processes"):
-        refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU, devices=Devices(2))
-    refuse_tuning(shape(), WORK, DataSettings(), MODEL, CPU, devices=Devices(2, hosts=2))
+        refuse_tuning(Setup(shape(), WORK, DataSettings(), MODEL, CPU, Devices(2)))
+    refuse_tuning(Setup(shape(), WORK, DataSettings(), MODEL, CPU, Devices(2, hosts=2)))
 
 
 @pytest.mark.parametrize("settings", [BLOCKS, MODEL])
 def test_too_few_segments_are_refused(settings: QuantizationSettings) -> None:
     with pytest.raises(UserError, match="1 calibration segments, of which 1 are held back"):
-        refuse_tuning(shape(), replace(WORK, segments=1), DataSettings(), settings, CPU)
+        refuse_tuning(Setup(shape(), replace(WORK, segments=1), DataSettings(), settings, CPU))
