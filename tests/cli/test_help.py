@@ -50,7 +50,7 @@ def test_help_is_one_screen_of_keys_that_exist(command: str, aespa: CommandLine)
     named = set(re.findall(r"^  --([\w.]+)", out, re.M))
     assert named <= {
         *KEYS, "config", "print_config", "tasks", "trainer.accelerator", "trainer.devices",
-        "trainer.fast_dev_run", "trust_run", "seed_everything",
+        "trainer.fast_dev_run", "trust_run", "seed_everything", "plan.device",
     }  # fmt: skip
 
 
