@@ -32,7 +32,7 @@ def statistics(W: Tensor, X: Tensor, original: Tensor) -> tuple[Tensor, Tensor]:
 def test_the_whole_correction_is_the_least_squares_fit_of_the_originals_output(heads: int) -> None:
     X, original = samples(heads)
     W = torch.randn(heads, 4, D, dtype=torch.float64)
-    target = corrected_weights(W, *statistics(W, X, original), share=1.0)
+    target = corrected_weights(W, *statistics(W, X, original), alpha=1.0)
     for head in range(heads):
         expected = torch.linalg.lstsq(X[head].T, (W[head] @ original[head]).T).solution.T
         torch.testing.assert_close(target[head], expected)
@@ -41,15 +41,15 @@ def test_the_whole_correction_is_the_least_squares_fit_of_the_originals_output(h
 def test_one_hessian_serves_all_heads() -> None:
     W = torch.randn(3, 4, D, dtype=torch.float64)
     shift, H = statistics(W, *samples())
-    each = corrected_weights(W, shift, H.expand(3, D, D), share=0.7)
-    torch.testing.assert_close(corrected_weights(W, shift, H, share=0.7), each)
+    each = corrected_weights(W, shift, H.expand(3, D, D), alpha=0.7)
+    torch.testing.assert_close(corrected_weights(W, shift, H, alpha=0.7), each)
 
 
 def test_a_share_is_that_share_of_the_change() -> None:
     W = torch.randn(1, 4, D, dtype=torch.float64)
     shift, H = statistics(W, *samples())
-    whole = corrected_weights(W, shift, H, share=1.0)
-    torch.testing.assert_close(corrected_weights(W, shift, H, share=0.25) - W, 0.25 * (whole - W))
+    whole = corrected_weights(W, shift, H, alpha=1.0)
+    torch.testing.assert_close(corrected_weights(W, shift, H, alpha=0.25) - W, 0.25 * (whole - W))
 
 
 def test_with_a_residual_it_is_the_fit_of_the_originals_sum() -> None:
@@ -57,7 +57,7 @@ def test_with_a_residual_it_is_the_fit_of_the_originals_sum() -> None:
     R, original_R = torch.randn(2, 4, TOKENS, dtype=torch.float64)
     W = torch.randn(1, 4, D, dtype=torch.float64)
     shift, H = statistics(W, X, original)
-    target = corrected_weights(W, shift + (original_R - R) @ X.mT / TOKENS, H, share=1.0)
+    target = corrected_weights(W, shift + (original_R - R) @ X.mT / TOKENS, H, alpha=1.0)
     missing = W[0] @ original[0] + original_R - R
     expected = torch.linalg.lstsq(X[0].T, missing.T).solution.T
     torch.testing.assert_close(target[0], expected)
@@ -67,7 +67,7 @@ def test_without_a_shift_nothing_changes() -> None:
     X, _ = samples()
     W = torch.randn(1, 4, D, dtype=torch.float64)
     _, H = statistics(W, X, X)
-    assert torch.equal(corrected_weights(W, torch.zeros_like(W), H, share=1.0), W)
+    assert torch.equal(corrected_weights(W, torch.zeros_like(W), H, alpha=1.0), W)
 
 
 def test_solution_times_hessian_is_the_right_hand_side() -> None:
