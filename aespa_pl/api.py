@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from aespa_pl.commands import application
@@ -23,6 +22,7 @@ from aespa_pl.commands.resuming import TRUST, with_run
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.errors import UserError
 from aespa_pl.processors import threads
+from aespa_pl.progress import PlainConsole
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.settings import SECTIONS, CalibrationSettings, OutputSettings, QuantizationSettings
 
@@ -207,7 +207,7 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
     interruption = Interruption()
     try:
         with _own_process(), quiet(), interruption.watching():
-            console = Console(stderr=True, quiet=not progress)
+            console = PlainConsole(stderr=True, quiet=not progress)
             parsed = AespaCLI(given, "fit")
             run, metrics = application.quantize(parsed, interruption, console)
     except UserError as error:

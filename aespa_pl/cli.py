@@ -158,9 +158,9 @@ def _imported(command: Command):  # type: ignore[no-untyped-def]
 def _end(error: BaseException, interruption: Interruption, words: Sequence[str]) -> None:
     command = COMMANDS.get(words[0]) if words else None
     configured = command is not None and command.configured
-    known = message_and_status(error, interruption.how_to_continue, configured=configured)
+    known = message_and_status(error, interruption.advice, configured=configured)
     if known is None:
-        if interruption.how_to_continue:
-            error.add_note(f"nothing is lost; continue with: {interruption.how_to_continue}")
+        if interruption.advice:
+            error.add_note(f"nothing is lost; continue with: {interruption.advice}")
         raise error
     stop(*known)

@@ -14,9 +14,24 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
+
+from aespa_pl.errors import printable
 
 ROUNDING_STEPS = "iterations"
 """Name of the step while a block is learned, for the inner bar."""
+
+
+class PlainConsole(Console):
+    """Prints texts as they are: a name from a run or a file changes no colour and moves no cursor."""
+
+    def __init__(self, **options: Any) -> None:
+        """Pass options on."""
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a text without control characters."""
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
 
 class WalkProgress:
@@ -26,7 +41,7 @@ class WalkProgress:
         """Draw on ``console``."""
         self.console = console
         self._bars = Progress(
-            TextColumn("{task.description:<34}"),
+            TextColumn("{task.description:<34}", markup=False),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),

@@ -43,13 +43,8 @@ PEER_LOST = 1
 def run(words: Sequence[str], interruption: Interruption) -> None:
     """Run ``fit`` or ``test``.
 
-    Args:
-        words: The command and its options, already checked by :mod:`aespa_pl.commands.mistakes`.
-        interruption: Tells when the user or the system wants us to stop.
-
-    Raises:
-        UserError: Something that the user gave can't work.
-        EndedError: Another process of the run has ended.
+    Raises UserError where something that the user gave can't work. Raises EndedError where another process of
+    the run has ended.
     """
     quiet_libraries()
     quiet_writers()
@@ -80,13 +75,7 @@ def quantize(
 ) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics.
 
-    Args:
-        parsed: Settings.
-        interruption: Tells when the user or the system wants us to stop, and learns how to continue.
-        console: Console for bars and lines; silent in all processes but the first.
-
-    Raises:
-        UserError: Something that the user gave can't work; finished blocks stay on disk.
+    Raises UserError where something that the user gave can't work; finished blocks stay on disk.
     """
     settings, trainer = parsed.settings, _first_trainer(parsed)
     job = _job(parsed, trainer)  # before other processes: most mistakes are noticed here
@@ -139,12 +128,10 @@ def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
     console = PipeConsole()
     run, metrics = quantize(parsed, interruption, console)
     print_results(console, metrics, evaluate.method_of(run))
-    console.print(
-        f"{metrics['seconds']['quantization']:.0f} s for the quantization", highlight=False
-    )
+    console.print(f"{metrics['seconds']['quantization']:.0f} s for the quantization")
     if not parsed.settings.trainer.fast_dev_run:
-        console.print(f"quantized model: {run.model_folder}", highlight=False, soft_wrap=True)
-    console.print(str(run.folder), highlight=False, soft_wrap=True)
+        console.print(f"quantized model: {run.model_folder}", soft_wrap=True)
+    console.print(str(run.folder), soft_wrap=True)
 
 
 def _test(parsed: AespaCLI) -> None:
@@ -161,7 +148,7 @@ def _test(parsed: AespaCLI) -> None:
     with WalkProgress(console) as progress:
         run, metrics = evaluate.test(job, s.ckpt_path or LAST, tasks, progress, world)
     print_results(console, metrics, evaluate.method_of(run))
-    console.print(str(run.folder), highlight=False, soft_wrap=True)
+    console.print(str(run.folder), soft_wrap=True)
 
 
 def _first_trainer(parsed: AespaCLI) -> Trainer:

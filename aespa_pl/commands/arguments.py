@@ -52,11 +52,7 @@ class Arguments:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
-        """Divide a command line into options.
-
-        Raises:
-            UserError: A word belongs to no option.
-        """
+        """Divide a command line into options. Raises UserError where a word belongs to no option."""
         if any(word == "-h" or re.fullmatch(r"--(.*\.)?help", word) for word in words):
             return cls((), wants_help=True)
         options, rest = [], list(words)
@@ -98,8 +94,7 @@ class Arguments:
     def with_configurations(self) -> Self:
         """Return the options with the path of each configuration.
 
-        Raises:
-            UserError: There is no such file.
+        Raises UserError where there is no such file.
         """
         found = (
             Option(o.key, str(find_configuration(o.value))) if o.key == "config" and o.value else o
@@ -124,8 +119,7 @@ class Arguments:
 def find_configuration(name: str) -> Path:
     """Return the file of a configuration: one here, or one that comes with the package.
 
-    Raises:
-        UserError: There is neither; the message lists what comes with the package.
+    Raises UserError where there is neither; the message lists what comes with the package.
     """
     here = Path(name).expanduser()
     if here.exists():
@@ -142,11 +136,7 @@ def find_configuration(name: str) -> Path:
 
 
 def read_configuration(path: Path) -> Mapping[str, Any]:
-    """Read a YAML file of sections.
-
-    Raises:
-        UserError: It is no text, no YAML, or has no keys.
-    """
+    """Read a YAML file of sections. Raises UserError where it is no text, no YAML, or has no keys."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -16,8 +16,7 @@ UNIFORM = "uniform"
 def check_format(settings: QuantizationSettings) -> None:
     """Refuse a format that there is none of.
 
-    Raises:
-        UserError: A format or a type is unknown, or belongs to a uniform format and is set.
+    Raises UserError where a format or a type is unknown, or belongs to a uniform format and is set.
     """
     known = (UNIFORM, *dict.fromkeys((*MIXTURES, *TYPES)))
     if settings.format not in known:
@@ -38,8 +37,7 @@ def check_format(settings: QuantizationSettings) -> None:
 def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dict[str, str]:
     """Return the block type of each projection by ``BLOCK.PROJECTION``; empty where grids are uniform.
 
-    Raises:
-        UserError: llama.cpp doesn't run the model, or no type holds a row.
+    Raises UserError where llama.cpp doesn't run the model, or no type holds a row.
     """
     check_format(settings)
     if settings.format == UNIFORM:

@@ -95,15 +95,8 @@ def find_model(
 ) -> Path:
     """Return the model's folder, after refusing what can't work with any model: it may take a download.
 
-    Args:
-        model: Name of the model.
-        quantization: Settings of the user.
-        output: Place of the runs.
-        device: Device that blocks run on.
-        weights: Whether the weights are needed, not only config.json.
-
-    Raises:
-        UserError: Settings contradict each other, or there is no such model.
+    Without ``weights``, only config.json is needed. Raises UserError where settings contradict each other, or
+    there is no such model.
     """
     check_format(quantization)
     resolved(quantization, device.type)
@@ -123,17 +116,7 @@ def checked(
 ) -> Checked:
     """Return the settings as they are run.
 
-    Args:
-        model: Settings of the user, as are the next three.
-        data: Texts, and where hidden states wait.
-        quantization: Method and its steps.
-        output: What is written.
-        device: Device that blocks run on.
-        config: The model's config.json.
-        stored: Type of the weights in the model's files.
-
-    Raises:
-        UserError: The model can't be quantized with these settings.
+    Raises UserError where the model can't be quantized with these settings.
     """
     width = Shape.of(config, family_of(config)).hidden
     # a YAML file has the number of a block as a number
@@ -159,13 +142,7 @@ def checked(
 
 
 def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """Return the type that blocks run in.
-
-    Args:
-        model: Settings of the user, who may leave the type to the device.
-        device: Device that blocks run on; CPUs are slow in types of two bytes.
-        stored: Type of the weights in the model's files.
-    """
+    """Return the type that blocks run in; CPUs are slow in types of two bytes."""
     if model.dtype != "auto":
         chosen: torch.dtype = getattr(torch, model.dtype)
         return chosen

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 import aespa_pl
@@ -25,7 +24,7 @@ from aespa_pl.commands.compare_section import (
 )
 from aespa_pl.commands.ending import EndedError
 from aespa_pl.commands.mistakes import refuse_other_methods
-from aespa_pl.commands.output import print_whole
+from aespa_pl.commands.output import PipeConsole, print_whole
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import TextTable
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
@@ -49,13 +48,8 @@ RunCell = Callable[[Sequence[str]], str]
 def run(words: Sequence[str], interruption: Interruption) -> None:
     """Run all cells that are not finished, and write the table and the figure.
 
-    Args:
-        words: The command and its options; the options of fit are already checked.
-        interruption: Tells when the user or the system wants us to stop.
-
-    Raises:
-        UserError: An option is wrong, or the folder has a comparison of something else.
-        RunInterrupted: A signal came; the same command goes on.
+    Raises UserError where an option is wrong, or the folder has a comparison of something else. Raises
+    RunInterrupted where a signal came; the same command goes on.
     """
     given = Arguments.read(words[1:])
     if given.wants_help:
@@ -64,7 +58,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     settings, rest = split_options(given)
     refuse_other_methods(rest, settings.methods)
     interruption.how_to_continue = shlex.join(["aespa-pl", *words])
-    console = Console(markup=False, highlight=False)
+    console = PipeConsole()
     folder = compare(settings, rest, in_processes(interruption), console)
     console.print(str(folder), soft_wrap=True)
 
@@ -74,15 +68,8 @@ def compare(
 ) -> Path:
     """Run the cells and write their results; return the folder of the comparison.
 
-    Args:
-        settings: Choice of the cells.
-        given: Options of fit that all cells share.
-        run_cell: Runs one cell.
-        console: Console that says what is done.
-
-    Raises:
-        UserError: The folder has a comparison of something else.
-        EndedError: Some cells have failed; the table says why.
+    Raises UserError where the folder has a comparison of something else. Raises EndedError where some cells
+    have failed; the table says why.
     """
     defaults = OutputSettings()
     folder = Path(
@@ -135,12 +122,7 @@ def in_processes(interruption: Interruption) -> RunCell:
 
 
 def failure(status: int, said: str) -> str:
-    """Return why a run failed, the empty text where it did not.
-
-    Args:
-        status: Status of its process; negative: the signal that ended it.
-        said: Text that it wrote to stderr.
-    """
+    """Return why a run failed, from its status (negative: a signal) and stderr; empty where it did not."""
     if status == 0:
         return ""
     if status < 0:
@@ -154,8 +136,7 @@ def failure(status: int, said: str) -> str:
 def _wait(process: "subprocess.Popen[bytes]", interruption: Interruption) -> int:
     """Return the status of a process; a signal is passed on to it.
 
-    Raises:
-        RunInterrupted: A second signal came, which does not wait for the end of the process.
+    Raises RunInterrupted where a second signal came, which does not wait for the end of the process.
     """
     passed_on = False
     try:
@@ -173,7 +154,7 @@ def _wait(process: "subprocess.Popen[bytes]", interruption: Interruption) -> int
 
 
 def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:
-    """Return the options of fit for one cell; a run that was begun goes on."""
+    """Return the options of fit for one cell; a run that was begun is continued."""
     return given.then(
         Option("quantization.method", cell.method),
         Option("quantization.bits", str(cell.bits)),
@@ -196,19 +177,16 @@ def _finished(folder: Path, cell: Cell) -> Cell:
 def _refuse_other(folder: Path, given: Arguments) -> None:
     """Note what the cells of a folder share; cells of something else would be in the same table.
 
-    Raises:
-        UserError: The folder has cells that were made with other options, or by another version.
+    Raises UserError where the folder has cells that were made with other options, or by another version.
     """
     file = folder / "compare.json"
-    shared: dict[str, Any] = {VERSION: aespa_pl.__version__, "options": []}
-    for option in given.options:
-        if option.key.startswith("output."):
-            continue
-        is_file = option.key == "config" and option.value
-        value = read_configuration(Path(str(option.value))) if is_file else option.value
-        shared["options"].append([option.key, value])
+    options = [
+        (o.key, read_configuration(Path(o.value)) if o.key == "config" and o.value else o.value)
+        for o in given.options
+        if not o.key.startswith("output.")
+    ]
     # as it comes back from the file: keys of a YAML mapping may be numbers
-    shared = json.loads(json.dumps(shared))
+    shared = json.loads(json.dumps({VERSION: aespa_pl.__version__, "options": options}))
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     before = _shared_before(file) if file.is_file() else shared
@@ -221,11 +199,7 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
 
 
 def _shared_before(file: Path) -> dict[str, Any]:
-    """Return what the cells of an earlier comparison share.
-
-    Raises:
-        UserError: The file is damaged.
-    """
+    """Return what the cells of an earlier comparison share. Raises UserError where the file is damaged."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         options = [(str(key), value) for key, value in content["options"]]
@@ -255,7 +229,7 @@ def _write(folder: Path, cells: Sequence[Cell]) -> None:
 def _show(console: Console, table: TextTable) -> None:
     shown = Table(*table.head)
     for row in table.rows:
-        shown.add_row(*map(escape, row))
+        shown.add_row(*row)
     print_whole(console, shown)
 
 

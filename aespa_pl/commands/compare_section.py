@@ -1,11 +1,9 @@
 """Read the options of ``aespa-pl compare`` that choose the cells, and put mistakes in them into words."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from aespa_pl.commands.arguments import Arguments, Option
@@ -65,8 +63,7 @@ def compare_parser() -> ArgumentParser:
 def split_options(given: Arguments) -> tuple[CompareSettings, Arguments]:
     """Return the settings of compare, and the options of fit.
 
-    Raises:
-        UserError: A value is refused, or a key is given that differs from cell to cell.
+    Raises UserError where a value is refused, or a key is given that differs from cell to cell.
     """
     own = [option for option in given.options if is_own(option)]
     rest = [option for option in given.options if not is_own(option)]
@@ -80,7 +77,7 @@ def split_options(given: Arguments) -> tuple[CompareSettings, Arguments]:
     try:
         parsed = parser.parse_args([word for option in own for word in option.words])
     except ArgumentError as error:
-        mistakes = [words for option in own if (words := _mistake(option))]
+        mistakes = [words for option in own if (words := _mistake(parser, option))]
         raise UserError("; ".join(mistakes) or " ".join(str(error).split())) from error
     settings: CompareSettings = parser.instantiate(parsed)[SECTION]
     for key in ITEMS:
@@ -94,29 +91,14 @@ def is_own(option: Option) -> bool:
     return option.key.startswith(f"{SECTION}.")
 
 
-def _mistake(option: Option) -> str:
-    """Return what is wrong with a value: the items that are refused, or that it is no list."""
-    key, appended = option.key.removesuffix("+"), option.key.endswith("+")
+def _mistake(parser: ArgumentParser, option: Option) -> str:
+    """Return what is wrong with a value; the empty text where nothing is."""
     try:
-        found = yaml.safe_load(option.value or "")
-    except yaml.YAMLError:
-        found = option.value
-    items = [found] if appended and not isinstance(found, list) else found
-    if not isinstance(items, list):
+        parser.parse_args(option.words)
+    except ArgumentError:
+        key = option.key.removesuffix("+")
+        default = getattr(CompareSettings(), key.removeprefix(f"{SECTION}."))
         shown = "has no value" if option.value is None else f"is {option.value}"
-        return f"{key} {shown}: give a list, such as --{SECTION}.methods '[aespa, rtn]'"
-    refused = _refused(items, ITEMS[key])
-    return f"{key} has {', '.join(refused)}: expected {expected(ITEMS[key])}" if refused else ""
-
-
-def _refused(items: Sequence[Any], kind: Any) -> list[str]:
-    """Return those items of a list, as text, that are not of a type."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--item", type=kind)
-    refused = []
-    for item in items:
-        try:
-            parser.parse_object({"item": item})
-        except ArgumentError:
-            refused.append("null" if item is None else str(item))
-    return refused
+        example = ", ".join(map(str, default[:2]))
+        return f"{key} {shown}: give a list such as '[{example}]', of items that are {expected(ITEMS[key])}"
+    return ""

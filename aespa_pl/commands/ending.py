@@ -16,7 +16,6 @@ class EndedError(Exception):
     """Ends the command with a message and a status of its own."""
 
     def __init__(self, message: str, status: int) -> None:
-        """Keep the message and the status of the process."""
         super().__init__(message)
         self.status = status
 
@@ -45,10 +44,8 @@ def message_and_status(
 ) -> tuple[str, int] | None:
     """Return the message and the status for an error; None for one that is a fault of ours.
 
-    Args:
-        error: Error that ended the command.
-        advice: The command that continues the run; None where no run has begun.
-        configured: Whether the command has the keys of a configuration, some of which save memory.
+    ``advice`` is the command that continues the run, if one has begun; ``configured`` says whether the
+    command has the keys of a configuration, some of which save memory.
     """
     then = f"; continue with: {advice}" if advice else ""
     if isinstance(error, RunInterrupted):
@@ -75,11 +72,7 @@ def _words(error: BaseException, *, configured: bool) -> str | None:
 
 
 def stop(message: str, status: int) -> None:
-    """End with one line; a terminal that is gone changes nothing.
-
-    Raises:
-        SystemExit: Always.
-    """
+    """End with one line; a terminal that is gone changes nothing. Always raises SystemExit."""
     with suppress(OSError):
         sys.stderr.write(f"aespa-pl: {one_line(message)}\n")
         sys.stderr.flush()

@@ -23,7 +23,6 @@ from aespa_pl.evaluation.whole import refuse_too_large
 from aespa_pl.models.headers import read_header
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.find import find_run
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
@@ -42,18 +41,9 @@ def test(
 ) -> tuple[Run, dict[str, Any]]:
     """Measure perplexities and accuracies of original and quantized model; return run and metrics.
 
-    The measurements are written to the run's folder, as ``test.json`` and as a table, ``test.md``.
-
-    Args:
-        job: Which model and texts.
-        which: Folder of a finished run; ``last``: the last of ``output.folder/output.name``.
-        tasks: Tasks, if any; with them round-to-nearest is measured as well.
-        progress: Shows how many blocks are done.
-        world: The processes that divide the texts; all of them call this.
-
-    Raises:
-        UserError: There is no finished run, a text or a task can't be had, or the model does not fit
-            into the memory that is free, as tasks need it to.
+    They are written to the folder of the run, which ``which`` names, as ``test.json`` and ``test.md``. Raises
+    UserError where there is no finished run, a text or a task can't be had, or the model does not fit into
+    memory, as tasks need it to.
     """
     folder = find_run(which, Path(job.output.folder).expanduser(), job.output.name)
     run = Run.open(folder)
@@ -67,7 +57,8 @@ def test(
         raise UserError(
             f"the run {folder} is not finished: continue it with {how_to_continue(folder)}"
         )
-    world.from_first(lambda: _check_files(run))
+    world.from_first(run.refuse_damaged)
+    PretrainedFolder.open(model)  # such as an index that names other files
     job = _with_grids_of(job, run)
     texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
@@ -105,24 +96,13 @@ def _with_grids_of(job: Job, run: Run) -> Job:
     return replace(job, quantization=replace(job.quantization, **grids))
 
 
-def _check_files(run: Run) -> None:
-    refuse_damaged(run)
-    PretrainedFolder.open(run.model_folder)  # such as an index that names other files
-
-
 def method_of(run: Run) -> str:
     """Return the name of the run's method."""
     return stored_quantization(run).method
 
 
 def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return ``bits_per_weight`` and ``bytes`` of each kind of model, weights packed where they are integers.
-
-    Args:
-        job: The original model.
-        run: A finished run of it.
-        kinds: Any of original, nearest and quantized; grids of the last two are of the same size.
-    """
+    """Return ``bits_per_weight`` and ``bytes`` of each kind of model; integers count as packed."""
     shapes = {
         f"{index}.{name}": tensor.shape
         for index in run.blocks
@@ -166,20 +146,10 @@ def compare_perplexities(
     progress: WalkProgress,
     world: World,
 ) -> dict[str, dict[str, float]]:
-    """Return the perplexity of each kind of model on each text, by kind and text.
+    """Return the perplexity of each kind of model on each text ``[segments, L]``, by kind and text.
 
-    Round-to-nearest is only a comparison: where its perplexity is not finite, it is left out.
-
-    Args:
-        job: Which model.
-        model: Folder of the quantized model.
-        texts: Token ids ``[segments, L]`` by name.
-        kinds: Any of original, nearest and quantized.
-        progress: Shows how many blocks are evaluated.
-        world: The processes that divide the segments.
-
-    Raises:
-        UserError: A perplexity of the original or of the quantized model is not finite.
+    Round-to-nearest is only a comparison: where its perplexity is not finite, it is left out. Raises
+    UserError where one of the original or of the quantized model is not finite.
     """
     results = {}
     for kind in kinds:
@@ -269,15 +239,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the perplexity of the job's model, or of another one of its shape, on each text.
 
-    It is infinity where it is not a finite number.
-
-    Args:
-        job: Device, types and quantization settings.
-        pretrained: Folder of the weights.
-        texts: Token ids ``[segments, L]`` by name.
-        nearest: Round the weights to the nearest integers of the min-max grid first.
-        after_block: Function that is called after each block.
-        world: The processes that divide the segments.
+    It is infinity where it is not a finite number. ``nearest`` rounds the weights on min-max grids first.
     """
     return perplexity(
         job.stream(pretrained),

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.commands.limits import nearest_existing
+from aespa_pl.commands.output import PipeConsole
 from aespa_pl.commands.resuming import is_own
 from aespa_pl.errors import UserError
-from aespa_pl.export.format import Format
-from aespa_pl.export.formats import FormatName, make_format
+from aespa_pl.export.agreement import Asked, Verify, ask, choose_engines, that_fit
+from aespa_pl.export.format import Format, FormatName, make_format
 from aespa_pl.export.model_card import model_card
 from aespa_pl.export.proof import ClassSize, prove
 from aespa_pl.export.quantized import QuantizedModel
-from aespa_pl.export.verification import Answers, Questions, Verify, ask, choose_engines, that_fit
 from aespa_pl.measure import human
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import find_run
@@ -39,7 +39,7 @@ class Exported:
 
     folder: Path
     sizes: Mapping[str, ClassSize]
-    answers: Answers
+    answers: Asked
 
 
 def export(
@@ -92,18 +92,18 @@ def export(
         command += f" --container_bits {container_bits}"
     if embedding is not None:
         command += f" --embedding {embedding}"
-    console = Console()
+    console = PipeConsole()
     with WalkProgress(console) as progress:
         exported = write_model(
             model, chosen, target, questions=questions, command=command, progress=progress
         )
     _show(console, chosen, exported, chosen.rounded(model))
     if remark := chosen.remark(model):
-        console.print(remark, highlight=False, soft_wrap=True)
+        console.print(remark, soft_wrap=True)
     if push_to_hub is not None:
         push(exported.folder, push_to_hub)
         console.print(f"pushed to https://huggingface.co/{push_to_hub}", soft_wrap=True)
-    console.print(str(exported.folder), soft_wrap=True, highlight=False)
+    console.print(str(exported.folder), soft_wrap=True)
 
 
 def write_model(
@@ -111,22 +111,13 @@ def write_model(
     chosen: Format,
     target: Path,
     *,
-    questions: Questions,
+    questions: Asked,
     command: str,
     progress: WalkProgress,
 ) -> Exported:
     """Write, prove, and only then give the folder its name.
 
-    Args:
-        model: Model that is exported.
-        chosen: The format.
-        target: Folder, which appears when it is complete and proven.
-        questions: Engines that are asked, and why others are not.
-        command: Command that the model card shows.
-        progress: Shows the blocks.
-
-    Raises:
-        UserError: The disk is full, or what was written is not the run's model.
+    Raises UserError where the disk is full, or what was written is not the run's model.
     """
     model_card(model, chosen, command, {})  # what can't be described is said before hours of work
     with _growing(target) as partial:
@@ -144,10 +135,8 @@ def write_model(
 def _growing(target: Path) -> Iterator[Path]:
     """Give a folder to write to, whose files become those of ``target`` when the context ends well.
 
-    It lies in ``target`` where that exists, which may be another disk's folder or the current one.
-
-    Raises:
-        UserError: Another export writes there, or something that no export left has the folder's name.
+    It lies in ``target`` where that exists, which may be another disk's folder or the current one. Raises
+    UserError where another export writes there, or something that no export left has the folder's name.
     """
     exists = target.is_dir()
     partial = target / PARTIAL if exists else target.with_name(f".{target.name}{PARTIAL}")
@@ -188,8 +177,7 @@ def _growing(target: Path) -> Iterator[Path]:
 def push(folder: Path, name: str) -> None:
     """Upload a folder to a repository on the hub, which is made if there is none.
 
-    Raises:
-        UserError: The hub refuses or can't be reached; the folder stays.
+    Raises UserError where the hub refuses or can't be reached; the folder stays.
     """
     api = HfApi()
     try:
@@ -257,8 +245,8 @@ def _show(console: Console, chosen: Format, exported: Exported, rounded: str | N
     exactly = (
         f"equal to the run, bit for bit{'' if rounded is None else f', except that {rounded}'}"
     )
-    console.print(f"read back by {chosen.reader}: {exactly}", highlight=False, soft_wrap=True)
+    console.print(f"read back by {chosen.reader}: {exactly}", soft_wrap=True)
     for agreement in exported.answers.agreements:
-        console.print(f"{agreement.engine}: {agreement.text}", highlight=False, soft_wrap=True)
+        console.print(f"{agreement.engine}: {agreement.text}", soft_wrap=True)
     for engine, reason in exported.answers.unchecked.items():
-        console.print(f"{engine}: not checked, {reason}", highlight=False, soft_wrap=True)
+        console.print(f"{engine}: not checked, {reason}", soft_wrap=True)

@@ -31,8 +31,8 @@ from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
 def quantized_folder(model: ModelSettings) -> Path | None:
     """Return the folder of a model that is quantized already; None for any other model.
 
-    Raises:
-        UserError: It is packed for llama.cpp, which is not asked, or in a way that transformers doesn't know.
+    Raises UserError where it is packed for llama.cpp, which is not asked, or in a way that transformers
+    doesn't know.
     """
     folder = Path(model.pretrained).expanduser()
     if (folder / "model.gguf").is_file():
@@ -66,16 +66,8 @@ def measure_exported(
 ) -> dict[str, Any]:
     """Return metrics as in ``test.json``, and write them with their table into the folder.
 
-    Args:
-        folder: Folder of the packed model, from :func:`quantized_folder`.
-        model: Settings that say in which type it runs.
-        data: Texts whose perplexities are measured.
-        tasks: Tasks and their limits.
-        device: Device that the model runs on.
-
-    Raises:
-        UserError: There is nothing to measure, a text or a task can't be had, transformers can't load
-            the model, or a perplexity is not finite.
+    Raises UserError where there is nothing to measure, a text or a task can't be had, transformers can't load
+    the model, or a perplexity is not finite.
     """
     if not tasks.tasks and not data.evaluation.names:
         raise UserError(

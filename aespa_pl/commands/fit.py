@@ -27,7 +27,6 @@ from aespa_pl.planning.shape import ONE_DEVICE, Devices
 from aespa_pl.planning.tuning import recomputes
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context, Trainers
-from aespa_pl.run.damage import named
 from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.run.journal import Run
 from aespa_pl.storage.files import write_json
@@ -35,17 +34,9 @@ from aespa_pl.walk.walk import Walk
 from aespa_pl.walk.words import method_in_words
 
 PHASES = (
-    "statistics",
-    "correction",
-    "grid",
-    "optq",
-    "rounding",
-    "polish",
-    "tuning",
-    "writing",
-    "forward",
+    "statistics", "correction", "grid", "optq", "rounding", "polish", "tuning", "writing", "forward",
     "tuning the model",
-)
+)  # fmt: skip
 """Phases whose seconds the journal has, of each block and at the end of the model, in their order."""
 
 
@@ -74,17 +65,8 @@ def fit(
 ) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics.
 
-    Args:
-        job: Model, texts and settings.
-        resume: ``last`` or the folder of a run to continue; None: a new run.
-        trainers: Makes Lightning's Trainers and loggers.
-        progress: Shows the steps and says what is found.
-        one_block: End after one block, without a model, as a smoke test does.
-        devices: All devices of the run.
-        world: The processes of the run; all of them call this, and the first one writes.
-
-    Raises:
-        UserError: The run, a text or the model can't be had; finished blocks stay on disk.
+    ``one_block`` ends after one block, without a model, as a smoke test does. Raises UserError where the run,
+    a text or the model can't be had; finished blocks stay on disk.
     """
     began = time.perf_counter()
     with ExitStack() as locks:
@@ -148,8 +130,7 @@ def _start(
 ) -> Start:
     """Return the run, new or to be continued, locked, and its texts.
 
-    Raises:
-        UserError: The run cannot be had, or the texts.
+    Raises UserError where the run cannot be had, or the texts.
     """
     progress.phase("reading the model and the texts")
     earlier = _run_to_continue(job, resume, progress)
@@ -179,11 +160,11 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     metrics = run.metrics()
     if metrics is None:
         progress.say(f"{run.metrics_file} is damaged: the perplexities are measured again")
-    damaged = run.all_damaged_files()
-    if damaged:
-        progress.say(f"{run.folder}: {named(damaged, run.folder)}: what was lost is made again")
+    damage = run.damage()
+    if damage:
+        progress.say(f"{run.folder}: {damage}: what was lost is made again")
         run.metrics_file.unlink()  # a process that is killed meanwhile leaves a run that is not finished
-    return None if damaged else metrics
+    return None if damage else metrics
 
 
 def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Run | None:

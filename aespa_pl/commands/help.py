@@ -51,14 +51,8 @@ NAMES = (*SECTIONS, FREE)
 def show_help(command: str, words: Sequence[str]) -> None:
     """Print the help that the words of a command ask for, and end.
 
-    Args:
-        command: ``fit``, ``test`` or ``plan``.
-        words: ``--help``, alone or before the name of a section; or what jsonargparse answers, such as
-            ``--trainer.callbacks.help LearningRateMonitor``.
-
-    Raises:
-        UserError: There is no such section.
-        SystemExit: Otherwise.
+    They are ``--help``, alone or before the name of a section; or what jsonargparse answers, such as
+    ``--trainer.callbacks.help LearningRateMonitor``. Raises UserError where there is no such section.
     """
     named = [word for word in words if word not in ("-h", "--help")]
     if len(named) == len(words):
@@ -127,11 +121,7 @@ def _parser_of(command: str, path: str) -> ArgumentParser:
 
 
 def _kind(path: str) -> Any:
-    """Return the dataclass of a section, or of a part of one.
-
-    Raises:
-        UserError: There is none.
-    """
+    """Return the dataclass of a section, or of a part of one. Raises UserError where there is none."""
     kind: Any = SECTIONS.get(path.split(".", maxsplit=1)[0])
     for name in path.split(".")[1:]:
         kind = get_type_hints(kind).get(name) if kind else None

@@ -24,13 +24,7 @@ FOLDER = "inputs"
 def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
     """Return the folder of a model in memory, in its own types.
 
-    Args:
-        folder: Folder of all inputs.
-        model: The model.
-        tokenizer: Its tokenizer.
-
-    Raises:
-        UserError: There is no tokenizer, weights are elsewhere, or the folder can't be written to.
+    Raises UserError where there is no tokenizer, weights are elsewhere, or the folder can't be written to.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(
@@ -59,13 +53,8 @@ def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
 def keep_text(folder: Path, given: Any, name: str) -> str:
     """Return the file of texts or of token ids that are in memory; the name of a text comes back unchanged.
 
-    Args:
-        folder: Folder of all inputs.
-        given: A name, a sequence of texts, or token ids ``[segments, L]`` as a tensor, array or lists.
-        name: Name of the file, without its ending.
-
-    Raises:
-        UserError: It is nothing of these, or the folder can't be written to.
+    Token ids are a tensor, array or lists ``[segments, L]``; ``name`` is that of the file, without its
+    ending. Raises UserError where it is nothing of these, or the folder can't be written to.
     """
     if isinstance(given, str | Path):
         return str(given)
@@ -88,11 +77,7 @@ def is_texts(given: Any) -> bool:
 
 
 def token_ids(given: Any, name: str) -> Tensor:
-    """Return token ids ``[segments, L]``.
-
-    Raises:
-        UserError: It is neither a text nor token ids.
-    """
+    """Return token ids ``[segments, L]``. Raises UserError where it is neither a text nor token ids."""
     try:
         tokens = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:

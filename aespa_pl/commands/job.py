@@ -42,8 +42,7 @@ class Job(Checked):
     ) -> "Job":
         """Open the model's folder and refuse what cannot work with it.
 
-        Raises:
-            UserError: The model can't be found, read or quantized with these settings.
+        Raises UserError where the model can't be found, read or quantized with these settings.
         """
         folder = find_model(model, quantization, output, device, weights=True)
         pretrained = PretrainedFolder.open(folder, cache_folder(data.cache))
@@ -71,12 +70,7 @@ class Job(Checked):
         )
 
     def round_to_nearest(self, index: int, block: nn.Module) -> None:
-        """Round a block's weights to the nearest integers of min-max grids: the usual comparison.
-
-        Args:
-            index: Number of the block, from 0.
-            block: The block, which is changed.
-        """
+        """Round a block's weights to the nearest integers of min-max grids: the usual comparison."""
         layout = self.family.layout(self.config)
         for projection in layout.projections:
             form = grid_format(self.quantization, index, projection.name)
@@ -124,11 +118,8 @@ class Job(Checked):
     @property
     def model_fingerprint(self) -> str:
         """Return a checksum that tells one model from another."""
-        return model_fingerprint({self.pretrained.folder / "config.json", *self._weight_files})
-
-    @property
-    def _weight_files(self) -> set[Path]:
-        return {tensor.file for tensor in self.pretrained.tensors.values()}
+        weights = {tensor.file for tensor in self.pretrained.tensors.values()}
+        return model_fingerprint({self.pretrained.folder / "config.json", *weights})
 
     @property
     def cache(self) -> Path:
@@ -141,14 +132,8 @@ def held_out_texts(
 ) -> dict[str, Tensor]:
     """Return the segments ``[segments, length]`` of each held-out text, by its name in tables.
 
-    Args:
-        data: Names of the texts, number of segments, and the folder that keeps the tokens.
-        tokenizer: Tokenizer of the model.
-        length: Tokens in a segment.
-        vocabulary: Number of tokens that the model knows.
-
-    Raises:
-        UserError: A text can't be had, or has fewer tokens than a segment or others than the model knows.
+    Raises UserError where a text can't be had, or has fewer tokens than a segment or others than the model
+    knows.
     """
     limit, cache = data.evaluation.max_segments, cache_folder(data.cache)
     texts = {

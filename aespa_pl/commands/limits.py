@@ -16,8 +16,8 @@ from aespa_pl.planning.budget import Room, room
 from aespa_pl.planning.shape import Setup, Shape
 from aespa_pl.planning.table import Needs
 from aespa_pl.planning.tuning import block_bytes, model_bytes
+from aespa_pl.run.folder import ANOTHER_FOLDER
 from aespa_pl.run.schema import DESCRIPTION
-from aespa_pl.run.versions import ANOTHER_FOLDER
 from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import disk_errors
 from aespa_pl.tuning.data import held_back_and_steps

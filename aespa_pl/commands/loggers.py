@@ -1,11 +1,12 @@
 """Make the loggers of each training and of the walk, and show a run's result in TensorBoard."""
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -15,6 +16,9 @@ from aespa_pl.report.stored import flat
 from aespa_pl.report.tensorboard import LossesFirst, show_configuration, show_result
 from aespa_pl.run.journal import Run
 
+log = logging.getLogger(__name__)
+
+Made = TypeVar("Made", bound=Logger)
 WALK = "walk"
 """Name of the curves over the blocks, beside those of each block."""
 
@@ -23,14 +27,9 @@ class Loggers:
     """Gives each logger the names of the run and of what is trained."""
 
     def __init__(self, chosen: Any, make: Callable[[list[Namespace]], list[Logger]]) -> None:
-        """Keep both arguments for the run, which is made later.
+        """Keep ``trainer.logger`` as it was given, and what makes loggers of classes and their arguments.
 
-        Args:
-            chosen: ``trainer.logger`` as it was given: classes and their arguments.
-            make: Makes loggers of classes and their arguments.
-
-        Raises:
-            UserError: A logger can't be given the name of a block.
+        Raises UserError where a logger can't be given the name of a block.
         """
         self._default = chosen in (None, True)
         listed = chosen if isinstance(chosen, Sequence) else [chosen]
@@ -44,12 +43,12 @@ class Loggers:
         """Return new loggers of a run's curves: ``walk``, or ``block_NNN``, where the curves overlay."""
         parent, version = run.folder.parent, run.folder.name
         if self._default:
-            return [LossesFirst(parent.parent, parent.name, version, sub_dir=curves)]
+            return [_forgiven(LossesFirst(parent.parent, parent.name, version, sub_dir=curves))]
         named = [each.clone() for each in self._chosen]
         for each in named:
             for key, value in _names(each, parent.name, f"{version}/{curves}").items():
                 each.init_args[key] = value
-        return self._make(named)
+        return [_forgiven(logger) for logger in self._make(named)]
 
     def begin(self, run: Run, configuration: str) -> list[Logger]:
         """Return the loggers of the curves over the blocks; TensorBoard shows the configuration too."""
@@ -60,27 +59,32 @@ class Loggers:
         return found
 
     def show_result(self, quantization: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-        """Add the run to the hparams tab of TensorBoard; one that was finished before is there already.
-
-        Args:
-            quantization: Settings of the run, without nulls that the method decides.
-            metrics: Metrics as in ``metrics.json``.
-        """
+        """Add the run to the hparams tab of TensorBoard; one that was finished before is there already."""
         for logger in self._walk:
             show_result(logger.experiment, flat(quantization), metrics["perplexity"])
             logger.finalize("success")
 
 
+def _forgiven(logger: Made) -> Made:
+    """Return a logger whose failure at its end is only said, because what was learned is worth more."""
+    finalize = logger.finalize
+
+    def end(status: str) -> None:
+        try:
+            finalize(status)
+        except Exception as error:  # noqa: BLE001 - the logger's own, of any class
+            name = type(logger).__name__
+            log.warning("%s failed at its end, so its curves may lack points: %s", name, error)
+
+    logger.finalize = end  # type: ignore[method-assign]
+    return logger
+
+
 def _names(logger: Namespace, name: str, version: str) -> dict[str, str]:
     """Return the arguments that give a logger the names of a run and of its curves.
 
-    Args:
-        logger: Class and arguments.
-        name: Name of the run.
-        version: Version of the run and name of the curves, ``version_0/block_000``.
-
-    Raises:
-        UserError: It takes no such arguments.
+    ``version`` has the name of the curves too: ``version_0/block_000``. Raises UserError where it takes no
+    such arguments.
     """
     module, _, kind = logger.class_path.rpartition(".")
     made = getattr(import_module(module), kind)

@@ -37,15 +37,7 @@ DECIDED = {
 
 
 def refuse_mistakes(arguments: Arguments, command: str) -> None:
-    """Raise UserError with all mistakes in our own sections; does nothing where help is asked for.
-
-    Args:
-        arguments: Options with the paths of their configurations.
-        command: ``fit``, ``test`` or ``plan``; only test takes tasks.
-
-    Raises:
-        UserError: A file can't be read, a key is unknown, or a value is out of range.
-    """
+    """Raise UserError with all mistakes in our own sections, unless help is asked for."""
     if arguments.wants_help:
         return
     own: dict[str, dict[str, Any]] = {"test": TASK_KEYS, "plan": {PLAN_DEVICE: str}}
@@ -81,11 +73,8 @@ def refuse_other_methods(arguments: Arguments, methods: Sequence[str] = ()) -> N
     """Raise UserError where a configuration sets all that another method would decide.
 
     The run would have the other method's name and the same result. A configuration that sets some of these
-    keys alone, such as paper.yaml, is laid over a method on purpose.
-
-    Args:
-        arguments: Options with the paths of their configurations, already checked.
-        methods: Methods that are run; none: the one that the options choose.
+    keys alone, such as paper.yaml, is laid over a method on purpose. Without ``methods``, the options choose
+    one.
     """
     wanted, complete = QuantizationSettings().method, dict[str, str]()
     for option in arguments.options:

@@ -15,6 +15,7 @@ from rich.table import Table
 from aespa_pl.commands.ending import interrupted_by_closed_pipe
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import result_table
+from aespa_pl.progress import PlainConsole
 from aespa_pl.storage.files import write_json, write_text
 
 log = logging.getLogger(__name__)
@@ -30,26 +31,16 @@ LEVELS = {
 """Levels of other libraries' loggers."""
 
 
-class PipeConsole(Console):
+class PipeConsole(PlainConsole):
     """Writes to stdout; a reader that has gone stops the run, which can then be continued."""
 
     def on_broken_pipe(self) -> None:
-        """Stop as a signal would, instead of ending without a word.
-
-        Raises:
-            RunInterrupted: Always.
-        """
+        """Stop as a signal would, instead of ending without a word. Always raises RunInterrupted."""
         raise interrupted_by_closed_pipe()
 
 
 def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> None:
-    """Print measurements, each model on one line however narrow the terminal is.
-
-    Args:
-        console: Console of stdout.
-        metrics: Metrics as in ``metrics.json`` or ``test.json``; nothing is printed if nothing was measured.
-        method: Name of the quantized model's row.
-    """
+    """Print measurements, each model on one line however narrow the terminal is."""
     results = result_table(metrics, method)
     if not results.rows:
         return
@@ -59,7 +50,7 @@ def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> 
     for row in results.rows:
         table.add_row(*row)
     if metrics.get("perplexity"):
-        console.print("perplexity (lower is better)", highlight=False, soft_wrap=True)
+        console.print("perplexity (lower is better)", soft_wrap=True)
     print_whole(console, table)
 
 
@@ -68,11 +59,6 @@ def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
 
     A folder that can't be written to, such as a read-only cache, costs a warning alone: the table is
     printed as well, and measuring it may have taken hours.
-
-    Args:
-        folder: Folder of a run or of a packed model.
-        metrics: What was measured.
-        method: Name of the quantized model's row.
     """
     try:
         write_json(folder / "test.json", metrics)

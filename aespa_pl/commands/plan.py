@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.commands.arguments import PLAN_DEVICE, Arguments, Option
 from aespa_pl.commands.checked import checked, find_model
 from aespa_pl.commands.limits import shortages, tuning_shortages
-from aespa_pl.commands.output import quiet_libraries
+from aespa_pl.commands.output import PipeConsole, quiet_libraries
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.trainer_section import TRAINER_KEYS
 from aespa_pl.commands.trainers import check_trainer, check_tuning, first_trainer
@@ -53,15 +52,15 @@ def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG0
     refused = tuning_shortages(setup)
     rate = rented[1] if rented else product_rate(device, job.shape.hidden, MEASURING_SECONDS)
     needs = needs_of(setup, stored_bytes=stored.itemsize, rate=rate)
-    console, table = Console(), Table(show_header=False, box=None)
+    console, table = PipeConsole(), Table(show_header=False, box=None)
     for row in rows_of(needs):
         table.add_row(*row)
-    console.print(table, highlight=False)
+    console.print(table)
     lines = [f"fit refuses this: {words}" for words in refused]
     if not rented:
         lines += [f"too little here: {words}" for words in shortages(job.runs_folder, needs)]
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _rented(words: str | None) -> tuple[float, float] | None:

@@ -18,12 +18,7 @@ PAGE = "report.html"
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
     """Read the words of the command line, of which those without a key are runs.
 
-    Args:
-        words: The command and its options.
-        interruption: Isn't asked: a page takes seconds.
-
-    Raises:
-        UserError: As :func:`report`.
+    Raises UserError where as :func:`report`.
     """
     parser = ArgumentParser(
         prog="aespa-pl report",

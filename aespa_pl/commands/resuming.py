@@ -32,15 +32,9 @@ WORDS = ("accelerator", "precision", "strategy", "profiler", "devices", "gradien
 def with_run(arguments: Arguments, command: str) -> Arguments:
     """Return the arguments with the folder of the run as ``ckpt_path``, and with its configuration.
 
-    The run's configuration is taken where the command line names neither a configuration nor a model.
-
-    Args:
-        arguments: Arguments of the command line.
-        command: ``fit``, ``test`` or ``plan``; only test takes the last run without being asked.
-
-    Raises:
-        UserError: ``ckpt_path`` names no run, or the run's configuration names code or places that the user
-            has not confirmed.
+    The configuration is taken where the command line names neither one nor a model; test alone takes the last
+    run without being asked. Raises UserError where ``ckpt_path`` names no run, or the configuration names
+    code or places that the user has not confirmed.
     """
     trusts = any(o.key == TRUST and o.value in (None, "true") for o in arguments.options)
     arguments = arguments.without(TRUST)
@@ -117,9 +111,5 @@ def _is_data(key: str, value: Any) -> bool:
     if isinstance(value, str):
         return name in WORDS and value.replace("-", "").replace("_", "").isalnum()
     return not isinstance(value, Mapping | list) or (
-        name == "devices" and all(map(_is_number, value))
+        name == "devices" and all(isinstance(item, int) for item in value)
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int)

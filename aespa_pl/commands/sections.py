@@ -55,8 +55,8 @@ class AespaCLI(LightningCLI):
     def __init__(self, arguments: Arguments, command: str) -> None:
         """Parse options that are already checked by :mod:`aespa_pl.commands.mistakes`.
 
-        Raises:
-            UserError: Lightning refuses a key or value of its section, or a callback or logger can't be made.
+        Raises UserError where Lightning refuses a key or value of its section, or a callback or logger can't
+        be made.
         """
         self.arguments, self.command = arguments, command
         refuse_trainer_keys(arguments)
@@ -120,11 +120,7 @@ class AespaCLI(LightningCLI):
         return super().instantiate_trainer(**{"fast_dev_run": False, **kwargs})
 
     def new_section(self, **changes: Any) -> Namespace:
-        """Return the section of the Trainer with new callbacks, because they keep a state.
-
-        Args:
-            changes: Other values for some keys, as classes and their arguments.
-        """
+        """Return the section of the Trainer with new callbacks, because they keep a state."""
         config = self.config.clone()
         for key, value in changes.items():
             config.trainer[key] = value
@@ -133,12 +129,8 @@ class AespaCLI(LightningCLI):
     def text(self, quantization: QuantizationSettings) -> str:
         """Return the configuration as it is run, in YAML: a continued run takes it from its folder.
 
-        Args:
-            quantization: The section after the method has replaced every null; it is stored in place of
-                the user's, because a later version of the method may decide otherwise.
-
-        Raises:
-            UserError: A callback or logger has an argument that YAML can't hold.
+        The method has replaced every null of the quantization: a later version of it may decide otherwise.
+        Raises UserError where a callback or logger has an argument that YAML can't hold.
         """
         try:
             text = self.parser.dump(self.config, skip_unset=False)
@@ -176,11 +168,7 @@ class AespaCLI(LightningCLI):
     def planned(self, device: str) -> QuantizationSettings:
         """Return the settings that a run would have; learning rates stay null where the model isn't here.
 
-        Args:
-            device: Type of the device that blocks run on.
-
-        Raises:
-            UserError: The settings contradict each other, or the model can't be quantized.
+        Raises UserError where the settings contradict each other, or the model can't be quantized.
         """
         model, given = self.settings.model, self.settings.quantization
         folder = here(model.pretrained, model.revision)
@@ -204,8 +192,7 @@ class AespaCLI(LightningCLI):
     def made(self, config: Any) -> Namespace:
         """Return a configuration's sections as objects.
 
-        Raises:
-            UserError: A callback or logger can't be made.
+        Raises UserError where a callback or logger can't be made.
         """
         try:
             return cast(Namespace, self.parser.instantiate(config))

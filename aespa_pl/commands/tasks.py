@@ -16,15 +16,7 @@ def compare_tasks(
 ) -> dict[str, Any]:
     """Return ``tasks`` (scores by kind and task) and ``test_seconds`` by kind, for ``test.json``.
 
-    Args:
-        job: Which original model, its device, type and quantization settings.
-        model: Folder of the quantized model.
-        tasks: Tasks from ``find_tasks``, called before anything that takes long.
-        settings: How the tasks are measured.
-        kinds: Any of original, nearest and quantized.
-
-    Raises:
-        UserError: The model does not fit into the memory that is free.
+    Raises UserError where the model does not fit into the memory that is free.
     """
     scores, seconds = {}, {}
     for kind in kinds:

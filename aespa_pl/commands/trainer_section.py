@@ -68,13 +68,8 @@ def _names_given(arguments: Arguments) -> list[str]:
 def _whole_keys(key: str, value: Any, folder: Path) -> list[str]:
     """Return a key, or in the place of the section as a whole the keys in it.
 
-    Args:
-        key: Key of the command line or of a file.
-        value: Its value: for the section a mapping, one in JSON, or a file that has it.
-        folder: Folder that the path of such a file begins at.
-
-    Raises:
-        UserError: The file can't be read.
+    The section is a mapping, one in JSON, or a file, whose path begins at ``folder``. Raises UserError where
+    that can't be read.
     """
     if key != FREE:
         return [key]

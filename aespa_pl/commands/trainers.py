@@ -96,23 +96,9 @@ class BlockTrainers:
         )
 
     def _make(
-        self,
-        run: Run,
-        training: Training,
-        own: Sequence[Callback],
-        *,
-        folder: Path,
-        **more: Any,
+        self, run: Run, training: Training, own: Sequence[Callback], *, folder: Path, **more: Any
     ) -> Trainer:
-        """Return a Trainer of the section, with our own callbacks.
-
-        Args:
-            run: The run.
-            training: What is trained.
-            own: Callbacks beside those that save and stop.
-            folder: Folder of its checkpoints.
-            more: Further arguments of the Trainer.
-        """
+        """Return a Trainer of the section, with our own callbacks."""
         chosen = self.section()
         callbacks = _listed(chosen.callbacks)
         if chosen.enable_checkpointing:
@@ -121,11 +107,7 @@ class BlockTrainers:
             more["strategy"] = RowsStrategy(timeout=LONGEST_WAIT)
         return self.instantiate(
             logger=self.loggers(run, training.curves),
-            callbacks=[
-                *callbacks,
-                *own,
-                StopAtIteration(self.interruption, folder, self.world),
-            ],
+            callbacks=[*callbacks, *own, StopAtIteration(self.interruption, folder, self.world)],
             plugins=[
                 *_listed(chosen.plugins),
                 *environment_plugins(self.first),
@@ -142,12 +124,7 @@ class BlockTrainers:
 def first_trainer(make: Callable[..., Trainer], section: Any) -> Trainer:
     """Return a Trainer that tells the processes and the device, none of which is started.
 
-    Args:
-        make: Makes a Trainer of the section and of more arguments.
-        section: The user's section.
-
-    Raises:
-        UserError: Lightning refuses the section, or it asks for what a walk can't do.
+    Raises UserError where Lightning refuses the section, or it asks for what a walk can't do.
     """
     trainer = _made(make, section)
     check_strategy(trainer, section.strategy)
@@ -206,14 +183,7 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
 
 
 def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: Work) -> None:
-    """Raise UserError where the trainer section asks for something that a tuning can't do.
-
-    Args:
-        trainer: Trainer that was made of the section.
-        chosen: The user's section.
-        settings: Settings of the tuning.
-        work: Calibration segments, which the devices divide.
-    """
+    """Raise UserError where the trainer section asks for something that a tuning can't do."""
     if not settings.enabled:
         return
     _check_shares(trainer.world_size, settings, work)

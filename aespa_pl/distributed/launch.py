@@ -52,8 +52,7 @@ class RowsStrategy(DDPStrategy):
 def launch(trainer: Trainer) -> World:
     """Start the processes that a Trainer wants, unless they are running, and let them find each other.
 
-    Raises:
-        UserError: torchrun or SLURM has started another number of processes.
+    Raises UserError where torchrun or SLURM has started another number of processes.
     """
     strategy = trainer.strategy
     if strategy.root_device.type == "cuda":
@@ -85,10 +84,6 @@ def waiting_for(count: int, environment: ClusterEnvironment | None = None) -> It
 
     torch waits for them in its own code, where Python calls no handler; another thread sees the signals
     that have one.
-
-    Args:
-        count: Number of all processes.
-        environment: Knows where they meet, for the message.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

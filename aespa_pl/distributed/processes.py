@@ -50,14 +50,10 @@ class World:
         return self.rank == 0
 
     def share(self, count: int, rank: int | None = None) -> slice:
-        """Return the indices among ``count`` things that a process works on; there may be none.
+        """Return the indices among ``count`` things that a process, by default this one, works on.
 
-        Args:
-            count: Number of things.
-            rank: The process; None: this one.
-
-        Neighbours stay together, and the first processes have one more where they cannot all have the
-        same number.
+        Neighbours stay together, and the first processes have one more where they cannot all have the same
+        number; a process may have none.
         """
         rank = self.rank if rank is None else rank
         each, more = divmod(count, self.size)
@@ -101,12 +97,7 @@ class World:
         return -self.largest(-number)
 
     def gather(self, part: Tensor, count: int) -> Tensor:
-        """Return the tensor ``[count, ...]`` that the parts of all processes make.
-
-        Args:
-            part: This process's rows, which have the indices ``share(count)`` in the whole.
-            count: Number of rows of the whole.
-        """
+        """Return the tensor ``[count, ...]`` of which each process has the rows ``share(count)``."""
         if self.alone:
             return part
         most = math.ceil(count / self.size)
@@ -136,8 +127,7 @@ class World:
     def failing_together(self) -> Iterator[None]:
         """Raise a NumericalError of any process in all of them, because the next step needs everybody.
 
-        Raises:
-            NumericalError: Raised in this context by one of the processes.
+        Raises NumericalError where one of the processes raised it in this context.
         """
         if self.alone:
             yield

@@ -1,18 +1,22 @@
-"""Measure how near an engine's next-token distributions are to the run's, and refuse what is too far."""
+"""Ask engines about an exported folder, and refuse next-token distributions that are far from the run's."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
+from aespa_pl.data import evaluation_tokens
 from aespa_pl.errors import UserError
-from aespa_pl.export.engines import Engine
-from aespa_pl.export.format import Format
+from aespa_pl.export.engines import ENGINES, Engine
+from aespa_pl.export.format import Format, FormatName
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.measure import free_bytes, human
 from aespa_pl.models.streamed import StreamedModel
 
 LARGEST_DIVERGENCE = 0.02
@@ -23,6 +27,13 @@ EXPLAINED = 4.0
 rounds them; llama.cpp had 0.9 to 1.8 (docs/export.md). A bad model answers small changes with large ones."""
 PERPLEXITY_SHARE = 0.02
 """Largest relative difference of perplexities."""
+
+
+Verify = Literal["auto", "bytes", "transformers", "llama.cpp", "vllm", "gptqmodel"]
+SEGMENT = 64
+"""Number of tokens that engines are asked about."""
+TEXT = "embedded"
+"""Text that engines are asked about; it comes with the package."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +61,102 @@ class Agreement:
         )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Lists the engines that an export asks, and their answers once they are there."""
+
+    engines: Sequence[Engine]
+    unchecked: Mapping[str, str] = field(default_factory=dict)
+    """Reason why an engine that reads the format does not answer, by its name."""
+    insist: bool = False
+    """Whether an engine that fails ends the export; else it is one more that was not checked."""
+    agreements: Sequence[Agreement] = ()
+
+
+def choose_engines(name: FormatName, verify: Verify) -> Asked:
+    """Return the engines to ask.
+
+    Raises UserError where the engine that is asked for does not read the format, or is not installed.
+    """
+    readers = [engine for engine in ENGINES if name in engine.formats]
+    if verify == "bytes":
+        return Asked([], {engine.name: "not asked for" for engine in readers})
+    if verify == "auto":
+        installed = [engine for engine in readers if engine.installed]
+        others = [engine for engine in readers if not engine.installed]
+        return Asked(installed, {engine.name: "not installed" for engine in others})
+    for engine in readers:
+        if engine.name == verify:
+            if not engine.installed:
+                raise UserError(
+                    f"--verify {verify}: {engine.package} is not installed: pip install "
+                    f"{engine.package}, or choose --verify auto"
+                )
+            return Asked([engine], insist=True)
+    names = ", ".join(engine.name for engine in readers)
+    raise UserError(f"--verify {verify}: it does not read --format {name}: choose {names} or bytes")
+
+
+def that_fit(model: QuantizedModel, questions: Asked) -> Asked:
+    """Leave out all engines where the whole model in float32 does not fit half of the free memory."""
+    tensors = set(model.pretrained.tensors.values())
+    needed = sum(torch.Size(tensor.shape).numel() * 4 for tensor in tensors)
+    if questions.insist or needed < free_bytes(torch.device("cpu")) / 2:
+        return questions
+    reason = f"the whole model takes {human(needed, 'B')} of memory: --verify ENGINE asks it anyway"
+    left_out = {engine.name: reason for engine in questions.engines}
+    return Asked([], {**questions.unchecked, **left_out})
+
+
+def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -> Asked:
+    """Compare next-token distributions of engines with the run's.
+
+    Raises UserError where they differ by more than the engine's own rounding explains, or an engine that was
+    insisted on can't run the folder.
+    """
+    if not questions.engines:
+        return questions
+    tokens = _tokens(model)
+    reference = reference_logits(model, chosen, tokens)
+    agreements, unchecked = [], dict(questions.unchecked)
+    for engine in questions.engines:
+        try:
+            found = engine.logits(folder, tokens, int(model.pretrained.config.vocab_size))
+        except (
+            Exception
+        ) as error:  # the engine's own, of any class: no kernel for this processor ...
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if questions.insist:
+                raise UserError(
+                    f"--verify {engine.name}: it cannot run the exported model here ({reason}); nothing "
+                    "was kept. Use --verify bytes, and try the engine where it will run"
+                ) from error
+            unchecked[engine.name] = f"it failed ({reason})"
+        else:
+            rounded = (
+                None if engine.exact else reference_logits(model, chosen, tokens, engine.rounded)
+            )
+            agreements.append(compare(engine, reference, found, tokens, rounded))
+    return replace(questions, unchecked=unchecked, agreements=agreements)
+
+
+def _tokens(model: QuantizedModel) -> Tensor:
+    """Return one segment ``[L]`` of held-out text."""
+    limit = model.family.positions(model.pretrained.config) or SEGMENT
+    tokenizer = model.pretrained.tokenizer()
+    segments = evaluation_tokens(TEXT, tokenizer, min(SEGMENT, limit), 1, model.cache)
+    return segments[0]
+
+
 def reference_logits(
     model: QuantizedModel,
     chosen: Format,
     tokens: Tensor,
     rounded: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the logits ``[L, V]`` of the weights that a format holds, one block in memory at a time.
+    """Return the logits ``[L, V]`` of the weights that a format holds after tokens ``[L]``, block by block.
 
-    Args:
-        model: The run.
-        chosen: The format.
-        tokens: ``[L]``.
-        rounded: Function that rounds, as an engine does, the input of each quantized matrix; None: nothing.
+    ``rounded`` rounds, as an engine does, the input of each quantized matrix.
     """
     source = StreamedModel.open(model.pretrained, model.family, torch.device("cpu"), torch.float32)
     with source.stem():
@@ -94,23 +188,12 @@ def _hold(source: StreamedModel, model: QuantizedModel, chosen: Format) -> None:
 
 
 def compare(
-    engine: Engine,
-    reference: Tensor,
-    found: Tensor,
-    tokens: Tensor,
-    rounded: Tensor | None = None,
+    engine: Engine, reference: Tensor, found: Tensor, tokens: Tensor, rounded: Tensor | None = None
 ) -> Agreement:
-    """Compare distributions.
+    """Compare the run's logits ``[L, V]`` of tokens ``[L]`` with an engine's ``[L - first, V]``.
 
-    Args:
-        engine: Engine that the distributions are from.
-        reference: The run's logits ``[L, V]``.
-        found: The engine's logits or log-probabilities ``[L - first, V]``.
-        tokens: ``[L]``.
-        rounded: The run's logits ``[L, V]`` with activations rounded as the engine does; None: unknown.
-
-    Raises:
-        UserError: They differ by more than the engine's own rounding explains.
+    ``rounded`` are the run's with activations rounded as the engine does; None: unknown. Raises UserError
+    where they differ by more than the engine's own rounding explains.
     """
     largest = LARGEST_DIVERGENCE
     if rounded is not None:

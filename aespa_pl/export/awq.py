@@ -13,8 +13,8 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.compressed_tensors import CompressedTensors, unpacked_by_library
-from aespa_pl.export.folder import FolderFormat, signed_words
-from aespa_pl.export.format import impossible, refuse_several_bits
+from aespa_pl.export.folder import PackedFormat, signed_words
+from aespa_pl.export.format import impossible
 from aespa_pl.export.quantized import QuantizedModel
 
 BITS = 4
@@ -23,11 +23,8 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
-class Awq(FolderFormat):
+class Awq(PackedFormat):
     """Packs integers into 4 bits."""
-
-    container_bits: int | None = None
-    """Bits that an integer takes in the file; 4 allows integers of fewer bits."""
 
     name = "awq"
     reader = "compressed-tensors' converter of AutoAWQ"
@@ -36,24 +33,18 @@ class Awq(FolderFormat):
         """Refuse other bits than 4, and rows that do not fill an int32."""
         if model.bits > BITS:
             raise impossible(model, self.name, "it has 4 bits", "Use --format compressed-tensors")
-        refuse_several_bits(model, self.name, self.container_bits)
-        if (self.container_bits or model.bits) != BITS:
-            raise impossible(
-                model,
-                self.name,
-                "its integers take 4 bits",
+        super().refuse(model)
+        if self.bits(model) != BITS:
+            advice = (
                 "Add --container_bits 4, or use --format compressed-tensors, which packs "
-                f"{model.bits} bits",
+                f"{model.bits} bits"
             )
+            raise impossible(model, self.name, "its integers take 4 bits", advice)
         for name in model.matrix_names(0):
             rows = model.pretrained.tensors[name].shape[0]
             if rows % len(ORDER):
-                raise impossible(
-                    model,
-                    self.name,
-                    f"{name} has {rows} rows, not a multiple of 8",
-                    "Use --format compressed-tensors",
-                )
+                why = f"{name} has {rows} rows, not a multiple of 8"
+                raise impossible(model, self.name, why, "Use --format compressed-tensors")
 
     def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in, rows / 8]``, ``qzeros [G, rows / 8]`` and ``scales [G, rows]``."""

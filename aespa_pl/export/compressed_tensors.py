@@ -15,35 +15,20 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight
-from aespa_pl.export.folder import FolderFormat
-from aespa_pl.export.format import impossible, refuse_several_bits
+from aespa_pl.export.folder import PackedFormat
 from aespa_pl.export.quantized import QuantizedModel
 
 
 @dataclass(frozen=True)
-class CompressedTensors(FolderFormat):
+class CompressedTensors(PackedFormat):
     """Packs integers of 2 to 8 bits, in any groups and of any family."""
-
-    container_bits: int | None = None
-    """Bits that an integer takes in the file; None: as many as it has."""
 
     name = "compressed-tensors"
     reader = "compressed-tensors"
 
-    def refuse(self, model: QuantizedModel) -> None:
-        """Refuse a container that is too small for the integers."""
-        refuse_several_bits(model, self.name, self.container_bits)
-        if self._bits(model) < model.bits:
-            raise impossible(
-                model,
-                self.name,
-                f"integers of {model.bits} bits do not fit {self.container_bits}",
-                "Leave --container_bits out",
-            )
-
     def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
         """Return integers, scale, zero point and shape."""
-        bits = self._bits(model)
+        bits = self.bits(model)
         middle = 2 ** (bits - 1)
         integers = (matrix.integers.short() - middle).to(torch.int8)
         zero_point = (matrix.zero_point.short() - middle).to(torch.int8)
@@ -74,14 +59,11 @@ class CompressedTensors(FolderFormat):
             }
         }
 
-    def _bits(self, model: QuantizedModel) -> int:
-        return self.container_bits or model.bits
-
     def _scheme(self, model: QuantizedModel) -> dict[str, Any]:
         return {
             "targets": ["Linear"],
             "weights": {
-                "num_bits": self._bits(model),
+                "num_bits": self.bits(model),
                 "type": "int",
                 "symmetric": False,
                 "strategy": "group" if model.group_size else "channel",

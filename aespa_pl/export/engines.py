@@ -25,17 +25,11 @@ class Engine(ABC):
 
     @abstractmethod
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
-        """Return logits, or log-probabilities, ``[L - first, V]`` after each token.
-
-        Args:
-            folder: Folder of the exported model.
-            tokens: ``[L]``.
-            vocabulary: V.
-        """
+        """Return logits, or log-probabilities, ``[L - first, V]`` after each of the tokens ``[L]``."""
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Return the input ``[..., d_in]`` of a matrix as the engine rounds it."""
-        return x
+        """Return the input ``[..., d_in]`` of a matrix as the engine rounds it: most to float16."""
+        return x.half().to(x.dtype)
 
     @property
     def installed(self) -> bool:
@@ -52,10 +46,7 @@ class Transformers(Engine):
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Run all tokens at once in float32."""
         library_logging.disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        with torch.inference_mode():
-            result: Tensor = model.eval()(tokens[None], use_cache=False).logits[0]
-        return result
+        return _loaded_logits(folder, tokens, dtype=torch.float32)
 
 
 class LlamaCpp(Engine):
@@ -109,10 +100,6 @@ class Vllm(Engine):
     name, package, exact = "vllm", "vllm", False
     formats = ("hf", "compressed-tensors", "awq")
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """Round to float16."""
-        return x.half().to(x.dtype)
-
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Ask for the log-probabilities of every token at every position."""
         vllm: Any = import_module(self.package)
@@ -144,18 +131,16 @@ class GptqModel(Engine):
     name, package, exact = "gptqmodel", "gptqmodel", False
     formats = ("gptq",)
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """Round to float16."""
-        return x.half().to(x.dtype)
-
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Run all tokens at once in float16, which its kernels want."""
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float16, device_map="cpu"
-        )
-        with torch.inference_mode():
-            result: Tensor = model.eval()(tokens[None], use_cache=False).logits[0].float()
-        return result
+        return _loaded_logits(folder, tokens, dtype=torch.float16, device_map="cpu").float()
+
+
+def _loaded_logits(folder: Path, tokens: Tensor, **options: Any) -> Tensor:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    with torch.inference_mode():
+        logits: Tensor = model.eval()(tokens[None], use_cache=False).logits[0]
+    return logits
 
 
 ENGINES: tuple[Engine, ...] = (Transformers(), LlamaCpp(), Vllm(), GptqModel())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight
-from aespa_pl.export.format import Format, ReadTensor
+from aespa_pl.export.format import Format, ReadTensor, impossible
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.headers import opened
 from aespa_pl.run.model_writer import ModelWriter
@@ -83,6 +83,33 @@ class FolderFormat(Format):
         for layer, tensors in packed.items():
             size = sum(tensor.nbytes for tensor in tensors.values())
             yield ReadTensor(f"{layer}weight", self.unpack(model, tensors), size)
+
+
+@dataclass(frozen=True)
+class PackedFormat(FolderFormat):
+    """Packs all integers into one number of bits."""
+
+    container_bits: int | None = None
+    """Bits that an integer takes in the file; None: as many as it has."""
+
+    def bits(self, model: QuantizedModel) -> int:
+        """Return the bits that an integer takes in the file."""
+        return self.container_bits or model.bits
+
+    def refuse(self, model: QuantizedModel) -> None:
+        """Refuse integers of several bits without a container, and a container that is too small."""
+        if self.container_bits is None and len(model.matrix_bits) > 1:
+            bits = 4 if model.bits <= 4 else 8
+            raise impossible(
+                model,
+                self.name,
+                "engines expect one number of bits here",
+                f"Add --container_bits {bits}, in which all integers take {bits} bits, or use --format gguf, "
+                "which has a type for each matrix",
+            )
+        if self.bits(model) < model.bits:
+            why = f"integers of {model.bits} bits do not fit {self.container_bits}"
+            raise impossible(model, self.name, why, "Leave --container_bits out")
 
 
 def signed_words(words: Tensor) -> Tensor:

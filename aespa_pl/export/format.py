@@ -1,18 +1,36 @@
-"""Define what every format of a packed model does: refuse, write, and read back."""
+"""Define what every format of a packed model does (refuse, write, read back), and find one by its name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from aespa_pl.errors import UserError
 from aespa_pl.export.quantized import QuantizedModel
 
-CONTAINER_BITS = (4, 8)
-"""Bits that integers of fewer bits may take in a file."""
+FormatName = Literal["hf", "compressed-tensors", "awq", "gptq", "gguf"]
+
+CLASSES = {
+    "hf": "hf:HuggingFace",
+    "compressed-tensors": "compressed_tensors:CompressedTensors",
+    "awq": "awq:Awq",
+    "gptq": "gptq:Gptq",
+    "gguf": "gguf:Gguf",
+}
+"""Module and class by format: the libraries are imported with the format that needs them."""
+PACKED = ("compressed-tensors", "awq", "gptq")
+"""The formats that may hold an integer in more bits than it has."""
+LIBRARIES = {
+    "compressed-tensors": "compressed_tensors",
+    "awq": "compressed_tensors",  # which unpacks it in the proof
+    "gguf": "gguf",
+}
+"""Library that has to be installed, by format."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +80,37 @@ class Format(ABC):
         """Return what the file should hold of a tensor; ``value`` is it in float32 or as stored."""
 
 
-def refuse_several_bits(
-    model: QuantizedModel, format_name: str, container_bits: int | None
-) -> None:
-    """Refuse a model whose matrices have different bits, unless all of them take the container's.
-
-    Raises:
-        UserError: The bits differ, and there is no container.
-    """
-    if container_bits is None and len(model.matrix_bits) > 1:
-        container = next(
-            (bits for bits in CONTAINER_BITS if bits >= model.bits), max(CONTAINER_BITS)
-        )
-        raise impossible(
-            model,
-            format_name,
-            "engines expect one number of bits here",
-            f"Add --container_bits {container}, in which all integers take {container} bits, or use "
-            "--format gguf, which has a type for each matrix",
-        )
-
-
 def impossible(model: QuantizedModel, format_name: str, why: str, instead: str) -> UserError:
     """Return the error for a model that a format can't hold."""
     return UserError(
         f"--format {format_name} cannot hold this run exactly ({model.granularity}): {why}. {instead}"
     )
+
+
+def make_format(
+    name: FormatName, container_bits: int | None, embedding: Literal["keep", "q8_0"] | None
+) -> Format:
+    """Return a format with the user's choices.
+
+    Raises UserError where its library is missing, or a choice is none of this format's.
+    """
+    library = LIBRARIES.get(name)
+    if library is not None and find_spec(library) is None:
+        raise UserError(
+            f"--format {name} needs the library {library.replace('_', '-')}: "
+            "pip install 'aespa-pl[export]'"
+        )
+    if embedding == "q8_0" and name != "gguf":
+        raise UserError(f"--embedding {embedding} is of --format gguf only: leave it out")
+    if container_bits is not None and name not in PACKED:
+        raise UserError(
+            f"--container_bits is of {', '.join(PACKED)} only, not of {name}: leave it out"
+        )
+    module, _, kind = CLASSES[name].partition(":")
+    options: dict[str, object] = {}
+    if name == "gguf" and embedding is not None:
+        options["embedding"] = embedding
+    if name in PACKED:
+        options["container_bits"] = container_bits
+    made: Format = getattr(import_module(f"aespa_pl.export.{module}"), kind)(**options)
+    return made

@@ -37,10 +37,7 @@ FILE = "model.gguf"
 ROPE_FACTORS = "rope_freqs.weight"
 IDEAL_WIDTH = 256
 """A number of columns that every block type divides."""
-PLAIN = {
-    torch.float16: GGMLQuantizationType.F16,
-    torch.bfloat16: GGMLQuantizationType.BF16,
-}
+PLAIN = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
 """The types of matrices that are not quantized; all others become F32."""
 
 

@@ -13,13 +13,7 @@ from aespa_pl.models.llama_cpp import context_length, rope_type
 
 
 def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
-    """Write what llama.cpp builds the model from.
-
-    Args:
-        writer: Writer of the file.
-        model: The model.
-        file_type: Number of the type of most matrices in ``llama_ftype``; openvino-genai trusts it.
-    """
+    """Write what llama.cpp builds the model from."""
     config, layout = model.pretrained.config, model.layout
     writer.add_name(model.original.name)
     writer.add_context_length(context_length(config))

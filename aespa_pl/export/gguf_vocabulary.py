@@ -29,13 +29,7 @@ spaces."""
 def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
     """Write tokens, merges, special tokens and chat template.
 
-    Args:
-        writer: Writer of the file.
-        folder: Folder of the original model.
-        size: Tokens that the model's embedding has.
-
-    Raises:
-        UserError: llama.cpp has no tokenizer like it.
+    Raises UserError where llama.cpp has no tokenizer like it.
     """
     content = _tokenizer(folder)
     kind = content["model"]
@@ -98,8 +92,7 @@ def _puts_space_first(content: dict[str, Any]) -> bool:
 def splitting_rule(content: dict[str, Any], folder: Path) -> str:
     """Return llama.cpp's name of how a tokenizer of bytes splits text before it merges.
 
-    Raises:
-        UserError: It has none.
+    Raises UserError where it has none.
     """
     stated = content["pre_tokenizer"] or {}
     steps = stated.get("pretokenizers", [stated])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight
-from aespa_pl.export.folder import FolderFormat, signed_words
-from aespa_pl.export.format import impossible, refuse_several_bits
+from aespa_pl.export.folder import PackedFormat, signed_words
+from aespa_pl.export.format import impossible
 from aespa_pl.export.quantized import QuantizedModel
 
 BITS = (2, 3, 4, 8)
@@ -21,41 +21,32 @@ WORD = 32
 
 
 @dataclass(frozen=True)
-class Gptq(FolderFormat):
+class Gptq(PackedFormat):
     """Packs integers of 2, 3, 4 or 8 bits."""
-
-    container_bits: int | None = None
-    """Bits that an integer takes in the file; None: as many as it has."""
 
     name = "gptq"
     reader = "the definition of gptq_v2, bit by bit"
 
     def refuse(self, model: QuantizedModel) -> None:
         """Refuse other bits, and sides that do not fill whole words."""
-        refuse_several_bits(model, self.name, self.container_bits)
-        bits = self._bits(model)
-        if bits < model.bits or bits not in BITS:
-            raise impossible(
-                model,
-                self.name,
-                "it has 2, 3, 4 or 8 bits",
-                "Use --format compressed-tensors, which has 2 to 8",
-            )
+        super().refuse(model)
+        bits = self.bits(model)
+        if bits not in BITS:
+            advice = "Use --format compressed-tensors, which has 2 to 8"
+            raise impossible(model, self.name, "it has 2, 3, 4 or 8 bits", advice)
         for name in model.matrix_names(0):
             shape = model.pretrained.tensors[name].shape
             unit = WORD if bits == 3 else WORD // bits
             if any(side % unit for side in shape):
-                raise impossible(
-                    model,
-                    self.name,
-                    f"{name} is {list(shape)}, and {bits}-bit integers fill whole words in multiples "
-                    f"of {unit} only",
-                    "Use --format compressed-tensors",
+                why = (
+                    f"{name} is {list(shape)}, and {bits}-bit integers fill whole words in multiples of "
+                    f"{unit} only"
                 )
+                raise impossible(model, self.name, why, "Use --format compressed-tensors")
 
     def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in * bits / 32, rows]``, ``qzeros [G, rows * bits / 32]`` and others."""
-        bits, columns = self._bits(model), matrix.integers.shape[1]
+        bits, columns = self.bits(model), matrix.integers.shape[1]
         return {
             "qweight": _packed(matrix.integers.T, bits),
             "qzeros": _packed(matrix.zero_point, bits).T.contiguous(),
@@ -65,7 +56,7 @@ class Gptq(FolderFormat):
 
     def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
         """Return the weight; GPTQModel takes 6 GB, so docs/export.md says where it was tried."""
-        bits = self._bits(model)
+        bits = self.bits(model)
         integers = _unpacked(packed["qweight"], bits)  # [d_in, rows]
         zero_point = _unpacked(packed["qzeros"].T, bits).T  # [G, rows]
         group = packed["g_idx"].long()
@@ -75,7 +66,7 @@ class Gptq(FolderFormat):
         """Return the quantization as GPTQModel states it."""
         settings = {
             "quant_method": "gptq",
-            "bits": self._bits(model),
+            "bits": self.bits(model),
             "group_size": model.group_size or -1,
             "sym": False,
             "desc_act": False,
@@ -83,12 +74,9 @@ class Gptq(FolderFormat):
             "checkpoint_format": "gptq_v2",
             "pack_dtype": "int32",
         }
-        if self._bits(model) == 4 and model.group_size is None:
+        if self.bits(model) == 4 and model.group_size is None:
             settings["backend"] = "torch"  # its faster CPU kernel has groups of 32 to 256 only
         return {"quantization_config": settings}
-
-    def _bits(self, model: QuantizedModel) -> int:
-        return self.container_bits or model.bits
 
 
 def _packed(values: Tensor, bits: int) -> Tensor:

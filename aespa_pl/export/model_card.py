@@ -18,27 +18,15 @@ from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.run.journal import Run
 
+LOAD = 'AutoModelForCausalLM.from_pretrained("FOLDER")'
 USES = {
-    "hf": {
-        "transformers": (
-            'AutoModelForCausalLM.from_pretrained("FOLDER")',
-            "python",
-        )
-    },
+    "hf": {"transformers": (LOAD, "python")},
     "compressed-tensors": {
-        "transformers": (
-            'AutoModelForCausalLM.from_pretrained("FOLDER")  # pip install compressed-tensors',
-            "python",
-        ),
+        "transformers": (f"{LOAD}  # pip install compressed-tensors", "python"),
         "vllm": ("vllm serve FOLDER", "sh"),
     },
     "awq": {"vllm": ("vllm serve FOLDER", "sh")},
-    "gptq": {
-        "gptqmodel": (
-            'AutoModelForCausalLM.from_pretrained("FOLDER")  # pip install gptqmodel optimum',
-            "python",
-        )
-    },
+    "gptq": {"gptqmodel": (f"{LOAD}  # pip install gptqmodel optimum", "python")},
     "gguf": {"llama.cpp": ('llama-completion -m FOLDER/model.gguf -p "Once upon a time"', "sh")},
 }
 """Code that loads a folder, and its language, by format and engine."""
@@ -47,14 +35,7 @@ USES = {
 def model_card(
     model: QuantizedModel, chosen: Format, command: str, verified: Mapping[str, str]
 ) -> str:
-    """Return the text.
-
-    Args:
-        model: Model that was exported.
-        chosen: The format.
-        command: Command that makes the folder again.
-        verified: What the check of each engine found, by its name.
-    """
+    """Return the text; ``verified`` says by its name what the check of each engine found."""
     pretrained = model.settings.model.pretrained
     licence = base_licence(model.original)
     header: dict[str, Any] = {"tags": ["aespa", chosen.name], "pipeline_tag": "text-generation"}
@@ -84,12 +65,7 @@ def base_licence(folder: Path) -> str | None:
     try:
         parts = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
         header = None if len(parts) < 3 or parts[0].strip() else yaml.safe_load(parts[1])
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-        yaml.YAMLError,
-    ):  # ValueError: bytes that are no text
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: bytes, no text
         return None
     licence = header.get("license") if isinstance(header, dict) else None
     return None if licence is None else str(licence)

@@ -25,12 +25,6 @@ class ClassSize:
     original: int = 0
     """Number of bytes in the original."""
 
-    def add(self, weights: int, size: int, original: int) -> None:
-        """Count one more tensor."""
-        self.weights += weights
-        self.size += size
-        self.original += original
-
 
 def prove(
     model: QuantizedModel,
@@ -40,14 +34,7 @@ def prove(
 ) -> Mapping[str, ClassSize]:
     """Compare every tensor of a written folder with the run; return the sizes by kind of tensor.
 
-    Args:
-        model: Model that was written.
-        chosen: The format.
-        folder: Folder that it was written to.
-        after_block: Called when another block is read.
-
-    Raises:
-        UserError: A tensor is missing or differs in one bit; the message names the first.
+    Raises UserError where a tensor is missing or differs in one bit; the message names the first.
     """
     sizes = {kind: ClassSize() for kind in (QUANTIZED, EMBEDDINGS, OTHERS)}
     seen: set[str] = set()
@@ -65,7 +52,9 @@ def prove(
         seen.add(found.name)
         kind = QUANTIZED if quantized else EMBEDDINGS if found.name in model.embeddings else OTHERS
         original = value.numel() * model.dtype(found.name).itemsize
-        sizes[kind].add(value.numel(), found.size, original)
+        sizes[kind].weights += value.numel()
+        sizes[kind].size += found.size
+        sizes[kind].original += original
     wanted = {*model.stem_names()}.union(*map(model.block_names, range(model.block_count)))
     if missing := sorted(wanted - seen):
         raise _fault(f"{missing[0]} is missing", chosen)

@@ -18,7 +18,6 @@ from aespa_pl.models.family import BlockLayout, Family, Projection
 from aespa_pl.models.headers import DTYPES, opened
 from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
@@ -57,14 +56,9 @@ class QuantizedModel:
     ) -> "QuantizedModel":
         """Check a run's folder.
 
-        Args:
-            folder: Folder of the run.
-            original: Folder of the model that was quantized; None: where config.yaml says it is.
-            trusts_places: Whether the run's ``data.cache`` is used; else the default is.
-
-        Raises:
-            UserError: The run is not finished, one of its files is damaged or missing, or the original
-                can't be found or is another model.
+        The original model lies where config.yaml says, unless ``original`` is given; ``data.cache`` of a run
+        that is not trusted isn't used. Raises UserError where the run is not finished, one of its files is
+        damaged or missing, or the original can't be found or is another model.
         """
         run = Run.open(folder)
         settings = stored_settings(run)
@@ -72,7 +66,7 @@ class QuantizedModel:
             raise UserError(
                 f"the run {folder} is not finished: continue it with {how_to_continue(folder)}"
             )
-        refuse_damaged(run)
+        run.refuse_damaged()
         pretrained = PretrainedFolder.open(run.model_folder)
         place = cache_folder(settings.data.cache if trusts_places else None)
         source = resolve(original or settings.model.pretrained, settings.model.revision)
@@ -180,8 +174,7 @@ class QuantizedModel:
     def _matrix(self, file: Any, name: str, projections: tuple[Projection, ...]) -> QuantizedWeight:
         """Read the weight of a linear layer, whose rows may belong to several projections in turn.
 
-        Raises:
-            UserError: An integer has more bits than the run says.
+        Raises UserError where an integer has more bits than the run says.
         """
         integers, scale, zero_point = (
             _joined(

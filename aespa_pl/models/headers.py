@@ -27,6 +27,9 @@ DTYPES = {
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Names of the file with a model's weights, the preferred first; with ``.index.json`` it names shards."""
 
+POINTER = b"version https://git-lfs"
+"""Beginning of the file that git leaves where the content was not fetched."""
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -162,9 +165,13 @@ def opened(path: Path) -> Iterator[Any]:
             "permissions, or copy it again from the model's origin"
         ) from error
     except SafetensorError as error:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(POINTER)) == POINTER
+        fetch = (
+            "fetch its content with git lfs pull" if is_pointer else "copy it again from its origin"
+        )
         raise UserError(
-            f"model.pretrained: {path} is truncated or damaged ({error}): copy it again from the "
-            "model's origin (with git: git lfs pull)"
+            f"model.pretrained: {path} is truncated or damaged ({error}): {fetch}"
         ) from error
 
 

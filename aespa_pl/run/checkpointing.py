@@ -1,12 +1,12 @@
 """Decide when Lightning's checkpoints inside a block are written, and write them whole."""
 
 import errno
-import hashlib
 import signal
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from aespa_pl.distributed.processes import ALONE, World
+from aespa_pl.errors import UserError
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.run.training import Training
@@ -28,7 +29,6 @@ class JournaledCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint whole or not at all, and then names it in the run's journal."""
 
     def __init__(self, run: Run, training: Training) -> None:
-        """Write checkpoints of a training."""
         super().__init__()
         self.run = run
         self.training = training
@@ -36,23 +36,19 @@ class JournaledCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            UserError: The disk is full or the folder not writable.
-        """
-        path, digest = Path(path), hashlib.sha256()
+        """Write a checkpoint. Raises UserError where the disk is full or the folder not writable."""
+        path = Path(path)
 
         def write(temporary: Path) -> None:
             with temporary.open("wb") as file:
                 try:
-                    torch.save(checkpoint, cast(BinaryIO, _Hashed(file, digest)))
+                    torch.save(checkpoint, file)
                 except RuntimeError as error:  # what torch makes of a write that failed
                     raise OSError(errno.EIO, "a write failed, the disk may be full") from error
 
         write_whole(path, write)
         if path.is_relative_to(self.run.checkpoint_folder(self.training.block)):
-            self.run.note_checkpoint(self.training, path, digest.hexdigest())
+            self.run.note_checkpoint(self.training, path)
 
     def load_checkpoint(
         self,
@@ -60,34 +56,24 @@ class JournaledCheckpointIO(TorchCheckpointIO):
         map_location: Any = None,
         weights_only: bool | None = None,  # noqa: FBT001  (Lightning's signature)
     ) -> dict[str, Any]:
-        """Read a checkpoint without unpickling objects."""
+        """Read a checkpoint without unpickling objects. Raises UserError where it holds some."""
         # to the CPU, as Lightning's own: not to the device of the process that wrote it
-        content: dict[str, Any] = torch.load(
-            path, map_location=map_location or "cpu", weights_only=True
-        )
+        try:
+            content: dict[str, Any] = torch.load(
+                path, map_location=map_location or "cpu", weights_only=True
+            )
+        except UnpicklingError as error:  # whose advice is to let the file run code
+            raise UserError(
+                f"{path} holds the state of a callback in objects, which are not read, because reading them "
+                "may run code: remove it, and the training that it is of begins again"
+            ) from error
         return content
-
-
-class _Hashed:
-    """Hashes the content of a file while it is written; torch writes it from start to end."""
-
-    def __init__(self, file: BinaryIO, digest: Any) -> None:
-        self._file = file
-        self._digest = digest
-
-    def write(self, data: bytes) -> int:
-        self._digest.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 class StopAtIteration(Callback):
     """Saves and stops at the end of the iteration in which a signal came to any of the processes."""
 
     def __init__(self, interruption: Interruption, folder: Path, world: World = ALONE) -> None:
-        """Watch ``interruption`` in all processes, and save under ``folder``."""
         self.interruption = interruption
         self.folder = folder
         self.world = world
@@ -97,25 +83,15 @@ class StopAtIteration(Callback):
         self.interruption.defer(active=True)
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save and stop, if a signal came.
-
-        Raises:
-            RunInterrupted: The checkpoint is on the disk.
-        """
+        """Save and stop, if a signal came. Raises RunInterrupted once the checkpoint is on the disk."""
         self._save_and_stop(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save and stop, if a signal came during a validation: end to end, a step more is long.
 
-        Raises:
-            RunInterrupted: The checkpoint is on the disk.
+        Raises RunInterrupted once the checkpoint is on the disk.
         """
         if not trainer.sanity_checking:  # before the training signals don't wait
             self._save_and_stop(trainer)
@@ -123,8 +99,7 @@ class StopAtIteration(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let signals through again; one may have come after the last iteration.
 
-        Raises:
-            RunInterrupted: The checkpoint is on the disk.
+        Raises RunInterrupted once the checkpoint is on the disk.
         """
         self.interruption.defer(active=False)
         self._save_and_stop(trainer)
@@ -134,9 +109,8 @@ class StopAtIteration(Callback):
     ) -> None:
         """Let signals through again.
 
-        Raises:
-            RunInterrupted: A callback of the user's raised KeyboardInterrupt, at which Lightning would end
-                the process without a word; Ctrl-C itself is a signal.
+        Raises RunInterrupted where a callback of the user's raised KeyboardInterrupt, at which Lightning
+        would end the process without a word; Ctrl-C itself is a signal.
         """
         self.interruption.defer(active=False)
         if isinstance(exception, KeyboardInterrupt):
@@ -155,12 +129,6 @@ class TimedCheckpoint(ModelCheckpoint):
     """Saves by time as Lightning does, but less often where a save takes long."""
 
     def __init__(self, seconds: float, folder: Path) -> None:
-        """Save under ``folder``, keeping the newest.
-
-        Args:
-            seconds: Seconds from one save to the next; more where a save takes long.
-            folder: Folder of the checkpoints.
-        """
         super().__init__(
             folder,
             filename="step_{step}-timed",
@@ -171,18 +139,9 @@ class TimedCheckpoint(ModelCheckpoint):
         self._rest_until = 0.0
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save, if it is time.
-
-        Raises:
-            UserError: The disk is full or the folder not writable.
-        """
+        """Save, if it is time. Raises UserError where the disk is full or the folder not writable."""
         start = time.monotonic()
         # one process decides for all, as Lightning does for the interval
         if trainer.strategy.broadcast(start < self._rest_until):

@@ -17,14 +17,9 @@ DAY = 86_400.0
 def find_run(given: str, runs: Path, name: str | None = None) -> Path:
     """Return the folder of the run that a user means.
 
-    Args:
-        given: ``last``, the folder of a run, any file inside it, or the folder of the runs of one name, of
-            which the last is taken.
-        runs: Folder of all runs, where ``last`` is looked for.
-        name: Name of the run that ``last`` means; None: any.
-
-    Raises:
-        UserError: There is no such run, or a link in it leads elsewhere.
+    It is given as ``last`` (of a name, or of all in ``runs``), as the folder of a run or any file inside it,
+    or as the folder of the runs of one name, of which the last is taken. Raises UserError where there is no
+    such run, or a link in it leads elsewhere.
     """
     if given == LAST:
         found = last_run(runs, name)
@@ -49,11 +44,9 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
 def last_run(runs: Path, name: str | None = None) -> Path | None:
     """Return the run that was worked on last, of a name or of any; None if there is none.
 
-    It is the one whose journal was written last, so a run that was continued comes after runs that
-    were begun later; of journals with the same time, the one of the highest version.
-
-    Raises:
-        UserError: There are several, and the clock was wrong when the last journal was written.
+    It is the one whose journal was written last, so a run that was continued comes after runs that were begun
+    later; of journals with the same time, the one of the highest version. Raises UserError where there are
+    several, and the clock was wrong when the last journal was written.
     """
     pattern = f"version_*/{JOURNAL}"
     return _last((runs / name).glob(pattern) if name else runs.glob(f"*/{pattern}"))

@@ -9,8 +9,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from aespa_pl.errors import UserError
+from aespa_pl.run.find import version_number
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.run.training import Training
+from aespa_pl.storage.files import MEND, disk_errors
+
+ANOTHER_FOLDER = f"{MEND}, or choose another folder with --output.folder"
+"""Advice to a user whose run has not begun."""
 
 
 @dataclass
@@ -19,34 +24,28 @@ class RunFolder:
 
     folder: Path
 
-    @property
-    def journal_file(self) -> Path:
-        """Return the file that names what is complete."""
-        return self.folder / "journal.json"
-
-    @property
-    def model_folder(self) -> Path:
-        """Return the folder of the quantized model."""
-        return self.folder / "model"
-
-    @property
-    def description_file(self) -> Path:
-        """Return the file that says how the quantized model was made."""
-        return self.model_folder / DESCRIPTION
-
-    @property
-    def metrics_file(self) -> Path:
-        """Return the file of measurements; they are written last, so a run that has them is finished."""
-        return self.folder / "metrics.json"
+    def __post_init__(self) -> None:
+        """Name the files and folders that each run has once."""
+        self.journal_file = self.folder / "journal.json"
+        """Names what is complete."""
+        self.model_folder = self.folder / "model"
+        """Holds the quantized model."""
+        self.description_file = self.model_folder / DESCRIPTION
+        """Says how the quantized model was made."""
+        self.metrics_file = self.folder / "metrics.json"
+        """Holds measurements; they are written last, so a run that has them is finished."""
+        self.tuned_file = self.folder / "tuned.safetensors"
+        """Holds all that the end-to-end tuning has learned."""
+        self.checkpoints_folder = self.folder / "checkpoints"
+        """Holds Lightning's checkpoints."""
+        self.staging_folder = self.folder / "rewriting"
+        """Holds files that will replace others."""
+        self.portions_folder = self.folder / "portions"
+        """Holds the integers of portions that are learned."""
 
     def block_file(self, index: int) -> Path:
         """Return the file with integers, scales, zero points and zeta of a block."""
         return self.folder / "blocks" / f"block_{index:03}.safetensors"
-
-    @property
-    def tuned_file(self) -> Path:
-        """Return the file with all that the end-to-end tuning has learned."""
-        return self.folder / "tuned.safetensors"
 
     def staged(self, file: Path) -> Path:
         """Return where the new content of a block's file waits until the journal knows it."""
@@ -60,27 +59,11 @@ class RunFolder:
         """Return the file with the result of a training, until its block is complete."""
         return self.portions_folder / f"block_{training.block:03}_{training.number:03}.safetensors"
 
-    @property
-    def checkpoints_folder(self) -> Path:
-        """Return the folder of Lightning's checkpoints."""
-        return self.folder / "checkpoints"
-
-    @property
-    def staging_folder(self) -> Path:
-        """Return the folder of files that will replace others."""
-        return self.folder / "rewriting"
-
-    @property
-    def portions_folder(self) -> Path:
-        """Return the folder with the integers of portions that are learned."""
-        return self.folder / "portions"
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes off this run; the operating system frees a dead process's lock.
 
-        Raises:
-            UserError: Another process has it.
+        Raises UserError where another process has it.
         """
         lock = FileLock(self.folder / "lock")
         try:
@@ -99,3 +82,21 @@ class RunFolder:
 def how_to_continue(folder: Path) -> str:
     """Return the command that continues a run, ready to be copied into a shell."""
     return f"aespa-pl fit --ckpt_path {shlex.quote(str(folder))}"
+
+
+def next_version(folder: Path) -> Path:
+    """Make and return ``folder/version_N`` for the smallest N above all that exist.
+
+    Raises UserError where the folder cannot be written to.
+    """
+    with disk_errors(folder, ANOTHER_FOLDER):
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = [version_number(path) for path in folder.glob("version_*")]
+        while True:
+            path = folder / f"version_{max(taken, default=-1) + 1}"
+            try:
+                path.mkdir()
+            except FileExistsError:  # another process was faster
+                taken.append(version_number(path))
+                continue
+            return path

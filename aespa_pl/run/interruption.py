@@ -17,7 +17,6 @@ class RunInterrupted(BaseException):
     """Says that the user or the system asked us to stop; like KeyboardInterrupt, it is no error to handle."""
 
     def __init__(self, number: int) -> None:
-        """Keep the number of the signal."""
         super().__init__(signal.Signals(number).name)
         self.number = number
 
@@ -26,13 +25,18 @@ class Interruption:
     """Turns signals into exceptions; while they are deferred, they wait for :meth:`check`."""
 
     def __init__(self) -> None:
-        """Begin without a signal."""
         self.received: int | None = None
         self.how_to_continue: str | None = None
         self.run_folder: Path | None = None
         self._deferred = False
         self._watching = False
         self._watched: list[int] = []
+
+    @property
+    def advice(self) -> str | None:
+        """Return how to continue; None where no run has begun, or its folder was removed."""
+        gone = self.run_folder is not None and not (self.run_folder / "journal.json").is_file()
+        return None if gone else self.how_to_continue
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -61,11 +65,7 @@ class Interruption:
             self._take_signals()
 
     def check(self) -> None:
-        """Raise the exception of a signal that has come.
-
-        Raises:
-            RunInterrupted: A signal came.
-        """
+        """Raise the exception of a signal that has come. Raises RunInterrupted where a signal came."""
         if self.received is not None:
             raise RunInterrupted(self.received)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aespa_pl.errors import UserError
 from aespa_pl.run.fingerprint import checksum, differences
-from aespa_pl.run.folder import RunFolder
+from aespa_pl.run.folder import RunFolder, how_to_continue, next_version
 from aespa_pl.run.schema import (
     FORMAT,
     BlockRecord,
@@ -23,10 +23,12 @@ from aespa_pl.run.schema import (
     refuse_other_format,
 )
 from aespa_pl.run.training import Training
-from aespa_pl.run.versions import next_version
 from aespa_pl.storage.files import move_whole, write_json
 
 log = logging.getLogger(__name__)
+
+SHOWN = 3
+"""Files that a message names at most: a model folder that was removed had one for each block."""
 
 
 @dataclass
@@ -37,14 +39,14 @@ class Run(RunFolder):
     what it names is on the disk, and what it does not name is not used.
     """
 
-    fingerprint: Mapping[str, Any]
+    fingerprint: dict[str, Any]
     blocks: dict[int, BlockRecord] = field(default_factory=dict)
     """Complete blocks by number, with checksums and measurements."""
     checkpoint: LearnedFile | None = None
     """Lightning's checkpoint of the portion that is being learned."""
     portions: list[LearnedFile] = field(default_factory=list)
     """Portions of the block under way that are learned already."""
-    damping: dict[int, float] = field(default_factory=dict)
+    damping: dict[int, int | float] = field(default_factory=dict)
     """Damping of a second attempt, where the first one diverged, by the number of the block."""
     tuned: TunedModelRecord | None = None
     """Result of the end-to-end tuning, once it is done; a block's record says whether its files have it."""
@@ -56,9 +58,9 @@ class Run(RunFolder):
     @classmethod
     def create(cls, parent: Path, fingerprint: Mapping[str, Any]) -> "Run":
         """Make a new run in ``parent/version_N``; an old one is never touched."""
-        run = cls(next_version(parent), fingerprint)
+        run = cls(next_version(parent), dict(fingerprint))
         try:
-            run.save()
+            run._write()
         except UserError:  # without a journal it is no run
             shutil.rmtree(run.folder, ignore_errors=True)
             raise
@@ -68,17 +70,12 @@ class Run(RunFolder):
     def open(cls, folder: Path) -> "Run":
         """Read a run.
 
-        Raises:
-            UserError: There is no journal, it is damaged, or another version wrote it.
+        Raises UserError where there is no journal, it is damaged, or another version wrote it.
         """
         path = folder / "journal.json"
         try:
             refuse_other_format(path)
-            content = dict(parse(JournalContent, path))
-            blocks = {int(index): record for index, record in content.pop("blocks").items()}
-            damping = {int(index): float(value) for index, value in content.pop("damping").items()}
-            del content["format"]
-            return cls(folder, blocks=blocks, damping=damping, **content)
+            return cls(folder, **_kept(parse(JournalContent, path)))
         except OSError as error:
             raise UserError(
                 f"{folder} is not the folder of a run: {path.name} cannot be read; give the folder of a "
@@ -88,19 +85,17 @@ class Run(RunFolder):
             raise UserError(f"{path} is damaged ({error}): start a new run") from error
 
     def save(self) -> None:
-        """Write the journal."""
-        if not self.writes:
-            return
-        content = JournalContent(
-            format=FORMAT,
-            fingerprint=dict(self.fingerprint),
-            blocks={str(i): record for i, record in self.blocks.items()},
-            checkpoint=self.checkpoint,
-            portions=self.portions,
-            damping={str(i): share for i, share in self.damping.items()},
-            tuned=self.tuned,
-            model=self.model,
-        )
+        """Write the journal. Raises UserError where somebody has removed it with the rest of the run."""
+        if self.writes:
+            if not self.journal_file.is_file():
+                raise UserError(
+                    f"{self.folder} was removed while the run was writing to it: nothing of it can be "
+                    "continued, so begin again"
+                )
+            self._write()
+
+    def _write(self) -> None:
+        content = JournalContent(format=FORMAT, **_kept(self))
         write_json(self.journal_file, content.model_dump(exclude_unset=True))
 
     def metrics(self) -> dict[str, Any] | None:
@@ -113,8 +108,7 @@ class Run(RunFolder):
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
         """Refuse to continue with other inputs.
 
-        Raises:
-            UserError: Something that the result depends on has changed; the message lists all of it.
+        Raises UserError where something that the result depends on has changed; the message lists all of it.
         """
         changes = differences(self.fingerprint, fingerprint)
         if changes:
@@ -124,13 +118,7 @@ class Run(RunFolder):
             )
 
     def finish_block(self, index: int, known: Mapping[str, Any], files: Iterable[Path]) -> None:
-        """Note that a block is complete; the files of its learning are removed.
-
-        Args:
-            index: Number of the block, from 0.
-            known: Fields of its record, but for the checksums.
-            files: Files that hold the block.
-        """
+        """Note that a block is complete, and which files hold it; the files of its learning are removed."""
         self.blocks[index] = BlockRecord(**known, files=self._checksums(files))
         self.forget_learning()
 
@@ -168,11 +156,7 @@ class Run(RunFolder):
         shutil.rmtree(self.staging_folder, ignore_errors=True)
 
     def reopen(self, count: int) -> Iterator[str]:
-        """Forget the blocks whose files are damaged, because they are quantized again; say so in lines.
-
-        Args:
-            count: Number of blocks of the model.
-        """
+        """Forget the blocks whose files are damaged, because they are quantized again; say so in lines."""
         self.finish_replacing()
         self.model = {}  # of a finished run that is mended: the next write of the journal says so
         damaged = {i: files for i in sorted(self.blocks) if (files := self.damaged_files(i))}
@@ -214,10 +198,9 @@ class Run(RunFolder):
         self.save()
 
     def damaged_files(self, index: int | None = None) -> list[Path]:
-        """Return the files that are missing or not what the journal knows.
+        """Return which files of a complete block are missing or not what the journal knows.
 
-        Args:
-            index: A complete block; None: what lies in the model folder beside the blocks.
+        Without a block: of what lies in the model folder beside the blocks.
         """
         known = self.model if index is None else self.blocks[index].files
         files = [(self.folder / name, expected) for name, expected in known.items()]
@@ -229,9 +212,25 @@ class Run(RunFolder):
         """Return every file of a finished run that is missing or not what the journal knows."""
         return [f for index in (*sorted(self.blocks), None) for f in self.damaged_files(index)]
 
-    def note_checkpoint(self, training: Training, file: Path, file_checksum: str) -> None:
+    def damage(self) -> str:
+        """Return in words which files of a finished run are missing or changed; empty where none is."""
+        damaged = self.all_damaged_files()
+        names = [file.relative_to(self.folder).as_posix() for file in damaged[:SHOWN]]
+        more = f" and {len(damaged) - SHOWN} more files" if len(damaged) > SHOWN else ""
+        verb = "are" if len(damaged) > 1 else "is"
+        return f"{', '.join(names)}{more} {verb} missing or changed" if damaged else ""
+
+    def refuse_damaged(self) -> None:
+        """Raise UserError where a file of a finished run is missing or changed."""
+        if damage := self.damage():
+            raise UserError(
+                f"the run {self.folder} is damaged ({damage}): mend it with "
+                f"{how_to_continue(self.folder)}"
+            )
+
+    def note_checkpoint(self, training: Training, file: Path) -> None:
         """Note that Lightning's checkpoint of a portion is on the disk."""
-        self.checkpoint = self._learned(training, file, file_checksum)
+        self.checkpoint = self._learned(training, file)
         self.save()
 
     def checkpoint_to_continue(self, training: Training) -> Path | None:
@@ -253,14 +252,11 @@ class Run(RunFolder):
 
     def note_portion(self, training: Training, file: Path) -> None:
         """Note that a portion of the block under way is learned."""
-        self.portions.append(self._learned(training, file, checksum(file)))
+        self.portions.append(self._learned(training, file))
         self.forget_checkpoint()
 
     def portion_to_continue(self, training: Training) -> Path | None:
-        """Return what a training has learned, if its file is there and intact.
-
-        Otherwise its result and all later ones are forgotten.
-        """
+        """Return what a training has learned; where it isn't intact, it and all later ones are forgotten."""
         known = self.portions[training.number : training.number + 1]
         if known and _is_about(known[0], training):
             if self._is_intact(known[0]):
@@ -281,9 +277,9 @@ class Run(RunFolder):
             return {}
         return {file.relative_to(self.folder).as_posix(): checksum(file) for file in files}
 
-    def _learned(self, training: Training, file: Path, file_checksum: str) -> LearnedFile:
+    def _learned(self, training: Training, file: Path) -> LearnedFile:
         name, key = file.relative_to(self.folder).as_posix(), training.key
-        return LearnedFile(block=training.block, key=key, file=name, checksum=file_checksum)
+        return LearnedFile(block=training.block, key=key, file=name, checksum=checksum(file))
 
     def _is_intact(self, record: LearnedFile | TunedModelRecord) -> bool:
         file = self.folder / record.file
@@ -296,3 +292,8 @@ class Run(RunFolder):
 
 def _is_about(record: LearnedFile, training: Training) -> bool:
     return (record.block, record.key) == (training.block, training.key)
+
+
+def _kept(journal: JournalContent | Run) -> dict[str, Any]:
+    """Return what the journal stores of a run, beside its own format."""
+    return {key: getattr(journal, key) for key in JournalContent.model_fields if key != "format"}

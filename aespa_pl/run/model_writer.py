@@ -45,13 +45,9 @@ class ModelWriter:
     ) -> None:
         """Write the index of the shards, and the files beside the weights that belong to the model.
 
-        The files beside the weights are copied byte for byte: a copy that a library writes says the same
-        in the words of its own version, which engines with another version misread.
-
-        Args:
-            names: Names of the tensors in shard 0 (outside the blocks), 1, 2 ...
-            origin: Folder of the original model.
-            config: Keys that config.json gets in addition; it is then written again.
+        They are copied byte for byte: a copy that a library writes says the same in the words of its own
+        version, which engines with another version misread. ``names`` are those of the tensors in shard 0
+        (outside the blocks), 1, 2 ...; ``config`` has keys that config.json gets in addition.
         """
         copy_companions(origin, self.folder)
         if config:

@@ -80,10 +80,10 @@ class JournalContent(Strict):
 
     format: int
     fingerprint: dict[str, Any]
-    blocks: dict[str, BlockRecord]
+    blocks: dict[int, BlockRecord]
     checkpoint: LearnedFile | None
     portions: list[LearnedFile]
-    damping: dict[str, int | float]
+    damping: dict[int, int | float]
     tuned: TunedModelRecord | None = None
     model: dict[str, str]
     """SHA-256 of what lies in the model folder beside the blocks, by path; empty until all is written."""
@@ -115,9 +115,8 @@ Content = TypeVar("Content", bound=Strict)
 def parse(kind: type[Content], path: Path) -> Content:
     """Read a JSON file.
 
-    Raises:
-        OSError: It cannot be read.
-        DamagedFileError: It does not hold what it should; the message says which key, not which file.
+    Raises OSError where it cannot be read. Raises DamagedFileError where it does not hold what it should; the
+    message says which key, not which file.
     """
     try:
         return kind.model_validate_json(path.read_bytes())

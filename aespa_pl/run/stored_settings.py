@@ -24,10 +24,8 @@ class StoredSettings:
 def stored_settings(run: Run) -> StoredSettings:
     """Return the settings of a run; where config.yaml was edited later, the journal counts.
 
-    Keys that this version does not know are left out.
-
-    Raises:
-        UserError: config.yaml cannot be read, or has values that no setting may have.
+    Keys that this version does not know are left out. Raises UserError where config.yaml cannot be read, or
+    has values that no setting may have.
     """
     path = run.folder / "config.yaml"
     try:
@@ -47,8 +45,7 @@ def stored_settings(run: Run) -> StoredSettings:
 def stored_quantization(run: Run) -> QuantizationSettings:
     """Return the section ``quantization`` as the journal has it, without the number of iterations.
 
-    Raises:
-        UserError: It has values that no setting may have.
+    Raises UserError where it has values that no setting may have.
     """
     try:
         found: QuantizationSettings = _typed(QuantizationSettings, _of_journal(run))

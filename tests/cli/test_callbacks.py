@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.cli.commands import LAST, NO_TEXTS, CommandLine, small
@@ -88,7 +90,37 @@ def test_early_stopping_may_end_the_learning(
     assert (status, err) == (0, "")
     events = EventAccumulator(str(Path(out.splitlines()[-1], "block_001")))
     events.Reload()
+    # Lightning counts from 0
     assert events.Scalars("loss_reconstruction/q_proj")[-1].step == 19
+
+
+class FailingAtItsEnd(CSVLogger):
+    def finalize(self, status: str) -> None:
+        raise ConnectionError("the server of curves is gone")
+
+
+def test_a_logger_that_fails_at_its_end_costs_a_warning(
+    aespa: CommandLine, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = ("--trainer.logger", f"{__name__}.FailingAtItsEnd", "--trainer.logger.save_dir", "csv")
+    status, out, err = aespa("fit", *small(model), *NO_TEXTS, *chosen)
+    assert (status, err) == (0, "")
+    assert (Path(out.splitlines()[-1]) / "metrics.json").is_file()
+    said = [m for m in caplog.messages if "the server of curves is gone" in m]
+    assert len(said) == 3  # of two blocks and of the walk
+
+
+class Removing(Callback):
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        shutil.rmtree(Path("lightning_logs"))
+
+
+def test_a_folder_that_is_removed_ends_the_run_in_one_line(aespa: CommandLine, model: Path) -> None:
+    callback = ("--trainer.callbacks", f"{__name__}.Removing", "--trainer.logger", "false")
+    status, _, err = aespa("fit", *small(model), *NO_TEXTS, *callback)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "was removed while the run was writing to it" in err
+    assert "continue with" not in err
 
 
 class Interrupting(Callback):

@@ -10,7 +10,7 @@ import torch
 from aespa_pl.errors import UserError
 from aespa_pl.export.agreement import compare, reference_logits
 from aespa_pl.export.engines import ENGINES, LlamaCpp, Transformers, Vllm
-from aespa_pl.export.formats import make_format
+from aespa_pl.export.format import make_format
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
 from tests.export.runs import VOCABULARY

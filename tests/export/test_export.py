@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from aespa_pl.commands.export import export
 from aespa_pl.commands.resuming import note_own
 from aespa_pl.errors import UserError
-from aespa_pl.export import formats, proof
+from aespa_pl.export import format as formats
+from aespa_pl.export import proof
 from aespa_pl.export.hf import HuggingFace
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.fingerprint import model_fingerprint

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.export.conftest import MakeRun
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "hf", "model"])
 def test_perplexity_of_an_export_is_that_of_the_runs_own_folder(
-    known: MakeRun, tmp_path: Path, name: str
+    known: MakeRun, tmp_path: Path, name: Any
 ) -> None:
     """One is streamed and rounded to float16, the other loaded whole: scales times integers."""
     run, folder = known("llama", 4, 32), tmp_path / "packed"

@@ -8,7 +8,8 @@ import pytest
 
 from aespa_pl.commands.export import export
 from aespa_pl.errors import UserError
-from aespa_pl.export import engines, formats
+from aespa_pl.export import engines
+from aespa_pl.export import format as formats
 from tests.export.folders import card
 from tests.export.runs import Known
 

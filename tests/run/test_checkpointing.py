@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from aespa_pl.errors import UserError
 from aespa_pl.run.checkpointing import JournaledCheckpointIO
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
@@ -106,3 +107,12 @@ def test_checkpoint_is_named_after_it_is_written(
         writer.save_checkpoint({"a": 2}, folder / "step_2.ckpt")
     assert Run.open(run.folder).checkpoint_to_continue(portion) == folder / "step_1.ckpt"
     assert files(folder) == ["step_1.ckpt"]
+
+
+def test_a_checkpoint_with_objects_is_refused_without_advice_to_trust_it(tmp_path: Path) -> None:
+    file = tmp_path / "state.ckpt"
+    torch.save({"callbacks": {"Mine": {"path": tmp_path}}}, file)
+    storage = JournaledCheckpointIO(Run.create(tmp_path, {}), whole_block(0))
+    with pytest.raises(UserError, match="remove it, and the training that it is of begins") as told:
+        storage.load_checkpoint(file)
+    assert "weights_only" not in str(told.value)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from aespa_pl.errors import UserError
-from aespa_pl.run.damage import refuse_damaged
 from aespa_pl.run.journal import Run
 from tests.run.journals import RECORD, make_file, note_checkpoint, portion_of, sha
 
@@ -61,17 +60,17 @@ def test_run_without_its_files_names_some_and_how_to_mend_it(run: Run) -> None:
     for name in "abcde":
         make_file(run.model_folder / name)
     run.finish_model()
-    refuse_damaged(run)
+    run.refuse_damaged()
     (run.model_folder / "b").unlink()
     mend = f"mend it with aespa-pl fit --ckpt_path {run.folder}"
     with pytest.raises(UserError) as caught:
-        refuse_damaged(run)
+        run.refuse_damaged()
     assert str(caught.value) == (
         f"the run {run.folder} is damaged (model/b is missing or changed): {mend}"
     )
     shutil.rmtree(run.model_folder)
     with pytest.raises(UserError) as caught:
-        refuse_damaged(run)
+        run.refuse_damaged()
     assert str(caught.value) == (
         f"the run {run.folder} is damaged (model/a, model/b, model/c and 2 more files are missing or "
         f"changed): {mend}"

@@ -22,7 +22,7 @@ def test_journal_comes_back_as_it_was(run: Run) -> None:
     run.damping[4] = 0.1
     run.note_portion(portion_of(4), make_file(run.portion_file(portion_of(4))))
     checkpoint = make_file(run.checkpoint_folder(4) / "x.ckpt")
-    run.note_checkpoint(portion_of(4, 1), checkpoint, sha(checkpoint))
+    run.note_checkpoint(portion_of(4, 1), checkpoint)
     again = Run.open(run.folder)
     assert again == run
     assert again.blocks[3].losses == RECORD["losses"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aespa_pl.run.versions import version_number
+from aespa_pl.run.find import version_number
 from tests.run.bench import ITERATIONS, LAST, Bench, check, copied, flip
 
 

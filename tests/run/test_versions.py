@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from aespa_pl.run.versions import next_version, version_number
+from aespa_pl.run.find import version_number
+from aespa_pl.run.folder import next_version
 from tests.disks import files, full, refused
 
 
