@@ -3,10 +3,7 @@
 import csv
 import io
 import math
-import os
-import shlex
 import signal
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +15,14 @@ from rich.console import Console
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.compare import POLL_SECONDS, compare, failure, in_processes, run
+from aespa_pl.commands.compare import compare, failure, run
 from aespa_pl.commands.compare_section import CompareSettings
-from aespa_pl.commands.ending import EndedError, message_and_status
+from aespa_pl.commands.ending import EndedError
 from aespa_pl.errors import UserError
 from aespa_pl.report.comparison import Cell, figure, summary
-from aespa_pl.run.interruption import Interruption, RunInterrupted
+from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.storage.files import write_json
-from tests.models.examples import make_model
-from tests.walks import save_with_words
 
 SETTINGS = CompareSettings(methods=["rtn", "optq"], bits=[2], seeds=[0, 1])
 
@@ -191,35 +186,6 @@ def test_a_damaged_journal_fails_its_cell_alone(tmp_path: Path) -> None:
         compare(SETTINGS, given(tmp_path), Runs(finished), silent())
 
 
-def test_a_file_of_the_current_folder_is_no_library_of_a_cell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "yaml.py").write_text("raise SystemExit('the file of the current folder ran')")
-    monkeypatch.chdir(tmp_path)
-    said = in_processes(Interruption())(["--model.pretrained", "nowhere/"])
-    assert "the file of the current folder ran" not in said
-    assert "nowhere" in said
-
-
-def test_a_comparison_that_is_stopped_says_once_how_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    program = tmp_path / "program"
-    program.write_text(
-        "#!/bin/sh\necho 'aespa-pl: stopped; continue with: aespa-pl fit' >&2; exit 143\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(program))
-    interruption = Interruption()
-    interruption.received = signal.SIGTERM
-    words = ["compare", "--model.pretrained=m", f"--output.folder={tmp_path}"]
-    with pytest.raises(RunInterrupted) as stopped:
-        run(words, interruption)
-    said = message_and_status(stopped.value, interruption.how_to_continue, configured=True)
-    assert said == (f"stopped by SIGTERM; continue with: aespa-pl {shlex.join(words)}", 143)
-    assert capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("status", "said", "expected"),
     [
@@ -280,66 +246,3 @@ def test_figure_has_a_panel_for_each_bit_width_and_a_point_for_each_method() -> 
     for panel, bits in zip(drawn.axes, (2, 3), strict=True):
         points = [tuple(np.ravel(line.get_xydata())) for line in panel.get_lines()]
         assert (4.0, 20.0 + bits) in points
-
-
-def test_processes_leave_runs_like_any_other(tmp_path: Path) -> None:
-    model = save_with_words(make_model("opt"), tmp_path / "model")
-    words = str(tmp_path / "words.txt")
-    shared = Arguments.read(
-        [
-            f"--model.pretrained={model}", f"--output.folder={tmp_path / 'runs'}",
-            f"--data.calibration.source={words}", f"--data.evaluation.texts={words}",
-            "--data.calibration.segments=4", "--data.calibration.segment_length=16",
-            f"--data.cache={tmp_path / 'cache'}", "--trainer.accelerator=cpu",
-        ]
-    )  # fmt: skip
-    settings = CompareSettings(methods=["rtn"], bits=[3], seeds=[0])
-    folder = compare(settings, shared, in_processes(Interruption()), silent())
-    finished = Run.open(folder / "rtn_w3_s0" / "version_0").metrics()
-    assert finished is not None
-    assert finished["perplexity"]["quantized"] == pytest.approx(
-        finished["perplexity"]["nearest"], rel=1e-2
-    )
-
-
-def test_a_signal_is_passed_on_and_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    interruption = Interruption()
-    monkeypatch.setattr(
-        "sys.executable", "/bin/sleep"
-    )  # sleep -m ... ends at once: a run that fails
-    interruption.received = signal.SIGTERM
-    with pytest.raises(RunInterrupted):
-        in_processes(interruption)(["60"])
-
-
-class Impatient(subprocess.Popen[bytes]):
-    """A process whose user sends two signals before the first one is passed on."""
-
-    started: "Impatient"
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        Impatient.started = self
-
-    def wait(self, timeout: float | None = None) -> int:
-        if timeout == POLL_SECONDS:
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGTERM)
-        return super().wait(timeout)
-
-
-def test_two_signals_at_once_do_not_leave_a_run_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
-    program.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(program))
-    monkeypatch.setattr("subprocess.Popen", Impatient)
-    interruption = Interruption()
-    with pytest.raises(RunInterrupted), interruption.watching():
-        in_processes(interruption)([])
-    try:
-        assert Impatient.started.wait(10) == -signal.SIGTERM
-    finally:
-        Impatient.started.kill()
