@@ -38,8 +38,7 @@ def refuse_own(folder: Path, given: str) -> None:
 def calibration_length(data: DataSettings, positions: int | None) -> int:
     """Return the tokens in a calibration segment; a model without ``positions`` has no limit of them.
 
-    Raises:
-        UserError: Neither the settings nor the model limit the length.
+    Raises UserError where neither the settings nor the model limit the length.
     """
     length = data.calibration.segment_length or positions
     if length is None:
@@ -95,8 +94,7 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
 def check_bits_of(layout: BlockLayout, blocks: int, settings: QuantizationSettings) -> None:
     """Refuse bits of a projection that the model does not have, or of a part of a matrix.
 
-    Raises:
-        UserError: A key names nothing, or projections in one matrix have different bits.
+    Raises UserError where a key names nothing, or projections in one matrix have different bits.
     """
     names = [p.name for p in layout.projections]
     numbers = [str(index) for index in range(blocks)]
@@ -129,8 +127,7 @@ def refuse_tuning(setup: Setup) -> None:
 def tuning_shortages(setup: Setup) -> list[str]:
     """Return in words which tuning doesn't fit into the device's memory, and what to do.
 
-    Raises:
-        UserError: A tuning has too few segments.
+    Raises UserError where a tuning has too few segments.
     """
     shape, work, data, settings = setup.shape, setup.work, setup.data, setup.quantization
     devices = setup.devices
@@ -209,8 +206,7 @@ def nearest_existing(folder: Path) -> Path:
 def check_space(folder: Path, needed: float) -> None:
     """Refuse a folder that can't be written to or has less than ``needed`` bytes; it need not exist yet.
 
-    Raises:
-        UserError: The folder is not writable, or has too little space.
+    Raises UserError where the folder is not writable, or has too little space.
     """
     existing = nearest_existing(folder)
     with disk_errors(folder, ANOTHER_FOLDER), tempfile.TemporaryFile(dir=existing):

@@ -29,8 +29,7 @@ MACHINE = re.compile(r"\s*(\d+\.?\d*)\s*GB\s*,\s*(\d+\.?\d*)\s*TFLOPS\s*")
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
     """Print what ``fit`` needs, and what of it this machine has too little of.
 
-    Raises:
-        UserError: fit would refuse this with any memory.
+    Raises UserError where fit would refuse this with any memory.
     """
     quiet_libraries()
     arguments = Arguments.read(words[1:])
@@ -66,8 +65,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG0
 def _rented(words: str | None) -> tuple[float, float] | None:
     """Return the GB and the operations a second of a device that a user describes; None: this machine's.
 
-    Raises:
-        UserError: The words don't describe a device.
+    Raises UserError where the words don't describe a device.
     """
     if words is None:
         return None
