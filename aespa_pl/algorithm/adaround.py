@@ -104,7 +104,7 @@ def rectified_sigmoid(B: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def undecided(B: Float[Tensor, "..."], margin: float = 0.1) -> Float[Tensor, ""]:
-    """Return the share of the rounding variables whose h(B) is not within ``margin`` of 0 or 1."""
+    """Return the fraction of the rounding variables whose h(B) is not within ``margin`` of 0 or 1."""
     edge = math.log(
         (STRETCH / 2 + 0.5 - margin) / (STRETCH / 2 - 0.5 + margin)
     )  # h(edge) = 1 - margin

@@ -19,7 +19,7 @@ from aespa_pl.algorithm.quantizer import GridFormat, dequantize, quantize
 POWERS = 20
 """Powers alpha 0, 1/20 ... 19/20 that are compared."""
 LEAST_MAGNITUDE = 1e-4
-"""Share of the largest mean absolute input that the others count as at least: dead inputs have 0."""
+"""Fraction of the largest mean absolute input that the others count as at least: dead inputs have 0."""
 
 
 def candidate_zetas(magnitude: Float[Tensor, " d_in"]) -> Float[Tensor, "powers d_in"]:

@@ -49,6 +49,6 @@ def update_rows(
         visited[:, row], integers[:, row] = round_columns(pending[:, row], columns, of_row)
         # before the row's own compensation: that moved the error to later columns, it didn't undo it
         lost = pending[:, row] - dequantize(integers[:, row], of_row)  # [heads, 1, d_in]
-        share = (U[:, i, i + 1 :] / U[:, i, i, None])[..., None]  # [heads, later rows, 1]
-        pending[:, i + 1 :] -= share * lost
+        ratio = (U[:, i, i + 1 :] / U[:, i, i, None])[..., None]  # [heads, later rows, 1]
+        pending[:, i + 1 :] -= ratio * lost
     return visited, integers, torch.maximum(columns.added, added.max())

@@ -118,22 +118,22 @@ def _of_each(
 
     It is called with errors ``[groups, n, columns]`` and their product with ``matrix``; it may change both.
     """
-    found = torch.empty_like(candidates.scale)
-    for V_rows, scale, Q, product, place in _chunks(V, candidates, matrix.shape[-1], found):
+    results = torch.empty_like(candidates.scale)
+    for V_rows, scale, Q, product, place in _chunks(V, candidates, matrix.shape[-1], results):
         torch.addcmul(V_rows, Q, scale, value=-1, out=Q)
         errors = Q.view(len(V), -1, V.shape[-1])  # one product a group
         place.copy_(losses(errors, torch.bmm(errors, matrix, out=product)).view(place.shape))
-    return found
+    return results
 
 
 def _chunks(
-    V: Tensor, candidates: Candidates, outputs: int, found: Tensor
+    V: Tensor, candidates: Candidates, outputs: int, results: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """Yield rows, scales and integers of some candidates of some rows, memory for a product, and a place.
 
     Rows are ``[groups, rows, 1, columns]``, scales ``[groups, rows, candidates, 1]``, and the integers, less
     the zero point, ``[groups, rows, candidates, columns]``. The product has ``outputs`` numbers for each
-    candidate, ``[groups, n, outputs]``; the place is what belongs to the candidates in ``found``. All chunks
+    candidate, ``[groups, n, outputs]``; the place is that of the candidates in ``results``. All chunks
     have the same memory; new memory takes more time than what is computed in it.
     """
     groups, row_count, columns = V.shape
@@ -146,7 +146,7 @@ def _chunks(
     zero = candidates.zero[..., None]
     # half the time of a division; the inverse of a scale below 1e-38 is infinite, and 0 times that NaN
     inverse = candidates.scale.reciprocal().clamp(max=torch.finfo(V.dtype).max)[..., None]
-    of_candidates = inverse, -zero, candidates.largest - zero, candidates.scale[..., None], found
+    of_candidates = inverse, -zero, candidates.largest - zero, candidates.scale[..., None], results
     for first in range(0, count, width):
         some = (x[:, :, first : first + width].split(height, 1) for x in of_candidates)
         # split at once: a chunk's own slices would take a tenth of its time

@@ -46,11 +46,6 @@ class Effort:
         """Return the index of the first candidate of so many that is compared."""
         return min(self.reach, candidates - 1)
 
-    def compared(self, candidates: int) -> int:
-        """Return how many candidates of so many get an approximate loss."""
-        coarse = len(range(self.first(candidates), candidates, self.stride))
-        return coarse + min(self.basins, coarse) * 2 * self.reach
-
 
 THOROUGH = Effort(shortlist=8)
 """Compares all candidates, because the loss may be rough in the scale."""

@@ -39,7 +39,7 @@ COUPLED_ROWS, COUPLED_COLUMNS = 8, 32
 ONE_THREAD = 2**20
 """Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
 LEAST_GAIN = 5e-3
-"""Share of its loss that a unit must gain in a pass, or the pass was its last."""
+"""Part of its loss that a unit must gain in a pass, or the pass was its last."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,18 @@ def _descend(
     if G is None and H.shape[0] == 1 and not heads_alone:
         units = units.rows_alone()
     before = units.loss()  # [units, separable]
-    found, loss = units.integers.clone(), before.sum(-1)
+    current, loss = units.integers.clone(), before.sum(-1)
     taken, left = torch.zeros_like(loss, dtype=torch.long), torch.arange(len(loss), device=W.device)
     for done in range(1, passes + 1):
         units.visit()
-        found.index_copy_(0, left, units.integers)
+        current.index_copy_(0, left, units.integers)
         taken[left] = done
         now = units.loss().sum(-1)
         going = ((now < loss) & (now <= (1 - LEAST_GAIN) * loss)).nonzero()[:, 0]
         if not going.numel():
             break
         left, loss, units = left[going], now[going], units.some(going)
-    current = found.view_as(integers)
+    current = current.view_as(integers)
     after = reconstruction_loss(dequantize(current, grid) - W, H, G)
     kept = keep_better(integers, before.view_as(after), current.to(integers.dtype), after)
     return Descent(kept, taken.view(len(W), -1).amax(-1), before.view_as(after))

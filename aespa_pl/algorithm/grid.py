@@ -89,11 +89,11 @@ def _search_typed(W: Tensor, H: Tensor, zeta: Tensor, kind: GridType) -> tuple[G
     """Return the fit of a block type, each group on its own diagonal block of H, and the loss of W."""
     V = _split(W / zeta, kind.group)  # [heads, rows, groups, columns]
     parts = V.reshape(H.shape[0], -1, *V.shape[2:])
-    found = [
+    fitted = [
         fit_factors(part.transpose(0, 1).contiguous(), _blocks(H[h], zeta, kind.group), kind)
         for h, part in enumerate(parts)
     ]
-    rows = found[0].merged(lambda *same: torch.cat(same, 1), *found[1:])
+    rows = fitted[0].merged(lambda *same: torch.cat(same, 1), *fitted[1:])
     grid = Grid.of(rows.merged(lambda x: x.view(*W.shape[:2], -1)), zeta)
     losses = reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H)
     return grid, losses.sum()

@@ -12,14 +12,14 @@ from aespa_pl.errors import NumericalError
 DEAD_DIAGONAL = 1 / 2048
 """Diagonal given to an input that is always 0 (docs/algorithm.md, step 1)."""
 FIRST_EXTRA_DAMPING, LAST_EXTRA_DAMPING = 0.01, 100.0
-"""Shares of the mean diagonal that are added, growing tenfold, until a Hessian can be factored."""
+"""Fractions of the mean diagonal that are added, growing tenfold, until a Hessian can be factored."""
 
 
 def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor, "heads d_in"]:
     """Return the diagonal of a Hessian, damped.
 
-    A dead input's 0 becomes ``DEAD_DIAGONAL``; then ``damping``, a share of the mean diagonal (0.01: 1 %), is
-    added to each head on its own.
+    A dead input's 0 becomes ``DEAD_DIAGONAL``; then ``damping``, a fraction of the mean diagonal (0.01: 1 %),
+    is added to each head on its own.
     """
     revived = diagonal.masked_fill(diagonal == 0, DEAD_DIAGONAL)
     return revived + damping * revived.mean(-1, keepdim=True)
@@ -33,7 +33,7 @@ def inverse_factor(
     Each head is damped on its own, so that its factor does not depend on the heads beside it.
 
     Returns:
-        U with ``U^T U = H^-1``, and by head the share of the mean diagonal that was added to make the
+        U with ``U^T U = H^-1``, and by head the fraction of the mean diagonal that was added to make the
         factorization work: 0 where none was needed.
 
     Raises:
@@ -82,7 +82,7 @@ def _inverse_upper(H: Tensor) -> tuple[Tensor, Bool[Tensor, " heads"]]:
 
 
 def _damped(H: Tensor, added: Tensor) -> Tensor:
-    """Return H with a share of each head's mean diagonal added; H itself where all shares are 0."""
+    """Return H with a fraction of each head's mean diagonal added; H itself where all are 0."""
     if not bool(added.any()):  # a copy would be memory for nothing
         return H
     damped = H.clone()

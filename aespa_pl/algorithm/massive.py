@@ -17,7 +17,7 @@ MASSIVE = 10.0
 """Ratio of a token's mean square to the median of its segment, above which its activations count as massive.
 Of the first token of a segment in SmolLM2-135M it is about 30,000 behind block 11."""
 FIRST = 0.04
-"""Weight of a segment's first token, as a share of the number of tokens."""
+"""Weight of a segment's first token, as a fraction of the number of tokens."""
 
 
 def error_divisors(

@@ -29,8 +29,8 @@ def mirror(total: Float[Tensor, "d d"]) -> None:
         diagonal.copy_(diagonal.triu() + diagonal.triu(1).T)
 
 
-def computed_share(d: int) -> float:
-    """Return the share of the ``d^2`` sums that ``add_gram`` computes."""
+def computed_fraction(d: int) -> float:
+    """Return the fraction of the ``d^2`` sums that ``add_gram`` computes."""
     return sum((stop - start) * (d - start) for start, stop in _stripes(d)) / d**2
 
 

@@ -63,21 +63,21 @@ def find_moves(
     """
     if tile.wanted.device.type != "cpu":
         return settled_moves(tile, later)
-    found = moves = tile.first()
+    latest = moves = tile.first()
     among = unsettled = moving(moves)
     for _ in range(tile.wanted[0].numel()):  # NaN would go on for ever
         if not unsettled.numel():
             break
         if len(later) == 1 and 2 * len(unsettled) <= len(moves):
-            among = unsettled if moves is found else among[unsettled]
+            among = unsettled if moves is latest else among[unsettled]
             tile, moves = tile.some(unsettled), moves.index_select(0, unsettled)
         before, moves = moves, tile.possible(plus_times(tile.wanted, moves, later))
-        if len(moves) == len(found):
-            found = moves
+        if len(moves) == len(latest):
+            latest = moves
         else:
-            found.index_copy_(0, among, moves)
+            latest.index_copy_(0, among, moves)
         unsettled = moving(moves - before)
-    return found
+    return latest
 
 
 def find_coupled_moves(

@@ -16,10 +16,10 @@ class Workspace:
 
     def like(self, name: str, tensor: Tensor) -> Tensor:
         """Return the buffer of this name in the shape and type of ``tensor``; it holds anything."""
-        found = self._buffers.get(name)
-        if found is None or found.numel() < tensor.numel() or found.device != tensor.device:
-            found = self._buffers[name] = torch.empty_like(tensor).view(-1)
-        return found[: tensor.numel()].view_as(tensor)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < tensor.numel() or buffer.device != tensor.device:
+            buffer = self._buffers[name] = torch.empty_like(tensor).view(-1)
+        return buffer[: tensor.numel()].view_as(tensor)
 
 
 def chunk_elements(tensor: Tensor, *, cpu: int, accelerator: int) -> int:

@@ -16,7 +16,7 @@ from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
 LEAST_GAIN = 1e-3
-"""Share of the loss that a round must gain, or it is the last. Searches that are not thorough are no
+"""Fraction of the loss that a round must gain, or it is the last. Searches that are not thorough are no
 better than that, and later rounds were seen to gain some tenths of a percent together."""
 LEAP = 4.0
 """Exponent of zeta's step from 3 bits on. The finer the integers, the less the best factor for fixed integers

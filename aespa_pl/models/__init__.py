@@ -31,9 +31,9 @@ def family_of(config: PreTrainedConfig) -> Family:
     raise unknown_model_type(config.model_type)
 
 
-def unknown_model_type(found: object) -> UserError:
+def unknown_model_type(given: object) -> UserError:
     """Return the error for a ``model_type`` that no family has."""
     return UserError(
-        f"model.pretrained: model_type {found!r} in config.json is not supported: "
+        f"model.pretrained: model_type {given!r} in config.json is not supported: "
         f"expected one of {', '.join(MODEL_TYPES)}"
     )

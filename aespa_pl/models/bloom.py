@@ -16,7 +16,6 @@ from aespa_pl.models.family import (
     Family,
     FoldIntoNorm,
     FoldIntoRows,
-    InputGroup,
     Projection,
     Role,
 )
@@ -57,36 +56,18 @@ class BloomFamily(Family):
         norms = not config.apply_residual_connection_post_layernorm
         before = ("input_layernorm", "post_attention_layernorm")
         residuals = before if norms else (FUSED, "mlp.dense_h_to_4h")
-        return BlockLayout(
-            groups=(
-                InputGroup(
-                    "attention_input",
-                    (
-                        Projection("query", FUSED, Role.QUERY, (0, 3)),
-                        Projection("key", FUSED, Role.KEY, (1, 3)),
-                        Projection("value", FUSED, Role.VALUE, (2, 3)),
-                    ),
-                    FoldIntoNorm("input_layernorm") if norms else None,
-                ),
-                InputGroup(
-                    "attention_output",
-                    (Projection("dense", "self_attention.dense", residual=residuals[0]),),
-                    FoldIntoRows("value"),
-                ),
-                InputGroup(
-                    "mlp_input",
-                    (Projection("dense_h_to_4h", "mlp.dense_h_to_4h"),),
-                    FoldIntoNorm("post_attention_layernorm") if norms else None,
-                ),
-                InputGroup(
-                    "mlp_hidden",
-                    (Projection("dense_4h_to_h", "mlp.dense_4h_to_h", residual=residuals[1]),),
-                    None,  # GELU(zeta x) is not zeta GELU(x)
-                ),
-            ),
-            heads=config.num_attention_heads,
-            key_value_heads=config.num_attention_heads,
-            head_dim=config.hidden_size // config.num_attention_heads,
+        query = Projection("query", FUSED, Role.QUERY, (0, 3))
+        key = Projection("key", FUSED, Role.KEY, (1, 3))
+        value = Projection("value", FUSED, Role.VALUE, (2, 3))
+        output = Projection("dense", "self_attention.dense", residual=residuals[0])
+        up = Projection("dense_h_to_4h", "mlp.dense_h_to_4h")
+        down = Projection("dense_4h_to_h", "mlp.dense_4h_to_h", residual=residuals[1])
+        return BlockLayout.of(
+            config,
+            ((query, key, value), FoldIntoNorm(before[0]) if norms else None),
+            ((output,), FoldIntoRows("value")),
+            ((up,), FoldIntoNorm(before[1]) if norms else None),
+            ((down,), None),  # GELU(zeta x) is not zeta GELU(x)
         )
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:

@@ -68,6 +68,9 @@ class InputGroup:
     """The operation that takes zeta; None where none can take it exactly."""
 
 
+GROUPS = ("attention_input", "attention_output", "mlp_input", "mlp_hidden")
+
+
 @dataclass(frozen=True)
 class BlockLayout:
     """Lists the projections of one block, in the order of the forward pass."""
@@ -76,6 +79,22 @@ class BlockLayout:
     heads: int
     key_value_heads: int
     head_dim: int
+
+    @classmethod
+    def of(
+        cls,
+        config: PreTrainedConfig,
+        *groups: tuple[tuple[Projection, ...], FoldIntoNorm | FoldIntoRows | None],
+    ) -> "BlockLayout":
+        """Name the four groups of a block, and read the heads off a model's configuration."""
+        heads = config.num_attention_heads
+        named = zip(GROUPS, groups, strict=True)
+        return cls(
+            tuple(InputGroup(name, projections, fold) for name, (projections, fold) in named),
+            heads,
+            getattr(config, "num_key_value_heads", None) or heads,
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
 
     @property
     def projections(self) -> tuple[Projection, ...]:

@@ -79,13 +79,13 @@ def refuse_no_tokenizer(folder: Path) -> None:
     Raises:
         UserError: No file can be a tokenizer, or the only one needs a package that isn't installed.
     """
-    found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if not found:
+    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not present:
         raise UserError(
             f"model.pretrained: no tokenizer in {folder}: expected one of "
             f"{', '.join(TOKENIZER_FILES)}; copy it from the model's origin"
         )
-    if found == ["tokenizer.model"] and find_spec("sentencepiece") is None:
+    if present == ["tokenizer.model"] and find_spec("sentencepiece") is None:
         # transformers would ask for tiktoken, which can't read it either
         raise UserError(
             f"model.pretrained: the tokenizer in {folder} is a tokenizer.model alone, which needs "
@@ -186,16 +186,16 @@ def locate(
     """
     state = model.state_dict(keep_vars=True)
     prefix = f"{model.base_model_prefix}."
-    found = {
+    named = {
         name: stored[candidate]
         for name in state
         for candidate in (name.removeprefix(prefix), name)
         if candidate in stored
     }
-    shared = {id(state[name]): tensor for name, tensor in reversed(found.items())}
+    shared = {id(state[name]): tensor for name, tensor in reversed(named.items())}
     located = {}
     for name, parameter in state.items():
-        tensor = found.get(name) or shared.get(id(parameter))
+        tensor = named.get(name) or shared.get(id(parameter))
         if tensor is None:
             raise UserError(
                 f"model.pretrained: tensor {name} is missing in {folder}, but config.json "

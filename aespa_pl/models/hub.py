@@ -87,8 +87,8 @@ def here(pretrained: str, revision: str | None = None) -> Path | None:
         UserError: There can be no such model.
     """
     if HUB_NAME.fullmatch(pretrained) and not Path(pretrained).exists():
-        found = try_to_load_from_cache(pretrained, "config.json", revision=revision)
-        return Path(found).parent if isinstance(found, str) else None
+        config = try_to_load_from_cache(pretrained, "config.json", revision=revision)
+        return Path(config).parent if isinstance(config, str) else None
     return resolve(pretrained, revision, weights=False)
 
 

@@ -22,7 +22,6 @@ from aespa_pl.models.family import (
     Family,
     FoldIntoNorm,
     FoldIntoRows,
-    InputGroup,
     Projection,
     Role,
 )
@@ -68,47 +67,22 @@ class LlamaFamily(Family):
 
     def layout(self, config: PreTrainedConfig) -> BlockLayout:
         """Return the projections of a block."""
-        heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+        norms = ("input_layernorm", "post_attention_layernorm")
+        query = Projection("q_proj", "self_attn.q_proj", Role.QUERY)
+        key = Projection("k_proj", "self_attn.k_proj", Role.KEY)
+        value = Projection("v_proj", "self_attn.v_proj", Role.VALUE)
+        output = Projection("o_proj", "self_attn.o_proj", residual=norms[0])
+        gate, up = (Projection(f"{name}_proj", f"mlp.{name}_proj") for name in ("gate", "up"))
+        down = Projection("down_proj", "mlp.down_proj", residual=norms[1])
         # A value row that several query heads share meets several columns of o_proj, each with a
         # zeta of its own.
-        own_values = heads == key_value_heads
-        return BlockLayout(
-            groups=(
-                InputGroup(
-                    "attention_input",
-                    (
-                        Projection("q_proj", "self_attn.q_proj", Role.QUERY),
-                        Projection("k_proj", "self_attn.k_proj", Role.KEY),
-                        Projection("v_proj", "self_attn.v_proj", Role.VALUE),
-                    ),
-                    FoldIntoNorm("input_layernorm"),
-                ),
-                InputGroup(
-                    "attention_output",
-                    (Projection("o_proj", "self_attn.o_proj", residual="input_layernorm"),),
-                    FoldIntoRows("v_proj") if own_values else None,
-                ),
-                InputGroup(
-                    "mlp_input",
-                    (
-                        Projection("gate_proj", "mlp.gate_proj"),
-                        Projection("up_proj", "mlp.up_proj"),
-                    ),
-                    FoldIntoNorm("post_attention_layernorm"),
-                ),
-                InputGroup(
-                    "mlp_hidden",
-                    (
-                        Projection(
-                            "down_proj", "mlp.down_proj", residual="post_attention_layernorm"
-                        ),
-                    ),
-                    FoldIntoRows("up_proj"),  # its input is act(gate) * up, linear in up
-                ),
-            ),
-            heads=heads,
-            key_value_heads=key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        own_values = config.num_attention_heads == config.num_key_value_heads
+        return BlockLayout.of(
+            config,
+            ((query, key, value), FoldIntoNorm(norms[0])),
+            ((output,), FoldIntoRows("v_proj") if own_values else None),
+            ((gate, up), FoldIntoNorm(norms[1])),
+            ((down,), FoldIntoRows("up_proj")),  # its input is act(gate) * up, linear in up
         )
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:

@@ -17,7 +17,6 @@ from aespa_pl.models.family import (
     Family,
     FoldIntoNorm,
     FoldIntoRows,
-    InputGroup,
     Projection,
     Role,
 )
@@ -39,36 +38,19 @@ class OptFamily(Family):
         residuals = before if config.do_layer_norm_before else ("self_attn.q_proj", "fc1")
         # relu(zeta x) = zeta relu(x) for zeta > 0; no other activation of the library has that.
         homogeneous = config.activation_function == "relu"
-        return BlockLayout(
-            groups=(
-                InputGroup(
-                    "attention_input",
-                    (
-                        Projection("q_proj", "self_attn.q_proj", Role.QUERY),
-                        Projection("k_proj", "self_attn.k_proj", Role.KEY),
-                        Projection("v_proj", "self_attn.v_proj", Role.VALUE),
-                    ),
-                    FoldIntoNorm("self_attn_layer_norm") if norms else None,
-                ),
-                InputGroup(
-                    "attention_output",
-                    (Projection("out_proj", "self_attn.out_proj", residual=residuals[0]),),
-                    FoldIntoRows("v_proj"),
-                ),
-                InputGroup(
-                    "mlp_input",
-                    (Projection("fc1", "fc1"),),
-                    FoldIntoNorm("final_layer_norm") if norms else None,
-                ),
-                InputGroup(
-                    "mlp_hidden",
-                    (Projection("fc2", "fc2", residual=residuals[1]),),
-                    FoldIntoRows("fc1") if homogeneous else None,
-                ),
+        query = Projection("q_proj", "self_attn.q_proj", Role.QUERY)
+        key = Projection("k_proj", "self_attn.k_proj", Role.KEY)
+        value = Projection("v_proj", "self_attn.v_proj", Role.VALUE)
+        output = Projection("out_proj", "self_attn.out_proj", residual=residuals[0])
+        return BlockLayout.of(
+            config,
+            ((query, key, value), FoldIntoNorm("self_attn_layer_norm") if norms else None),
+            ((output,), FoldIntoRows("v_proj")),
+            ((Projection("fc1", "fc1"),), FoldIntoNorm("final_layer_norm") if norms else None),
+            (
+                (Projection("fc2", "fc2", residual=residuals[1]),),
+                FoldIntoRows("fc1") if homogeneous else None,
             ),
-            heads=config.num_attention_heads,
-            key_value_heads=config.num_attention_heads,
-            head_dim=config.hidden_size // config.num_attention_heads,
         )
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:

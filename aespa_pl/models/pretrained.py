@@ -119,7 +119,7 @@ class PretrainedFolder:
             return None
         blocks = self.config.num_hidden_layers
         block = re.compile(rf"(?:^|\.){family.blocks_path.rpartition('.')[2]}\.(\d+)\.")
-        numbers = [int(found[1]) for name in self.extra if (found := block.search(name))]
+        numbers = [int(match[1]) for name in self.extra if (match := block.search(name))]
         last = max(numbers, default=-1)
         if last >= blocks:
             return (

@@ -9,9 +9,8 @@ import time
 import torch
 
 from aespa_pl.algorithm.candidate_losses import leading_rank
-from aespa_pl.algorithm.candidates import EXHAUSTIVE, QUICK, THOROUGH, Effort
 from aespa_pl.algorithm.grid import CLIP_RATIOS
-from aespa_pl.algorithm.second_moments import computed_share
+from aespa_pl.algorithm.second_moments import computed_fraction
 from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
@@ -24,6 +23,8 @@ COMPARED, UPDATED, VISITED, LEARNED = 250, 20_000, 5_000, 1_500
 and learned in an iteration; 1 to 1.5 times as many were measured at widths 576 and 2,048."""
 ZFOLD_ROUNDS, ZFOLD_ROUNDS_OF_MORE_BITS = 4, 9
 """Rounds of Z-Fold at 2 bits and at more; 3 to 20 and 4 to 16 were seen."""
+EXACT, QUICK_SEARCH = 10, 1 / 3
+"""Candidates of a row with exact losses in a thorough search, and the time of a quick search beside it."""
 LATER_PASSES = 0.4
 """Mean time of a pass of the descent beside that of the first: less and less moves."""
 MEASURED_WEIGHTS = 2**22
@@ -106,12 +107,12 @@ def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> floa
     """Return the operations of the statistics of a block, without its forward passes."""
     layout, d = shape.layout, shape.hidden
     originals = 1 if settings.input_correction else 0
-    products = sum(computed_share(c) * c**2 for c in shape.inputs.values())
+    products = sum(computed_fraction(c) * c**2 for c in shape.inputs.values())
     products += originals * input_shifts(shape)
     if settings.objective.value == "attention":
         # of the columns of A, those that are not behind a chunk's last row
         columns = min(work.length, (work.length + chunk_rows(work.length)) / 2)
-        products += layout.heads * (columns * (layout.head_dim + d) + computed_share(d) * d**2)
+        products += layout.heads * (columns * (layout.head_dim + d) + computed_fraction(d) * d**2)
         products += originals * layout.heads * layout.head_dim * d
     if settings.objective.query_key == "attention":
         products += (layout.heads + layout.key_value_heads) * layout.head_dim**2
@@ -130,21 +131,14 @@ def _search_flops(shape: Shape, matrix: Matrix, settings: QuantizationSettings) 
     if not settings.grid.search:
         return 0.0
     columns = min(matrix.columns, settings.group_size or matrix.columns)
-    candidates, last = candidates_of(settings), THOROUGH
-    quick, rounds = QUICK, 0
-    if settings.grid.exhaustive:
-        quick = last = EXHAUSTIVE
+    exhaustive = settings.grid.exhaustive
+    rank = columns if exhaustive else leading_rank(columns)
+    exact = 0 if exhaustive else EXACT * 2 * columns
+    search = candidates_of(settings) * (2 * rank + COMPARED) + exact
+    rounds = 0
     if settings.grid.zfold and any(
         g.name == matrix.group and g.fold is not None for g in shape.layout.groups
     ):
         typical = ZFOLD_ROUNDS if settings.bits == 2 else ZFOLD_ROUNDS_OF_MORE_BITS
         rounds = 1 + min(typical, settings.grid.max_rounds)  # one without zeta
-
-    def search(effort: Effort) -> float:
-        if effort.shortlist is None:
-            return float(candidates * (2 * columns + COMPARED))
-        compared = effort.compared(candidates) * (2 * leading_rank(columns) + COMPARED)
-        # two more exact losses for the lowest point of the parabola
-        return (effort.shortlist + 2) * 2 * columns + compared
-
-    return matrix.size * (rounds * search(quick) + search(last))
+    return matrix.size * search * (1 + rounds * (1 if exhaustive else QUICK_SEARCH))

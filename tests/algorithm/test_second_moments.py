@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aespa_pl.algorithm.second_moments import NARROW, STRIPES, add_gram, computed_share, mirror
+from aespa_pl.algorithm.second_moments import NARROW, STRIPES, add_gram, computed_fraction, mirror
 from tests import reference
 
 WIDTHS = [1, 5, NARROW - 1, NARROW, NARROW + 3]
@@ -44,9 +44,9 @@ def test_a_sum_within_a_larger_tensor_is_added_to_in_place() -> None:
 def test_share_is_that_of_what_is_not_zero(width: int) -> None:
     total = torch.zeros(width, width)
     add_gram(total, torch.ones(1, width))
-    assert computed_share(width) == pytest.approx(float(total.mean()))
+    assert computed_fraction(width) == pytest.approx(float(total.mean()))
 
 
 def test_wide_products_leave_out_what_is_below_the_blocks() -> None:
-    assert computed_share(NARROW - 1) == 1
-    assert computed_share(STRIPES * NARROW) == (STRIPES + 1) / (2 * STRIPES)
+    assert computed_fraction(NARROW - 1) == 1
+    assert computed_fraction(STRIPES * NARROW) == (STRIPES + 1) / (2 * STRIPES)

@@ -16,7 +16,7 @@ from tests.run.bench import EVERY, ITERATIONS, LAST, Bench, check
 from tests.walks import BLOCKS
 
 KILLS = int(os.environ.get("AESPA_KILLS", "20"))
-"""Number of kills; benchmarks/kills.py asks for more."""
+"""Number of kills; AESPA_KILLS asks for more."""
 
 
 @pytest.fixture(scope="module")
