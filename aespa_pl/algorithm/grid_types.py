@@ -164,6 +164,12 @@ class TypedWeight(TypedMatrix):
         """Return the weight in float32."""
         return self.dequantized(self.kind)
 
+    def rows(self, order: Tensor) -> "TypedWeight":
+        """Return some rows of the weight, or all of them in another order."""
+        values = {f.name: getattr(self, f.name) for f in fields(TypedMatrix)}
+        parts = {key: value[order] for key, value in values.items() if value is not None}
+        return TypedWeight(**parts, kind=self.kind)
+
 
 @dataclass(frozen=True)
 class Factors:

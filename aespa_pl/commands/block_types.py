@@ -6,7 +6,7 @@ from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.llama_cpp import architecture_of, unsupported_part
-from aespa_pl.models.llama_cpp_types import MIXTURES, MixtureModel, matrix_of, mixture_type
+from aespa_pl.models.llama_cpp_types import MIXTURES, Matrix, MixtureModel, matrix_of, mixture_type
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 
@@ -35,7 +35,7 @@ def check_format(settings: QuantizationSettings) -> None:
 
 
 def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dict[str, str]:
-    """Return the block type of each projection by ``BLOCK.PROJECTION``; empty where grids are uniform.
+    """Return block types by ``BLOCK.PROJECTION``, ``embedding`` and ``head``; empty where grids are uniform.
 
     Raises UserError where llama.cpp doesn't run the model, or no type holds a row.
     """
@@ -52,15 +52,26 @@ def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dic
     model = MixtureModel.of(config, layout, architecture_of(config).name)
     matrices = zip(layout.projections, shape.matrices, strict=True)
     columns = {p.name: matrix.columns for p, matrix in matrices}
-    types = {
-        f"{block}.{p.name}": mixture_type(
-            settings.format, matrix_of(layout, p), columns[p.name], model, block
-        )
-        for block in range(model.blocks)
-        for p in layout.projections
-    } | settings.types
+    columns |= dict.fromkeys(("embedding", "head"), shape.hidden)
+    tied = bool(config.tie_word_embeddings)
+    ends = {
+        "embedding": mixture_type(settings.format, Matrix.EMBEDDING, shape.hidden, model, tied=tied)
+    }
+    if not tied:
+        ends["head"] = mixture_type(settings.format, Matrix.HEAD, shape.hidden, model)
+    types = (
+        {
+            f"{block}.{p.name}": mixture_type(
+                settings.format, matrix_of(layout, p), columns[p.name], model, block
+            )
+            for block in range(model.blocks)
+            for p in layout.projections
+        }
+        | ends
+        | settings.types
+    )
     for key, kind in types.items():
-        width = columns[key.partition(".")[2]]
+        width = columns[key.partition(".")[2] or key]
         if not TYPES[kind].fits(width):
             raise UserError(
                 f"quantization.format is {settings.format}, but {key} has rows of {width} weights, and "

@@ -183,7 +183,7 @@ def reference_logits(
 def _hold(source: StreamedModel, model: QuantizedModel, chosen: Format) -> None:
     """Replace embedding and head, which are loaded, by what a format holds of them."""
     for name in model.embeddings.intersection(model.stem_names()):
-        value = chosen.expected(model, name, model.pretrained.tensor(name))
+        value = chosen.expected(model, name, model.stem_value(name))
         source.model.get_parameter(name).copy_(value)
 
 

@@ -11,10 +11,10 @@ import torch
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.compressed_tensors import CompressedTensors, unpacked_by_library
 from aespa_pl.export.folder import PackedFormat, signed_words
-from aespa_pl.export.format import impossible
+from aespa_pl.export.format import impossible, uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 BITS = 4
@@ -46,8 +46,9 @@ class Awq(PackedFormat):
                 why = f"{name} has {rows} rows, not a multiple of 8"
                 raise impossible(model, self.name, why, "Use --format compressed-tensors")
 
-    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in, rows / 8]``, ``qzeros [G, rows / 8]`` and ``scales [G, rows]``."""
+        matrix = uniform(matrix)
         return {
             "qweight": _packed(matrix.integers.T),
             "qzeros": _packed(matrix.zero_point.T),

@@ -14,8 +14,9 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.folder import PackedFormat
+from aespa_pl.export.format import uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 
@@ -26,8 +27,9 @@ class CompressedTensors(PackedFormat):
     name = "compressed-tensors"
     reader = "compressed-tensors"
 
-    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return integers, scale, zero point and shape."""
+        matrix = uniform(matrix)
         bits = self.bits(model)
         middle = 2 ** (bits - 1)
         integers = (matrix.integers.short() - middle).to(torch.int8)

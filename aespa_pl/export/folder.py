@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.format import Format, ReadTensor, impossible
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.headers import opened
@@ -24,7 +24,7 @@ class FolderFormat(Format):
     """Writes a Hugging Face folder; formats differ in how a matrix is packed, and in config.json."""
 
     @abstractmethod
-    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return the tensors that stand for a matrix, by their suffix to the name of its layer."""
 
     @abstractmethod
@@ -97,7 +97,12 @@ class PackedFormat(FolderFormat):
         return self.container_bits or model.bits
 
     def refuse(self, model: QuantizedModel) -> None:
-        """Refuse integers of several bits without a container, and a container that is too small."""
+        """Refuse llama.cpp's types, integers of several bits without a container, and too small ones."""
+        if model.settings.quantization.format != "uniform":
+            why = "its weights are stored as only llama.cpp reads them"
+            raise impossible(
+                model, self.name, why, "Use --format gguf, or hf in the original's types"
+            )
         if self.container_bits is None and len(model.matrix_bits) > 1:
             bits = 4 if model.bits <= 4 else 8
             raise impossible(

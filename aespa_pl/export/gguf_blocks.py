@@ -31,10 +31,11 @@ def smallest_type(
     return None
 
 
-def as_typed(kind: GridType, bits: int, matrix: QuantizedWeight) -> TypedMatrix:
+def as_typed(kind: GridType, matrix: QuantizedWeight) -> TypedMatrix:
     """Return a matrix, which a type holds exactly, as that type stores it."""
     blocks = matrix.group_size // kind.block
-    d, zero = (x.repeat_interleave(blocks, 1) for x in (matrix.scale, matrix.zero_point))
+    bits = matrix.bits
+    d, zero = (x.repeat_interleave(blocks, 1) for x in (matrix.scale.half(), matrix.zero_point))
     one = torch.ones(len(d), d.shape[1] * kind.groups, dtype=torch.uint8)
     if kind.zero_point is None:
         return TypedMatrix(matrix.integers, d, d, one, zero.repeat_interleave(kind.groups, 1))

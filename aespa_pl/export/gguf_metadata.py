@@ -1,5 +1,7 @@
 """Write the hyperparameters of a model in the words of GGUF."""
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy.typing as npt
@@ -8,6 +10,7 @@ from gguf import GGML_QUANT_VERSION, GGUFWriter, RopeScalingType
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.llama_cpp import context_length, rope_type
 
@@ -27,6 +30,7 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
+    _add_provenance(writer, model)
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
@@ -40,6 +44,18 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
         if rope_type(config) == "linear":
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
+
+
+def _add_provenance(writer: GGUFWriter, model: QuantizedModel) -> None:
+    """Write how the weights were made: version, settings, and calibration without folders of this machine."""
+    calibration = asdict(model.settings.data.calibration)
+    known = {
+        "version": model.run.fingerprint.get("version of aespa-pl"),
+        "quantization": json.dumps(asdict(model.settings.quantization)),
+        "calibration": json.dumps({**calibration, "source": public_source(calibration["source"])}),
+    }
+    for key, value in known.items():
+        writer.add_string(f"aespa_pl.{key}", str(value))
 
 
 def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:

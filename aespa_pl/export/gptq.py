@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.folder import PackedFormat, signed_words
-from aespa_pl.export.format import impossible
+from aespa_pl.export.format import impossible, uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 BITS = (2, 3, 4, 8)
@@ -44,8 +44,9 @@ class Gptq(PackedFormat):
                 )
                 raise impossible(model, self.name, why, "Use --format compressed-tensors")
 
-    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in * bits / 32, rows]``, ``qzeros [G, rows * bits / 32]`` and others."""
+        matrix = uniform(matrix)
         bits, columns = self.bits(model), matrix.integers.shape[1]
         return {
             "qweight": _packed(matrix.integers.T, bits),

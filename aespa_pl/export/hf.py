@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.folder import FolderFormat
 from aespa_pl.export.quantized import QuantizedModel
 
@@ -21,7 +21,7 @@ class HuggingFace(FolderFormat):
     def refuse(self, model: QuantizedModel) -> None:
         """Refuse nothing."""
 
-    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return the weight in the original's type."""
         return {"weight": matrix.weight().to(model.dtype(name))}
 

@@ -80,7 +80,7 @@ def _public_name(source: str) -> str:
     return Path(source).name if Path(source).expanduser().exists() else source
 
 
-def _public_source(source: str | Mapping[str, float]) -> str | dict[str, float]:
+def public_source(source: str | Mapping[str, float]) -> str | dict[str, float]:
     """Return the calibration text or texts by their public names."""
     if isinstance(source, str):
         return _public_name(source)
@@ -89,10 +89,12 @@ def _public_source(source: str | Mapping[str, float]) -> str | dict[str, float]:
 
 def _method(model: QuantizedModel, chosen: Format) -> str:
     data, method = model.settings.data.calibration, model.settings.quantization.method
-    source = _public_source(data.source)
+    source = public_source(data.source)
     if isinstance(source, dict):
         source = ", ".join(f"{name} ({proportion:g})" for name, proportion in source.items())
     others = chosen.rounded(model) or "embedding, head and norms are not quantized"
+    if model.settings.quantization.format != "uniform":
+        others = "embedding and head are quantized as well"
     return (
         f"{method}: {model.granularity}; calibrated on {data.segments} segments of {data.segment_length} "
         f"tokens of {markdown(source)}; {others}."
@@ -104,7 +106,7 @@ def _commands(model: QuantizedModel, command: str) -> str:
     data = model.settings.data.calibration
     settings = {
         "quantization": asdict(model.settings.quantization),
-        "data": {"calibration": {**asdict(data), "source": _public_source(data.source)}},
+        "data": {"calibration": {**asdict(data), "source": public_source(data.source)}},
     }
     text = yaml.safe_dump(json.loads(json.dumps(settings)))  # plain numbers only
     name = shlex.quote(printable(_public_name(model.settings.model.pretrained)))

@@ -68,7 +68,7 @@ def _block_index(model: QuantizedModel, name: str) -> int | None:
 
 def _value(model: QuantizedModel, name: str, block: StoredBlock | None) -> Tensor:
     if block is None:
-        return model.pretrained.tensor(name)
+        return model.stem_value(name)
     return block.matrices[name].weight() if name in block.matrices else block.others[name]
 
 

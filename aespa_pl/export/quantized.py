@@ -4,14 +4,15 @@ Notation: rows are output channels, d_in input channels, G groups of d_in / G co
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.grid_types import TYPES, TypedMatrix, TypedWeight
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family, Projection
@@ -24,12 +25,14 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import StoredSettings, stored_settings
 from aespa_pl.storage.cache import cache_folder
 
+TYPED = tuple(field.name for field in fields(TypedMatrix))
+
 
 @dataclass(frozen=True)
 class StoredBlock:
     """Holds one Transformer block of a run, by the names in the model's ``state_dict``."""
 
-    matrices: Mapping[str, QuantizedWeight]
+    matrices: Mapping[str, StoredWeight]
     """Quantized matrices by the name of the weight."""
     others: Mapping[str, Tensor]
     """Norms and biases, with zeta folded in."""
@@ -47,8 +50,8 @@ class QuantizedModel:
     """Folder of tokens and of weights out of pickles."""
     pretrained: PretrainedFolder
     """Folder of the dequantized model that the run left."""
-    embeddings: frozenset[str]
-    """Names of the input and output embeddings."""
+    parts: Mapping[str, str]
+    """Names of the weights of ``embedding`` and ``head``; a tied head is the embedding."""
 
     @classmethod
     def open(
@@ -77,7 +80,7 @@ class QuantizedModel:
                 f"--original: the run {folder} was made from another model than {source}: give the "
                 "folder of the model that was quantized"
             )
-        return cls(run, settings, source, place, pretrained, _embeddings(pretrained))
+        return cls(run, settings, source, place, pretrained, pretrained.embeddings())
 
     @property
     def bits(self) -> int:
@@ -87,14 +90,24 @@ class QuantizedModel:
     @property
     def matrix_bits(self) -> tuple[int, ...]:
         """Return the numbers of bits that matrices have, from the least to the most; one for most runs."""
-        names = (name for index in range(self.block_count) for name in self.matrix_names(index))
-        return tuple(sorted({self.bits_of(name) for name in names}))
+        return tuple(sorted({self.bits_of(name) for name in self.all_matrix_names()}))
 
     def bits_of(self, name: str) -> int:
         """Return the bits of the integers of a quantized weight, given its name."""
         path = f"{self.family.blocks_path}."
         index = int(name.removeprefix(path).partition(".")[0])
         return self.settings.quantization.bits_for(index, self.matrix_names(index)[name][0].name)
+
+    @property
+    def embeddings(self) -> frozenset[str]:
+        """Return the names of the input and output embeddings; of tied ones, the first."""
+        return frozenset(self.parts.values())
+
+    def type_of(self, name: str) -> str | None:
+        """Return the block type of a quantized weight, given its name; None where its grid is uniform."""
+        index = int(name.removeprefix(f"{self.family.blocks_path}.").partition(".")[0])
+        projection = self.matrix_names(index)[name][0].name
+        return self.settings.quantization.type_for(index, projection)
 
     @property
     def symmetric(self) -> bool:
@@ -109,6 +122,8 @@ class QuantizedModel:
     @property
     def granularity(self) -> str:
         """Return bits and groups in words, for messages."""
+        if self.settings.quantization.format != "uniform":
+            return f"{self.settings.quantization.format} of llama.cpp"
         groups = f"groups of {self.group_size}" if self.group_size else "per channel"
         kind = "symmetric" if self.symmetric else "asymmetric"
         bits = " and ".join(map(str, self.matrix_bits))
@@ -137,6 +152,11 @@ class QuantizedModel:
             names[name] = (*names.get(name, ()), projection)
         return names
 
+    def all_matrix_names(self) -> Iterator[str]:
+        """Yield the names of the quantized weights of all blocks."""
+        for index in range(self.block_count):
+            yield from self.matrix_names(index)
+
     def stem_names(self) -> tuple[str, ...]:
         """Return the names of what lies outside the blocks; of tied names, the first only."""
         return self.pretrained.stem_names(self.family)
@@ -159,6 +179,25 @@ class QuantizedModel:
         for name in self.stem_names():
             yield name, self.pretrained.tensor(name)
 
+    def stem_type(self, name: str) -> str | None:
+        """Return the block type that a run with a format of llama.cpp gave embedding or head; else None."""
+        parts = {name: part for part, name in self.parts.items()}
+        return self.settings.quantization.types.get(parts.get(name, ""))
+
+    def stem_weight(self, name: str) -> TypedWeight | None:
+        """Return the numbers that a run stored of embedding or head in a block type; else None."""
+        kind = self.stem_type(name)
+        if kind is None:
+            return None
+        with opened(self.run.stem_file) as file:
+            keys = [key for key in file.keys() if key.startswith(f"{name}.")]  # noqa: SIM118 - no mapping
+            return TypedWeight.read({key: file.get_tensor(key) for key in keys}, name, TYPES[kind])
+
+    def stem_value(self, name: str) -> Tensor:
+        """Return a tensor that lies outside the blocks: dequantized, or as stored."""
+        typed = self.stem_weight(name)
+        return self.pretrained.tensor(name) if typed is None else typed.weight()
+
     def block(self, index: int) -> StoredBlock:
         """Read one block."""
         names = self.matrix_names(index)
@@ -171,19 +210,26 @@ class QuantizedModel:
         }
         return StoredBlock(matrices, others)
 
-    def _matrix(self, file: Any, name: str, projections: tuple[Projection, ...]) -> QuantizedWeight:
+    def _matrix(self, file: Any, name: str, projections: tuple[Projection, ...]) -> StoredWeight:
         """Read the weight of a linear layer, whose rows may belong to several projections in turn.
 
         Raises UserError where an integer has more bits than the run says.
         """
-        integers, scale, zero_point = (
-            _joined(
-                [file.get_tensor(f"{p.name}.{kind}") for p in projections], self.layout.head_dim
+        kinds: tuple[str, ...] = ("integers", "scale", "zero_point")
+        kind = self.type_of(name)
+        if kind is not None:
+            names = set(file.keys())
+            kinds = tuple(f for f in TYPED if f"{projections[0].name}.{f}" in names)
+        found = {
+            key: _joined(
+                [file.get_tensor(f"{p.name}.{key}") for p in projections], self.layout.head_dim
             )
-            for kind in ("integers", "scale", "zero_point")
-        )
+            for key in kinds
+        }
+        if kind is not None:
+            return TypedWeight(**found, kind=TYPES[kind])
         try:
-            return QuantizedWeight(integers, scale, zero_point, self.bits_of(name))
+            return QuantizedWeight(**found, bits=self.bits_of(name))
         except ValueError as error:
             raise UserError(
                 f"the run {self.run.folder}: {name}: {error}: quantize the model again"
@@ -199,10 +245,3 @@ def _joined(parts: list[Tensor], head_dim: int) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.stack([part.unflatten(0, (-1, head_dim)) for part in parts], dim=1).flatten(0, 2)
-
-
-def _embeddings(pretrained: PretrainedFolder) -> frozenset[str]:
-    model = pretrained.skeleton()
-    ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-    state = model.state_dict(keep_vars=True)
-    return frozenset(name for name, value in state.items() if any(value is e for e in ends))

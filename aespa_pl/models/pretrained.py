@@ -154,6 +154,28 @@ class PretrainedFolder:
         }
         return replace(self, tensors={**self.tensors, **moved})
 
+    def with_stem(self, family: Family, file: Path) -> "PretrainedFolder":
+        """Return the folder with what lies outside the blocks in another file."""
+        names = {self.tensors[name]: name for name in self.stem_names(family)}
+        moved = {
+            name: replace(stored, file=file, name=names[stored])
+            for name, stored in self.tensors.items()
+            if stored in names
+        }
+        return replace(self, tensors={**self.tensors, **moved})
+
+    def embeddings(self) -> dict[str, str]:
+        """Return the names of the weights of ``embedding`` and ``head``; a tied head is the embedding."""
+        model = self.skeleton()
+        ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+        names: dict[str, str] = {}
+        for part, module in ends.items():
+            state = model.state_dict(keep_vars=True)
+            name = next(n for n, value in state.items() if value is getattr(module, "weight", None))
+            if name not in names.values():
+                names[part] = name
+        return names
+
     def skeleton(self) -> PreTrainedModel:
         """Return the model without weights: all on the meta device, in evaluation mode."""
         return skeleton(self.config)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.journal import Run
+from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.training import Training
 from aespa_pl.settings import QuantizationSettings
 
@@ -70,6 +71,15 @@ class Context:
     def layout(self) -> BlockLayout:
         """Return the layout of each block."""
         return self.source.family.layout(self.source.pretrained.config)
+
+    @property
+    def quantized_stem(self) -> StreamedModel:
+        """Return the model with the run's own embedding and head, once they are written."""
+        if "embedding" not in self.settings.types:
+            return self.source
+        pretrained, family = self.source.pretrained, self.source.family
+        file = ModelWriter(self.run.model_folder, self.source.block_count).stem_file
+        return replace(self.source, pretrained=pretrained.with_stem(family, file))
 
     def types(self, block: int) -> dict[str, str | None]:
         """Return the block types of a block's projections; None where the grid is uniform."""

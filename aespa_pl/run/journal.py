@@ -191,7 +191,8 @@ class Run(RunFolder):
     def finish_model(self) -> None:
         """Note that the model folder is complete: what lies there beside the blocks is whole."""
         of_blocks = {name for record in self.blocks.values() for name in record.files}
-        files = (path for path in sorted(self.model_folder.rglob("*")) if path.is_file())
+        paths = (*sorted(self.model_folder.rglob("*")), self.stem_file)
+        files = (path for path in paths if path.is_file())
         self.model = {
             name: value for name, value in self._checksums(files).items() if name not in of_blocks
         }

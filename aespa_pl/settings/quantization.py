@@ -111,8 +111,8 @@ class QuantizationSettings:
     """Grids of the weights: uniform (bits, group_size and symmetric below), or what llama.cpp stores: a
     mixture (Q2_K, Q3_K_M, Q4_K_M ...) or a block type (Q3_K, Q4_0 ...), which go before these three."""
     types: dict[str, str] = field(default_factory=dict)
-    """Block types of some projections by block and name (0.v_proj: Q4_K), where the format is none that is
-    uniform; those that are missing get the format's."""
+    """Block types of some projections by block and name (0.v_proj: Q4_K), of embedding and of head, where the
+    format is none that is uniform; those that are missing get the format's."""
     bits: Bits = 2
     """Bits of a weight, 2 to 8."""
     bits_of: dict[str, Bits] = field(default_factory=dict)

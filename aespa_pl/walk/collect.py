@@ -37,10 +37,14 @@ class Streams:
         """Embed this process's part of the calibration segments ``[segments, L]``."""
         mine = context.world.segments(tokens, context.batch_size)
         own = len(mine) > 0
-        quantized = context.source.embed(mine if own else tokens[:1], context.batch_size)
+        mine = mine if own else tokens[:1]
+        quantized = context.quantized_stem.embed(mine, context.batch_size)
+        if not context.settings.two_streams:
+            return cls(quantized, [], own)
+        if context.quantized_stem is not context.source:
+            return cls(quantized, context.source.embed(mine, context.batch_size), own)
         again = (quantized[i] for i in range(len(quantized)))
-        two = context.settings.two_streams
-        return cls(quantized, context.source.keep(again) if two else [], own)
+        return cls(quantized, context.source.keep(again), own)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from aespa_pl.tuning import (
 from aespa_pl.tuning.weights import merged
 from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import stored_types
+from aespa_pl.walk.stem import stem_tensors
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class ModelTuner:
         settings, count = context.settings.tuning.model, source.block_count
         training = Training(count, "model", "end_to_end", processes=world.size)
         files = {index: self.writer.block_file(index) for index in range(count)}
-        model, blocks = self._load(source.pretrained.with_blocks(source.family, files))
+        model, blocks = self._load(
+            context.quantized_stem.pretrained.with_blocks(source.family, files)
+        )
         pairs = SegmentPairs(
             list(world.segments(tokens, context.batch_size).split(context.batch_size)),
             hidden,
@@ -97,8 +100,7 @@ class ModelTuner:
         for index in range(source.block_count):
             if not run.blocks[index].end_to_end:
                 self._rewrite_block(index, learned)
-        names = source.pretrained.stem_names(source.family)
-        stem = {name: source.pretrained.tensor(name) for name in names}
+        stem = stem_tensors(self.context)
         self.writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
 
     def _load(self, pretrained: PretrainedFolder) -> tuple[PreTrainedModel, list[TunableBlock]]:

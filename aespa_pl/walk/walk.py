@@ -21,6 +21,7 @@ from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, stored_types
 from aespa_pl.walk.collect import StatisticsPasses, Streams
 from aespa_pl.walk.model_tuner import ModelTuner
+from aespa_pl.walk.stem import stem_tensors
 from aespa_pl.walk.words import time_left
 
 
@@ -80,15 +81,13 @@ class Walk:
 
     def _begin(self) -> tuple[dict[int, BlockRecord], TunedModelRecord | None]:
         """Write what lies outside the blocks; return what is complete: blocks, end-to-end tuning."""
-        pretrained, family = self.context.source.pretrained, self.context.source.family
         run = self.context.run
         for folder in (run.block_file(0).parent, run.model_folder):
             remove_leftovers(folder)
         for line in run.reopen(self.context.source.block_count):
             self.context.progress.say(line)
         if run.tuned is None:  # otherwise it is rewritten with the blocks
-            names = pretrained.stem_names(family)
-            self.writer.write_stem({name: pretrained.tensor(name) for name in names})
+            self.writer.write_stem(stem_tensors(self.context))
         return run.blocks, run.tuned
 
     def _walk(self, tokens: Tensor, last: int, end: int) -> Streams:

@@ -110,7 +110,7 @@ def test_uniform_grids_are_exact(name: str, bits: int, zeros: list[int]) -> None
     q = torch.arange(256).repeat(len(zeros), 1).remainder(levels).to(torch.uint8)
     zero = torch.tensor(list(zeros), dtype=torch.uint8)[:, None]
     scale = (torch.rand(len(zeros), 1) + 0.01).half()
-    matrix = as_typed(TYPES[name], bits, QuantizedWeight(q, scale, zero, bits))
+    matrix = as_typed(TYPES[name], QuantizedWeight(q, scale, zero, bits))
     data = BLOCK_TYPES[name].encode(matrix)
     found = dequantized(data, library_type(BLOCK_TYPES[name]))
     assert torch.equal(torch.from_numpy(found), uniform(q, scale, zero))

@@ -1,0 +1,93 @@
+"""A run in llama.cpp's types becomes a file with the same types and values."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGUFReader
+from safetensors import safe_open
+
+from aespa_pl.errors import UserError
+from aespa_pl.export.awq import Awq
+from aespa_pl.export.gguf import Gguf
+from aespa_pl.export.gguf_library import dequantized
+from aespa_pl.export.hf import HuggingFace
+from aespa_pl.export.proof import prove
+from aespa_pl.export.quantized import QuantizedModel
+from tests.cli.commands import CommandLine
+from tests.export.runs import llama, save_original
+
+TYPES = {
+    "token_embd": "Q2_K",
+    "output": "Q6_K",
+    "blk.0.attn_q": "Q2_K",
+    "blk.0.attn_v": "Q3_K",
+    "blk.1.attn_output": "Q3_K",
+    "blk.1.ffn_down": "Q3_K",
+    "blk.1.ffn_up": "Q2_K",
+}
+"""Some of llama.cpp's types of the mixture Q2_K for two query heads a key."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of OPTQ, end-to-end training included, of a model whose head is not tied."""
+    folder = tmp_path_factory.mktemp("formats")
+    config = llama(hidden_size=256, intermediate_size=256, tie_word_embeddings=False)
+    original = save_original(config, folder / "original")
+    status, out, err = CommandLine()(
+        "fit", "--model.pretrained", original, "--quantization.format", "Q2_K",
+        "--quantization.method", "optq", "--quantization.tuning.model.enabled", "true",
+        "--quantization.tuning.model.epochs", 1, "--data.calibration.source", "embedded",
+        "--data.calibration.segments", 6, "--data.calibration.segment_length", 32,
+        "--data.evaluation.texts", "[]", "--output.folder", folder, "--output.name", "typed",
+    )  # fmt: skip
+    assert (status, err) == (0, ""), err
+    assert "Q2_K" in out
+    return folder / "typed" / "version_0"
+
+
+def test_every_tensor_has_llama_cpps_type_and_the_runs_values(run: Path, tmp_path: Path) -> None:
+    model = QuantizedModel.open(run)
+    Gguf().refuse(model)
+    Gguf().write(model, tmp_path, lambda: None)
+    prove(model, Gguf(), tmp_path)
+    reader = GGUFReader(tmp_path / "model.gguf")
+    tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in reader.tensors}
+    assert {name: tensors[name].tensor_type.name for name in TYPES} == TYPES
+    assert reader.get_field("general.file_type").contents() == 10
+    assert json.loads(reader.get_field("aespa_pl.quantization").contents())["format"] == "Q2_K"
+    # the model folder has the same embedding and head, in the original's float16
+    with safe_open(next((run / "model").glob("model-00001*")), "pt") as file:
+        for ours, theirs in (("model.embed_tokens", "token_embd"), ("lm_head", "output")):
+            found = dequantized(tensors[theirs].data, tensors[theirs].tensor_type)
+            assert torch.equal(torch.tensor(found).half(), file.get_tensor(f"{ours}.weight"))
+
+
+def test_the_embedding_is_near_the_original(run: Path) -> None:
+    model = QuantizedModel.open(run)
+    with safe_open(next(model.original.glob("*.safetensors")), "pt") as file:
+        # rounding of a normal variable to 4 levels leaves 0.34 of its size (Lloyd-Max), to 64 levels 0.02
+        for name, bound in (("model.embed_tokens.weight", 0.34), ("lm_head.weight", 0.02)):
+            original = file.get_tensor(name).float()
+            error = (model.stem_value(name) - original).norm() / original.norm()
+            assert error < bound
+
+
+def test_other_formats_send_to_gguf(run: Path) -> None:
+    model = QuantizedModel.open(run)
+    with pytest.raises(UserError, match=r"Q2_K of llama.cpp.*only llama.cpp reads.*--format gguf"):
+        Awq().refuse(model)
+    HuggingFace().refuse(model)
+
+
+def test_a_stem_that_is_damaged_is_noticed(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "version_0"))
+    file = copy / "blocks" / "stem.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"stem\.safetensors"):
+        QuantizedModel.open(copy)
