@@ -13,6 +13,8 @@ from aespa_pl.settings import QuantizationSettings
 
 LEAST = 2
 """Bits that have a type of their own in GGUF, Q2_0."""
+MIXTURE = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M"}
+"""llama.cpp's usual mixture, by its bits."""
 CONTAINER = 4
 """Bits of the integers that vLLM has kernels for."""
 
@@ -35,7 +37,9 @@ def _in_gguf(settings: QuantizationSettings, shape: Shape, config: PreTrainedCon
     advice = f" (symmetric groups of {size} would be {_words(other)})" if other and better else ""
     if found is None:
         return f"no GGUF file, because no type of llama.cpp holds this grid{advice}"
-    return f"{_words(found)} bits a weight in GGUF{advice}"
+    own = MIXTURE.get(settings.bits)
+    told = f", or llama.cpp's own types by --quantization.format {own}" if own else ""
+    return f"{_words(found)} bits a weight in GGUF{advice}{told}"
 
 
 def _in_folders(settings: QuantizationSettings, shape: Shape) -> str:

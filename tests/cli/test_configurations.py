@@ -31,7 +31,7 @@ def test_shipped_configurations_are_valid_and_the_paper_changes_the_algorithm_al
     printed = yaml.safe_load(aespa("fit", *given)[1])
     quantization = printed["quantization"]
     assert method in METHODS
-    assert quantization["bits"] in (2, 3)
+    assert quantization["bits"] in (2, 3, 4)
     quantization["polish"]["enabled"] = False
     quantization["input_correction"] = 0.0
     quantization["rounding"] |= {"keep_best": False, "penalty_other": 1.5}

@@ -25,16 +25,18 @@ def words(width: int, intermediate: int, **options: object) -> str:
         (
             {"bits": 4, "group_size": 64},
             "4 bits, asymmetric, groups of 64: Q5_0, 5.5 bits a weight in GGUF (symmetric groups of 32 would "
-            "be Q4_0, 4.5); 4.31 in compressed-tensors",
+            "be Q4_0, 4.5), or llama.cpp's own types by --quantization.format Q4_K_M; 4.31 in "
+            "compressed-tensors",
         ),
         (
             {"bits": 4, "group_size": 32, "symmetric": True},
-            "4 bits, symmetric, groups of 32: Q4_0, 4.5 bits a weight in GGUF; 4.62 in compressed-tensors",
+            "4 bits, symmetric, groups of 32: Q4_0, 4.5 bits a weight in GGUF, or llama.cpp's",
         ),
         (
             {"bits": 2, "group_size": 64},
             "2 bits, asymmetric, groups of 64: Q4_0, 4.5 bits a weight in GGUF (symmetric groups of 64 would "
-            "be Q2_0, 2.25); 2.28 in compressed-tensors, 4 and more in vLLM's containers",
+            "be Q2_0, 2.25), or llama.cpp's own types by --quantization.format Q2_K; 2.28 in "
+            "compressed-tensors, 4 and more in vLLM's containers",
         ),
         ({"bits": 8}, "no GGUF file, because no type of llama.cpp holds this grid (symmetric groups of 32"),
         # down_proj is a third of an MLP and has 256 columns: (4 + 3) * 1 / (4 + 9)
