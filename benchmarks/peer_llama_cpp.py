@@ -211,7 +211,8 @@ def size_of(file: Path) -> int:
 def measured(original: nn.Module, others: list[nn.Module], ids: Tensor) -> list[dict[str, float]]:
     """Return the measures of each model on a text ``[segments, L]``, a segment at a time."""
     reference = torch.zeros(len(ids))
-    losses, rows = torch.zeros(len(others), len(ids)), [[] for _ in others]
+    losses = torch.zeros(len(others), len(ids))
+    rows: list[list[Any]] = [[] for _ in others]
     for i, segment in enumerate(ids):
         expected = original(segment[None], use_cache=False).logits[0, :-1].float()
         reference[i] = cross_entropy(expected, segment[1:])

@@ -18,6 +18,7 @@ from aespa_pl.commands.block_types import types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
+from aespa_pl.data import few_tokens
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
@@ -81,6 +82,8 @@ def fit(
             progress.say(types_in_words(job.quantization))
         else:
             progress.say(forecast(job.quantization, job.shape, job.config))
+        if words := few_tokens(len(start.tokens), job.segment_length, job.shape.widest_input):
+            progress.say(words)
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
         began_to_quantize, began_to_work = time.perf_counter(), time.process_time()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 import aespa_pl
 from aespa_pl.block.quantized import grid_format, nearest_weight
 from aespa_pl.commands.checked import Checked, checked, find_model
-from aespa_pl.data import calibration_tokens, check_vocabulary, evaluation_tokens, few_tokens
+from aespa_pl.data import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.data.texts import short_names
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
@@ -83,8 +83,6 @@ class Job(Checked):
             self.data.calibration, self.pretrained.tokenizer(), self.segment_length, self.cache
         )
         check_vocabulary(tokens, self.config.vocab_size)
-        if words := few_tokens(len(tokens), tokens.shape[1], self.shape.widest_input):
-            log.warning(words)
         return tokens
 
     def evaluation(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from aespa_pl.errors import UserError
 KEY = "data.calibration.source"
 
 
-def rows_of(path: Path) -> list[str]:
+def rows_of(path: Path) -> list[Any]:
     return TextFile.find(str(path), KEY).rows()
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ class Words:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def __call__(self, document: str) -> Tensor:
+    def __call__(self, document: Any) -> Tensor:
         self.asked.append(document)
         return torch.tensor([int(word) for word in document.split()], dtype=torch.int64)
 

@@ -16,7 +16,7 @@ NAMED = ["c4", "wikitext2", "ptb"]
 READERS = {"calibration": calibration_text, "evaluation": evaluation_text}
 
 
-def documents(text: Text) -> list[str]:
+def documents(text: Text) -> list[Any]:
     found = text.documents()
     return [found[i] for i in range(len(found))]
 

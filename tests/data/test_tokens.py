@@ -149,7 +149,7 @@ def test_a_second_run_does_not_tokenize(
         tokenizer = tokenizer_factory()
         return [
             calibration_tokens(settings, tokenizer, 20, cache),
-            evaluation_tokens(settings.source, tokenizer, 20, None, cache),
+            evaluation_tokens(str(settings.source), tokenizer, 20, None, cache),
         ]
 
     first = run()
@@ -215,7 +215,10 @@ def test_a_changed_length_is_never_served_from_an_old_cache(
 ) -> None:
     for length in [20, 21]:
         assert calibration_tokens(settings, tokenizer, length, cache).shape == (12, length)
-        assert evaluation_tokens(settings.source, tokenizer, length, 5, cache).shape == (5, length)
+        assert evaluation_tokens(str(settings.source), tokenizer, length, 5, cache).shape == (
+            5,
+            length,
+        )
 
 
 def test_a_changed_text_is_never_served_from_an_old_cache(

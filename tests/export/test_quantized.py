@@ -21,7 +21,7 @@ from tests.export.runs import CONFIGS, Known, dequantized, save_original
 def test_matrices_of_a_block_are_the_runs(name: str, known: MakeRun) -> None:
     run = known(name, 3, 32)
     model = QuantizedModel.open(run.folder)
-    found: dict[str, QuantizedWeight] = {}
+    found: dict[str, Any] = {}
     for index in range(model.block_count):
         block = model.block(index)
         found |= block.matrices

@@ -133,7 +133,7 @@ def test_costs_and_blocks_are_the_journal_s(tmp_path: Path) -> None:
     journal["tuned"] = {"start_error": 0.2, "error": 0.1, "seconds": {"tuning the model": 30.0}}
     path.write_text(json.dumps(journal))
     run = read_run(folder)
-    costs = dict(results.cost_table([run]).rows)
+    costs = {row[0]: row[1] for row in results.cost_table([run]).rows}
     assert costs["grid"] == "60.0 s (50 %)"
     assert costs["polish"] == "30.0 s (25 %)"
     assert costs["tuning the model"] == "30.0 s (25 %)"

@@ -1,10 +1,12 @@
 """Soft rounding: weight and penalty are those of the formula, and the decided weight is what is stored."""
 
 import math
+from typing import cast
 
 import pytest
 import torch
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.tuning import LearningRates
 from aespa_pl.tuning.recipes import Recipe
@@ -61,7 +63,7 @@ def test_a_block_whose_rounding_is_learned_keeps_grids_norms_and_biases() -> Non
     example = Example.make("opt", bits=3)
     before = {n: p.clone() for n, p in example.quantized.block.named_parameters() if p.dim() == 1}
     recipe = Recipe(
-        lambda _, start, target: UpOrDown(start, target),
+        lambda _, start, target: UpOrDown(cast(QuantizedWeight, start), target),
         penalty=RoundingPenalty(0.1, 0.2, 20.0, 2.0),
     )
     result = tune_block(example, 6, rates=LearningRates(0.1, 0.1, 0.1), recipe=recipe)

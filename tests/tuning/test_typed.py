@@ -1,5 +1,7 @@
 """Block types are learned: the start is the stored weight, and every forward pass has what is stored."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ def stored(name: str) -> tuple[Tensor, TypedWeight]:
     return W[0], grid.factors.stored(quantize(W, grid)[0].to(torch.uint8))
 
 
-def layer_of(made: nn.Module) -> nn.Linear:
+def layer_of(made: nn.Module) -> Any:
     layer = nn.Linear(COLUMNS, ROWS, bias=False)
     parametrize.register_parametrization(layer, "weight", made)
     return layer
