@@ -1,6 +1,8 @@
 """Tokens, merges and rules of splitting are those of the tokenizer, or the tokenizer is refused."""
 
 import json
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,29 @@ def test_sentencepiece_merges_in_the_order_of_the_merges(tmp_path: Path) -> None
     assert score["bc"] > score["ab"] > score["abc"] > score["a"]
     assert found["token_type"][1] == TokenType.BYTE
     assert "merges" not in found
+
+
+def merged(text: str, score: dict[str, float]) -> list[str]:
+    """Join the pair whose result has the highest score, the leftmost first, as llama.cpp does."""
+    pieces = [*text]
+    while pairs := [(score.get(a + b), -i) for i, (a, b) in enumerate(pairwise(pieces))]:
+        best, place = max((s, i) for s, i in [*pairs, (-inf, 0)] if s is not None)
+        if best == -inf:
+            break
+        pieces[-place : 2 - place] = ["".join(pieces[-place : 2 - place])]
+    return pieces
+
+
+def test_a_token_that_two_merges_make_has_the_rank_of_the_first(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<0x41>", *"abcd", "ab", "bc", "cd", "abc"]
+    merges = [("a", "b"), ("b", "c"), ("ab", "c"), ("c", "d"), ("a", "bc")]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = fields(tmp_path, len(tokens))
+    score = dict(zip(found["tokens"], found["scores"], strict=True))
+    assert tokenizer.encode("abcd").tokens == ["abc", "d"]  # the library's answer
+    assert merged("abcd", score) == ["abc", "d"]
 
 
 def save_pieces(
