@@ -99,7 +99,7 @@ def method_line(method: str, bits: str, runs: Sequence[Row], texts: Sequence[str
         perplexity = shown(column(runs, "perplexity", text), spread=True)
         cells += ["; ".join([perplexity, *failed]), shown(column(runs, "loss / nearest", text))]
     seconds = shown(column(runs, "seconds processor"), digits=0)
-    return [f"`{method}`", bits, *cells, seconds, " ".join(row["seed"] for row in runs)]
+    return [method, bits, *cells, seconds, " ".join(row["seed"] for row in runs)]
 
 
 def texts_of(rows: Sequence[Row]) -> list[str]:
@@ -124,7 +124,7 @@ def orders_table(bits: str) -> TextTable:
             )
             for rows in runs.values()
         ]
-        lines.append([f"`{method}`", *measured, paper.get(method, UNKNOWN)])
+        lines.append([method, *measured, paper.get(method, UNKNOWN)])
     return TextTable(["method", *runs, "OPT-125M in the paper"], lines)
 
 

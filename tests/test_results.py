@@ -60,9 +60,9 @@ def test_a_model_has_mean_spread_and_reasons_of_failure(
     assert results.model_table("opt").rows == [
         ["original", "2", "10.000", "", "", ""],
         ["nearest", "2", "1000.000", "", "", ""],
-        ["`rtn`", "2", "1000.000", "1.000", "1", "0"],
-        ["`optq`", "2", "21.000 ± 1.414", f"{relative:.3f}", "4", "0 1"],
-        ["`brecq`", "2", ".; out of memory", ".", ".", "0"],
+        ["rtn", "2", "1000.000", "1.000", "1", "0"],
+        ["optq", "2", "21.000 ± 1.414", f"{relative:.3f}", "4", "0 1"],
+        ["brecq", "2", ".; out of memory", ".", ".", "0"],
     ]
 
 
@@ -81,7 +81,7 @@ def test_each_of_several_texts_has_its_columns(
     assert table.rows == [
         ["original", "2", "10.000", "", "20.000", "", "", ""],
         ["nearest", "2", "1000.000", "", "2000.000", "", "", ""],
-        ["`optq`", "2", "100.000", "0.500", "20.000", "0.000", "3", "0"],
+        ["optq", "2", "100.000", "0.500", "20.000", "0.000", "3", "0"],
     ]
 
 
@@ -95,9 +95,9 @@ def test_orders_have_the_spread_of_the_seeds_beside_the_paper(
     table = results.orders_table("3")
     assert table.head == ["method", "bloom", "OPT-125M in the paper"]
     rows = {row[0]: row[1:] for row in table.rows}
-    assert rows["`optq`"] == ["20.500 ± 0.707", "52.95"]
+    assert rows["optq"] == ["20.500 ± 0.707", "52.95"]
     assert rows["original"] == ["10.000", "27.65"]
-    assert rows["`awq`"] == [".", "."]
+    assert rows["awq"] == [".", "."]
 
 
 def test_an_ablation_takes_each_row_from_its_comparison(

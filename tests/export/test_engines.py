@@ -130,7 +130,7 @@ def test_wrong_order_of_rows_is_found(
     pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install xllamacpp")
     run = known("llama", 4, 32)
     model, chosen = QuantizedModel.open(run.folder), make_format("gguf", None, "keep")
-    monkeypatch.setattr("aespa_pl.export.gguf._row_order", lambda *_: None)
+    monkeypatch.setattr("aespa_pl.export.gguf.row_order", lambda *_: None)
     ids = torch.randint(0, 256, (LENGTH,))
     chosen.write(model, tmp_path, lambda: None)
     found = LlamaCpp().logits(tmp_path, ids, VOCABULARY)
