@@ -85,5 +85,8 @@ def types_in_words(settings: QuantizationSettings) -> str:
     counts: dict[str, int] = {}
     for kind in settings.types.values():
         counts[kind] = counts.get(kind, 0) + 1
-    types = ", ".join(f"{kind} for {count} matrices" for kind, count in sorted(counts.items()))
+    types = ", ".join(
+        f"{kind} for {count} {'matrix' if count == 1 else 'matrices'}"
+        for kind, count in sorted(counts.items())
+    )
     return f"Format {settings.format} of llama.cpp ({types}), instead of bits, group_size and symmetric."
