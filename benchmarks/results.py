@@ -26,7 +26,7 @@ PAPER = HERE / "paper_opt125m.csv"
 """Perplexities of OPT-125M on WikiText-2 as the paper prints them: three of its tables, by bit width."""
 AUTHORS_TOKENS = HERE / "authors_tokens.csv"
 """Perplexities that ``accuracy.py`` measures on the tokens of the authors' runs."""
-MODELS = ("opt", "llama", "bloom", "babyllama105", "tiny-llama", "tiny-opt")
+MODELS = ("opt", "llama", "bloom")
 """Possible folders of ``compared/``, in the order of columns."""
 REFERENCES = ("original", "nearest")
 UNKNOWN = "."
@@ -34,7 +34,6 @@ PLACE = re.compile(r"(<!-- (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 ABLATIONS = {
     "strategy": {
         "layers, on their own output": ("methods", "adaround"),
-        "attention as a whole, on its output": ("methods", "brecq"),
         "layers, on the attention's output": ("strategy", "adaround"),
     },
     "hessian": {"H": ("methods", "zfold"), "H_V": ("hessian", "zfold")},
