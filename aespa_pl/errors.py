@@ -6,7 +6,7 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """Characters that move the cursor, change colours or turn the direction of a text."""
 LONG_WORD = re.compile(r"(\S{200})\S{101,}(\S{80})")
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""Where an object lies in memory, as Python's own texts of objects say."""
+"""Matches the memory address in Python's own text of an object."""
 
 
 class UserError(Exception):

@@ -19,9 +19,9 @@ from aespa_pl.run.schema import DESCRIPTION, FORMAT
 from aespa_pl.settings.quantization import bits_of_projection
 
 RECORD = {"losses": 2, "seconds": 1, "output_error": 1, "peak_bytes": 1, "tuning": 1}
-"""What is read of a block's record, and how deep its numbers lie."""
+"""Fields that the report reads of a block's record, with the depth of their numbers."""
 METRICS = {"perplexity": 2, "tasks": 3, "size": 2, "test_seconds": 1, "seconds": 1, "peak_bytes": 1}
-"""What is read of metrics.json and test.json, and how deep its numbers lie."""
+"""Fields that the report reads of metrics.json and test.json, with the depth of their numbers."""
 LARGEST = 1e100
 """Numbers beyond this are damage, as are negative ones: ratios of others are finite."""
 NEEDED = {"tasks": "value", "size": "bytes"}

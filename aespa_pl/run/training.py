@@ -10,7 +10,7 @@ class Training:
     block: int
     """Number of the block; the number of blocks for the model."""
     name: str
-    """What is trained: head ranges of projections, or a unit of a tuning."""
+    """Text that tells one training from another: head ranges of projections, or a unit of a tuning."""
     curves: str
     """Folder of its curves in the folder of the run."""
     number: int = 0
