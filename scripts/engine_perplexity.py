@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aespa_pl.data import evaluation_tokens
+from aespa_pl.data.tokens import evaluation_tokens
 from aespa_pl.storage.cache import default_cache
 
 PACKAGES = {

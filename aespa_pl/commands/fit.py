@@ -18,7 +18,7 @@ from aespa_pl.commands.block_types import types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
-from aespa_pl.data import few_tokens
+from aespa_pl.data.tokens import few_tokens
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes

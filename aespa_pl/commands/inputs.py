@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from aespa_pl.data.token_files import TENSOR
+from aespa_pl.data.tokens import TENSOR
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_header
 from aespa_pl.run.fingerprint import checksum

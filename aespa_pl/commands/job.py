@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 import aespa_pl
 from aespa_pl.block.quantized import grid_format, nearest_weight
 from aespa_pl.commands.checked import Checked, checked, find_model
-from aespa_pl.data import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.data.texts import short_names
+from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight

@@ -52,15 +52,9 @@ class TextFile:
 
     @classmethod
     def find(cls, given: str, key: str, *, conversations: bool = False) -> "TextFile":
-        """Return the file that the user named.
+        """Return the file that the user named, of which a row may hold conversations.
 
-        Args:
-            given: What the user wrote.
-            key: YAML key of it.
-            conversations: Whether a row may hold a conversation.
-
-        Raises:
-            UserError: There is no such file, or it can't be read twice (a pipe), or is too large.
+        Raises UserError where there is no such file, or it can't be read twice (a pipe), or is too large.
         """
         # Path.expanduser would raise RuntimeError for an unknown ~user
         file = cls(Path(os.path.expanduser(given)), key, conversations)  # noqa: PTH111
@@ -110,8 +104,7 @@ class TextFile:
     def rows(self) -> list[Document]:
         """Return the file's text: one string for a plain text, a document for each row of a .json or .jsonl.
 
-        Raises:
-            UserError: The file can't be read or decoded, is empty or too large, or a row has no text.
+        Raises UserError where the file can't be read or decoded, is empty or too large, or a row has no text.
         """
         opened = gzip.open if self.path.suffix == ".gz" else open
         with self._errors(), opened(self.path, "rb") as raw:
@@ -134,7 +127,12 @@ class TextFile:
     def _json_rows(self, file: TextIOWrapper) -> list[Document]:
         rows, field = list[Document](), ""
         known = (*FIELDS, MESSAGES) if self.conversations else FIELDS
-        for place, row in self._objects(file):
+        for place, row in self._json_values(file):
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{self.key}: {self.path}, {place}: expected an object such as "
+                    f'{{"text": "..."}}, found {type(row).__name__}'
+                )
             field = field or next((name for name in known if name in row), FIELDS[0])
             document: Any = row.get(field)
             if field == MESSAGES:
@@ -162,15 +160,6 @@ class TextFile:
                 f"{self.key}: {self.path}, {place}: the field '{MESSAGES}' is missing or is no "
                 'conversation; expected a list such as [{"role": "user", "content": "..."}]'
             )
-
-    def _objects(self, file: TextIOWrapper) -> Iterator[tuple[str, dict[str, object]]]:
-        for place, row in self._json_values(file):
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"{self.key}: {self.path}, {place}: expected an object such as "
-                    f'{{"text": "..."}}, found {type(row).__name__}'
-                )
-            yield place, row
 
     def _json_values(self, file: TextIOWrapper) -> Iterator[tuple[str, object]]:
         """Yield where a value stands, and the value, of JSON lines or of one JSON array."""

@@ -31,8 +31,7 @@ Window = tuple[int, int]
 def divide_segments(proportions: Mapping[str, float], segments: int) -> dict[str, int]:
     """Return the number of segments of each text: proportions, rounded so that the sum is right.
 
-    Raises:
-        UserError: A text would have no segment.
+    Raises UserError where a text would have no segment.
     """
     exact = {name: segments * p / sum(proportions.values()) for name, p in proportions.items()}
     counts = {name: int(number) for name, number in exact.items()}
@@ -54,17 +53,11 @@ def draw_segments(
 
     A document is used once while others are left; then windows are drawn from all of them. No two windows
     overlap, so that whichever segments a tuning holds back, it trains on none of their tokens. With
-    ``settings.pack`` shorter documents are joined, in the order in which they are drawn, and count as one
-    as soon as they are long enough together.
+    ``settings.pack`` shorter documents are joined, in the order in which they are drawn, and count as one as
+    soon as they are long enough together.
 
-    Args:
-        documents: The calibration text; an item is read when it is asked for.
-        tokenize: Makes token ids of a document.
-        settings: Number of segments, seed and packing; the text's name, for messages.
-        length: Tokens in a segment.
-
-    Raises:
-        UserError: No document is long enough, or there is no room for so many windows.
+    An item of ``documents`` is read when it is asked for. Raises UserError where no document is long enough,
+    or there is no room for so many windows.
     """
     random = Random(settings.seed)  # noqa: S311 - no secret
     drawn = _draw_documents(documents, tokenize, settings, length, random)
@@ -89,13 +82,10 @@ def _overlap(windows: list[Window], length: int) -> bool:
 
 
 def _place_apart(lengths: list[int], count: int, length: int, random: Random) -> list[Window]:
-    """Return windows that don't overlap, in random order: of every document one, the others anywhere.
+    """Return windows of documents of these ``lengths`` that don't overlap, in random order.
 
-    Args:
-        lengths: Tokens of each document.
-        count: Number of windows: at least one for each document, at most as many as there is room for.
-        length: Tokens in a window.
-        random: Draws; all ways to place a document's windows are equally likely.
+    Every document has at least one of them; ``count`` is at most as many as there is room for. All ways to
+    place a document's windows are equally likely.
     """
     rest = [i for i, n in enumerate(lengths) for _ in range(n // length - 1)]
     counts = Counter([*range(len(lengths)), *random.sample(rest, count - len(lengths))])

@@ -4,13 +4,16 @@ Source: Section 4.1 of the paper, which follows OPTQ: perplexity is measured on 
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
 from aespa_pl.data.files import SENTENCE_FILES, Document, TextFile
-from aespa_pl.data.hub import HubRows
+from aespa_pl.errors import UserError
+
+log = logging.getLogger(__name__)
 
 CALIBRATION_KEY = "data.calibration.source"
 EVALUATION_KEY = "data.evaluation.texts"
@@ -53,12 +56,56 @@ class Text:
     rows: Callable[[], Sequence[Document]]
 
     def documents(self) -> Sequence[Document]:
-        """Read the text. For evaluation it is always one document.
-
-        Raises:
-            UserError: It can't be had.
-        """
+        """Read the text, of evaluation one document. Raises UserError where it can't be had."""
         return self.protocol.documents(self.rows())
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """Names one split of a data set, or one file of it."""
+
+    repository: str
+    split: str
+    local_copy: str
+    """Local copy that the error suggests where the hub can't be reached."""
+    config: str | None = None
+    file: str | None = None
+    """File of the repository to read, such as one shard of C4; None: the whole split."""
+    revision: str | None = None
+    field: str = "text"
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """Return the names that decide which rows these are; cached tokens are found by them, offline."""
+        identity = asdict(self)
+        del identity["local_copy"]
+        return identity
+
+    def load(self, key: str) -> Sequence[str]:
+        """Return the rows' texts, read from the disk one by one as they are asked for.
+
+        Raises UserError, which names the YAML key, where the data set can't be had, for whatever reason.
+        """
+        # a hub that can't be reached is tried for half a minute
+        log.warning("%s: asking the Hugging Face hub for %s", key, self.repository)
+        import datasets  # noqa: PLC0415 - 1 s, and not needed once the tokens are cached
+
+        try:
+            rows = datasets.load_dataset(
+                self.repository,
+                self.config,
+                data_files=None if self.file is None else {self.split: self.file},
+                split=self.split,
+                revision=self.revision,
+            )
+            texts: Sequence[str] = rows[self.field]
+        except Exception as error:  # no network, moved, gated, disk full: the remedy is the same
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"{key}: cannot load {self.repository} from the Hugging Face hub ({reason}); give "
+                f"the path of a local copy instead: {self.local_copy}"
+            ) from error
+        return texts
 
 
 def _c4(split: str, file: str) -> HubRows:
@@ -114,15 +161,10 @@ def short_names(sources: Sequence[str]) -> dict[str, str]:
 
 
 def calibration_text(source: str) -> Text:
-    """Return the text that segments are drawn from.
+    """Return the text that segments are drawn from: ``CalibrationSettings.source``, or one of its texts.
 
-    Every row of a .json or .jsonl is a document; any other file is one document.
-
-    Args:
-        source: ``CalibrationSettings.source``, or one of its texts.
-
-    Raises:
-        UserError: It is neither a known name nor a file that can be read.
+    Every row of a .json or .jsonl is a document; any other file is one document. Raises UserError where the
+    source is neither a known name nor a file that can be read.
     """
     if source == "embedded":
         return _embedded_text("calibration.txt")
@@ -137,13 +179,8 @@ def evaluation_text(source: str) -> Text:
 
     Rows of a .json or .jsonl are joined by blank lines, as WikiText-2's are; any other file is used
     unchanged. Local copies of PTB and of C4's validation shards are known by their names and treated as
-    ``ptb`` and ``c4`` are.
-
-    Args:
-        source: One of ``EvaluationSettings.texts``.
-
-    Raises:
-        UserError: It is neither a known name nor a file that can be read.
+    ``ptb`` and ``c4`` are. Raises UserError where the source is neither a known name nor a file that can be
+    read.
     """
     if source == "embedded":
         return _embedded_text("heldout.txt")

@@ -22,14 +22,10 @@ VERSION = 2
 def cached_tokens(
     cache: Path, made_from: Mapping[str, object], make: Callable[[], Tensor]
 ) -> Tensor:
-    """Return the tokens made from ``made_from``, from the disk if they are there.
+    """Return the tokens made from ``made_from`` (JSON), from the disk if they are there whole.
 
-    The cache only saves time: trouble with it is logged and stops nothing.
-
-    Args:
-        cache: Folder of the cache (``data.cache``); tokens lie in ``tokens`` in it.
-        made_from: All that the tokens depend on, as JSON.
-        make: Makes the tokens, if they are not there or damaged.
+    They lie in the folder ``tokens`` of the cache (``data.cache``). The cache only saves time: trouble with
+    it is logged and stops nothing.
     """
     description = canonical_text({"version": VERSION, **made_from})
     path = cache / "tokens" / f"{entry_name(description)}.safetensors"

@@ -7,12 +7,14 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from jaxtyping import Int64
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -25,12 +27,13 @@ from aespa_pl.data.texts import (
     evaluation_text,
 )
 from aespa_pl.data.token_cache import cached_tokens
-from aespa_pl.data.token_files import is_token_file, stored_segments
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 
 log = logging.getLogger(__name__)
 
+TENSOR = "tokens"
+"""Name of the tensor in a file of token ids."""
 TOKENS_PER_INPUT = 10
 """Calibration tokens for each input of a projection below which they are called few. OPTQ's INT2 perplexity
 on embedded:llama is 31.0 with 12 of them and with 23, 31.6 with 6, 34.0 with 3."""
@@ -46,16 +49,9 @@ def calibration_tokens(
 ) -> Int64[Tensor, "segments length"]:
     """Return random segments of the calibration text: the same ones for the same seed.
 
-    Those of several texts are mixed, so that each of them is also held back by a tuning.
-
-    Args:
-        settings: Texts, number of segments and seed; its ``segment_length`` is not read.
-        tokenizer: Tokenizer of the model.
-        segment_length: Tokens in a segment.
-        cache: Folder that keeps the tokens for later runs.
-
-    Raises:
-        UserError: A text can't be had, or is too short.
+    Those of several texts are mixed, so that each of them is also held back by a tuning. ``segment_length``
+    counts, not that of the settings, which may be null; ``cache`` is the folder that keeps the tokens for
+    later runs. Raises UserError where a text can't be had, or is too short.
     """
     if isinstance(settings.source, Mapping):
         counts = divide_segments(settings.source, settings.segments)
@@ -105,15 +101,9 @@ def evaluation_tokens(
 ) -> Int64[Tensor, "segments length"]:
     """Return a text, tokenized as one string and cut into whole segments; the rest is dropped.
 
-    Args:
-        source: One of ``EvaluationSettings.texts``.
-        tokenizer: Tokenizer of the model.
-        segment_length: Tokens in a segment.
-        max_segments: Number of segments that are kept, the first ones; None: all, of C4 the paper's 256.
-        cache: Folder that keeps the tokens for later runs.
-
-    Raises:
-        UserError: The text can't be had, or has fewer tokens than a segment.
+    The source is one of ``EvaluationSettings.texts``. The first ``max_segments`` are kept (None: all, of C4
+    the paper's 256); ``cache`` is the folder that keeps the tokens for later runs. Raises UserError where the
+    text can't be had, or has fewer tokens than a segment.
     """
     if is_token_file(source):
         return stored_segments(source, EVALUATION_KEY, segment_length, max_segments)
@@ -143,6 +133,42 @@ def evaluation_tokens(
     return cached_tokens(cache, made_from, make)
 
 
+def is_token_file(source: str) -> bool:
+    """Tell whether a source of text is a file of token ids."""
+    return source.endswith(".safetensors")
+
+
+def stored_segments(
+    source: str, key: str, length: int, limit: int | None
+) -> Int64[Tensor, "segments length"]:
+    """Return the first segments of a .safetensors file, up to ``limit`` of them (None: all).
+
+    The file has the integers ``tokens`` ``[segments, length]``; ``key`` is the YAML key that names it. Raises
+    UserError where it can't be read, holds something else, or has fewer or other segments.
+    """
+    path = Path(os.path.expanduser(source))  # noqa: PTH111  (Path's raises for an unknown ~user)
+    try:
+        with safe_open(path, "pt") as file:
+            tokens: Tensor = file.get_tensor(TENSOR)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{key}: {source} can't be read ({error}): give a .safetensors file with the token ids of "
+            f"segments, named {TENSOR}"
+        ) from error
+    if tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] != length:
+        raise UserError(
+            f"{key}: {source} has {tokens.dtype} {[*tokens.shape]}: expected integers [segments, {length}], "
+            f"because segment_length is {length}"
+        )
+    if len(tokens) < (limit or 1):
+        raise UserError(
+            f"{key}: {source} has {len(tokens)} segments: set the number of segments to {len(tokens)} or less"
+        )
+    if int(tokens.min()) < 0:
+        raise UserError(f"{key}: {source} has a token id below 0: ids begin at 0")
+    return tokens[:limit].to(torch.int64)
+
+
 def few_tokens(segments: int, length: int, inputs: int) -> str | None:
     """Return a warning where statistics of so many inputs want more tokens; None where there are enough."""
     if segments * length >= TOKENS_PER_INPUT * inputs:
@@ -156,11 +182,7 @@ def few_tokens(segments: int, length: int, inputs: int) -> str | None:
 
 
 def check_vocabulary(tokens: Int64[Tensor, "segments length"], vocabulary_size: int) -> None:
-    """Make sure that the model has an embedding for every token.
-
-    Raises:
-        UserError: It does not: tokenizer and model don't belong together.
-    """
+    """Raise UserError if the model lacks an embedding for a token: tokenizer and model don't fit."""
     highest = int(tokens.max())
     if highest >= vocabulary_size:
         raise UserError(
@@ -174,8 +196,7 @@ def _document_tokens(
 ) -> Int64[Tensor, " tokens"]:
     """Return the token ids of a text, or of a conversation by the tokenizer's chat template.
 
-    Raises:
-        UserError: The tokenizer has no template, or the template refuses the conversation.
+    Raises UserError where the tokenizer has no template, or the template refuses the conversation.
     """
     if isinstance(document, str):
         return tokenize(tokenizer, document)

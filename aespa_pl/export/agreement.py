@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
-from aespa_pl.data import evaluation_tokens
+from aespa_pl.data.tokens import evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.export.engines import ENGINES, Engine
 from aespa_pl.export.format import Format, FormatName

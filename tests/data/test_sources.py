@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from aespa_pl.data import calibration_tokens
+from aespa_pl.data.tokens import calibration_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 

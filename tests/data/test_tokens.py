@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from aespa_pl.data import (
+from aespa_pl.data import tokens
+from aespa_pl.data.tokens import (
     calibration_tokens,
     check_vocabulary,
     evaluation_tokens,
     few_tokens,
-    tokens,
 )
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
