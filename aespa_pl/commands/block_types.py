@@ -6,11 +6,20 @@ from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.llama_cpp import architecture_of, unsupported_part
-from aespa_pl.models.llama_cpp_types import MIXTURES, Matrix, MixtureModel, matrix_of, mixture_type
+from aespa_pl.models.llama_cpp_types import (
+    MIXTURES,
+    NARROW,
+    Matrix,
+    MixtureModel,
+    matrix_of,
+    mixture_type,
+)
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
+from aespa_pl.settings.quantization import names_projection
 
 UNIFORM = "uniform"
+ENDS = ("embedding", "head")
 
 
 def check_format(settings: QuantizationSettings) -> None:
@@ -28,60 +37,87 @@ def check_format(settings: QuantizationSettings) -> None:
             raise UserError(
                 f"quantization.types has {key}: {kind}: expected one of {', '.join(TYPES)}"
             )
-    if settings.format == UNIFORM and settings.types:
+    others = ", ".join(key for key in settings.types if key not in ENDS)
+    if settings.format == UNIFORM and others:
         raise UserError(
-            "quantization.types is set and quantization.format is uniform: choose a format of GGUF"
+            f"quantization.types has {others} and quantization.format is uniform: choose a format of "
+            "GGUF, or quantization.bits_of"
         )
 
 
 def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dict[str, str]:
-    """Return block types by ``BLOCK.PROJECTION``, ``embedding`` and ``head``; empty where grids are uniform.
+    """Return block types by ``BLOCK.PROJECTION``, ``embedding`` and ``head``.
 
-    Raises UserError where llama.cpp doesn't run the model, or no type holds a row.
+    Where grids are uniform, only embedding and head can have types. Raises UserError where llama.cpp doesn't
+    run the model, or a type doesn't hold a row.
     """
     check_format(settings)
-    if settings.format == UNIFORM:
-        return {}
-    unsupported = unsupported_part(config)
-    if unsupported is not None:
-        raise UserError(
-            f"quantization.format is {settings.format}, but {unsupported}: set quantization.format uniform"
-        )
     family = family_of(config)
-    layout, shape = family.layout(config), Shape.of(config, family)
-    model = MixtureModel.of(config, layout, architecture_of(config).name)
-    matrices = zip(layout.projections, shape.matrices, strict=True)
-    columns = {p.name: matrix.columns for p, matrix in matrices}
-    columns |= dict.fromkeys(("embedding", "head"), shape.hidden)
+    shape = Shape.of(config, family)
+    columns = dict.fromkeys(ENDS, shape.hidden)
+    types: dict[str, str] = {}
+    if settings.format != UNIFORM:
+        types, widths = _mixture(settings.format, config)
+        columns |= widths
     tied = bool(config.tie_word_embeddings)
-    ends = {
-        "embedding": mixture_type(settings.format, Matrix.EMBEDDING, shape.hidden, model, tied=tied)
-    }
-    if not tied:
-        ends["head"] = mixture_type(settings.format, Matrix.HEAD, shape.hidden, model)
-    types = (
-        {
-            f"{block}.{p.name}": mixture_type(
-                settings.format, matrix_of(layout, p), columns[p.name], model, block
-            )
-            for block in range(model.blocks)
-            for p in layout.projections
-        }
-        | ends
-        | settings.types
-    )
-    for key, kind in types.items():
-        width = columns[key.partition(".")[2] or key]
-        if not TYPES[kind].fits(width):
+    for key, kind in settings.types.items():
+        named = [name for name in columns if _is_named(key, name)]
+        if not named or (key == "head" and tied):
             raise UserError(
-                f"quantization.format is {settings.format}, but {key} has rows of {width} weights, and "
-                f"{kind} holds multiples of {TYPES[kind].block}: set quantization.format uniform"
+                f"quantization.types has {key}, which "
+                + ("is the embedding in this model" if named else "names nothing in this model")
+                + f": expected {'embedding' if tied else 'embedding, head'}"
+                + (
+                    ""
+                    if settings.format == UNIFORM
+                    else f" or BLOCK.PROJECTION, such as {next(iter(types))}"
+                )
+            )
+        types |= dict.fromkeys(named, kind)
+    types |= {key: kind for key, kind in settings.types.items() if key in columns}
+    for key, kind in types.items():
+        if not TYPES[kind].fits(columns[key]):
+            raise UserError(
+                f"quantization.format is {settings.format}, but {key} has rows of {columns[key]} weights, "
+                f"and {kind} holds multiples of {TYPES[kind].block}: set quantization.types "
+                f"'{{{key}: {NARROW.get(kind, 'Q8_0')}}}' or quantization.format uniform"
             )
     return types
 
 
+def _mixture(name: str, config: PreTrainedConfig) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the types that a format gives the matrices of a model, and the lengths of their rows."""
+    unsupported = unsupported_part(config)
+    if unsupported is not None:
+        raise UserError(
+            f"quantization.format is {name}, but {unsupported}: set quantization.format uniform"
+        )
+    family = family_of(config)
+    layout, shape = family.layout(config), Shape.of(config, family)
+    model = MixtureModel.of(config, layout, architecture_of(config).name)
+    tied = bool(config.tie_word_embeddings)
+    types, columns = {}, {}
+    for block in range(model.blocks):
+        for p, matrix in zip(layout.projections, shape.matrices, strict=True):
+            key = f"{block}.{p.name}"
+            columns[key] = matrix.columns
+            types[key] = mixture_type(name, matrix_of(layout, p), matrix.columns, model, block)
+    types["embedding"] = mixture_type(name, Matrix.EMBEDDING, shape.hidden, model, tied=tied)
+    if not tied:
+        types["head"] = mixture_type(name, Matrix.HEAD, shape.hidden, model)
+    return types, columns
+
+
+def _is_named(key: str, name: str) -> bool:
+    """Return whether a key of ``quantization.types`` names a matrix."""
+    block, _, projection = name.partition(".")
+    return names_projection(key, int(block), projection) if projection else key == name
+
+
 def types_in_words(settings: QuantizationSettings) -> str:
-    """Return the types of all projections in words, with their number."""
+    """Return the types of all matrices in words, with their number; of embedding and head alone each."""
+    if settings.format == UNIFORM:
+        return ", ".join(f"{key}: {kind}" for key, kind in settings.types.items())
     counts: dict[str, int] = {}
     for kind in settings.types.values():
         counts[kind] = counts.get(kind, 0) + 1

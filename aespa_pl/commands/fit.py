@@ -78,10 +78,10 @@ def fit(
             return run, start.metrics
         progress.say(method_in_words(job.quantization, job.family.layout(job.config)))
         progress.say(f"run folder: {run.folder}")
+        if job.quantization.format == "uniform":
+            progress.say(forecast(job.quantization, job.shape, job.config))
         if job.quantization.types:
             progress.say(types_in_words(job.quantization))
-        else:
-            progress.say(forecast(job.quantization, job.shape, job.config))
         if words := few_tokens(len(start.tokens), job.segment_length, job.shape.widest_input):
             progress.say(words)
         before = sum(phase_seconds(run).values())

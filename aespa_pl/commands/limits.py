@@ -19,6 +19,7 @@ from aespa_pl.planning.tuning import block_bytes, model_bytes
 from aespa_pl.run.folder import ANOTHER_FOLDER
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
+from aespa_pl.settings.quantization import names_projection
 from aespa_pl.storage.files import disk_errors
 from aespa_pl.tuning.data import held_back_and_steps
 
@@ -97,13 +98,12 @@ def check_bits_of(layout: BlockLayout, blocks: int, settings: QuantizationSettin
     Raises UserError where a key names nothing, or projections in one matrix have different bits.
     """
     names = [p.name for p in layout.projections]
-    numbers = [str(index) for index in range(blocks)]
-    known = {*names, *numbers, *(f"{number}.{name}" for number in numbers for name in names)}
     for key in settings.bits_of:
-        if key not in known:
+        if not any(names_projection(key, i, name) for i in range(blocks) for name in names):
             raise UserError(
                 f"quantization.bits_of: {key} names nothing in this model: expected a projection "
-                f"({', '.join(names)}), a block (0 to {blocks - 1}), or both, such as 0.{names[0]}"
+                f"({', '.join(names)}), a block (0 to {blocks - 1}), or both, such as 0.{names[0]} "
+                f"or *.{names[0]}"
             )
     for index in range(blocks):
         of_matrix: dict[str, dict[str, int]] = {}

@@ -64,8 +64,8 @@ class FolderFormat(Format):
             yield from self._read_shard(model, writer.block_file(index), model.matrix_names(index))
 
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
-        """Return the value itself."""
-        return value
+        """Return the value itself; of an embedding in a block type what the original's type holds."""
+        return value if model.stem_type(name) is None else value.to(model.dtype(name))
 
     def _read_shard(
         self, model: QuantizedModel, path: Path, matrices: Mapping[str, object]

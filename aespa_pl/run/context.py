@@ -75,7 +75,7 @@ class Context:
     @property
     def quantized_stem(self) -> StreamedModel:
         """Return the model with the run's own embedding and head, once they are written."""
-        if "embedding" not in self.settings.types:
+        if not {"embedding", "head"} & self.settings.types.keys():
             return self.source
         pretrained, family = self.source.pretrained, self.source.family
         file = ModelWriter(self.run.model_folder, self.source.block_count).stem_file

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from jsonargparse.typing import ClosedUnitInterval, OpenUnitInterval, PositiveInt
@@ -111,14 +112,14 @@ class QuantizationSettings:
     """Grids of the weights: uniform (bits, group_size and symmetric below), or what llama.cpp stores: a
     mixture (Q2_K, Q3_K_M, Q4_K_M ...) or a block type (Q3_K, Q4_0 ...), which go before these three."""
     types: dict[str, str] = field(default_factory=dict)
-    """Block types of some projections by block and name (0.v_proj: Q4_K), of embedding and of head, where the
-    format is none that is uniform; those that are missing get the format's."""
+    """Block types of some projections by name, block and pattern (v_proj: Q4_K, 0.*: Q6_K), where the format
+    is none that is uniform, and of embedding and head, which uniform formats otherwise leave as they are."""
     bits: Bits = 2
     """Bits of a weight, 2 to 8."""
     bits_of: dict[str, Bits] = field(default_factory=dict)
     """Bits of some projections, where they are others: by name (down_proj: 4), by block (0: 4, counted from
-    0), or by both (0.v_proj: 3), which counts first; of a name and a block the larger number counts
-    (docs/methods.md)."""
+    0), by a pattern (1?.*: 3), or by block and name (0.v_proj: 3), which counts first; of the others that fit
+    the largest number counts (docs/methods.md)."""
     symmetric: bool = False
     """Fix the zero point in the middle of the range."""
     group_size: PositiveInt | None = None
@@ -197,11 +198,20 @@ def bits_of_projection(bits: int, bits_of: Mapping[str, int], block: int, projec
 
     Args:
         bits: Bits of the projections that ``bits_of`` does not name.
-        bits_of: Bits by ``PROJECTION``, by ``BLOCK`` and by ``BLOCK.PROJECTION``.
+        bits_of: Bits by ``PROJECTION``, by ``BLOCK`` and by ``BLOCK.PROJECTION``, or by a pattern of these.
         block: Number of the block, from 0.
         projection: Name of the projection.
     """
     exact = bits_of.get(f"{block}.{projection}")
     if exact is not None:
         return exact
-    return max((bits_of[key] for key in (projection, str(block)) if key in bits_of), default=bits)
+    fitting = [value for key, value in bits_of.items() if names_projection(key, block, projection)]
+    return max(fitting, default=bits)
+
+
+def names_projection(key: str, block: int, projection: str) -> bool:
+    """Return whether a key of ``bits_of`` or ``types`` names a projection of a block.
+
+    ``*`` and ``?`` of a key stand for any characters: ``*.down_proj``, ``1?.*``, ``*_proj``.
+    """
+    return any(fnmatchcase(name, key) for name in (projection, str(block), f"{block}.{projection}"))

@@ -29,6 +29,23 @@ def test_a_mixture_gives_each_projection_its_type() -> None:
     assert "Q4_K for" in types_in_words(filled)
 
 
+def test_a_pattern_names_many_projections_and_an_exact_key_counts_first() -> None:
+    settings = QuantizationSettings(
+        format="Q3_K", types={"0.q_proj": "Q4_K", "*.q_proj": "Q6_K", "v_proj": "Q5_K", "1": "Q8_0"}
+    )
+    types = block_types(settings, llama())
+    assert types["0.q_proj"] == "Q4_K"
+    assert types["0.v_proj"] == "Q5_K"
+    assert types["0.k_proj"] == "Q3_K"
+    assert types["1.q_proj"] == types["1.k_proj"] == "Q8_0"
+
+
+def test_a_uniform_format_takes_types_of_embedding_and_head() -> None:
+    settings = QuantizationSettings(types={"embedding": "Q6_K", "head": "Q8_0"})
+    assert block_types(settings, llama()) == {"embedding": "Q6_K", "head": "Q8_0"}
+    assert settings.type_for(0, "q_proj") is None
+
+
 def test_rows_that_are_no_whole_blocks_take_the_type_of_32() -> None:
     types = block_types(QuantizationSettings(format="Q3_K_S"), llama(192, 512))
     assert types["0.q_proj"] == "Q4_0"
@@ -41,6 +58,16 @@ def test_rows_that_are_no_whole_blocks_take_the_type_of_32() -> None:
         (QuantizationSettings(format="Q9"), llama(), "quantization.format is Q9: expected one of"),
         (QuantizationSettings(types={"0.q_proj": "Q4_K"}), llama(), "format is uniform"),
         (QuantizationSettings(format="Q4_K", types={"0.q_proj": "Q9"}), llama(), "0.q_proj: Q9"),
+        (
+            QuantizationSettings(format="Q4_K", types={"0.w": "Q4_K"}),
+            llama(),
+            r"0.w, which names nothing in this model: expected embedding, head or BLOCK.PROJECTION",
+        ),
+        (
+            QuantizationSettings(types={"embedding": "Q6_K"}),
+            llama(192, 512),
+            r"embedding has rows of 192 .*set quantization.types '{embedding: Q8_0}'",
+        ),
         (QuantizationSettings(format="Q4_K_M"), OPTConfig(), "set quantization.format uniform"),
         (QuantizationSettings(format="Q4_0"), llama(200, 512), "holds multiples of 32"),
     ],

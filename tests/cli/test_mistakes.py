@@ -34,6 +34,7 @@ DECIDED = (
             r"bits_of: 7 names .*a block \(0 to 1\), or both, such as",
         ),
         (["--quantization.bits_of", "{0.v: 3}"], r"bits_of: 0\.v names nothing"),
+        (["--quantization.bits_of", "{'*.v': 3}"], r"bits_of: \*\.v names nothing .*\*\.q_proj"),
         (
             ["--quantization.bit", 3],
             r"quantization\.bit is unknown: did you mean quantization\.bits\?",

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from aespa_pl.errors import UserError
 from aespa_pl.export.awq import Awq
+from aespa_pl.export.compressed_tensors import CompressedTensors
 from aespa_pl.export.gguf import Gguf
 from aespa_pl.export.gguf_library import dequantized
 from aespa_pl.export.hf import HuggingFace
@@ -91,3 +92,28 @@ def test_a_stem_that_is_damaged_is_noticed(run: Path, tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(UserError, match=r"stem\.safetensors"):
         QuantizedModel.open(copy)
+
+
+def test_a_uniform_run_has_an_embedding_in_a_type(tmp_path: Path) -> None:
+    original = save_original(llama(hidden_size=256, intermediate_size=256), tmp_path / "original")
+    status, _, err = CommandLine()(
+        "fit", "--model.pretrained", original, "--quantization.types", "{embedding: Q6_K}",
+        "--quantization.method", "rtn", "--quantization.bits", 4, "--quantization.symmetric", "true",
+        "--quantization.group_size", 32, "--data.evaluation.texts", "[]",
+        "--data.calibration.source", "embedded", "--data.calibration.segments", 4,
+        "--data.calibration.segment_length", 32,
+        "--output.folder", tmp_path, "--output.name", "uniform",
+    )  # fmt: skip
+    assert (status, err) == (0, ""), err
+    model = QuantizedModel.open(tmp_path / "uniform" / "version_0")
+    for chosen in (Gguf(), CompressedTensors()):
+        (tmp_path / chosen.name).mkdir()
+        chosen.write(model, tmp_path / chosen.name, lambda: None)
+        prove(model, chosen, tmp_path / chosen.name)
+    tensors = {t.name: t for t in GGUFReader(tmp_path / "gguf" / "model.gguf").tensors}
+    embedding = tensors["token_embd.weight"]
+    assert embedding.tensor_type.name == "Q6_K"
+    assert tensors["blk.0.attn_q.weight"].tensor_type.name == "Q4_0"
+    with safe_open(next((tmp_path / "uniform/version_0/model").glob("model-00001*")), "pt") as file:
+        held = torch.tensor(dequantized(embedding.data, embedding.tensor_type)).half()
+        assert torch.equal(held, file.get_tensor("model.embed_tokens.weight"))

@@ -95,6 +95,8 @@ def test_the_same_bits_by_another_way_give_the_same_integers(tmp_path: Path) -> 
         ({"v_proj": 4, "3": 5}, 5),
         ({"v_proj": 5, "3": 4}, 5),
         ({"3.v_proj": 3, "v_proj": 5, "3": 4}, 3),
+        ({"*.v_*": 5, "3": 4}, 5),
+        ({"[0-2].*": 5, "?.v_proj": 4}, 4),
         ({"k_proj": 4, "2": 5, "3.k_proj": 6, "30": 7}, 2),
     ],
 )
