@@ -17,7 +17,12 @@ from aespa_pl.errors import UserError
 from aespa_pl.evaluation.divergence import divergence
 from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
-from aespa_pl.evaluation.size import bits_per_weight, packed_bytes, projection_weights
+from aespa_pl.evaluation.size import (
+    bits_per_weight,
+    packed_bits,
+    packed_bytes,
+    projection_weights,
+)
 from aespa_pl.evaluation.tasks import find_tasks
 from aespa_pl.evaluation.whole import refuse_too_large
 from aespa_pl.models.headers import read_header
@@ -91,7 +96,7 @@ def test(
 def _with_grids_of(job: Job, run: Run) -> Job:
     """Return the job with the bits and groups of the run, whatever the settings of this command are."""
     stored = stored_quantization(run)
-    keys = ("bits", "bits_of", "symmetric", "group_size")
+    keys = ("format", "types", "bits", "bits_of", "symmetric", "group_size")
     grids = {key: getattr(stored, key) for key in keys}
     return replace(job, quantization=replace(job.quantization, **grids))
 
@@ -102,7 +107,7 @@ def method_of(run: Run) -> str:
 
 
 def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return ``bits_per_weight`` and ``bytes`` of each kind of model; integers count as packed."""
+    """Return ``bits_per_weight`` of the blocks and ``bytes`` of each kind of model, with integers packed."""
     shapes = {
         f"{index}.{name}": tensor.shape
         for index in run.blocks
@@ -110,8 +115,15 @@ def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float
     }
     stored = {tensor.file: tensor.file.stat().st_size for tensor in job.pretrained.tensors.values()}
     original, bits = sum(stored.values()), 8.0 * job.pretrained.dtype.itemsize
-    packed = bits_per_weight(shapes, job.quantization.bits_for)
-    small = packed_bytes(original, projection_weights(shapes), int(bits), packed)
+    settings = job.quantization
+    packed = bits_per_weight(shapes, settings.bits_for)
+    weights, total = projection_weights(shapes), packed * projection_weights(shapes)
+    if run.stem_file.is_file():
+        names = {name: part for part, name in job.pretrained.embeddings().items()}
+        stem = {name: tensor.shape for name, tensor in read_header(run.stem_file).items()}
+        weights += projection_weights(stem)
+        total += packed_bits(stem, lambda name: int(settings.types[names[name]][1]))
+    small = packed_bytes(original, weights, int(bits), total)
     return {
         kind: {"bits_per_weight": bits, "bytes": original}
         if kind == "original"

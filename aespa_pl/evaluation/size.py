@@ -20,33 +20,47 @@ def projection_weights(shapes: Mapping[str, Sequence[int]]) -> int:
     return sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(".integers"))
 
 
-def bits_per_weight(shapes: Mapping[str, Sequence[int]], bits: Callable[[int, str], int]) -> float:
-    """Return the mean of the bits that quantized weights take, with their share of scales and zero points.
+def packed_bits(shapes: Mapping[str, Sequence[int]], bits: Callable[[str], int]) -> float:
+    """Return the bits that quantized matrices take, with their scales and zero points.
 
     Args:
-        shapes: Shapes of the tensors in block files by ``BLOCK.PROJECTION.KIND``; at least one kind is
-            ``integers``.
-        bits: Bits of an integer of a projection, given its block and its name.
+        shapes: Shapes of their stored tensors by ``MATRIX.KIND``.
+        bits: Bits of an integer of a matrix, given its name.
     """
     total = 0
     for name, shape in shapes.items():
-        block, projection, kind = name.split(".")[0], name.split(".")[1], name.split(".")[-1]
+        matrix, _, kind = name.rpartition(".")
         if kind not in KINDS:
             continue
-        own = bits(int(block), projection)
+        own = bits(matrix)
         factor = FACTOR_BITS.get(own, 6)
         each = {"integers": own, "scale": SCALE_BITS + own, "sub_scale": factor, "sub_min": factor}
         total += math.prod(shape) * each.get(kind, SCALE_BITS)
-    return total / projection_weights(shapes)
+    return total
 
 
-def packed_bytes(original: int, weights: int, original_bits: int, packed_bits: float) -> int:
-    """Return the size of a model whose quantized weights are packed and whose others stay.
+def bits_per_weight(shapes: Mapping[str, Sequence[int]], bits: Callable[[int, str], int]) -> float:
+    """Return the mean bits of a projection's weight, with its part of scales and zero points.
+
+    Args:
+        shapes: Shapes of the tensors in block files by ``BLOCK.PROJECTION.KIND``.
+        bits: Bits of an integer of a projection, given its block and its name.
+    """
+
+    def of_matrix(name: str) -> int:
+        block, _, projection = name.partition(".")
+        return bits(int(block), projection)
+
+    return packed_bits(shapes, of_matrix) / projection_weights(shapes)
+
+
+def packed_bytes(original: int, weights: int, original_bits: int, packed: float) -> int:
+    """Return the size of a model whose quantized matrices are packed and whose other tensors stay.
 
     Args:
         original: Bytes of the original model.
         weights: Number of quantized weights.
         original_bits: Bits of such a weight in the original.
-        packed_bits: Bits of such a weight once packed, from ``bits_per_weight``.
+        packed: Bits of all quantized weights, from ``packed_bits``.
     """
-    return round(original - weights * (original_bits - packed_bits) / 8)
+    return round(original - (weights * original_bits - packed) / 8)

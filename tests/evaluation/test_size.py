@@ -29,4 +29,4 @@ def test_projections_may_have_bits_of_their_own() -> None:
 
 def test_only_quantized_weights_become_smaller() -> None:
     # 1,000 bytes of which 800 are 400 weights of 16 bits; packed to 4 bits they take 200
-    assert packed_bytes(1000, 400, 16, 4.0) == 400
+    assert packed_bytes(1000, 400, 16, 1600) == 400

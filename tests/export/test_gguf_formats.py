@@ -67,6 +67,22 @@ def test_every_tensor_has_llama_cpps_type_and_the_runs_values(run: Path, tmp_pat
             assert torch.equal(torch.tensor(found).half(), file.get_tensor(f"{ours}.weight"))
 
 
+def test_the_size_counts_every_tensor_as_the_file_has_it(run: Path, tmp_path: Path) -> None:
+    model = QuantizedModel.open(run)
+    status, _, err = CommandLine()(
+        "test", "--ckpt_path", run, "--data.evaluation.texts", "[embedded]",
+        "--data.evaluation.segment_length", 32, "--data.evaluation.max_segments", 1,
+    )  # fmt: skip
+    assert (status, err) == (0, ""), err
+    size = json.loads((run / "test.json").read_text())["size"]["quantized"]["bytes"]
+    Gguf().write(model, tmp_path, lambda: None)
+    tensors = GGUFReader(tmp_path / "model.gguf").tensors
+    # norms: float32 in the file, float16 in the original
+    expected = sum(t.n_bytes // (2 if len(t.shape) == 1 else 1) for t in tensors)
+    # the original has a header of a hundred bytes for each tensor
+    assert expected < size < expected + 100 * len(tensors) + 1000
+
+
 def test_the_embedding_is_near_the_original(run: Path) -> None:
     model = QuantizedModel.open(run)
     with safe_open(next(model.original.glob("*.safetensors")), "pt") as file:
