@@ -195,7 +195,7 @@ def walk(
         recompute=recompute,
     )
     Walk(context).quantize(ids)
-    return Quantized(model, ids, run, context.layout, said.getvalue())
+    return Quantized(model, ids, run, context.layout(0), said.getvalue())
 
 
 def shortened(model: PreTrainedModel) -> PreTrainedModel:

@@ -44,7 +44,8 @@ class BlockQuantizer:
             UserError: A Hessian cannot be factored.
         """
         settings = self.context.settings
-        block = QuantizedBlock.nearest(index, module, self.context.layout, statistics, settings)
+        layout = self.context.layout(index)
+        block = QuantizedBlock.nearest(index, module, layout, statistics, settings)
         block.damp(settings.damping)
         if statistics.shifts is not None:
             with self.context.measure("correction"):

@@ -70,9 +70,10 @@ class StatisticsCollector:
     @property
     def groups(self) -> tuple[InputGroup, ...]:
         """Return the input groups to observe; H_V and its shift need what goes into and out of attention."""
-        if self.inputs:
+        attended = self.layout.attended_group
+        if self.inputs or attended is None:
             return self.layout.groups
-        return (self.layout.groups[0], self.layout.attended_group)
+        return (self.layout.groups[0], attended)
 
     def add(self, seen: Observation, original: Observation | None = None) -> None:
         """Add one batch; shifts are collected where the ``original`` model has seen it too."""
@@ -163,7 +164,8 @@ class StatisticsCollector:
 
         The bias of V is in both, as the probabilities add up to 1.
         """
-        name, heads = self.layout.attended_group.name, self.layout.key_value_heads
+        attended, heads = cast(InputGroup, self.layout.attended_group), self.layout.key_value_heads
+        name = attended.name
         shift = original.inputs[name].float() - seen.inputs[name].float()
         B, L = seen.inputs[self.layout.groups[0].name].shape[:2]
         shift = shift.reshape(B, L, heads, -1, self.layout.head_dim)  # [B, L, n_kv, shared, d_h]

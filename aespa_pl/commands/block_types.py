@@ -93,13 +93,13 @@ def _mixture(name: str, config: PreTrainedConfig) -> tuple[dict[str, str], dict[
             f"quantization.format is {name}, but {unsupported}: set quantization.format uniform"
         )
     family = family_of(config)
-    layout, shape = family.layout(config), Shape.of(config, family)
-    model = MixtureModel.of(config, layout, architecture_of(config).name)
+    shape = Shape.of(config, family)
+    model = MixtureModel.of(config, shape.layout, architecture_of(config).name)
     tied = bool(config.tie_word_embeddings)
     types, columns = {}, {}
-    for block in range(model.blocks):
-        for p, matrix in zip(layout.projections, shape.matrices, strict=True):
-            key = f"{block}.{p.name}"
+    for block, layout in enumerate(family.layouts(config)):
+        for p in layout.projections:
+            key, matrix = f"{block}.{p.name}", shape.of_blocks[block][p.name]
             columns[key] = matrix.columns
             types[key] = mixture_type(name, matrix_of(layout, p), matrix.columns, model, block)
     types["embedding"] = mixture_type(name, Matrix.EMBEDDING, shape.hidden, model, tied=tied)

@@ -126,10 +126,11 @@ def checked(
     quantization = resolved(quantization, device.type, width)
     found = Checked(model, data, quantization, output, device, config, stored)
     check_lengths(data, found.family.positions(config), model.pretrained)
-    check_bits_of(found.family.layout(config), config.num_hidden_layers, found.quantization)
+    layouts = found.family.layouts(config)
+    check_bits_of(layouts, found.quantization)
     if quantization.format == "uniform":
         check_groups(found.shape, found.quantization)
-    check_histograms(output.histograms, found.family.layout(config))
+    check_histograms(output.histograms, layouts)
     data = resolved_data(
         data,
         found.quantization,

@@ -76,7 +76,7 @@ def fit(
         if start.metrics is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
             return run, start.metrics
-        progress.say(method_in_words(job.quantization, job.family.layout(job.config)))
+        progress.say(method_in_words(job.quantization, job.shape.layout))
         progress.say(f"run folder: {run.folder}")
         if job.quantization.format == "uniform":
             progress.say(forecast(job.quantization, job.shape, job.config))

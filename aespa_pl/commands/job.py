@@ -71,7 +71,7 @@ class Job(Checked):
 
     def round_to_nearest(self, index: int, block: nn.Module) -> None:
         """Round a block's weights to the nearest integers of min-max grids: the usual comparison."""
-        layout = self.family.layout(self.config)
+        layout = self.family.layout(self.config, index)
         for projection in layout.projections:
             form = grid_format(self.quantization, index, projection.name)
             weight = nearest_weight(block, layout, projection, form)

@@ -81,7 +81,8 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
             "quantization.group_size is 1: each weight would have a scale of its own, larger than itself; "
             "choose 16 or more, or null"
         )
-    widths = {matrix.group: matrix.columns for matrix in shape.matrices}
+    every = (matrix for of_block in shape.of_blocks for matrix in of_block.values())
+    widths = {matrix.group: matrix.columns for matrix in every}
     if size and any(columns % size for columns in widths.values()):
         given = ", ".join(f"{columns} ({group})" for group, columns in widths.items())
         common = math.gcd(*widths.values())
@@ -92,20 +93,21 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
         )
 
 
-def check_bits_of(layout: BlockLayout, blocks: int, settings: QuantizationSettings) -> None:
+def check_bits_of(layouts: Sequence[BlockLayout], settings: QuantizationSettings) -> None:
     """Refuse bits of a projection that the model does not have, or of a part of a matrix.
 
     Raises UserError where a key names nothing, or projections in one matrix have different bits.
     """
-    names = [p.name for p in layout.projections]
+    of_blocks = [[p.name for p in layout.projections] for layout in layouts]
+    names = list(dict.fromkeys(name for of_block in of_blocks for name in of_block))
     for key in settings.bits_of:
-        if not any(names_projection(key, i, name) for i in range(blocks) for name in names):
+        if not any(names_projection(key, i, n) for i, has in enumerate(of_blocks) for n in has):
             raise UserError(
                 f"quantization.bits_of: {key} names nothing in this model: expected a projection "
-                f"({', '.join(names)}), a block (0 to {blocks - 1}), or both, such as 0.{names[0]} "
+                f"({', '.join(names)}), a block (0 to {len(layouts) - 1}), or both, such as 0.{names[0]} "
                 f"or *.{names[0]}"
             )
-    for index in range(blocks):
+    for index, layout in enumerate(layouts):
         of_matrix: dict[str, dict[str, int]] = {}
         for p in layout.projections:
             of_matrix.setdefault(p.module, {})[p.name] = settings.bits_for(index, p.name)
@@ -188,9 +190,9 @@ def check_output(output: OutputSettings) -> None:
         )
 
 
-def check_histograms(chosen: Sequence[str], layout: BlockLayout) -> None:
+def check_histograms(chosen: Sequence[str], layouts: Sequence[BlockLayout]) -> None:
     """Raise UserError if histograms are asked for of a projection that the model doesn't have."""
-    known = [projection.name for projection in layout.projections]
+    known = list(dict.fromkeys(p.name for layout in layouts for p in layout.projections))
     unknown = [name for name in chosen if name not in known]
     if unknown:
         has = f"the projections of this model are {', '.join(known)}"

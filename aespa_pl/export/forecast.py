@@ -53,9 +53,8 @@ def _in_folders(settings: QuantizationSettings, shape: Shape) -> str:
 
 def _matrices(settings: QuantizationSettings, shape: Shape) -> Iterator[tuple[int, int, int]]:
     """Yield bits, columns and number of weights of each matrix of the model."""
-    names = [p.name for group in shape.layout.groups for p in group.projections]
-    for block in range(shape.blocks):
-        for name, matrix in zip(names, shape.matrices, strict=True):
+    for block, matrices in enumerate(shape.of_blocks):
+        for name, matrix in matrices.items():
             yield settings.bits_for(block, name), matrix.columns, matrix.size
 
 

@@ -17,7 +17,7 @@ from aespa_pl.models.llama_cpp import context_length, rope_type
 
 def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
     """Write what llama.cpp builds the model from."""
-    config, layout = model.pretrained.config, model.layout
+    config, layout = model.pretrained.config, model.layout()
     writer.add_name(model.original.name)
     writer.add_context_length(context_length(config))
     writer.add_embedding_length(config.hidden_size)

@@ -25,7 +25,7 @@ def row_order(model: QuantizedModel, name: str) -> Tensor | None:
     projections = projections_of(model, name)
     if not projections:
         return None
-    layout, rows = model.layout, torch.arange(model.pretrained.tensors[name].shape[0])
+    layout, rows = model.layout(), torch.arange(model.pretrained.tensors[name].shape[0])
     first = projections[0]
     if len(projections) > 1:  # [heads, parts, d_head] to [parts, heads, d_head]
         return rows.view(-1, len(projections), layout.head_dim).transpose(0, 1).flatten()

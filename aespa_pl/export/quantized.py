@@ -134,10 +134,9 @@ class QuantizedModel:
         """Return the model's family."""
         return family_of(self.pretrained.config)
 
-    @property
-    def layout(self) -> BlockLayout:
-        """Return the projections of each block."""
-        return self.family.layout(self.pretrained.config)
+    def layout(self, index: int = 0) -> BlockLayout:
+        """Return the layout of a block."""
+        return self.family.layout(self.pretrained.config, index)
 
     @property
     def block_count(self) -> int:
@@ -147,7 +146,7 @@ class QuantizedModel:
     def matrix_names(self, index: int) -> dict[str, tuple[Projection, ...]]:
         """Return, by the name of each quantized weight of a block, the projections in its rows."""
         names: dict[str, tuple[Projection, ...]] = {}
-        for projection in self.layout.projections:
+        for projection in self.layout(index).projections:
             name = f"{self.family.block_prefix(index)}{projection.module}.weight"
             names[name] = (*names.get(name, ()), projection)
         return names
@@ -222,7 +221,7 @@ class QuantizedModel:
             kinds = tuple(f for f in TYPED if f"{projections[0].name}.{f}" in names)
         found = {
             key: _joined(
-                [file.get_tensor(f"{p.name}.{key}") for p in projections], self.layout.head_dim
+                [file.get_tensor(f"{p.name}.{key}") for p in projections], self.layout().head_dim
             )
             for key in kinds
         }

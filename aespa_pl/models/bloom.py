@@ -16,6 +16,7 @@ from aespa_pl.models.family import (
     Family,
     FoldIntoNorm,
     FoldIntoRows,
+    InputGroup,
     Projection,
     Role,
 )
@@ -49,7 +50,7 @@ class BloomFamily(Family):
         """Return None: ALiBi has no limit."""
         return None
 
-    def layout(self, config: PreTrainedConfig) -> BlockLayout:
+    def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block."""
         # With this option the residual is taken after the LayerNorm, so that more than the
         # projections reads its output.
@@ -64,10 +65,12 @@ class BloomFamily(Family):
         down = Projection("dense_4h_to_h", "mlp.dense_4h_to_h", residual=residuals[1])
         return BlockLayout.of(
             config,
-            ((query, key, value), FoldIntoNorm(before[0]) if norms else None),
-            ((output,), FoldIntoRows("value")),
-            ((up,), FoldIntoNorm(before[1]) if norms else None),
-            ((down,), None),  # GELU(zeta x) is not zeta GELU(x)
+            InputGroup(
+                "attention_input", (query, key, value), FoldIntoNorm(before[0]) if norms else None
+            ),
+            InputGroup("attention_output", (output,), FoldIntoRows("value")),
+            InputGroup("mlp_input", (up,), FoldIntoNorm(before[1]) if norms else None),
+            InputGroup("mlp_hidden", (down,), None),  # GELU(zeta x) is not zeta GELU(x)
         )
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:

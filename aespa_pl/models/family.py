@@ -68,29 +68,23 @@ class InputGroup:
     """The operation that takes zeta; None where none can take it exactly."""
 
 
-GROUPS = ("attention_input", "attention_output", "mlp_input", "mlp_hidden")
-
-
 @dataclass(frozen=True)
 class BlockLayout:
     """Lists the projections of one block, in the order of the forward pass."""
 
     groups: tuple[InputGroup, ...]
+    """Groups of the block; the first sees the hidden size, and is the input of the attention where there is
+    one."""
     heads: int
     key_value_heads: int
     head_dim: int
 
     @classmethod
-    def of(
-        cls,
-        config: PreTrainedConfig,
-        *groups: tuple[tuple[Projection, ...], FoldIntoNorm | FoldIntoRows | None],
-    ) -> "BlockLayout":
-        """Name the four groups of a block, and read the heads off a model's configuration."""
+    def of(cls, config: PreTrainedConfig, *groups: InputGroup) -> "BlockLayout":
+        """Return the layout of a block with these groups; the heads are the configuration's."""
         heads = config.num_attention_heads
-        named = zip(GROUPS, groups, strict=True)
         return cls(
-            tuple(InputGroup(name, projections, fold) for name, (projections, fold) in named),
+            groups,
             heads,
             getattr(config, "num_key_value_heads", None) or heads,
             getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -102,9 +96,12 @@ class BlockLayout:
         return tuple(projection for group in self.groups for projection in group.projections)
 
     @property
-    def attended_group(self) -> InputGroup:
-        """Return the group whose input is the attention's output, the query heads side by side."""
-        return next(group for group in self.groups if self.values_before(group) is not None)
+    def attended_group(self) -> InputGroup | None:
+        """Return the group whose input is the attention's output, the query heads side by side.
+
+        None: the block has no attention.
+        """
+        return next((group for group in self.groups if self.values_before(group) is not None), None)
 
     def values_before(self, group: InputGroup) -> Projection | None:
         """Return the value projection whose rows, mixed over positions alone, a group sees; None for most."""
@@ -192,8 +189,12 @@ class Family(ABC):
         return int(config.max_position_embeddings)
 
     @abstractmethod
-    def layout(self, config: PreTrainedConfig) -> BlockLayout:
-        """Return the projections of a block; it is the same for every block of a model."""
+    def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
+        """Return the projections of a block, given its number from 0."""
+
+    def layouts(self, config: PreTrainedConfig) -> tuple[BlockLayout, ...]:
+        """Return the layout of every block."""
+        return tuple(self.layout(config, i) for i in range(int(config.num_hidden_layers)))
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:  # noqa: B027
         """Compute the buffers outside the blocks that no file stores (RoPE's frequencies)."""
@@ -203,13 +204,12 @@ class Family(ABC):
         """Run token ids ``[B, L]``, without padding, through the layers before the first block.
 
         Returns:
-            The hidden states ``[B, L, d]`` and the keyword arguments that every block wants
-            (mask, position embeddings, ALiBi ...).
+            The hidden states ``[B, L, d]`` and what ``arguments`` returns.
         """
 
     @abstractmethod
     def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
-        """Return the keyword arguments of a block for hidden states ``[B, L, d]``.
+        """Return what ``run_block`` takes the keyword arguments of each block from (mask, rotations, ALiBi).
 
         Only shape, device and type of the hidden states matter. The mask depends on the attention
         in use: inside of ``observe_attention`` the arguments must be made inside of it as well.
@@ -217,7 +217,7 @@ class Family(ABC):
 
     @abstractmethod
     def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Run one block: ``[B, L, d]`` to ``[B, L, d]``."""
+        """Run one block with its own keyword arguments: ``[B, L, d]`` to ``[B, L, d]``."""
 
     @abstractmethod
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:

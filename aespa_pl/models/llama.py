@@ -22,6 +22,7 @@ from aespa_pl.models.family import (
     Family,
     FoldIntoNorm,
     FoldIntoRows,
+    InputGroup,
     Projection,
     Role,
 )
@@ -65,7 +66,7 @@ class LlamaFamily(Family):
                 "no sliding_window: set use_sliding_window to true and sliding_window to its size"
             )
 
-    def layout(self, config: PreTrainedConfig) -> BlockLayout:
+    def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block."""
         norms = ("input_layernorm", "post_attention_layernorm")
         query = Projection("q_proj", "self_attn.q_proj", Role.QUERY)
@@ -79,10 +80,13 @@ class LlamaFamily(Family):
         own_values = config.num_attention_heads == config.num_key_value_heads
         return BlockLayout.of(
             config,
-            ((query, key, value), FoldIntoNorm(norms[0])),
-            ((output,), FoldIntoRows("v_proj") if own_values else None),
-            ((gate, up), FoldIntoNorm(norms[1])),
-            ((down,), FoldIntoRows("up_proj")),  # its input is act(gate) * up, linear in up
+            InputGroup("attention_input", (query, key, value), FoldIntoNorm(norms[0])),
+            InputGroup(
+                "attention_output", (output,), FoldIntoRows("v_proj") if own_values else None
+            ),
+            InputGroup("mlp_input", (gate, up), FoldIntoNorm(norms[1])),
+            # its input is act(gate) * up, linear in up
+            InputGroup("mlp_hidden", (down,), FoldIntoRows("up_proj")),
         )
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
@@ -97,27 +101,25 @@ class LlamaFamily(Family):
         return hidden, self.arguments(model, hidden)
 
     def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
-        """Return RoPE's cos and sin, each ``[1, L, d_h]``, and the masks by the kind of block."""
+        """Return mask and RoPE's cos and sin, each ``[1, L, d_h]``, by the kind of block."""
         rotary = cast(LlamaForCausalLM, model).model.rotary_emb
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]  # [1, L]
+        rotation = rotary(hidden, positions)
         return {
-            "position_embeddings": rotary(hidden, positions),
-            "masks": {
-                kind: MASKS[kind](model.config, hidden, attention_mask=None, past_key_values=None)
-                for kind in sorted(set(attention_kinds(model.config)))
-            },
+            kind: {
+                "attention_mask": MASKS[kind](
+                    model.config, hidden, attention_mask=None, past_key_values=None
+                ),
+                "position_embeddings": rotation,
+            }
+            for kind in sorted(set(attention_kinds(model.config)))
         }
 
     def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Run one block, with the mask of its kind."""
+        """Run one block, with the arguments of its kind."""
         attention: Any = block.get_submodule("self_attn")
         kind = attention_kinds(attention.config)[attention.layer_idx]
-        output = block(
-            hidden,
-            attention_mask=arguments["masks"][kind],
-            position_embeddings=arguments["position_embeddings"],
-        )
-        return cast(Tensor, output)
+        return cast(Tensor, block(hidden, **arguments[kind]))
 
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Run final norm and head."""

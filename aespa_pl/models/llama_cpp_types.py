@@ -76,7 +76,8 @@ def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
     """Return what a projection is to a mixture."""
     if projection.role is Role.VALUE or projection.fused[1] > 1:
         return Matrix.VALUE
-    if projection in layout.attended_group.projections:
+    attended = layout.attended_group
+    if attended is not None and projection in attended.projections:
         return Matrix.ATTENTION_OUTPUT
     return Matrix.DOWN if projection.residual is not None else Matrix.OTHER
 

@@ -17,6 +17,7 @@ from aespa_pl.models.family import (
     Family,
     FoldIntoNorm,
     FoldIntoRows,
+    InputGroup,
     Projection,
     Role,
 )
@@ -28,7 +29,7 @@ class OptFamily(Family):
     model_types = ("opt",)
     blocks_path = "model.decoder.layers"
 
-    def layout(self, config: PreTrainedConfig) -> BlockLayout:
+    def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block."""
         # A LayerNorm after the sublayer feeds the residual as well, and one without weights has
         # nothing that zeta could be multiplied into.
@@ -44,10 +45,19 @@ class OptFamily(Family):
         output = Projection("out_proj", "self_attn.out_proj", residual=residuals[0])
         return BlockLayout.of(
             config,
-            ((query, key, value), FoldIntoNorm("self_attn_layer_norm") if norms else None),
-            ((output,), FoldIntoRows("v_proj")),
-            ((Projection("fc1", "fc1"),), FoldIntoNorm("final_layer_norm") if norms else None),
-            (
+            InputGroup(
+                "attention_input",
+                (query, key, value),
+                FoldIntoNorm("self_attn_layer_norm") if norms else None,
+            ),
+            InputGroup("attention_output", (output,), FoldIntoRows("v_proj")),
+            InputGroup(
+                "mlp_input",
+                (Projection("fc1", "fc1"),),
+                FoldIntoNorm("final_layer_norm") if norms else None,
+            ),
+            InputGroup(
+                "mlp_hidden",
                 (Projection("fc2", "fc2", residual=residuals[1]),),
                 FoldIntoRows("fc1") if homogeneous else None,
             ),

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.models.family import Family
+from aespa_pl.models.family import BlockLayout, Family
 
 MOST_BLOCKS = 1000
 """Largest number of blocks. The deepest models have below 200, and the skeleton takes 5 ms a block."""
@@ -58,17 +58,12 @@ def refuse_unsound(config: PreTrainedConfig, family: Family) -> None:
 
 
 def _try(config: PreTrainedConfig, family: Family) -> None:
-    """Run the first block and the head on two tokens without values."""
-    model, layout = skeleton(config), family.layout(config)
-    block = model.get_submodule(family.blocks_path)[0]
-    for projection in layout.projections:
-        rows, columns = block.get_submodule(projection.module).weight.shape
-        if not rows * columns:
-            raise ValueError(f"{projection.name} is {rows} x {columns}")
-    if layout.heads % layout.key_value_heads:
-        raise ValueError(
-            f"{layout.heads} query heads can't share {layout.key_value_heads} key/value heads"
-        )
+    """Run the first block of each layout, and the head, on two tokens without values."""
+    model, layouts = skeleton(config), family.layouts(config)
+    blocks = list(cast(nn.Module, model.get_submodule(family.blocks_path)).children())
+    firsts = {layout: layouts.index(layout) for layout in layouts}
+    for layout, index in firsts.items():
+        _refuse_no_heads_or_weights(blocks[index], layout)
     positions = family.positions(config)
     if positions is not None and positions < 2:
         raise ValueError(f"max_position_embeddings is {positions}")
@@ -76,8 +71,21 @@ def _try(config: PreTrainedConfig, family: Family) -> None:
     # Masks and rotations are made on the CPU: kinds of RoPE look at the values of positions.
     family.restore_buffers(model, hidden.device)
     arguments = _without_values(family.arguments(model, hidden))
-    output = family.run_block(block, hidden.to("meta"), arguments)
+    output = hidden.to("meta")
+    for index in firsts.values():
+        output = family.run_block(blocks[index], output, arguments)
     family.head(model, output)
+
+
+def _refuse_no_heads_or_weights(block: nn.Module, layout: BlockLayout) -> None:
+    for projection in layout.projections:
+        rows, columns = block.get_parameter(f"{projection.module}.weight").shape
+        if not rows * columns:
+            raise ValueError(f"{projection.name} is {rows} x {columns}")
+    if layout.heads % layout.key_value_heads:
+        raise ValueError(
+            f"{layout.heads} query heads can't share {layout.key_value_heads} key/value heads"
+        )
 
 
 def _without_values(value: Any) -> Any:

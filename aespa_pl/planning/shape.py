@@ -1,9 +1,12 @@
 """Describe the shape of a model and of its calibration text: all that its needs follow from."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from aespa_pl.models.family import BlockLayout, Family, Role
@@ -41,37 +44,38 @@ class Shape:
 
     blocks: int
     block_weights: int
-    """Number of parameters of a block, norms and biases included."""
+    """Number of parameters of the largest block, norms and biases included."""
     stem_weights: int
     matrices: tuple[Matrix, ...]
+    """Projections of the largest block; needs are computed as if all blocks were of its kind."""
     layout: BlockLayout
+    """Layout of the largest block."""
     forms_probabilities: bool
     """Whether the model's own attention has the probabilities of all heads in memory."""
     vocabulary: int
+    of_blocks: tuple[Mapping[str, Matrix], ...]
+    """Projections of each block, by name."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, family: Family) -> "Shape":
         """Read the shape off a model without weights."""
-        model, layout = skeleton(config), family.layout(config)
-        block = model.get_submodule(family.blocks_path)[0]
-        matrices = []
-        for group in layout.groups:
-            for p in group.projections:
-                rows, columns = block.get_submodule(p.module).weight.shape
-                matrices.append(
-                    Matrix(rows // p.fused[1], columns, p.role, group.name, p.residual is not None)
-                )
-        everything = sum(parameter.numel() for parameter in model.parameters())
-        in_block = sum(parameter.numel() for parameter in block.parameters())
-        blocks = int(config.num_hidden_layers)
+        model, layouts = skeleton(config), family.layouts(config)
+        blocks = list(cast(nn.Module, model.get_submodule(family.blocks_path)).children())
+        of_blocks = tuple(map(_matrices, blocks, layouts))
+        everything, *in_blocks = (
+            sum(parameter.numel() for parameter in module.parameters())
+            for module in (model, *blocks)
+        )
+        largest = max(range(len(blocks)), key=in_blocks.__getitem__)
         return cls(
-            blocks,
-            in_block,
-            everything - blocks * in_block,
-            tuple(matrices),
-            layout,
+            len(blocks),
+            in_blocks[largest],
+            everything - sum(in_blocks),
+            tuple(of_blocks[largest].values()),
+            layouts[largest],
             family.forms_probabilities,
             int(config.vocab_size),
+            of_blocks,
         )
 
     @property
@@ -93,6 +97,17 @@ class Shape:
     def widest_input(self) -> int:
         """Return the largest number of columns."""
         return max(self.inputs.values())
+
+
+def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:
+    found = {}
+    for group in layout.groups:
+        for p in group.projections:
+            rows, columns = block.get_parameter(f"{p.module}.weight").shape
+            found[p.name] = Matrix(
+                rows // p.fused[1], columns, p.role, group.name, p.residual is not None
+            )
+    return found
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,9 @@ class Context:
         """Return the device that blocks run on."""
         return self.source.device
 
-    @property
-    def layout(self) -> BlockLayout:
-        """Return the layout of each block."""
-        return self.source.family.layout(self.source.pretrained.config)
+    def layout(self, block: int) -> BlockLayout:
+        """Return the layout of a block, given its number."""
+        return self.source.family.layout(self.source.pretrained.config, block)
 
     @property
     def quantized_stem(self) -> StreamedModel:
@@ -83,7 +82,9 @@ class Context:
 
     def types(self, block: int) -> dict[str, str | None]:
         """Return the block types of a block's projections; None where the grid is uniform."""
-        return {p.name: self.settings.type_for(block, p.name) for p in self.layout.projections}
+        return {
+            p.name: self.settings.type_for(block, p.name) for p in self.layout(block).projections
+        }
 
     def measure(self, phase: str) -> AbstractContextManager[None]:
         """Add the time that is spent in the returned context to a phase."""

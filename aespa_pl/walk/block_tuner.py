@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -53,18 +54,22 @@ class BlockTuner:
 
     context: Context
 
-    def between(self, module: nn.Module, originals: Batches) -> Batches | None:
+    def between(self, index: int, module: nn.Module, originals: Batches) -> Batches | None:
         """Return the original's hidden states between the sublayers; None where none are trained.
 
         Args:
+            index: Number of the block, from 0.
             module: The original block.
             originals: Hidden states before it.
         """
         if not self.context.settings.tuning.by_sublayer:
             return None
+        last = self.context.layout(index).groups[-1]
         with torch.inference_mode():
             batches = in_turn(originals, self.context.device)
-            return self.context.source.keep(self._run_attention(module, batch) for batch in batches)
+            return self.context.source.keep(
+                self._run_attention(last, module, batch) for batch in batches
+            )
 
     @torch.no_grad()
     def begin(self, block: QuantizedBlock, module: nn.Module) -> TunableBlock:
@@ -114,7 +119,7 @@ class BlockTuner:
         groups = layout.groups
         end = 1 + next(i for i, group in enumerate(groups) if layout.values_before(group))
         return [
-            Unit(ATTENTION, groups[:end], self._run_attention, between),
+            Unit(ATTENTION, groups[:end], partial(self._run_attention, groups[-1]), between),
             Unit(FEED_FORWARD, groups[end:], self._run_block, targets),
         ]
 
@@ -190,9 +195,8 @@ class BlockTuner:
         arguments = source.family.arguments(source.model, hidden)
         return source.family.run_block(block, hidden, arguments)
 
-    def _run_attention(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """Return what the feed-forward network and the residual stream beside it begin with."""
-        last = self.context.layout.groups[-1]
+    def _run_attention(self, last: InputGroup, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Return what the feed-forward network, whose ``last`` group it is, and its residual begin with."""
         with observing(block, [last], residuals=True) as seen:
             self._run_block(block, hidden)
         return seen.residuals[last.name].view(hidden.shape)  # some families have flattened it

@@ -66,10 +66,10 @@ class StatisticsPasses:
         Raises:
             UserError: A statistic is not finite, because activations overflow.
         """
-        context, heads = self.context, self.context.layout.key_value_heads
-        first, *others = [range(heads)]
-        if context.settings.objective.value == "attention":
-            first, *others = context.partition.head_groups(heads)
+        context, layout = self.context, self.context.layout(index)
+        first, *others = [range(layout.key_value_heads)]
+        if layout.attended_group is not None and context.settings.objective.value == "attention":
+            first, *others = context.partition.head_groups(layout.key_value_heads)
         statistics = self._run_through(index, module, streams, first, last=not others)
         if not others:
             return statistics
@@ -90,10 +90,12 @@ class StatisticsPasses:
         """Run all segments through a block and collect H_V of some heads; the first time, everything else."""
         source, settings, device = self.context.source, self.context.settings, self.context.device
         objective, first = settings.objective, heads.start == 0
+        layout = self.context.layout(index)
+        attends = layout.attended_group is not None
         collector = StatisticsCollector(
-            self.context.layout,
-            value=objective.value == "attention",
-            query_key=first and objective.query_key == "attention",
+            layout,
+            value=attends and objective.value == "attention",
+            query_key=attends and first and objective.query_key == "attention",
             inputs=first,
             magnitudes=bool(settings.grid.awq),
             heads=heads,

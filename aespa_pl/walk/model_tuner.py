@@ -115,7 +115,7 @@ class ModelTuner:
         blocks = [
             TunableBlock(
                 pretrained.load_block(model, source.family, index, device, torch.float32),
-                self.context.layout,
+                self.context.layout(index),
                 self._weights(index, load_file(run.block_file(index), str(device))),
                 stored_types(source, index),
             )
@@ -135,7 +135,8 @@ class ModelTuner:
 
     def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, StoredWeight]:
         """Return what the file of a block holds, by projection."""
-        settings, names = self.context.settings, [p.name for p in self.context.layout.projections]
+        settings = self.context.settings
+        names = [p.name for p in self.context.layout(index).projections]
         return {
             name: record.read_weight(
                 tensors, name, settings.bits_for(index, name), settings.type_for(index, name)
@@ -157,7 +158,7 @@ class ModelTuner:
 
     def _rewrite_block(self, index: int, learned: Mapping[str, Tensor]) -> None:
         """Replace the two files of a block by new ones, both at once."""
-        run, layout = self.context.run, self.context.layout
+        run, layout = self.context.run, self.context.layout(index)
         files = (run.block_file(index), self.writer.block_file(index))
         tensors, shard = map(load_file, files)
         tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}

@@ -170,7 +170,7 @@ class Walk:
         context, between = self.context, None
         if self.block_tuner is not None:
             with context.measure("tuning"):
-                between = self.block_tuner.between(module, streams.original)
+                between = self.block_tuner.between(index, module, streams.original)
         with context.measure("statistics"):
             statistics = self.passes.collect(index, module, streams)
         block = self.quantizer.start(index, module, statistics)
@@ -198,7 +198,7 @@ class Walk:
         So the blocks to come see the hidden states of the model on disk. Each value is rounded once, from
         float32 to its stored type, whatever type blocks run in.
         """
-        source, layout = self.context.source, self.context.layout
+        source, layout = self.context.source, self.context.layout(index)
         names: dict[str, list[str]] = {}  # of the projections in the rows of each weight
         for p in layout.projections:
             names.setdefault(f"{p.module}.weight", []).append(p.name)

@@ -11,8 +11,7 @@ from tests.models.examples import make_model
 
 def check(name: str, bits_of: dict[str, int]) -> None:
     config = make_model(name).config
-    layout = family_of(config).layout(config)
-    check_bits_of(layout, config.num_hidden_layers, QuantizationSettings(bits=2, bits_of=bits_of))
+    check_bits_of(family_of(config).layouts(config), QuantizationSettings(bits=2, bits_of=bits_of))
 
 
 def test_parts_of_one_matrix_need_the_same_bits() -> None:
