@@ -66,6 +66,10 @@ class SilentTrainers:
         """Return no loggers."""
         return []
 
+    def loggers(self, _run: Run, _curves: str) -> list[Logger]:
+        """Return no loggers."""
+        return []
+
     def of_rounding(self, _run: Run, _training: Training) -> Trainer:
         """Return the Trainer of a portion of a block."""
         return self._silent(max_steps=self.iterations, max_epochs=-1)

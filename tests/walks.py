@@ -69,6 +69,9 @@ class SilentTrainers:
     def begin(self, run: Run) -> Sequence[Logger]:
         return []
 
+    def loggers(self, run: Run, curves: str) -> Sequence[Logger]:
+        return []
+
     def of_rounding(self, run: Run, training: Training) -> Trainer:
         silent = {
             "accelerator": "cpu",

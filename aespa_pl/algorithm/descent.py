@@ -51,6 +51,8 @@ class Descent:
     """Number of passes over all columns that the unit with the most passes took."""
     loss_before: Float[Tensor, "heads separable"]
     """Objective of the integers that it began with, in its independent parts."""
+    losses: Float[Tensor, "heads steps"]
+    """Objective of each head at the start, and after each pass."""
 
 
 def descend(
@@ -91,11 +93,13 @@ def _descend(
     before = units.loss()  # [units, separable]
     current, loss = units.integers.clone(), before.sum(-1)
     taken, left = torch.zeros_like(loss, dtype=torch.long), torch.arange(len(loss), device=W.device)
+    losses = [loss]
     for done in range(1, passes + 1):
         units.visit()
         current.index_copy_(0, left, units.integers)
         taken[left] = done
         now = units.loss().sum(-1)
+        losses.append(losses[-1].index_copy(0, left, now))
         going = ((now < loss) & (now <= (1 - LEAST_GAIN) * loss)).nonzero()[:, 0]
         if not going.numel():
             break
@@ -103,7 +107,8 @@ def _descend(
     current = current.view_as(integers)
     after = reconstruction_loss(dequantize(current, grid) - W, H, G)
     kept = keep_better(integers, before.view_as(after), current.to(integers.dtype), after)
-    return Descent(kept, taken.view(len(W), -1).amax(-1), before.view_as(after))
+    by_head = torch.stack(losses).view(len(losses), len(W), -1).sum(-1).T
+    return Descent(kept, taken.view(len(W), -1).amax(-1), before.view_as(after), by_head)
 
 
 def _diagonal(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"]:

@@ -1,6 +1,7 @@
 """After step 4, run coordinate descent on the integers, which is not in the paper (docs/polish.md)."""
 
 import torch
+from torch import Tensor
 
 from aespa_pl.algorithm.descent import Descent, descend
 from aespa_pl.algorithm.objectives import reconstruction_loss
@@ -8,6 +9,7 @@ from aespa_pl.algorithm.quantizer import Grid, dequantize, joined
 from aespa_pl.algorithm.refit import refit
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, Rows
 from aespa_pl.distributed.processes import World
+from aespa_pl.distributed.rows import RowShare
 
 REFITS = 2
 """Times that a block type's grid is fitted to the integers, which descend on it once more."""
@@ -47,7 +49,7 @@ def _polish_coupled(projections: list[QuantizedProjection], passes: int, world: 
         # by itself, as it was and will be measured: a product of other rows has other rounding errors
         dW = dequantize(rows.integers, rows.grid) - rows.weight
         before = reconstruction_loss(dW, rows.hessian, rows.other_side)
-        descent = Descent(found.integers[heads], found.passes[heads], before)
+        descent = Descent(found.integers[heads], found.passes[heads], before, found.losses[heads])
         _take(p, [(descent, grid.heads(first, heads.stop - first))], world)
         first = heads.stop
 
@@ -71,7 +73,8 @@ def _descend(rows: Rows, passes: int, *, heads_alone: bool = False) -> tuple[Des
     for _ in range(REFITS if grid.factors is not None else 0):
         grid = refit(found.integers, W, grid, H, G, row_factor=rows.row_factor)
         more = descend(found.integers, W, grid, H, G, passes=passes, heads_alone=heads_alone)
-        found = Descent(more.integers, found.passes + more.passes, found.loss_before)
+        losses = torch.cat([found.losses, more.losses[:, 1:]], 1)
+        found = Descent(more.integers, found.passes + more.passes, found.loss_before, losses)
     return found, grid
 
 
@@ -81,8 +84,16 @@ def _take(p: QuantizedProjection, found: list[tuple[Descent, Grid]], world: Worl
     descents, grids = [part for part, _ in found], [grid for _, grid in found]
     before, p.integers = p.integers, share.whole(torch.cat([part.integers for part in descents]))
     p.grid = share.whole_grid(joined(grids))
+    p.descent = _summed([part.losses.sum(0) for part in descents], share, world)
     p.measured |= {
         "before_polish": share.sum(sum(float(part.loss_before.sum()) for part in descents)),
         "polish_passes": int(world.largest(max(float(part.passes.max()) for part in descents))),
         "polish_changed": int((p.integers != before).sum()),
     }
+
+
+def _summed(curves: list[Tensor], share: RowShare, world: World) -> list[float]:
+    """Return the sum of all rows' losses after each pass; rows that end early keep their last loss."""
+    steps = int(world.largest(max(map(len, curves))))
+    whole = sum(torch.cat([c, c[-1:].expand(steps - len(c))]) for c in curves)
+    return [share.sum(loss) for loss in torch.as_tensor(whole).tolist()]

@@ -71,6 +71,8 @@ class QuantizedProjection:
     """W', the weights at the moment when OPTQ was about to round them, until learning has begun there."""
     measured: dict[str, float] = field(default_factory=lambda: {"extra_damping": 0.0})
     """Losses and other numbers that the steps leave for the journal."""
+    descent: list[float] = field(default_factory=list)
+    """Loss before the polish, and after each of its passes."""
 
     @property
     def heads(self) -> int:

@@ -28,6 +28,10 @@ class Trainers(Protocol):
         """Return the loggers of the curves over the blocks; the first process calls it at the start."""
         ...
 
+    def loggers(self, run: Run, curves: str) -> Sequence[Logger]:
+        """Return new loggers of a run's curves, by the name of their folder."""
+        ...
+
     def of_rounding(self, run: Run, training: Training) -> Trainer:
         """Return the Trainer that learns the rounding of a portion of a block."""
         ...

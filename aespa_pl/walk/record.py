@@ -12,7 +12,7 @@ from torch import Tensor
 from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight, quantize
 from aespa_pl.block.quantized import QuantizedBlock
-from aespa_pl.curve_names import NOT_NEAREST
+from aespa_pl.curve_names import DESCENT, NOT_NEAREST, tag
 from aespa_pl.distributed.processes import World
 from aespa_pl.run.schema import TuningRecord
 from aespa_pl.tuning import Tuned
@@ -42,6 +42,28 @@ def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
             **p.measured,
         }
     return found
+
+
+def descent_curves(
+    block: QuantizedBlock, record: Mapping[str, Mapping[str, float]]
+) -> list[dict[str, float]]:
+    """Return the points of each projection's loss over the passes of the descent, by step.
+
+    They are beside the loss of nearest rounding; the first is that of the OPTQ update, or of what else the
+    descent began with. Projections that took fewer passes have fewer points.
+
+    Args:
+        block: The quantized block.
+        record: What ``losses`` returned.
+    """
+    steps: list[dict[str, float]] = []
+    for name, p in block.projections.items():
+        nearest = record[name]["nearest"]
+        for step, loss in enumerate(p.descent if nearest > 0 else ()):
+            if step == len(steps):
+                steps.append({})
+            steps[step][tag(DESCENT, name)] = loss / nearest
+    return steps
 
 
 def output_error(streams: Streams, world: World) -> float:

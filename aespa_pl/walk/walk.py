@@ -1,7 +1,7 @@
 """Walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from aespa_pl.measure import peak_bytes, release_memory
 from aespa_pl.run.context import Context
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import BlockRecord, TunedModelRecord
+from aespa_pl.run.training import block_curves
 from aespa_pl.storage.files import remove_leftovers, write_tensors
 from aespa_pl.tuning import Tuned
 from aespa_pl.tuning.weights import merged
@@ -177,6 +178,8 @@ class Walk:
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)
         losses = record.losses(block) if context.world.is_first else {}
+        if losses:
+            self._log_passes(index, record.descent_curves(block, losses))
         zetas = record.zeta_tensors(block)
         if self.block_tuner is None:
             replace_weights(block, module, context.source)
@@ -249,6 +252,14 @@ class Walk:
         context.progress.say(record.line(index, context.source.block_count, losses, total))
         if tuned is not None:
             context.progress.say(f"block {index}: {record.tuning_words(tuned)}")
+
+    def _log_passes(self, index: int, steps: Sequence[Mapping[str, float]]) -> None:
+        """Write the curves of a block's descent."""
+        context = self.context
+        for logger in context.trainers.loggers(context.run, block_curves(index)) if steps else ():
+            for step, points in enumerate(steps):
+                logger.log_metrics(dict(points), step=step)
+            logger.finalize("success")
 
     def _log(self, points: Mapping[str, float], step: int) -> None:
         """Add points to the curves over the blocks; the model comes after its last block."""

@@ -78,6 +78,10 @@ def test_objective_never_rises_and_integers_stay_in_range(
         assert torch.equal(found.integers, found.integers.round())
         assert not torch.equal(found.integers, q)
         torch.testing.assert_close(found.loss_before, before, rtol=1e-6, atol=0)
+        assert found.losses.shape == (len(W), int(found.passes.max()) + 1)
+        torch.testing.assert_close(found.losses[:, 0], before.sum(-1), rtol=1e-5, atol=0)
+        torch.testing.assert_close(found.losses[:, -1], after.sum(-1), rtol=1e-5, atol=0)
+        assert bool((found.losses.diff(dim=1) <= 0).all())
 
 
 @pytest.mark.parametrize("block", [(16, 16), (2, 3), (3, 1)])

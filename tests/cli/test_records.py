@@ -54,7 +54,21 @@ def test_curves_over_the_blocks(aespa: CommandLine, model: Path) -> None:
             ]
             assert [point.value for point in points] == pytest.approx(expected)
     assert len(events.Scalars("seconds/statistics")) == 2
-    assert not (run / "block_000").exists()  # nothing is learned
+    passes = EventAccumulator(
+        str(run / "block_001")
+    )  # nothing is learned: the passes are its steps
+    passes.Reload()
+    for name in ("q_proj", "o_proj"):
+        curve, losses = (
+            passes.Scalars(f"loss_after_passes/{name}"),
+            journal["blocks"]["1"]["losses"],
+        )
+        known = losses[name]
+        assert [point.step for point in curve] == list(range(int(known["polish_passes"]) + 1))
+        values = [point.value for point in curve]
+        assert values == sorted(values, reverse=True)
+        ends = (known["optq"] / known["nearest"], known["final"] / known["nearest"])
+        assert (values[0], values[-1]) == pytest.approx(ends, rel=1e-4)
 
 
 def test_report_takes_several_runs_or_the_last(
