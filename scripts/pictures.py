@@ -28,7 +28,7 @@ def main() -> None:
     if picture.figure is None:
         raise SystemExit(f"{run.folder}: no picture of {picture.title}. {picture.caption}")
     path = arguments.folder / f"{picture.name}.png"
-    path.write_bytes(picture.png)
+    path.write_bytes(picture.saved("png"))
     print(f"{path}: {picture.caption}")
 
 

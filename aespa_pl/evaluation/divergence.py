@@ -44,15 +44,10 @@ def divergence(
 ) -> dict[str, Divergence]:
     """Return the divergence on each text, at the positions whose next token is in the segment.
 
-    Args:
-        original: The model before quantization.
-        quantized: The model after it.
-        texts: Token ids ``[segments, L]`` by name.
-        batch_size: Segments that run through a block at once.
-        after_block: Function that is called after each block of each model and text.
-        world: The processes that divide the segments; all get the result.
+    ``texts`` has token ids ``[segments, L]`` by name; ``after_block`` is called after each block of each
+    model and text. The processes of ``world`` divide the segments, and all get the result.
     """
-    found = {}
+    divergences = {}
     with original.stem(), quantized.stem():
         for name, tokens in texts.items():
             mine = world.segments(tokens, batch_size)
@@ -69,25 +64,23 @@ def divergence(
                     row += 1
             del reference, hidden  # the next text's hidden states need the memory
             world.sum_(table)
-            found[name] = summary(table[:, 0], table[:, 1])
-    return found
+            divergences[name] = summary(table[:, 0], table[:, 1])
+    return divergences
 
 
-def compared(reference: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+def compared(reference: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Return the KL divergence of each position, and whether the likeliest token is the same (1 or 0).
 
-    Args:
-        reference: Logits ``[L, V]`` of the original.
-        found: Logits ``[L, V]`` of the other model.
+    Logits ``[L, V]`` are the original's and the other model's; the result has their type.
     """
-    expected, got = log_softmax(reference.float(), -1), log_softmax(found.float(), -1)
+    expected, got = log_softmax(reference, -1), log_softmax(other, -1)
     values = kl_div(got, expected, reduction="none", log_target=True).sum(-1)
     return values, (expected.argmax(-1) == got.argmax(-1)).to(values.dtype)
 
 
 def _logits(source: StreamedModel, segment: Tensor) -> Tensor:
     """Return the logits ``[L - 1, V]`` of the positions that a token follows, of a segment ``[L, d]``."""
-    return source.family.head(source.model, segment[None].to(source.device))[0, :-1]
+    return source.family.head(source.model, segment[None].to(source.device))[0, :-1].float()
 
 
 def summary(divergences: Tensor, same: Tensor) -> Divergence:

@@ -24,15 +24,11 @@ def measured(run: Run) -> dict[str, Any]:
 
 
 def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a run, with those of a later test in their place.
+    """Return a run's ``metrics.json``, with what a later test measured (``test.json``) in its place.
 
     A text that was measured again is replaced for all kinds of model, because its segments may be others.
     Where the original's perplexity is the same number they are not, and round-to-nearest, which was not
-    measured again, stays.
-
-    Args:
-        metrics: Content of ``metrics.json``; empty where there is none.
-        later: Content of ``test.json``; empty where there is none.
+    measured again, stays. Either may be empty.
     """
     before, after = metrics.get("perplexity", {}), later.get("perplexity", {})
     again = {text for values in after.values() for text in values}

@@ -42,24 +42,20 @@ def perplexity(
 ) -> dict[str, float]:
     """Return the perplexity on each text; infinity where it is not a finite number.
 
-    Args:
-        source: Model, of which one block at a time is in memory.
-        texts: Token ids ``[segments, L]`` by name.
-        batch_size: Segments that run through a block at once.
-        change: Function that changes each block before it is used (round-to-nearest, for example).
-        after_block: Function that is called after each block of each text, for a progress bar.
-        world: The processes that divide the segments; all get the perplexities.
+    ``texts`` has token ids ``[segments, L]`` by name. ``change`` changes each block before it is used
+    (round-to-nearest, for example); ``after_block`` is called after each block of each text. The processes of
+    ``world`` divide the segments, and all get the perplexities.
     """
-    found = {}
+    perplexities = {}
     with source.stem():
         for name, all_tokens in texts.items():
             tokens = world.segments(all_tokens, batch_size)
             batches = last_hidden(
                 source, tokens, batch_size, change=change, after_block=after_block
             )
-            found[name] = _head_perplexity(source, batches, tokens, batch_size)
+            perplexities[name] = _head_perplexity(source, batches, tokens, batch_size)
             del batches  # the next text's hidden states need the memory
-    return found
+    return perplexities
 
 
 def last_hidden(
@@ -82,11 +78,9 @@ def last_hidden(
 
 @torch.inference_mode()
 def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
-    """Return the perplexity of a model that is in memory as a whole; infinity as in :func:`perplexity`.
+    """Return the perplexity of a model that is in memory as a whole, on token ids ``[segments, L]``.
 
-    Args:
-        model: A causal language model.
-        tokens: Token ids, ``[segments, L]``.
+    It is infinity as in :func:`perplexity`.
     """
     mean = _mean(model.device)
     for segment in tokens.to(model.device):
@@ -97,16 +91,10 @@ def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
 def refuse_diverged(
     values: Mapping[str, float], model: str, dtype: torch.dtype, advice: str
 ) -> None:
-    """Refuse perplexities that are not finite: such a model is broken, or its type too narrow.
+    """Raise UserError if a perplexity is not finite: the model is broken, or its type too narrow.
 
-    Args:
-        values: Perplexities by text.
-        model: Words for the model that was measured.
-        dtype: Type that it ran in.
-        advice: What the user can do where the type is wide enough.
-
-    Raises:
-        UserError: A perplexity is not a finite number; the message names the text.
+    ``model`` is the model in words, ``advice`` what the user can do where the type is wide enough. The
+    message names the text.
     """
     for text, value in values.items():
         if not math.isfinite(value):

@@ -23,12 +23,10 @@ from aespa_pl.storage.files import write_json
 
 
 def measured_on(model: Mapping[str, object], tokens: Tensor) -> dict[str, object]:
-    """Return all that a perplexity depends on, as JSON.
+    """Return all that a perplexity on token ids ``[segments, L]`` depends on, as JSON.
 
-    Args:
-        model: Fingerprint of the weights, what is done to them (nothing, or rounding with which
-            settings), type and device that blocks run in.
-        tokens: The text, ``[segments, L]``.
+    ``model`` has the fingerprint of the weights, what is done to them (nothing, or rounding with which
+    settings), and type and device that blocks run in.
     """
     return {
         **model,
@@ -43,11 +41,9 @@ def measured_on(model: Mapping[str, object], tokens: Tensor) -> dict[str, object
 
 
 def recall(cache: Path, described_by: Mapping[str, object]) -> float | None:
-    """Return the perplexity that was measured on this before; None if it must be measured.
+    """Return the perplexity that was measured before on what ``measured_on`` says, else None.
 
-    Args:
-        cache: Folder of the cache (``data.cache``); perplexities lie in ``perplexities`` in it.
-        described_by: What ``measured_on`` returns.
+    Perplexities lie in the folder ``perplexities`` of the cache (``data.cache``).
     """
     try:
         content = json.loads(_file(cache, described_by).read_text(encoding="utf-8"))

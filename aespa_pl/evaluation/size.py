@@ -12,20 +12,15 @@ KINDS = ("integers", "scale", "d", "d_min", "sub_scale", "sub_min")
 
 
 def projection_weights(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the number of quantized weights.
-
-    Args:
-        shapes: Shapes of the tensors in block files; names that end in ``integers`` count.
-    """
+    """Return the number of quantized weights, from the shapes of the tensors in block files."""
     return sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(".integers"))
 
 
 def packed_bits(shapes: Mapping[str, Sequence[int]], bits: Callable[[str], int]) -> float:
     """Return the bits that quantized matrices take, with their scales and zero points.
 
-    Args:
-        shapes: Shapes of their stored tensors by ``MATRIX.KIND``.
-        bits: Bits of an integer of a matrix, given its name.
+    ``shapes`` are those of their stored tensors by ``MATRIX.KIND``; ``bits`` returns the bits of an integer of
+    a matrix, given its name.
     """
     total = 0
     for name, shape in shapes.items():
@@ -42,9 +37,8 @@ def packed_bits(shapes: Mapping[str, Sequence[int]], bits: Callable[[str], int])
 def bits_per_weight(shapes: Mapping[str, Sequence[int]], bits: Callable[[int, str], int]) -> float:
     """Return the mean bits of a projection's weight, with its part of scales and zero points.
 
-    Args:
-        shapes: Shapes of the tensors in block files by ``BLOCK.PROJECTION.KIND``.
-        bits: Bits of an integer of a projection, given its block and its name.
+    ``shapes`` are those of the tensors in block files by ``BLOCK.PROJECTION.KIND``; ``bits`` returns the bits
+    of an integer, given block and projection.
     """
 
     def of_matrix(name: str) -> int:
@@ -55,12 +49,8 @@ def bits_per_weight(shapes: Mapping[str, Sequence[int]], bits: Callable[[int, st
 
 
 def packed_bytes(original: int, weights: int, original_bits: int, packed: float) -> int:
-    """Return the size of a model whose quantized matrices are packed and whose other tensors stay.
+    """Return the bytes of a model of ``original`` bytes once its quantized matrices are packed.
 
-    Args:
-        original: Bytes of the original model.
-        weights: Number of quantized weights.
-        original_bits: Bits of such a weight in the original.
-        packed: Bits of all quantized weights, from ``packed_bits``.
+    Each of their ``weights`` had ``original_bits``; together they have ``packed`` bits (``packed_bits``).
     """
     return round(original - (weights * original_bits - packed) / 8)

@@ -44,12 +44,10 @@ def markdown(text: str) -> str:
 def result_table(metrics: Mapping[str, Any], method: str = KINDS["quantized"]) -> TextTable:
     """Return a table of metrics, a row for each model; columns without any value are left out.
 
-    Args:
-        metrics: Metrics as in ``test.json``; all of it may be missing: ``perplexity`` by kind and text,
-            ``divergence`` by kind and text (``mean``, ``rare``, ``same_top``), ``tasks`` by kind and
-            task (``value``, ``error``), ``size`` by kind (``bits_per_weight``,
-            ``bytes``) and ``test_seconds`` by kind.
-        method: Name of the quantized model's row.
+    The metrics are those of ``test.json``; all of it may be missing: ``perplexity`` by kind and text,
+    ``divergence`` by kind and text (``mean``, ``rare``, ``same_top``), ``tasks`` by kind and task (``value``,
+    ``error``), ``size`` by kind (``bits_per_weight``, ``bytes``) and ``test_seconds`` by kind. ``method`` is
+    the name of the quantized model's row.
     """
     return joined_results([(metrics, {**KINDS, "quantized": method})])
 

@@ -54,9 +54,8 @@ class Tasks:
 def find_tasks(settings: TaskSettings) -> Tasks:
     """Find the tasks and load their data, before hours of anything else.
 
-    Raises:
-        UserError: The harness is not installed, a task is unknown or has no accuracy, its file can't be
-            read, or its data can't be had.
+    Raises UserError where the harness is not installed, a task is unknown or has no accuracy, its file can't
+    be read, or its data can't be had.
     """
     try:
         from lm_eval.tasks import TaskManager  # noqa: PLC0415  (optional)
@@ -87,19 +86,10 @@ def measure_tasks(
     dtype: torch.dtype,
     change: ModelChange | None = None,
 ) -> dict[str, TaskScore]:
-    """Return the accuracy of a model on each task.
+    """Return the accuracy on each task of the model in a Hugging Face folder, which transformers loads.
 
-    Args:
-        folder: A Hugging Face folder: the original, the quantized model, or an exported format that
-            transformers loads.
-        tasks: Tasks from ``find_tasks``.
-        settings: Limit, batch size, examples and seed.
-        device: Device that the model runs on.
-        dtype: Type that it runs in.
-        change: Applied to the model before it is measured (round-to-nearest, for example).
-
-    Raises:
-        UserError: The model does not fit into the memory that is free, or can't be loaded.
+    ``change`` is applied to the model before it is measured (round-to-nearest, for example). Raises UserError
+    where the model does not fit into the memory that is free, or can't be loaded.
     """
     from lm_eval import simple_evaluate  # noqa: PLC0415
     from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
@@ -124,12 +114,7 @@ def measure_tasks(
 
 
 def in_blocks(path: str, change: BlockChange) -> ModelChange:
-    """Return the change of a model that changes each of its blocks.
-
-    Args:
-        path: Path of the list of blocks in the model, ``Family.blocks_path``.
-        change: Function that changes a block, as in ``evaluation.perplexity``.
-    """
+    """Return the change of a model that changes each of its blocks; ``path`` is ``Family.blocks_path``."""
 
     def change_all(model: PreTrainedModel) -> None:
         for index, block in enumerate(cast(nn.ModuleList, model.get_submodule(path))):
@@ -146,11 +131,7 @@ _TaskLoader.add_multi_constructor("!", lambda _loader, _suffix, _node: None)
 
 
 def _name_in(path: Path) -> str:
-    """Return the name under which the harness knows a task file.
-
-    Raises:
-        UserError: It is no task file.
-    """
+    """Return the name under which the harness knows a task file. Raises UserError where it is none."""
     try:
         # a SafeLoader's subclass
         content = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)  # noqa: S506
@@ -221,11 +202,7 @@ def _score(name: str, results: Mapping[str, Any]) -> TaskScore:
 
 
 def _accuracy(name: str, metrics: Collection[str]) -> str:
-    """Return the metric that is a task's accuracy.
-
-    Raises:
-        UserError: The task has none.
-    """
+    """Return the metric that is a task's accuracy. Raises UserError where the task has none."""
     metric = next((metric for metric in METRICS if metric in metrics), None)
     if metric is None:
         raise UserError(

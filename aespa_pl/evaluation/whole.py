@@ -20,11 +20,7 @@ def unpacked_config(folder: Path) -> PreTrainedConfig:
 
 
 def refuse_too_large(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a model that does not fit into the memory that is free; nothing is loaded.
-
-    Raises:
-        UserError: It needs more than is free.
-    """
+    """Raise UserError if a model does not fit into the memory that is free; nothing is loaded."""
     parameters = skeleton(unpacked_config(folder)).parameters()
     needed = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
     free = free_bytes(device)
@@ -40,8 +36,7 @@ def refuse_too_large(folder: Path, device: torch.device, dtype: torch.dtype) -> 
 def load_whole(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model of a folder, all of it in memory.
 
-    Raises:
-        UserError: It does not fit into the memory that is free, or transformers can't load it.
+    Raises UserError where it does not fit into the memory that is free, or transformers can't load it.
     """
     refuse_too_large(folder, device, dtype)
     try:

@@ -46,25 +46,24 @@ class Cell:
 
     def perplexity(self, text: str, kind: str = "quantized") -> float | None:
         """Return a perplexity of the run, None where it was not measured."""
-        if self.metrics is None:
-            return None
-        found: float | None = self.metrics["perplexity"].get(kind, {}).get(text)
-        return found
+        perplexities = self.metrics["perplexity"] if self.metrics else {}
+        value: float | None = perplexities.get(kind, {}).get(text)
+        return value
 
     def relative_loss(self, text: str) -> float | None:
-        """Return the share of nearest rounding's loss that is left: 0 is the original model, 1 is nearest.
+        """Return the part of nearest rounding's loss that is left: 0 is the original model, 1 is nearest.
 
         The loss is the logarithm of the perplexity above the original model's.
         """
         ours = self.perplexity(text)
-        original, nearest = self.perplexity(text, "original"), self.perplexity(text, "nearest")
+        original, nearest = (self.perplexity(text, kind) for kind in REFERENCES)
         if ours is None or original is None or nearest is None or nearest <= original:
             return None
         return math.log(ours / original) / math.log(nearest / original)
 
     def seconds(self, phase: str) -> float | None:
         """Return the seconds of a phase."""
-        return None if self.metrics is None else self.metrics["seconds"].get(phase)
+        return self.metrics["seconds"].get(phase) if self.metrics else None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -77,25 +76,15 @@ class Cell:
 
 def texts_of(cells: Sequence[Cell]) -> list[str]:
     """Return the held-out texts of all cells, in their order."""
-    found = [
-        text
-        for cell in cells
-        if cell.metrics is not None
-        for text in cell.metrics["perplexity"].get("quantized", {})
-    ]
-    return list(dict.fromkeys(found))
+    measured = [c.metrics["perplexity"].get("quantized", {}) for c in cells if c.metrics]
+    return list(dict.fromkeys(text for perplexities in measured for text in perplexities))
 
 
 def phases_of(cells: Sequence[Cell]) -> list[str]:
     """Return the phases that a table in tenths of a second shows; ``quantization`` is all of them."""
-    found = [
-        phase
-        for cell in cells
-        if cell.metrics is not None
-        for phase, seconds in cell.metrics["seconds"].items()
-        if seconds >= LEAST_SECONDS and phase != "total"
-    ]
-    return list(dict.fromkeys(found))
+    phases = [item for c in cells if c.metrics for item in c.metrics["seconds"].items()]
+    shown = [phase for phase, taken in phases if taken >= LEAST_SECONDS and phase != "total"]
+    return list(dict.fromkeys(shown))
 
 
 def summary(cells: Sequence[Cell]) -> TextTable:
@@ -146,11 +135,10 @@ def cells_csv(cells: Sequence[Cell]) -> str:
     texts, phases = texts_of(cells), phases_of(cells)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    head = ["method", "bits", "seed", "state"]
-    for text in texts:
-        columns = ("perplexity", *REFERENCES, "loss / nearest")
-        head += [f"{column} {text}" for column in columns]
-    writer.writerow([*head, *(f"seconds {phase}" for phase in phases), "peak bytes"])
+    columns = ("perplexity", *REFERENCES, "loss / nearest")
+    of_texts = [f"{column} {text}" for text in texts for column in columns]
+    of_phases = [f"seconds {phase}" for phase in phases]
+    writer.writerow(["method", "bits", "seed", "state", *of_texts, *of_phases, "peak bytes"])
     for cell in cells:
         row: list[Any] = [cell.method, cell.bits, cell.seed, cell.state]
         for text in texts:
@@ -163,68 +151,58 @@ def cells_csv(cells: Sequence[Cell]) -> str:
 def figure(cells: Sequence[Cell]) -> "Figure | None":
     """Return perplexity over time, one panel for each bit width; None where nothing was measured.
 
-    The perplexity belongs to the first text; one point is the mean over the seeds.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+    The perplexity belongs to the first text; one point is the mean over the seeds. Raises ModuleNotFoundError
+    where matplotlib is not installed.
     """
-    from aespa_pl.report.picture import style  # noqa: PLC0415 (optional)
+    from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
+
+    from aespa_pl.report.picture import style  # noqa: PLC0415 (needs matplotlib)
 
     texts = texts_of(cells)
     if not texts:
         return None
     widths = list(dict.fromkeys(cell.bits for cell in cells))
-    methods = list(dict.fromkeys(cell.method for cell in cells))
     with style():  # a dollar sign in a name is no formula
-        return _drawn(cells, texts[0], widths, methods)
-
-
-def _drawn(
-    cells: Sequence[Cell], text: str, widths: Sequence[int], methods: Sequence[str]
-) -> "Figure":
-    from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
-
-    drawn = Figure(figsize=(PANEL * len(widths) + 1, PANEL), layout="constrained")
-    panels = drawn.subplots(1, len(widths), squeeze=False)[0]
-    for panel, bits in zip(panels, widths, strict=True):
-        for number, method in enumerate(methods):
-            same = [c for c in cells if (c.bits, c.method) == (bits, method)]
-            _draw(panel, number, method, text, same)
-        panel.set(
-            xscale="log",
-            yscale="log",
-            title=f"{bits} bits",
-            xlabel="seconds of quantization",
-            ylabel=f"perplexity, {text} (lower is better)",
-        )
-    handles = {
-        label: handle
-        for panel in panels
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    drawn.legend(handles.values(), handles.keys(), loc="outside right upper")
+        drawn = Figure(figsize=(PANEL * len(widths) + 1, PANEL), layout="constrained")
+        panels = drawn.subplots(1, len(widths), squeeze=False)[0]
+        for panel, bits in zip(panels, widths, strict=True):
+            _draw(panel, cells, bits, texts[0])
+        handles = {
+            label: handle
+            for panel in panels
+            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        }
+        drawn.legend(handles.values(), handles.keys(), loc="outside right upper")
     return drawn
 
 
-def _draw(panel: "Axes", number: int, method: str, text: str, seeds: Sequence[Cell]) -> None:
-    from aespa_pl.report.picture import MARKERS, SERIES  # noqa: PLC0415 (optional)
+def _draw(panel: "Axes", cells: Sequence[Cell], bits: int, text: str) -> None:
+    """Draw a point for each method; a method looks the same in all panels."""
+    from aespa_pl.report.picture import MARKERS, SERIES  # noqa: PLC0415 (needs matplotlib)
 
-    points = [
-        (seconds, value)
-        for cell in seeds
-        if (value := cell.perplexity(text)) is not None
-        and (seconds := cell.seconds("quantization")) is not None
-    ]
-    if not points:
-        return
-    times, values = zip(*points, strict=True)
-    spread = stdev(values) if len(values) > 1 else 0.0
-    panel.errorbar(
-        mean(times),
-        mean(values),
-        yerr=spread,
-        color=SERIES[number % len(SERIES)],
-        marker=MARKERS[number % len(MARKERS)],
-        linestyle="",
-        label=method,
+    for number, method in enumerate(dict.fromkeys(cell.method for cell in cells)):
+        points = [
+            (seconds, value)
+            for cell in cells
+            if (cell.bits, cell.method) == (bits, method)
+            and (value := cell.perplexity(text)) is not None
+            and (seconds := cell.seconds("quantization")) is not None
+        ]
+        if points:
+            times, values = zip(*points, strict=True)
+            panel.errorbar(
+                mean(times),
+                mean(values),
+                yerr=stdev(values) if len(values) > 1 else 0.0,
+                color=SERIES[number % len(SERIES)],
+                marker=MARKERS[number % len(MARKERS)],
+                linestyle="",
+                label=method,
+            )
+    panel.set(
+        xscale="log",
+        yscale="log",
+        title=f"{bits} bits",
+        xlabel="seconds of quantization",
+        ylabel=f"perplexity, {text} (lower is better)",
     )

@@ -1,6 +1,6 @@
 """Draw heat maps over blocks and projections: where the model suffers, and where integers moved."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -11,6 +11,7 @@ from aespa_pl.report.picture import HALF, HEAT, Picture, block_ticks, on_heat
 from aespa_pl.report.stored import StoredRun
 
 Ratios = dict[tuple[int, str], float]
+"""Numbers by block and projection."""
 
 NO_BLOCK = "Not stored by this run: no block is finished."
 
@@ -32,27 +33,20 @@ def moved_integers(run: StoredRun) -> Ratios:
 def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Picture:
     """Return the heat map of depth and projection that shows where the model suffers.
 
-    Args:
-        run: Run that is drawn.
-        width: Largest width of the figure in inches.
-        limits: Ratios at the ends of the colours; the same for all runs of a page.
+    ``width`` is the largest of the figure, in inches. ``limits`` are the ratios at the ends of the colours,
+    which all runs of a page share.
     """
     ratios = final_ratios(run)
     name, title = "final-loss", "Final loss, relative to nearest rounding"
     if not ratios:
         return Picture(name, title, NO_BLOCK)
     median = float(np.median(list(ratios.values())))
-    worst, best = max(ratios, key=ratios.__getitem__), min(ratios, key=ratios.__getitem__)
+    worst, best = _ends(ratios, lambda ratio: f"{ratio:.2f}")
     above = sum(ratio > 1 for ratio in ratios.values())
     caption = (
         f"Half of the {len(ratios)} projections end below {median:.2f} of nearest rounding's loss. Least is "
-        f"gained in {worst[1]} of block {worst[0]} ({ratios[worst]:.2f}), most in "
-        f"{best[1]} of block {best[0]} ({ratios[best]:.2f}). "
-        + (
-            f"{above} are worse than nearest rounding."
-            if above
-            else "None is worse than nearest rounding."
-        )
+        f"gained in {worst}, most in {best}. {f'{above} are' if above else 'None is'} worse than nearest "
+        "rounding."
     )
     label = "final loss / loss of\nnearest rounding"
     return Picture(name, title, caption, heat_map(ratios, run.projections, width, limits, label))
@@ -64,14 +58,23 @@ def moved_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Pict
     name, title = "moved", "Integers moved away from nearest rounding"
     if not moved:
         return Picture(name, title, NO_BLOCK)
-    most, least = max(moved, key=moved.__getitem__), min(moved, key=moved.__getitem__)
+    most, fewest = _ends(moved, lambda part: f"{100 * part:.0f} %")
     caption = (
         f"{100 * np.mean(list(moved.values())):.0f} % of a projection's integers on average are not the "
-        f"nearest: most in {most[1]} of block {most[0]} ({100 * moved[most]:.0f} %), fewest in "
-        f"{least[1]} of block {least[0]} ({100 * moved[least]:.0f} %)."
+        f"nearest: most in {most}, fewest in {fewest}."
     )
     names = [name for name in run.projections if any(key[1] == name for key in moved)]
     return Picture(name, title, caption, heat_map(moved, names, width, limits, "part of integers"))
+
+
+def _ends(values: Ratios, words: Callable[[float], str]) -> tuple[str, str]:
+    """Return in words where the largest and the smallest value are."""
+    largest, smallest = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
+    first, last = (
+        f"{name} of block {block} ({words(values[block, name])})"
+        for block, name in (largest, smallest)
+    )
+    return first, last
 
 
 def limits_of(maps: Sequence[Ratios], step: float = 0.05) -> tuple[float, float]:
@@ -92,12 +95,7 @@ def heat_map(
 ) -> Figure:
     """Return blocks from left to right, projections from top to bottom; cells without a value stay empty.
 
-    Args:
-        values: Value of each cell, by block and projection.
-        projections: Names of the rows.
-        width: Largest width of the figure in inches.
-        limits: Values at the ends of the colours.
-        label: Label of the colours.
+    ``width`` and ``limits`` are those of :func:`final_loss_map`; ``label`` is that of the colours.
     """
     blocks = sorted({block for block, _ in values})
     cells = np.full((len(projections), len(blocks)), np.nan)
@@ -129,12 +127,5 @@ def _write_numbers(figure: Figure, cells: NDArray[np.float64], limits: tuple[flo
     for (row, column), value in np.ndenumerate(cells):
         if np.isfinite(value):
             place = (value - limits[0]) / (limits[1] - limits[0])
-            figure.axes[0].text(
-                column,
-                row,
-                f"{value:.2f}",
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=on_heat(place),
-            )
+            look = {"ha": "center", "va": "center", "fontsize": 8, "color": on_heat(place)}
+            figure.axes[0].text(column, row, f"{value:.2f}", **look)

@@ -37,8 +37,8 @@ class Section:
 def sections(runs: Sequence[StoredRun]) -> list[Section]:
     """Draw the maps of some runs, in the order of the page."""
     width = WIDE if len(runs) == 1 else HALF
-    final = maps.limits_of([maps.final_ratios(run) for run in runs])
-    moved = maps.limits_of([maps.moved_integers(run) for run in runs])
+    final = maps.limits_of([*map(maps.final_ratios, runs)])
+    moved = maps.limits_of([*map(maps.moved_integers, runs)])
     with style():
         return [
             Section(
@@ -88,16 +88,10 @@ def render(runs: Sequence[StoredRun], drawn: Sequence[Section]) -> str:
 
 
 def write_figures(drawn: Sequence[Section], folder: Path, kind: str) -> None:
-    """Write each figure as a file of its own.
-
-    Args:
-        drawn: Sections of the page.
-        folder: Folder of the files, which is made if it is not there.
-        kind: ``svg`` or ``png``.
-    """
+    """Write each figure as a file of its own (``kind``: ``svg`` or ``png``); the folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
     for section in drawn:
         for number, picture in enumerate(section.pictures):
             if picture.figure is not None:
-                content = picture.png if kind == "png" else picture.svg.encode()
+                content = picture.svg.encode() if kind == "svg" else picture.saved(kind)
                 (folder / f"{section.id(number)}.{kind}").write_bytes(content)

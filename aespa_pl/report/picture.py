@@ -44,15 +44,11 @@ class Picture:
 
     @cached_property
     def svg(self) -> str:
-        """Return the figure as an SVG document, in the colours of a light page."""
-        return self._saved("svg").decode()
+        """Return the figure as an SVG document."""
+        return self.saved("svg").decode()
 
-    @cached_property
-    def png(self) -> bytes:
-        """Return the figure as a PNG file, in the colours of a light page."""
-        return self._saved("png")
-
-    def _saved(self, kind: str) -> bytes:
+    def saved(self, kind: str) -> bytes:
+        """Return the figure as a file (``svg`` or ``png``), in the colours of a light page."""
         if self.figure is None:
             raise ValueError(f"{self.name} has no figure")
         file = io.BytesIO()
@@ -96,11 +92,9 @@ def style() -> Iterator[None]:
 
 
 def for_page(svg: str, name: str) -> str:
-    """Return an SVG document as an element of the page: its colours follow the page's.
+    """Return the document ``Picture.svg`` as an element of the page: its colours follow the page's.
 
-    Args:
-        svg: Document from ``Picture.svg``.
-        name: Text before all ids, because an id may occur only once on a page.
+    ``name`` comes before all ids, because an id may occur only once on a page.
     """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", svg)

@@ -10,9 +10,6 @@ from typing import Any
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard import SummaryWriter
 
-CONFIGURATION = "configuration"
-PERPLEXITY = "perplexity"
-
 
 class LossesFirst(TensorBoardLogger):
     """Is Lightning's logger without its curve ``epoch``, which TensorBoard would open before the losses."""
@@ -23,14 +20,9 @@ class LossesFirst(TensorBoardLogger):
 
 
 def show_configuration(writer: SummaryWriter, text: str) -> None:
-    """Show a run's YAML in the text tab.
-
-    Args:
-        writer: Writer into the run's ``walk`` folder.
-        text: The content of ``config.yaml``.
-    """
+    """Show the content of a run's ``config.yaml`` in the text tab."""
     lines = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown: code
-    writer.add_text(CONFIGURATION, lines)
+    writer.add_text("configuration", lines)
 
 
 def show_result(
@@ -40,13 +32,10 @@ def show_result(
 ) -> None:
     """Add one entry to the hparams tab: the settings of a run, with its final perplexities.
 
-    Args:
-        writer: Writer into the run's ``walk`` folder.
-        settings: Settings of the quantization, keys joined by dots; None and lists become text.
-        perplexity: Perplexities by kind of model and text, as in ``metrics.json``.
+    The keys of settings are joined by dots; perplexities are by kind of model and text (``metrics.json``).
     """
     results = {
-        f"{PERPLEXITY}/{kind}/{text}": value
+        f"perplexity/{kind}/{text}": value
         for kind, texts in perplexity.items()
         for text, value in texts.items()
     }
