@@ -4,7 +4,6 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from aespa_pl.evaluation.later import with_later
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.schema import DESCRIPTION, FORMAT
-from aespa_pl.settings.quantization import bits_of_projection
+from aespa_pl.run.stored_settings import read_settings
+from aespa_pl.settings import QuantizationSettings
 
 RECORD = {"losses": 2, "seconds": 1, "output_error": 1, "peak_bytes": 1, "tuning": 1}
 """Fields that the report reads of a block's record, with the depth of their numbers."""
@@ -73,11 +73,9 @@ class StoredRun:
 
 
 def read_run(folder: Path) -> StoredRun:
-    """Read all that a run has stored.
+    """Read all that a run has stored; what is missing or damaged becomes a note.
 
-    Raises:
-        UserError: The journal is damaged, or a newer version of aespa-pl wrote it. Anything else that
-            is missing or damaged becomes a note.
+    Raises UserError where the journal is damaged, or a newer version of aespa-pl wrote it.
     """
     journal, notes = _journal(folder), list[str]()
     if journal["format"] < FORMAT:
@@ -93,7 +91,7 @@ def read_run(folder: Path) -> StoredRun:
     if not blocks:
         notes.append("No block is finished yet. Make the report again when one is.")
     notes += _progress(folder, len(blocks))
-    settings = _settings(folder, notes)
+    settings, quantization = _settings(folder, journal.get("fingerprint"), notes)
     metrics = _metrics(folder / "metrics.json", notes)
     later = _metrics(folder / "test.json", notes)
     versions = _json(folder / "model" / DESCRIPTION, notes).get("versions")
@@ -104,7 +102,7 @@ def read_run(folder: Path) -> StoredRun:
         metrics=with_later(metrics, later),
         versions=versions if isinstance(versions, Mapping) else {},
         tuned=tuned,
-        shape=_shape(folder, blocks, settings, notes),
+        shape=_shape(folder, blocks, quantization, notes),
         notes=tuple(notes),
     )
 
@@ -225,17 +223,22 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     return content
 
 
-def _settings(folder: Path, notes: list[str]) -> dict[str, Any]:
+def _settings(
+    folder: Path, fingerprint: Any, notes: list[str]
+) -> tuple[dict[str, Any], QuantizationSettings | None]:
+    """Return all settings as they are shown, keys joined by dots, and those that bits are counted by."""
     try:
         content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise TypeError("no mapping")
-        return flat(content)
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        notes.append(
-            f"config.yaml cannot be read ({type(error).__name__}), so no settings are shown."
-        )
-        return {}
+        shown = flat(content) if isinstance(content, dict) else {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        shown = {}
+    try:
+        known = fingerprint if isinstance(fingerprint, Mapping) else {}
+        return shown, read_settings(folder, known).quantization
+    except UserError as error:
+        reason, lost = type(error.__cause__).__name__, "bits per weight" if shown else "settings"
+        notes.append(f"config.yaml cannot be read ({reason}), so no {lost} are shown.")
+        return shown, None
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -250,7 +253,10 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _shape(
-    folder: Path, blocks: Mapping[int, Any], settings: Mapping[str, Any], notes: list[str]
+    folder: Path,
+    blocks: Mapping[int, Any],
+    quantization: QuantizationSettings | None,
+    notes: list[str],
 ) -> dict[str, float]:
     """Return how many weights the finished blocks have, and how many bits each takes.
 
@@ -268,16 +274,9 @@ def _shape(
                 f"blocks/{path.name} cannot be read ({error}): its weights are not counted. "
                 "aespa-pl fit with --ckpt_path makes the block again."
             )
-    bits, weights = settings.get("quantization.bits"), projection_weights(shapes)
-    found: dict[str, float] = {"weights": weights} if weights else {}
-    if weights and isinstance(bits, int):
-        prefix = "quantization.bits_of."
-        bits_of = {
-            k.removeprefix(prefix): v
-            for k, v in settings.items()
-            if k.startswith(prefix) and isinstance(v, int)
-        }
-        found["bits_per_weight"] = bits_per_weight(
-            shapes, partial(bits_of_projection, bits, bits_of)
-        )
-    return found
+    if not shapes:
+        return {}
+    weights = projection_weights(shapes)
+    if quantization is None:
+        return {"weights": weights}
+    return {"weights": weights, "bits_per_weight": bits_per_weight(shapes, quantization.bits_for)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
@@ -27,10 +28,15 @@ def stored_settings(run: Run) -> StoredSettings:
     Keys that this version does not know are left out. Raises UserError where config.yaml cannot be read, or
     has values that no setting may have.
     """
-    path = run.folder / "config.yaml"
+    return read_settings(run.folder, run.fingerprint)
+
+
+def read_settings(folder: Path, fingerprint: Mapping[str, Any]) -> StoredSettings:
+    """Return the settings of the run in a folder, whose journal has a fingerprint; as ``stored_settings``."""
+    path = folder / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        content["quantization"] = _over(content["quantization"], _of_journal(run))
+        content["quantization"] = _over(content["quantization"], _of_journal(fingerprint))
         found: StoredSettings = _typed(StoredSettings, content)
     except (
         OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError, yaml.YAMLError
@@ -48,14 +54,14 @@ def stored_quantization(run: Run) -> QuantizationSettings:
     Raises UserError where it has values that no setting may have.
     """
     try:
-        found: QuantizationSettings = _typed(QuantizationSettings, _of_journal(run))
+        found: QuantizationSettings = _typed(QuantizationSettings, _of_journal(run.fingerprint))
     except (ValueError, TypeError, ArgumentError) as error:
         raise UserError(f"{run.journal_file} is damaged ({error}): start a new run") from error
     return found
 
 
-def _of_journal(run: Run) -> Mapping[str, Any]:
-    found = run.fingerprint.get("quantization", {})
+def _of_journal(fingerprint: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = fingerprint.get("quantization", {})
     return found if isinstance(found, Mapping) else {}
 
 
