@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -74,9 +75,15 @@ def _over(lower: Any, upper: Any) -> Any:
 
 def _typed(kind: Any, content: Any) -> Any:
     """Return a dataclass of settings; values that no setting may have are refused."""
+    parser = _parser(kind)
+    return parser.instantiate(parser.parse_object({"s": _known(kind, content)})).s
+
+
+@cache
+def _parser(kind: Any) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, "s")
-    return parser.instantiate(parser.parse_object({"s": _known(kind, content)})).s
+    return parser
 
 
 def _known(kind: Any, content: Any) -> Any:
