@@ -40,7 +40,7 @@ class Awq(PackedFormat):
                 f"{model.bits} bits"
             )
             raise impossible(model, self.name, "its integers take 4 bits", advice)
-        for name in model.matrix_names(0):
+        for name in model.matrices:
             rows = model.pretrained.tensors[name].shape[0]
             if rows % len(ORDER):
                 why = f"{name} has {rows} rows, not a multiple of 8"

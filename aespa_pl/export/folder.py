@@ -38,7 +38,7 @@ class FolderFormat(Format):
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
         """Write a shard for what lies outside the blocks and one a block."""
         writer = ModelWriter(folder, model.block_count)
-        stem = dict(model.stem())
+        stem = {name: model.pretrained.tensor(name) for name in model.stem_names()}
         writer.write_stem(stem)
         names = {0: tuple(stem)}
         for index in range(model.block_count):
@@ -59,30 +59,53 @@ class FolderFormat(Format):
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
         """Read the shards as a user of the format would."""
         writer = ModelWriter(folder, model.block_count)
-        yield from self._read_shard(model, writer.stem_file, {})
-        for index in range(model.block_count):
-            yield from self._read_shard(model, writer.block_file(index), model.matrix_names(index))
+        for path in (writer.stem_file, *map(writer.block_file, range(model.block_count))):
+            yield from self._read_shard(model, path)
 
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return the value itself; of an embedding in a block type what the original's type holds."""
         return value if model.stem_type(name) is None else value.to(model.dtype(name))
 
-    def _read_shard(
-        self, model: QuantizedModel, path: Path, matrices: Mapping[str, object]
-    ) -> Iterator[ReadTensor]:
-        layers = {name.removesuffix("weight") for name in matrices}
-        packed: dict[str, dict[str, Tensor]] = {layer: {} for layer in layers}
+    def _read_shard(self, model: QuantizedModel, path: Path) -> Iterator[ReadTensor]:
+        packed: dict[str, dict[str, Tensor]] = {}
         with opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - no Mapping
                 tensor = file.get_tensor(name)
                 layer, _, suffix = name.rpartition(".")
-                if f"{layer}." in layers and suffix != "bias":
-                    packed[f"{layer}."][suffix] = tensor
+                if f"{layer}.weight" in model.matrices and suffix != "bias":
+                    packed.setdefault(f"{layer}.weight", {})[suffix] = tensor
                 else:
                     yield ReadTensor(name, tensor, tensor.nbytes)
-        for layer, tensors in packed.items():
+        for name, tensors in packed.items():
             size = sum(tensor.nbytes for tensor in tensors.values())
-            yield ReadTensor(f"{layer}weight", self.unpack(model, tensors), size)
+            yield ReadTensor(name, self.unpack(model, tensors), size)
+
+
+@dataclass(frozen=True)
+class HuggingFace(FolderFormat):
+    """Writes dequantized weights, rounded to the types of the original; the size is the original's."""
+
+    name = "hf"
+    reader = "safetensors"
+
+    def refuse(self, model: QuantizedModel) -> None:
+        """Refuse nothing."""
+
+    def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
+        """Return the weight in the original's type."""
+        return {"weight": matrix.weight().to(model.dtype(name))}
+
+    def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight."""
+        return packed["weight"]
+
+    def config(self, model: QuantizedModel) -> dict[str, Any]:
+        """Return nothing: config.json is the original's, byte for byte."""
+        return {}
+
+    def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
+        """Return the value in the original's type."""
+        return value.to(model.dtype(name))
 
 
 @dataclass(frozen=True)

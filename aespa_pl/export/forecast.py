@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from transformers import PreTrainedConfig
 
 from aespa_pl.evaluation.size import SCALE_BITS
-from aespa_pl.export.gguf_blocks import smallest_type, zero_points
-from aespa_pl.export.gguf_bytes import BlockType
+from aespa_pl.export.gguf_bytes import BlockType, smallest_type, zero_points
 from aespa_pl.models.llama_cpp import unsupported_part
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings

@@ -18,7 +18,7 @@ from aespa_pl.export.quantized import QuantizedModel
 FormatName = Literal["hf", "compressed-tensors", "awq", "gptq", "gguf"]
 
 CLASSES = {
-    "hf": "hf:HuggingFace",
+    "hf": "folder:HuggingFace",
     "compressed-tensors": "compressed_tensors:CompressedTensors",
     "awq": "awq:Awq",
     "gptq": "gptq:Gptq",

@@ -20,17 +20,16 @@ from torch import Tensor
 from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.export.format import Format, ReadTensor, impossible
-from aespa_pl.export.gguf_blocks import as_typed
-from aespa_pl.export.gguf_bytes import BLOCK_TYPES
+from aespa_pl.export.gguf_bytes import BLOCK_TYPES, as_typed
 from aespa_pl.export.gguf_library import dequantized, library_type
 from aespa_pl.export.gguf_metadata import add_metadata, rope_factors
-from aespa_pl.export.gguf_names import gguf_name, row_order
-from aespa_pl.export.gguf_types import (
+from aespa_pl.export.gguf_model import (
     candidate_type,
     exact_type,
     file_type,
+    gguf_name,
     ideal_type,
-    is_quantized,
+    row_order,
 )
 from aespa_pl.export.gguf_vocabulary import add_vocabulary, refuse_tokenizer
 from aespa_pl.export.quantized import QuantizedModel
@@ -65,7 +64,7 @@ class Gguf(Format):
                 "Use --format compressed-tensors (transformers, vLLM), or hf",
             )
         refuse_tokenizer(model.original)
-        for name in model.all_matrix_names():
+        for name in model.matrices:
             if candidate_type(model, name) is None:
                 columns = model.pretrained.tensors[name].shape[1]
                 raise impossible(
@@ -95,12 +94,11 @@ class Gguf(Format):
     def remark(self, model: QuantizedModel) -> str | None:
         """Say which matrices have a larger block type because of their width, or of the group size."""
         larger: dict[str, dict[str, None]] = {}
-        for index in range(model.block_count):
-            for name, projections in model.matrix_names(index).items():
-                kind, ideal = exact_type(model, name), ideal_type(model, name)
-                if kind.bits > ideal.bits:
-                    words = f"as {kind.words}: blocks of {ideal.words} have {ideal.columns} columns"
-                    larger.setdefault(words, {}).update({p.name: None for p in projections})
+        for name, (_, projections) in model.matrices.items():
+            kind, ideal = exact_type(model, name), ideal_type(model, name)
+            if kind.bits > ideal.bits:
+                words = f"as {kind.words}: blocks of {ideal.words} have {ideal.columns} columns"
+                larger.setdefault(words, {}).update({p.name: None for p in projections})
         if not larger:
             return None
         kinds = "; ".join(f"{', '.join(names)} {words}" for words, names in larger.items())
@@ -147,10 +145,8 @@ class Gguf(Format):
         for index in range(model.block_count):
             block = model.block(index)
             for name in model.block_names(index):
-                value = block.matrices.get(name)
-                writer.write_tensor_data(
-                    self._encoded(model, name, block.others[name] if value is None else value)
-                )
+                value = {**block.others, **block.matrices}[name]
+                writer.write_tensor_data(self._encoded(model, name, value))
             after_block()
         writer.close()
 
@@ -159,14 +155,13 @@ class Gguf(Format):
     ) -> npt.NDArray[Any]:
         """Return the bytes of a tensor."""
         order = row_order(model, name)
+        if order is not None:
+            value = value[order] if isinstance(value, Tensor) else value.rows(order)
         if isinstance(value, TypedWeight):
-            value = value if order is None else value.rows(order)
             return BLOCK_TYPES[value.kind.name].encode(value)
         if isinstance(value, QuantizedWeight):
             block_type = exact_type(model, name)
-            value = value if order is None else value.rows(order)
             return block_type.encode(as_typed(block_type.grid, value))
-        value = value if order is None else value[order]
         kind = self._type(model, name)
         if kind is GGMLQuantizationType.Q8_0:
             return gguf.quantize(_float32(value), kind)
@@ -178,7 +173,7 @@ class Gguf(Format):
         stored = model.pretrained.tensors[name]
         if (kind := model.stem_type(name)) is not None:
             return library_type(BLOCK_TYPES[kind])
-        if is_quantized(model, name):
+        if name in model.matrices:
             return library_type(exact_type(model, name))
         if self._rounds(model, name):
             return GGMLQuantizationType.Q8_0

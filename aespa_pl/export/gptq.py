@@ -34,7 +34,7 @@ class Gptq(PackedFormat):
         if bits not in BITS:
             advice = "Use --format compressed-tensors, which has 2 to 8"
             raise impossible(model, self.name, "it has 2, 3, 4 or 8 bits", advice)
-        for name in model.matrix_names(0):
+        for name in model.matrices:
             shape = model.pretrained.tensors[name].shape
             unit = WORD if bits == 3 else WORD // bits
             if any(side % unit for side in shape):

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 import yaml
+from huggingface_hub import metadata_load
 
 from aespa_pl.errors import printable
 from aespa_pl.evaluation.later import measured
@@ -63,11 +64,9 @@ def model_card(
 def base_licence(folder: Path) -> str | None:
     """Return the licence that the base model's own card states, None if it states none."""
     try:
-        parts = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
-        header = None if len(parts) < 3 or parts[0].strip() else yaml.safe_load(parts[1])
+        licence = (metadata_load(folder / "README.md") or {}).get("license")
     except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: bytes, no text
         return None
-    licence = header.get("license") if isinstance(header, dict) else None
     return None if licence is None else str(licence)
 
 

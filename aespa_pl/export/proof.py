@@ -37,47 +37,38 @@ def prove(
     Raises UserError where a tensor is missing or differs in one bit; the message names the first.
     """
     sizes = {kind: ClassSize() for kind in (QUANTIZED, EMBEDDINGS, OTHERS)}
-    seen: set[str] = set()
-    block: tuple[int | None, StoredBlock | None] = (None, None)
-    for found in chosen.read(model, folder):
-        index = _block_index(model, found.name)
-        if index is not None and index != block[0]:
-            block = (index, model.block(index))
+    where = {name: i for i in range(model.block_count) for name in model.block_names(i)}
+    missing, at, block = {*model.stem_names(), *where}, -1, StoredBlock({}, {})
+    for tensor in chosen.read(model, folder):
+        name, index = tensor.name, where.get(tensor.name, at)
+        if index != at:
+            at, block = index, model.block(index)
             after_block()
-        quantized = block[1] is not None and found.name in block[1].matrices
-        value = _value(model, found.name, block[1] if index is not None else None)
-        _refuse_difference(
-            found.name, found.value, chosen.expected(model, found.name, value), chosen
-        )
-        seen.add(found.name)
-        kind = QUANTIZED if quantized else EMBEDDINGS if found.name in model.embeddings else OTHERS
-        original = value.numel() * model.dtype(found.name).itemsize
-        sizes[kind].weights += value.numel()
-        sizes[kind].size += found.size
-        sizes[kind].original += original
-    wanted = {*model.stem_names()}.union(*map(model.block_names, range(model.block_count)))
-    if missing := sorted(wanted - seen):
-        raise _fault(f"{missing[0]} is missing", chosen)
+        value = _value(model, name, block)
+        _refuse_difference(name, tensor.value, chosen.expected(model, name, value), chosen)
+        missing.discard(name)
+        kind = EMBEDDINGS if name in model.embeddings else OTHERS
+        size = sizes[QUANTIZED if name in model.matrices else kind]
+        size.weights += value.numel()
+        size.size += tensor.size
+        size.original += value.numel() * model.dtype(name).itemsize
+    if missing:
+        raise _fault(f"{min(missing)} is missing", chosen)
     return sizes
 
 
-def _block_index(model: QuantizedModel, name: str) -> int | None:
-    path = f"{model.family.blocks_path}."
-    return int(name.removeprefix(path).split(".")[0]) if name.startswith(path) else None
+def _value(model: QuantizedModel, name: str, block: StoredBlock) -> Tensor:
+    if name in block.matrices:
+        return block.matrices[name].weight()
+    return block.others[name] if name in block.others else model.stem_value(name)
 
 
-def _value(model: QuantizedModel, name: str, block: StoredBlock | None) -> Tensor:
-    if block is None:
-        return model.stem_value(name)
-    return block.matrices[name].weight() if name in block.matrices else block.others[name]
-
-
-def _refuse_difference(name: str, found: Tensor, expected: Tensor, chosen: Format) -> None:
-    if found.shape != expected.shape:
-        raise _fault(f"{name} is {list(found.shape)}, not {list(expected.shape)}", chosen)
-    if not torch.equal(found.double(), expected.double()):
-        different = int((found.double() != expected.double()).sum())
-        raise _fault(f"{name} differs in {different} of {math.prod(found.shape)} values", chosen)
+def _refuse_difference(name: str, read: Tensor, expected: Tensor, chosen: Format) -> None:
+    if read.shape != expected.shape:
+        raise _fault(f"{name} is {list(read.shape)}, not {list(expected.shape)}", chosen)
+    if not torch.equal(read.double(), expected.double()):
+        different = int((read.double() != expected.double()).sum())
+        raise _fault(f"{name} differs in {different} of {math.prod(read.shape)} values", chosen)
 
 
 def _fault(what: str, chosen: Format) -> UserError:

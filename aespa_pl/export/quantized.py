@@ -3,8 +3,9 @@
 Notation: rows are output channels, d_in input channels, G groups of d_in / G columns that share a scale.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import StoredSettings, stored_settings
 from aespa_pl.storage.cache import cache_folder
 
+UNIFORM = ("integers", "scale", "zero_point")
 TYPED = tuple(field.name for field in fields(TypedMatrix))
+"""Tensors of a quantized matrix in a block file; of a block type those that it has."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,12 @@ class QuantizedModel:
     @property
     def matrix_bits(self) -> tuple[int, ...]:
         """Return the numbers of bits that matrices have, from the least to the most; one for most runs."""
-        return tuple(sorted({self.bits_of(name) for name in self.all_matrix_names()}))
+        return tuple(sorted(set(map(self.bits_of, self.matrices))))
 
     def bits_of(self, name: str) -> int:
         """Return the bits of the integers of a quantized weight, given its name."""
-        path = f"{self.family.blocks_path}."
-        index = int(name.removeprefix(path).partition(".")[0])
-        return self.settings.quantization.bits_for(index, self.matrix_names(index)[name][0].name)
+        index, projections = self.matrices[name]
+        return self.settings.quantization.bits_for(index, projections[0].name)
 
     @property
     def embeddings(self) -> frozenset[str]:
@@ -105,9 +107,8 @@ class QuantizedModel:
 
     def type_of(self, name: str) -> str | None:
         """Return the block type of a quantized weight, given its name; None where its grid is uniform."""
-        index = int(name.removeprefix(f"{self.family.blocks_path}.").partition(".")[0])
-        projection = self.matrix_names(index)[name][0].name
-        return self.settings.quantization.type_for(index, projection)
+        index, projections = self.matrices[name]
+        return self.settings.quantization.type_for(index, projections[0].name)
 
     @property
     def symmetric(self) -> bool:
@@ -143,18 +144,21 @@ class QuantizedModel:
         """Return the number of Transformer blocks."""
         return int(self.pretrained.config.num_hidden_layers)
 
-    def matrix_names(self, index: int) -> dict[str, tuple[Projection, ...]]:
-        """Return, by the name of each quantized weight of a block, the projections in its rows."""
-        names: dict[str, tuple[Projection, ...]] = {}
-        for projection in self.layout(index).projections:
-            name = f"{self.family.block_prefix(index)}{projection.module}.weight"
-            names[name] = (*names.get(name, ()), projection)
-        return names
-
-    def all_matrix_names(self) -> Iterator[str]:
-        """Yield the names of the quantized weights of all blocks."""
+    @cached_property
+    def matrices(self) -> Mapping[str, tuple[int, tuple[Projection, ...]]]:
+        """Return, by the name of each quantized weight, its block and the projections in its rows."""
+        found: dict[str, tuple[int, tuple[Projection, ...]]] = {}
         for index in range(self.block_count):
-            yield from self.matrix_names(index)
+            for projection in self.layout(index).projections:
+                name = f"{self.family.block_prefix(index)}{projection.module}.weight"
+                _, before = found.get(name, (index, ()))
+                found[name] = index, (*before, projection)
+        return found
+
+    def projections_of(self, name: str) -> tuple[Projection, ...]:
+        """Return the projections that a weight or bias belongs to; none outside of quantized layers."""
+        _, projections = self.matrices.get(f"{name.rpartition('.')[0]}.weight", (0, ()))
+        return projections
 
     def stem_names(self) -> tuple[str, ...]:
         """Return the names of what lies outside the blocks; of tied names, the first only."""
@@ -166,17 +170,11 @@ class QuantizedModel:
 
     def unquantized_linears(self) -> list[str]:
         """Return the names of the linear layers that keep their weights, such as the head."""
-        quantized = {name for i in range(self.block_count) for name in self.matrix_names(i)}
         return [
             name
             for name, module in self.pretrained.skeleton().named_modules()
-            if isinstance(module, nn.Linear) and f"{name}.weight" not in quantized
+            if isinstance(module, nn.Linear) and f"{name}.weight" not in self.matrices
         ]
-
-    def stem(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what lies outside the blocks, as stored."""
-        for name in self.stem_names():
-            yield name, self.pretrained.tensor(name)
 
     def stem_type(self, name: str) -> str | None:
         """Return the block type that a run with a format of llama.cpp gave embedding or head; else None."""
@@ -199,36 +197,28 @@ class QuantizedModel:
 
     def block(self, index: int) -> StoredBlock:
         """Read one block."""
-        names = self.matrix_names(index)
+        names = self.block_names(index)
         with opened(self.run.block_file(index)) as file:
-            matrices = {name: self._matrix(file, name, names[name]) for name in names}
-        others = {
-            name: self.pretrained.tensor(name)
-            for name in self.block_names(index)
-            if name not in names
-        }
+            matrices = {name: self._matrix(file, name) for name in names if name in self.matrices}
+        others = {name: self.pretrained.tensor(name) for name in names if name not in matrices}
         return StoredBlock(matrices, others)
 
-    def _matrix(self, file: Any, name: str, projections: tuple[Projection, ...]) -> StoredWeight:
+    def _matrix(self, file: Any, name: str) -> StoredWeight:
         """Read the weight of a linear layer, whose rows may belong to several projections in turn.
 
         Raises UserError where an integer has more bits than the run says.
         """
-        kinds: tuple[str, ...] = ("integers", "scale", "zero_point")
-        kind = self.type_of(name)
-        if kind is not None:
-            names = set(file.keys())
-            kinds = tuple(f for f in TYPED if f"{projections[0].name}.{f}" in names)
-        found = {
-            key: _joined(
-                [file.get_tensor(f"{p.name}.{key}") for p in projections], self.layout().head_dim
-            )
-            for key in kinds
+        index, projections = self.matrices[name]
+        kind, stored, head_dim = self.type_of(name), set(file.keys()), self.layout(index).head_dim
+        tensors = {
+            key: _joined([file.get_tensor(f"{p.name}.{key}") for p in projections], head_dim)
+            for key in (UNIFORM if kind is None else TYPED)
+            if f"{projections[0].name}.{key}" in stored
         }
         if kind is not None:
-            return TypedWeight(**found, kind=TYPES[kind])
+            return TypedWeight(**tensors, kind=TYPES[kind])
         try:
-            return QuantizedWeight(**found, bits=self.bits_of(name))
+            return QuantizedWeight(**tensors, bits=self.bits_of(name))
         except ValueError as error:
             raise UserError(
                 f"the run {self.run.folder}: {name}: {error}: quantize the model again"

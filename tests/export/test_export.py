@@ -18,7 +18,7 @@ from aespa_pl.commands.resuming import note_own
 from aespa_pl.errors import UserError
 from aespa_pl.export import format as formats
 from aespa_pl.export import proof
-from aespa_pl.export.hf import HuggingFace
+from aespa_pl.export.folder import HuggingFace
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.fingerprint import model_fingerprint
 from tests.export.conftest import MakeRun

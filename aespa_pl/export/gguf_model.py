@@ -1,23 +1,54 @@
-"""Choose the block type of each quantized matrix of a run."""
+"""Tell what each tensor of a model is in llama.cpp: its name, the order of its rows, its block type."""
 
 import math
 from collections import Counter
 from collections.abc import Collection
+from functools import cache
 
-from aespa_pl.export.gguf_blocks import smallest_type, zero_points
-from aespa_pl.export.gguf_bytes import BLOCK_TYPES, BlockType
-from aespa_pl.export.gguf_names import projections_of
+import gguf
+import torch
+from torch import Tensor
+
+from aespa_pl.export.gguf_bytes import BLOCK_TYPES, BlockType, smallest_type, zero_points
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.models.family import Role
 from aespa_pl.models.headers import opened
+from aespa_pl.models.llama_cpp import architecture_of
 from aespa_pl.models.llama_cpp_types import FILE_TYPES
 
 IDEAL_WIDTH = 256
 """A number of columns that every block type divides."""
 
 
-def is_quantized(model: QuantizedModel, name: str) -> bool:
-    """Return whether a tensor is a quantized weight of a block."""
-    return name.endswith(".weight") and bool(projections_of(model, name))
+def row_order(model: QuantizedModel, name: str) -> Tensor | None:
+    """Return the rows of a weight or bias in the order that llama.cpp wants, None if it is theirs."""
+    projections = model.projections_of(name)
+    if not projections:
+        return None
+    layout, rows = model.layout(), torch.arange(model.pretrained.tensors[name].shape[0])
+    first = projections[0]
+    if len(projections) > 1:  # [heads, parts, d_head] to [parts, heads, d_head]
+        return rows.view(-1, len(projections), layout.head_dim).transpose(0, 1).flatten()
+    architecture = architecture_of(model.pretrained.config)
+    if architecture.rotates_neighbours and first.role in (Role.QUERY, Role.KEY):
+        return rows.view(-1, 2, layout.head_dim // 2).transpose(1, 2).flatten()
+    return None
+
+
+def gguf_name(model: QuantizedModel, name: str) -> str:
+    """Return the name of a tensor in llama.cpp."""
+    names = _name_map(architecture_of(model.pretrained.config).name, model.block_count)
+    prefix = model.family.blocks_path.partition(".")[0]
+    for candidate in (name, name.removeprefix(f"{prefix}.")):
+        if found := names.get_name(candidate, (".weight", ".bias")):
+            return found
+    raise KeyError(f"gguf has no name for {name}")
+
+
+@cache
+def _name_map(architecture: str, blocks: int) -> gguf.TensorNameMap:
+    kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(kinds[architecture], blocks)
 
 
 def candidate_type(model: QuantizedModel, name: str) -> BlockType | None:
@@ -35,10 +66,9 @@ def _zeros(model: QuantizedModel, name: str) -> Collection[int]:
     """Return the zero points that a matrix has; of a symmetric grid without reading them."""
     if model.symmetric:
         return zero_points(model.bits_of(name), symmetric=True)
-    path = f"{model.family.blocks_path}."
-    index = int(name.removeprefix(path).partition(".")[0])
+    index, projections = model.matrices[name]
     with opened(model.run.block_file(index)) as file:
-        tensors = [file.get_tensor(f"{p.name}.zero_point") for p in projections_of(model, name)]
+        tensors = [file.get_tensor(f"{p.name}.zero_point") for p in projections]
     return {zero for tensor in tensors for zero in tensor.unique().tolist()}
 
 
@@ -63,7 +93,7 @@ def file_type(model: QuantizedModel) -> int:
     if (number := FILE_TYPES.get(model.settings.quantization.format)) is not None:
         return number
     weights: Counter[int] = Counter()
-    for name in model.all_matrix_names():
+    for name in model.matrices:
         weights[exact_type(model, name).file_type] += math.prod(
             model.pretrained.tensors[name].shape
         )
