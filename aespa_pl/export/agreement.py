@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from torch.nn.functional import cross_entropy, log_softmax
 
 from aespa_pl.data.tokens import evaluation_tokens
 from aespa_pl.errors import UserError
+from aespa_pl.evaluation.divergence import compared
 from aespa_pl.export.engines import ENGINES, Engine
 from aespa_pl.export.format import Format, FormatName
 from aespa_pl.export.quantized import QuantizedModel
@@ -25,10 +26,8 @@ explains more: it was 0.003 of a good model in llama.cpp, and 1.1 of one with it
 EXPLAINED = 4.0
 """Largest ratio of an engine's divergence to the run's own, when its activations are rounded as the engine
 rounds them; llama.cpp had 0.9 to 1.8 (docs/export.md). A bad model answers small changes with large ones."""
-PERPLEXITY_SHARE = 0.02
+PERPLEXITY_CHANGE = 0.02
 """Largest relative difference of perplexities."""
-
-
 Verify = Literal["auto", "bytes", "transformers", "llama.cpp", "vllm", "gptqmodel"]
 SEGMENT = 64
 """Number of tokens that engines are asked about."""
@@ -55,10 +54,8 @@ class Agreement:
         """Return what a person wants to know."""
         if self.difference == 0:
             return f"{self.version}, logits equal"
-        return (
-            f"{self.version}, KL {self.divergence:.1e}, perplexity {self.perplexity:.2f} "
-            f"of {self.reference:.2f}"
-        )
+        perplexities = f"perplexity {self.perplexity:.2f} of {self.reference:.2f}"
+        return f"{self.version}, KL {self.divergence:.1e}, {perplexities}"
 
 
 @dataclass(frozen=True)
@@ -78,23 +75,24 @@ def choose_engines(name: FormatName, verify: Verify) -> Asked:
 
     Raises UserError where the engine that is asked for does not read the format, or is not installed.
     """
-    readers = [engine for engine in ENGINES if name in engine.formats]
+    readers = {engine.name: engine for engine in ENGINES if name in engine.formats}
     if verify == "bytes":
-        return Asked([], {engine.name: "not asked for" for engine in readers})
+        return Asked([], dict.fromkeys(readers, "not asked for"))
     if verify == "auto":
-        installed = [engine for engine in readers if engine.installed]
-        others = [engine for engine in readers if not engine.installed]
-        return Asked(installed, {engine.name: "not installed" for engine in others})
-    for engine in readers:
-        if engine.name == verify:
-            if not engine.installed:
-                raise UserError(
-                    f"--verify {verify}: {engine.package} is not installed: pip install "
-                    f"{engine.package}, or choose --verify auto"
-                )
-            return Asked([engine], insist=True)
-    names = ", ".join(engine.name for engine in readers)
-    raise UserError(f"--verify {verify}: it does not read --format {name}: choose {names} or bytes")
+        installed = [engine for engine in readers.values() if engine.installed]
+        others = [name for name, engine in readers.items() if not engine.installed]
+        return Asked(installed, dict.fromkeys(others, "not installed"))
+    engine = readers.get(verify)
+    if engine is None:
+        raise UserError(
+            f"--verify {verify}: it does not read --format {name}: choose {', '.join(readers)} or bytes"
+        )
+    if not engine.installed:
+        raise UserError(
+            f"--verify {verify}: {engine.package} is not installed: pip install {engine.package}, or choose "
+            "--verify auto"
+        )
+    return Asked([engine], insist=True)
 
 
 def that_fit(model: QuantizedModel, questions: Asked) -> Asked:
@@ -116,15 +114,15 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
     """
     if not questions.engines:
         return questions
-    tokens = _tokens(model)
+    config = model.pretrained.config
+    length = min(SEGMENT, model.family.positions(config) or SEGMENT)
+    (tokens,) = evaluation_tokens(TEXT, model.pretrained.tokenizer(), length, 1, model.cache)
     reference = reference_logits(model, chosen, tokens)
     agreements, unchecked = [], dict(questions.unchecked)
     for engine in questions.engines:
         try:
-            found = engine.logits(folder, tokens, int(model.pretrained.config.vocab_size))
-        except (
-            Exception
-        ) as error:  # the engine's own, of any class: no kernel for this processor ...
+            logits = engine.logits(folder, tokens, int(config.vocab_size))
+        except Exception as error:  # of any class: no kernel for this processor ...
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             if questions.insist:
                 raise UserError(
@@ -136,16 +134,8 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
             rounded = (
                 None if engine.exact else reference_logits(model, chosen, tokens, engine.rounded)
             )
-            agreements.append(compare(engine, reference, found, tokens, rounded))
+            agreements.append(compare(engine, reference, logits, tokens, rounded))
     return replace(questions, unchecked=unchecked, agreements=agreements)
-
-
-def _tokens(model: QuantizedModel) -> Tensor:
-    """Return one segment ``[L]`` of held-out text."""
-    limit = model.family.positions(model.pretrained.config) or SEGMENT
-    tokenizer = model.pretrained.tokenizer()
-    segments = evaluation_tokens(TEXT, tokenizer, min(SEGMENT, limit), 1, model.cache)
-    return segments[0]
 
 
 def reference_logits(
@@ -188,32 +178,32 @@ def _hold(source: StreamedModel, model: QuantizedModel, chosen: Format) -> None:
 
 
 def compare(
-    engine: Engine, reference: Tensor, found: Tensor, tokens: Tensor, rounded: Tensor | None = None
+    engine: Engine, reference: Tensor, logits: Tensor, tokens: Tensor, rounded: Tensor | None = None
 ) -> Agreement:
     """Compare the run's logits ``[L, V]`` of tokens ``[L]`` with an engine's ``[L - first, V]``.
 
     ``rounded`` are the run's with activations rounded as the engine does; None: unknown. Raises UserError
     where they differ by more than the engine's own rounding explains.
     """
-    largest = LARGEST_DIVERGENCE
+    largest, following = LARGEST_DIVERGENCE, tokens[engine.first + 1 :]
+    logits, reference = logits.double(), reference[engine.first :].double()
     if rounded is not None:
-        explained = _divergences(reference[engine.first :], rounded[engine.first :])
+        explained, _ = compared(reference, rounded[engine.first :].double())
         largest = max(largest, EXPLAINED * float(explained.mean()))
-    reference, following = reference[engine.first :], tokens[engine.first + 1 :]
-    expected, got = log_softmax(reference.double(), -1), log_softmax(found.double(), -1)
-    divergences = _divergences(reference, found)
+    divergences, _ = compared(reference, logits)
     divergence = float(divergences.mean())
-    losses = [cross_entropy(p[:-1], following, reduction="none") for p in (expected, got)]
+    losses = [cross_entropy(x[:-1], following, reduction="none") for x in (reference, logits)]
     change = losses[1] - losses[0]
-    far = _surely_above(divergences, largest) or _surely_above(
-        change * change.mean().sign(), math.log1p(PERPLEXITY_SHARE)
-    )
     if engine.exact:
-        difference = float((reference - found).abs().max())
+        difference = float((reference - logits).abs().max())
         wrong = difference > 0
     else:
-        difference = float((expected - got).abs().max())
-        wrong = not math.isfinite(divergence) or far
+        difference = float((log_softmax(reference, -1) - log_softmax(logits, -1)).abs().max())
+        wrong = (
+            not math.isfinite(divergence)
+            or _surely_above(divergences, largest)
+            or _surely_above(change * change.mean().sign(), math.log1p(PERPLEXITY_CHANGE))
+        )
     reference_perplexity, perplexity = (math.exp(float(loss.mean())) for loss in losses)
     if wrong:
         raise UserError(
@@ -230,12 +220,6 @@ def compare(
         perplexity,
         reference_perplexity,
     )
-
-
-def _divergences(reference: Tensor, found: Tensor) -> Tensor:
-    """Return the KL divergence ``[L]`` of each position's distributions."""
-    expected, got = log_softmax(reference.double(), -1), log_softmax(found.double(), -1)
-    return kl_div(got, expected, reduction="none", log_target=True).sum(-1)
 
 
 def _surely_above(values: Tensor, bound: float) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.compressed_tensors import CompressedTensors, unpacked_by_library
-from aespa_pl.export.folder import PackedFormat, signed_words
+from aespa_pl.export.folder import PackedFormat, packed_words
 from aespa_pl.export.format import impossible, uniform
 from aespa_pl.export.quantized import QuantizedModel
 
@@ -49,9 +49,11 @@ class Awq(PackedFormat):
     def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in, rows / 8]``, ``qzeros [G, rows / 8]`` and ``scales [G, rows]``."""
         matrix = uniform(matrix)
+        order = torch.arange(len(matrix.integers)).unflatten(0, (-1, len(ORDER)))[:, list(ORDER)]
+        integers, zero_point = matrix.integers[order.flatten()], matrix.zero_point[order.flatten()]
         return {
-            "qweight": _packed(matrix.integers.T),
-            "qzeros": _packed(matrix.zero_point.T),
+            "qweight": packed_words(integers, BITS).T.contiguous(),
+            "qzeros": packed_words(zero_point, BITS).T.contiguous(),
             "scales": matrix.scale.T.contiguous(),
         }
 
@@ -77,10 +79,3 @@ class Awq(PackedFormat):
                 "modules_to_not_convert": model.unquantized_linears(),
             }
         }
-
-
-def _packed(values: Tensor) -> Tensor:
-    """Return ``[n, rows / 8]`` int32 of integers ``[n, rows]``."""
-    eights = values.unflatten(1, (-1, len(ORDER)))[..., list(ORDER)].long()
-    words = (eights << (BITS * torch.arange(len(ORDER)))).sum(-1)
-    return signed_words(words)

@@ -18,6 +18,9 @@ from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.storage.files import write_json
 
+WORD = 32
+"""Bits of the integers that others are packed into."""
+
 
 @dataclass(frozen=True)
 class FolderFormat(Format):
@@ -140,6 +143,9 @@ class PackedFormat(FolderFormat):
             raise impossible(model, self.name, why, "Leave --container_bits out")
 
 
-def signed_words(words: Tensor) -> Tensor:
-    """Return unsigned 32-bit words, held in int64, as the int32 with the same bits."""
-    return (words - ((words >> 31) << 32)).to(torch.int32)
+def packed_words(values: Tensor, bits: int) -> Tensor:
+    """Return ``[n * bits / 32, m]`` int32 of integers ``[n, m]``: a stream of bits along dim 0."""
+    stream = (values[:, None].int() >> torch.arange(bits)[:, None]) & 1  # [n, bits, m]
+    digits = stream.flatten(0, 1).unflatten(0, (-1, WORD)).long()  # [words, 32, m]
+    words: Tensor = (digits << torch.arange(WORD)[:, None]).sum(1)
+    return (words - ((words >> 31) << 32)).to(torch.int32)  # the same bits with a sign

@@ -116,10 +116,9 @@ def make_format(
             f"--container_bits is of {', '.join(PACKED)} only, not of {name}: leave it out"
         )
     module, _, kind = CLASSES[name].partition(":")
-    options: dict[str, object] = {}
+    options: dict[str, object]
+    options = {"container_bits": container_bits} if name in PACKED else {}
     if name == "gguf" and embedding is not None:
-        options["embedding"] = embedding
-    if name in PACKED:
-        options["container_bits"] = container_bits
+        options = {"embedding": embedding}
     made: Format = getattr(import_module(f"aespa_pl.export.{module}"), kind)(**options)
     return made

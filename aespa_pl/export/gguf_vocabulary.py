@@ -5,6 +5,7 @@ refused, because another rule would split some texts differently without a word.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +35,26 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
     content = _tokenizer(folder)
     kind = content["model"]
     vocabulary = {**kind["vocab"], **{t["content"]: t["id"] for t in content["added_tokens"]}}
-    types = {t["content"]: _added_type(t) for t in content["added_tokens"]}
+    types = {
+        t["content"]: TokenType.CONTROL if t["special"] else TokenType.USER_DEFINED
+        for t in content["added_tokens"]
+    }
     texts = {number: text for text, number in vocabulary.items()}
     tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]
-    missing = [i not in texts for i in range(size)]
     if kind.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(_scores(kind["merges"], tokens))
         writer.add_add_space_prefix(_puts_space_first(content))
-        types = {**{t: TokenType.BYTE for t in tokens if _is_byte(t)}, **types}
+        types = {**{t: TokenType.BYTE for t in tokens if re.fullmatch("<0x..>", t)}, **types}
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(splitting_rule(content, folder))
     writer.add_token_list(tokens)
     writer.add_token_types(
         [
-            TokenType.UNUSED if absent else types.get(token, TokenType.NORMAL)
-            for token, absent in zip(tokens, missing, strict=True)
+            types.get(token, TokenType.NORMAL) if i in texts else TokenType.UNUSED
+            for i, token in enumerate(tokens)
         ]
     )
     SpecialVocab(folder, load_merges=not kind.get("byte_fallback"), n_vocab=size).add_to_gguf(
@@ -126,14 +129,6 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
             "supported: use --format compressed-tensors"
         )
     return content
-
-
-def _added_type(token: dict[str, Any]) -> TokenType:
-    return TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
-
-
-def _is_byte(token: str) -> bool:
-    return len(token) == len("<0x00>") and token.startswith("<0x") and token.endswith(">")
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import StoredWeight
-from aespa_pl.export.folder import PackedFormat, signed_words
+from aespa_pl.export.folder import WORD, PackedFormat, packed_words
 from aespa_pl.export.format import impossible, uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 BITS = (2, 3, 4, 8)
-WORD = 32
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Gptq(PackedFormat):
         matrix = uniform(matrix)
         bits, columns = self.bits(model), matrix.integers.shape[1]
         return {
-            "qweight": _packed(matrix.integers.T, bits),
-            "qzeros": _packed(matrix.zero_point, bits).T.contiguous(),
+            "qweight": packed_words(matrix.integers.T, bits),
+            "qzeros": packed_words(matrix.zero_point, bits).T.contiguous(),
             "scales": matrix.scale.T.contiguous(),
             "g_idx": torch.arange(columns, dtype=torch.int32) // matrix.group_size,
         }
@@ -78,13 +77,6 @@ class Gptq(PackedFormat):
         if self.bits(model) == 4 and model.group_size is None:
             settings["backend"] = "torch"  # its faster CPU kernel has groups of 32 to 256 only
         return {"quantization_config": settings}
-
-
-def _packed(values: Tensor, bits: int) -> Tensor:
-    """Return ``[n * bits / 32, m]`` int32 of integers ``[n, m]``: a stream of bits along dim 0."""
-    stream = (values[:, None].int() >> torch.arange(bits)[:, None]) & 1  # [n, bits, m]
-    words = stream.flatten(0, 1).unflatten(0, (-1, WORD)).long()  # [words, 32, m]
-    return signed_words((words << torch.arange(WORD)[:, None]).sum(1))
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
