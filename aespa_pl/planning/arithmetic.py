@@ -15,7 +15,7 @@ from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
 from aespa_pl.planning.partition import WHOLE, Partition
-from aespa_pl.planning.shape import Matrix, Shape, Work
+from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 COMPARED, UPDATED, VISITED, LEARNED = 250, 20_000, 5_000, 1_500
@@ -31,14 +31,24 @@ MEASURED_WEIGHTS = 2**22
 """Weights of the largest matrix that the rate is measured on."""
 
 
-def learned(matrix: Matrix, settings: QuantizationSettings) -> bool:
-    """Return whether the method learns the rounding of a matrix."""
-    return settings.learns(attention=matrix.role is not Role.OTHER)
-
-
 def candidates_of(settings: QuantizationSettings) -> int:
     """Return how many grids a row may choose from."""
     return CLIP_RATIOS if settings.symmetric else 2 * CLIP_RATIOS
+
+
+def shifts(shape: Shape, settings: QuantizationSettings) -> int:
+    """Return the numbers in what only the correction of earlier errors needs; 0 without it.
+
+    It is the shifts of the inputs, of the outputs that join the residual, and of V's weights.
+    """
+    if not settings.input_correction:
+        return 0
+    layout = shape.layout
+    outputs = {m.group: shape.hidden for m in shape.matrices if m.adds_to_residual}
+    numbers = sum(outputs.get(name, columns) * columns for name, columns in shape.inputs.items())
+    if settings.objective.value == "attention":
+        numbers += layout.key_value_heads * layout.head_dim * shape.hidden
+    return numbers
 
 
 def block_flops(
@@ -53,27 +63,64 @@ def block_flops(
     Several devices divide the segments in whole batches, and the rows evenly; each factors the Hessians that
     all rows have in common.
     """
-    work, heads = work.of_device(devices), shape.layout.key_value_heads
+    work, layout = work.of_device(devices), shape.layout
     tokens = work.segments * work.length
-    attention = 4 * tokens * work.length * shape.layout.heads * shape.layout.head_dim
+    attention = 4 * tokens * work.length * layout.heads * layout.head_dim
     forward = float(2 * tokens * shape.weights + attention)
+    heads = layout.key_value_heads
     passes = (2 if settings.two_streams else 1) * len(partition.head_groups(heads))
-    product = sum(m.product_flops for m in shape.matrices)
+    product = sum(2 * m.size * m.columns for m in shape.matrices)
     factors = sum(3 * columns**3 for columns in shape.inputs.values())
-    of_values = 3 * heads * shape.hidden**3
-    step = sum(_step_flops(m, shape) for m in shape.matrices if learned(m, settings))
+    # an iteration of the rounding computes dW H, and of query and key also G dW
+    step = sum(
+        2 * m.size * (m.columns + layout.head_dim * (m.role in (Role.QUERY, Role.KEY)))
+        + LEARNED * m.size
+        for m in shape.learned(settings)
+    )
     visits = LATER_PASSES * settings.polish.passes
     polish = (2 + visits) * product + visits * VISITED * shape.weights
-    optq = (product + of_values + UPDATED * shape.weights) / devices + factors
+    optq = (product + 3 * heads * shape.hidden**3 + UPDATED * shape.weights) / devices + factors
     return {
         "forward": forward,
         "statistics": passes * forward + gram_flops(shape, work, settings),
-        "grid": sum(_search_flops(shape, m, settings) for m in shape.matrices) / devices,
+        "grid": _search_flops(shape, settings) / devices,
         "OPTQ": optq if settings.optq.enabled else 0.0,
-        "rounding": step * settings.rounding.iterations / devices,
+        "rounding": float(step) * settings.rounding.iterations / devices,
         "polish": polish / devices if settings.polish.enabled else 0.0,
         **tuning.tuning_flops(shape, work, settings, forward),
     }
+
+
+def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> float:
+    """Return the operations of the statistics of a block, without its forward passes."""
+    layout, d = shape.layout, shape.hidden
+    products = sum(computed_fraction(c) * c**2 for c in shape.inputs.values())
+    products += shifts(shape, settings)
+    if settings.objective.value == "attention":
+        # of the columns of A, those that are not behind a chunk's last row
+        columns = min(work.length, (work.length + chunk_rows(work.length)) / 2)
+        products += layout.heads * (columns * (layout.head_dim + d) + computed_fraction(d) * d**2)
+    if settings.objective.query_key == "attention":
+        products += (layout.heads + layout.key_value_heads) * layout.head_dim**2
+    return 2.0 * work.segments * work.length * products
+
+
+def _search_flops(shape: Shape, settings: QuantizationSettings) -> float:
+    """Return the operations of all searches of grids."""
+    if not settings.grid.search:
+        return 0.0
+    exhaustive, total = settings.grid.exhaustive, 0.0
+    typical = ZFOLD_ROUNDS if settings.bits == 2 else ZFOLD_ROUNDS_OF_MORE_BITS
+    # one without zeta, and the rounds with it, which are quick searches
+    rounds = (1 + min(typical, settings.grid.max_rounds)) * (1 if exhaustive else QUICK_SEARCH)
+    folded = {group.name for group in shape.layout.groups if group.fold is not None}
+    for m in shape.matrices:
+        columns = min(m.columns, settings.group_size or m.columns)
+        rank = columns if exhaustive else leading_rank(columns)
+        exact = 0 if exhaustive else EXACT * 2 * columns
+        search = candidates_of(settings) * (2 * rank + COMPARED) + exact
+        total += m.size * search * (1 + rounds * (settings.grid.zfold and m.group in folded))
+    return total
 
 
 def product_rate(device: torch.device, columns: int, seconds: float = 1.0) -> float:
@@ -88,57 +135,3 @@ def product_rate(device: torch.device, columns: int, seconds: float = 1.0) -> fl
         taken.append(time.perf_counter() - began)
     # the first call prepares the library
     return 2.0 * rows * columns**2 / sorted(taken[1:])[(len(taken) - 1) // 2]
-
-
-def input_shifts(shape: Shape) -> int:
-    """Return the numbers in the shifts of a block's inputs, and of the outputs that join the residual."""
-    outputs = {m.group: shape.hidden for m in shape.matrices if m.adds_to_residual}
-    return sum(outputs.get(name, columns) * columns for name, columns in shape.inputs.items())
-
-
-def attended_shifts(shape: Shape, settings: QuantizationSettings) -> int:
-    """Return the numbers in the shifts of the attention's output, which are those of V's weights."""
-    layout = shape.layout
-    attention = settings.objective.value == "attention"
-    return layout.key_value_heads * layout.head_dim * shape.hidden if attention else 0
-
-
-def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> float:
-    """Return the operations of the statistics of a block, without its forward passes."""
-    layout, d = shape.layout, shape.hidden
-    originals = 1 if settings.input_correction else 0
-    products = sum(computed_fraction(c) * c**2 for c in shape.inputs.values())
-    products += originals * input_shifts(shape)
-    if settings.objective.value == "attention":
-        # of the columns of A, those that are not behind a chunk's last row
-        columns = min(work.length, (work.length + chunk_rows(work.length)) / 2)
-        products += layout.heads * (columns * (layout.head_dim + d) + computed_fraction(d) * d**2)
-        products += originals * layout.heads * layout.head_dim * d
-    if settings.objective.query_key == "attention":
-        products += (layout.heads + layout.key_value_heads) * layout.head_dim**2
-    return 2.0 * work.segments * work.length * products
-
-
-def _step_flops(matrix: Matrix, shape: Shape) -> float:
-    """Return the operations of an iteration of a matrix's rounding: dW H, and for query and key G dW."""
-    coupled = matrix.role in (Role.QUERY, Role.KEY)
-    of_G = 2 * shape.layout.head_dim if coupled else 0
-    return float(matrix.product_flops + matrix.size * (of_G + LEARNED))
-
-
-def _search_flops(shape: Shape, matrix: Matrix, settings: QuantizationSettings) -> float:
-    """Return the operations of all searches of a matrix's grids."""
-    if not settings.grid.search:
-        return 0.0
-    columns = min(matrix.columns, settings.group_size or matrix.columns)
-    exhaustive = settings.grid.exhaustive
-    rank = columns if exhaustive else leading_rank(columns)
-    exact = 0 if exhaustive else EXACT * 2 * columns
-    search = candidates_of(settings) * (2 * rank + COMPARED) + exact
-    rounds = 0
-    if settings.grid.zfold and any(
-        g.name == matrix.group and g.fold is not None for g in shape.layout.groups
-    ):
-        typical = ZFOLD_ROUNDS if settings.bits == 2 else ZFOLD_ROUNDS_OF_MORE_BITS
-        rounds = 1 + min(typical, settings.grid.max_rounds)  # one without zeta
-    return matrix.size * search * (1 + rounds * (1 if exhaustive else QUICK_SEARCH))

@@ -11,21 +11,20 @@ from aespa_pl.algorithm import candidate_losses, optq
 from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
-from aespa_pl.planning.arithmetic import attended_shifts, candidates_of, input_shifts, learned
+from aespa_pl.planning.arithmetic import candidates_of, shifts
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 LEARNED_BYTES = 7 * FLOAT + 4
-"""A weight that is learned takes this many bytes: the weight, its base and gain, the rounding variable with
-gradient and two moments in float32; its lower integer in int16, nearest and OPTQ integers in uint8."""
+"""Bytes of a weight that is learned: the weight, its base and gain, the rounding variable with gradient and
+two moments in float32; its lower integer in int16, nearest and OPTQ integers in uint8."""
 FACTORED = 6
 """Number of matrices of a Hessian's size that exist while OPTQ factors it."""
 KEPT_BYTES = FLOAT + 1
-"""A weight that is not learned takes this many bytes: the weight, and OPTQ's integer."""
+"""Bytes of a weight that is not learned: the weight, and OPTQ's integer."""
 OPTQ_BYTES = 5 * FLOAT
-"""A weight of the projection that OPTQ works on takes this many bytes: it is there as pending and as visited
-weight, with step, zero point and integer."""
+"""Bytes of a weight that OPTQ works on: pending and visited weight, step, zero point and integer."""
 PROCESS_BYTES = 730_000_000
 """Bytes of Python, torch, lightning and transformers on Linux with CPU torch: 550 MB of memory and 150 MB of
 mapped libraries were measured; the rest is for the model's mapped files."""
@@ -34,16 +33,16 @@ MOST_PORTIONS = 64
 GRID_BYTES, GRID_BYTES_OF_GROUPS = 8 * FLOAT, 3 * FLOAT
 """Bytes per candidate grid: scale, zero point, loss; without groups also copies of those compared."""
 CHUNK_BYTES = 3 * FLOAT
-"""An error of a candidate that is compared takes this many bytes: itself, its square, a product."""
+"""Bytes of an error of a candidate that is compared: itself, its square, a product."""
 POLISH_BYTES = 11 * FLOAT
-"""A weight that is polished takes this many bytes: integer, error, step, Newton factor, product; copies where
-some rows have ended; the integers found."""
+"""Bytes of a weight that is polished: integer, error, step, Newton factor, product; copies where some rows
+have ended; the integers that are chosen."""
 CHECKPOINT_BYTES = 3 * FLOAT
-"""A checkpoint has this many bytes of a weight whose rounding is learned: the rounding variable and two
-moments. It is there twice while one replaces another."""
+"""Bytes in a checkpoint of a weight whose rounding is learned: the rounding variable and two moments. The
+checkpoint is there twice while one replaces another."""
 WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
-"""An iteration computes this many bytes meanwhile, for each weight of the largest projection that is learned.
-An accelerator (True) does all of it at once, a CPU most of it in chunks."""
+"""Bytes that an iteration computes meanwhile, for each weight of the largest projection that is learned. An
+accelerator (True) does all of it at once, a CPU most of it in chunks."""
 
 
 def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
@@ -59,13 +58,6 @@ def hessian_bytes(
     if settings.objective.query_key == "attention":
         numbers += (layout.heads + layout.key_value_heads) * layout.head_dim**2
     return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
-
-
-def shift_bytes(shape: Shape, settings: QuantizationSettings) -> int:
-    """Return the bytes of what only the correction of earlier errors needs."""
-    if not settings.input_correction:
-        return 0
-    return FLOAT * (input_shifts(shape) + attended_shifts(shape, settings))
 
 
 def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
@@ -110,44 +102,41 @@ def device_bytes(
     An accelerator has larger chunks than a CPU. Blocks that ``recompute`` run once more in the end-to-end
     tuning.
     """
-    stem = shape.stem_weights * work.dtype_bytes
+    hidden, weights = work.tokens * shape.hidden, shape.weights
+    logits = work.length * shape.vocabulary * (work.dtype_bytes + 2 * FLOAT)  # of a segment
     hessians = hessian_bytes(shape, settings, partition)
-    shifts = shift_bytes(shape, settings)
-    largest = max(matrix.size for matrix in shape.matrices)
-    widest = max(columns**2 for columns in shape.inputs.values())
-    coupled = sum(m.size for m in shape.matrices if m.role in (Role.QUERY, Role.KEY))  # together
-    targets = FLOAT * shape.weights if settings.input_correction else 0
-    learning = sum(m.size for m in shape.matrices if learned(m, settings))
-    at_once = min(learning, partition.weights or learning)
     steady = shape.block_weights * work.dtype_bytes + hessians
-    rounded = hessians // 2 if accelerator else hessians  # a CPU rounds a copy in float32
-    operands = rounded if settings.products == "bfloat16" else 0
+    largest = max(matrix.size for matrix in shape.matrices)
+    coupled = sum(m.size for m in shape.matrices if m.role in (Role.QUERY, Role.KEY))  # together
+    widest = shape.widest_input**2
+    # V's Hessians are factored as many at once as a chunk holds
+    chunk = max(1, (optq.ACCELERATOR_CHUNK if accelerator else optq.CPU_CHUNK) // shape.hidden**2)
+    factored = max(widest, min(_heads(shape, partition), chunk) * shape.hidden**2)
+    learning = sum(m.size for m in shape.learned(settings))
+    at_once = min(learning, partition.weights or learning)
+    # beside integers, the weights; of those learned later W', which the learning begins with
+    learned = LEARNED_BYTES * at_once + KEPT_BYTES * (weights - at_once)
+    learned += FLOAT * (learning - at_once) + (
+        WORKSPACE_BYTES[accelerator] * largest if learning else 0
+    )
+    if settings.products == "bfloat16":
+        learned += hessians // 2 if accelerator else hessians  # a CPU rounds a copy in float32
+    shifted = FLOAT * shifts(shape, settings)
+    corrected = steady + shifted + FLOAT * (weights + 3 * widest + 2 * largest)
+    polished = POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0
+    rounded = (FLOAT + 1) * weights  # with their integers
     return {
-        "embedding and head": stem
-        + work.tokens * shape.hidden * work.dtype_bytes
-        + work.length * shape.vocabulary * (work.dtype_bytes + 2 * FLOAT),  # logits of a segment
-        "statistics": steady + shifts + batch_bytes(shape, work, settings),
-        "correction": (steady + shifts + targets + 3 * FLOAT * widest + 2 * FLOAT * largest)
-        if settings.input_correction
-        else 0,
-        "grid": steady
-        + (FLOAT + 1) * shape.weights
-        + _search_bytes(shape, settings, accelerator=accelerator),
+        "embedding and head": (shape.stem_weights + hidden) * work.dtype_bytes + logits,
+        "statistics": steady + shifted + batch_bytes(shape, work, settings),
+        "correction": corrected if settings.input_correction else 0,
+        "grid": steady + rounded + _search_bytes(shape, settings, accelerator=accelerator),
         "OPTQ": steady
-        + (FLOAT + FLOAT + 1) * shape.weights
+        + rounded
+        + FLOAT * weights
         + OPTQ_BYTES * largest
-        + FACTORED
-        * FLOAT
-        * max(widest, _factored_at_once(shape, partition, accelerator=accelerator)),
-        "rounding": steady
-        + operands
-        + LEARNED_BYTES * at_once
-        + KEPT_BYTES * (shape.weights - at_once)
-        + FLOAT * (learning - at_once)  # W', which the learning begins with
-        + (WORKSPACE_BYTES[accelerator] * largest if learning else 0),
-        "polish": steady
-        + (FLOAT + FLOAT + 1) * shape.weights
-        + (POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0),
+        + FACTORED * FLOAT * factored,
+        "rounding": steady + learned,
+        "polish": steady + rounded + FLOAT * weights + polished,
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
         "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=recompute),
     }
@@ -158,8 +147,7 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
     if not settings.grid.search:
         return 0
     rows = max(m.size // (settings.group_size or m.columns) for m in shape.matrices)
-    size = max(m.size for m in shape.matrices)
-    columns = max(shape.inputs.values())
+    size, columns = max(m.size for m in shape.matrices), shape.widest_input
     chunk = candidate_losses.cpu_chunk(settings.group_size or columns)
     of_candidate = GRID_BYTES_OF_GROUPS if settings.group_size else GRID_BYTES
     return (
@@ -168,12 +156,6 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
         + 2 * FLOAT * size  # over zeta, and in groups
         + 3 * FLOAT * columns**2  # times zeta, from both sides, and its blocks
     )
-
-
-def _factored_at_once(shape: Shape, partition: Partition, *, accelerator: bool) -> int:
-    """Return the numbers of V's Hessians that OPTQ factors at once."""
-    chunk = optq.ACCELERATOR_CHUNK if accelerator else optq.CPU_CHUNK
-    return min(_heads(shape, partition), max(1, chunk // shape.hidden**2)) * shape.hidden**2
 
 
 def partition_for(
@@ -203,7 +185,7 @@ def partition_for(
             chosen = Partition(None if passes == 1 else math.ceil(heads / passes))
             if most(chosen, *phases) <= limit:
                 break
-    learning = sum(m.size for m in shape.matrices if learned(m, settings))
+    learning = sum(m.size for m in shape.learned(settings))
     for count in range(1, MOST_PORTIONS + 1):
         smaller = replace(chosen, weights=None if count == 1 else math.ceil(learning / count))
         if not learning or most(smaller, "rounding") <= free:
@@ -264,7 +246,7 @@ def waiting_bytes(
     shape: Shape, settings: QuantizationSettings, *, stored_bytes: int
 ) -> dict[str, int]:
     """Return the bytes on disk while each part of a run is learned; no two of them are there at once."""
-    learning = sum(m.size for m in shape.matrices if learned(m, settings))
+    learning = sum(m.size for m in shape.learned(settings))
     of_block = 2 * CHECKPOINT_BYTES * learning
     if settings.tuning.blocks.enabled:  # beside its checkpoints wait the integers that were learned
         of_block = max(of_block, 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning)

@@ -32,11 +32,6 @@ class Matrix:
         """Return the number of weights."""
         return self.rows * self.columns
 
-    @property
-    def product_flops(self) -> int:
-        """Return the operations of one product of the weights with their Hessian."""
-        return 2 * self.size * self.columns
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -92,6 +87,10 @@ class Shape:
     def inputs(self) -> dict[str, int]:
         """Return the number of columns of each input group."""
         return {matrix.group: matrix.columns for matrix in self.matrices}
+
+    def learned(self, settings: QuantizationSettings) -> list[Matrix]:
+        """Return the projections of a block whose rounding the method learns."""
+        return [m for m in self.matrices if settings.learns(attention=m.role is not Role.OTHER)]
 
     @property
     def widest_input(self) -> int:

@@ -6,14 +6,13 @@ from typing import Literal
 import pytest
 
 from aespa_pl.models.family import Role
-from aespa_pl.planning.arithmetic import block_flops
+from aespa_pl.planning.arithmetic import block_flops, shifts
 from aespa_pl.planning.needs import (
     batch_bytes,
     device_bytes,
     disk_bytes,
     hessian_bytes,
     host_bytes,
-    shift_bytes,
 )
 from aespa_pl.planning.shape import Work
 from aespa_pl.resolve import resolved
@@ -34,12 +33,10 @@ def test_statistics_are_counted_one_by_one() -> None:
     assert hessian_bytes(s, PAPER) == 4 * (plain + G + H_V)
     layer = replace(PAPER, objective=ObjectiveSettings("layer", "layer"))
     assert hessian_bytes(s, layer) == 4 * plain
-    assert shift_bytes(s, PAPER) == 0
+    assert shifts(s, PAPER) == 0
     inputs, outputs = 2 * d**2, d * (layout.heads * layout.head_dim + wide)
     values = layout.key_value_heads * layout.head_dim * d
-    assert shift_bytes(s, resolved(QuantizationSettings(method="aespa"))) == 4 * (
-        inputs + outputs + values
-    )
+    assert shifts(s, resolved(QuantizationSettings(method="aespa"))) == (inputs + outputs + values)
 
 
 def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
