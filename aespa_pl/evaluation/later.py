@@ -1,26 +1,24 @@
-"""Join what a run measured at its end with what ``aespa-pl test`` measured later."""
+"""Read what a run measured at its end, joined with what ``aespa-pl test`` measured later."""
 
-import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from aespa_pl.evaluation.table import KINDS
-from aespa_pl.run.journal import Run
-from aespa_pl.run.schema import DamagedFileError, Perplexities, parse
-
-log = logging.getLogger(__name__)
+from aespa_pl.run.schema import DamagedFileError, Measured, parse
 
 
-def measured(run: Run) -> dict[str, Any]:
-    """Return what ``fit`` and a later ``test`` measured; a damaged file costs a warning alone."""
-    found = list[dict[str, Any]]()
-    for path in (run.metrics_file, run.folder / "test.json"):
+def measured(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return what ``fit`` and a later ``test`` measured, and a sentence about each file that is damaged."""
+    contents, notes = list[dict[str, Any]](), list[str]()
+    for path in (folder / "metrics.json", folder / "test.json"):
         try:
-            found.append(parse(Perplexities, path).model_dump() if path.exists() else {})
+            content = parse(Measured, path) if path.exists() else Measured()
         except (OSError, DamagedFileError) as error:
-            log.warning("%s is damaged (%s): measure again with aespa-pl test", path, error)
-            found.append({})
-    return with_later(*found)
+            notes.append(f"{path.name} is damaged ({error}): measure again with aespa-pl test")
+            content = Measured()
+        contents.append({k: v for k, v in content.model_dump(exclude_none=True).items() if v})
+    return with_later(*contents), notes
 
 
 def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,10 +32,10 @@ def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str
     again = {text for values in after.values() for text in values}
     original = after.get("original", {}).items() & before.get("original", {}).items()
     replaced = again - {text for text, _ in original}
-    found = {}
+    joined = {}
     for kind in KINDS:
         new = after.get(kind, {})
         both = before.get(kind, {}) | new
         if values := {text: x for text, x in both.items() if text in new or text not in replaced}:
-            found[kind] = values
-    return {**metrics, **later, **({"perplexity": found} if found else {})}
+            joined[kind] = values
+    return {**metrics, **later, **({"perplexity": joined} if joined else {})}

@@ -1,6 +1,7 @@
 """Write the model card, which is the README.md of an exported folder."""
 
 import json
+import logging
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,6 +19,8 @@ from aespa_pl.evaluation.table import TextTable, markdown
 from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.run.journal import Run
+
+log = logging.getLogger(__name__)
 
 LOAD = 'AutoModelForCausalLM.from_pretrained("FOLDER")'
 USES = {
@@ -117,13 +120,16 @@ def _commands(model: QuantizedModel, command: str) -> str:
 
 def _perplexities(run: Run) -> str:
     """Return the table of the perplexities that ``fit`` or ``test`` measured."""
-    found = measured(run).get("perplexity", {})
-    texts = sorted({text for values in found.values() for text in values})
+    metrics, notes = measured(run.folder)
+    for note in notes:
+        log.warning("%s: %s", run.folder, note)
+    perplexities = metrics.get("perplexity", {})
+    texts = sorted({text for values in perplexities.values() for text in values})
     if not texts:
         return "Not measured."
     rows = [
         [kind, *(f"{values[text]:.3f}" if text in values else "" for text in texts)]
-        for kind, values in found.items()
+        for kind, values in perplexities.items()
     ]
     return TextTable(["", *map(_public_name, texts)], rows).markdown().rstrip()
 

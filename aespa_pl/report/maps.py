@@ -1,6 +1,7 @@
 """Draw heat maps over blocks and projections: where the model suffers, and where integers moved."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -127,5 +128,10 @@ def _write_numbers(figure: Figure, cells: NDArray[np.float64], limits: tuple[flo
     for (row, column), value in np.ndenumerate(cells):
         if np.isfinite(value):
             place = (value - limits[0]) / (limits[1] - limits[0])
-            look = {"ha": "center", "va": "center", "fontsize": 8, "color": on_heat(place)}
+            look: dict[str, Any] = {
+                "ha": "center",
+                "va": "center",
+                "fontsize": 8,
+                "color": on_heat(place),
+            }
             figure.axes[0].text(column, row, f"{value:.2f}", **look)

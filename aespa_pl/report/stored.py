@@ -8,24 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.later import with_later
+from aespa_pl.evaluation.later import measured
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.run.folder import how_to_continue
-from aespa_pl.run.schema import DESCRIPTION, FORMAT
+from aespa_pl.run.schema import (
+    DESCRIPTION,
+    FORMAT,
+    DamagedFileError,
+    ShownBlock,
+    ShownDescription,
+    ShownJournal,
+    first_problem,
+    parse,
+)
 from aespa_pl.run.stored_settings import read_settings
 from aespa_pl.settings import QuantizationSettings
-
-RECORD = {"losses": 2, "seconds": 1, "output_error": 1, "peak_bytes": 1, "tuning": 1}
-"""Fields that the report reads of a block's record, with the depth of their numbers."""
-METRICS = {"perplexity": 2, "tasks": 3, "size": 2, "test_seconds": 1, "seconds": 1, "peak_bytes": 1}
-"""Fields that the report reads of metrics.json and test.json, with the depth of their numbers."""
-LARGEST = 1e100
-"""Numbers beyond this are damage, as are negative ones: ratios of others are finite."""
-NEEDED = {"tasks": "value", "size": "bytes"}
-"""Number without which the numbers beside it say nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class StoredRun:
     settings: Mapping[str, Any]
     """Settings of ``config.yaml``, their keys joined by dots; empty where there is none."""
     blocks: Mapping[int, Mapping[str, Any]]
-    """The journal's record of each finished block: what ``RECORD`` names, and is not damaged."""
+    """What the journal has of each finished block, as ``ShownBlock`` defines it."""
     metrics: Mapping[str, Any]
     """``metrics.json``, with the measurements of a later ``aespa-pl test``, which ``test.json`` has."""
     versions: Mapping[str, str]
@@ -78,114 +79,67 @@ def read_run(folder: Path) -> StoredRun:
     Raises UserError where the journal is damaged, or a newer version of aespa-pl wrote it.
     """
     journal, notes = _journal(folder), list[str]()
-    if journal["format"] < FORMAT:
+    if journal.format < FORMAT:
         notes.append(
-            f"An older version of aespa-pl wrote this run (journal format {journal['format']}, today's is "
+            f"An older version of aespa-pl wrote this run (journal format {journal.format}, today's is "
             f"{FORMAT}). The page shows what it stored; quantize again for the rest."
         )
     damaged = list[str]()
-    blocks = _blocks(journal["blocks"], damaged)
-    tuned = _record(journal.get("tuned") or {}, {"seconds": 1}, "tuned", damaged)
+    blocks = {
+        int(key): _record(record, f"block {key}", damaged)
+        for key, record in journal.blocks.items()
+        if key.isascii() and key.isdecimal()
+    }
+    damaged += [f"block {key}" for key in journal.blocks if not (key.isascii() and key.isdecimal())]
+    tuned = _record(journal.tuned or {}, "tuned", damaged)
     if damaged:
         notes.append(f"journal.json is damaged, and this is left out: {_listed(damaged)}.")
     if not blocks:
         notes.append("No block is finished yet. Make the report again when one is.")
     notes += _progress(folder, len(blocks))
-    settings, quantization = _settings(folder, journal.get("fingerprint"), notes)
-    metrics = _metrics(folder / "metrics.json", notes)
-    later = _metrics(folder / "test.json", notes)
-    versions = _json(folder / "model" / DESCRIPTION, notes).get("versions")
+    settings, quantization = _settings(folder, journal.fingerprint, notes)
+    metrics, of_metrics = measured(folder)
     return StoredRun(
         folder=folder,
         settings=settings,
-        blocks=blocks,
-        metrics=with_later(metrics, later),
-        versions=versions if isinstance(versions, Mapping) else {},
+        blocks=dict(sorted(blocks.items())),
+        metrics=metrics,
+        versions=_versions(folder / "model" / DESCRIPTION, notes),
         tuned=tuned,
         shape=_shape(folder, blocks, quantization, notes),
-        notes=tuple(notes),
+        notes=(*notes, *of_metrics),
     )
 
 
-def _journal(folder: Path) -> dict[str, Any]:
+def _journal(folder: Path) -> ShownJournal:
     path = folder / "journal.json"
     try:
-        journal: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        newer = int(journal["format"]) > FORMAT
-        if not isinstance(journal["blocks"], dict):
-            raise TypeError("blocks is no mapping")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        journal = parse(ShownJournal, path)
+    except (OSError, DamagedFileError) as error:
         raise UserError(
             f"{path} is damaged ({error}): there is nothing to report; start a new run"
         ) from error
-    if newer:
+    if journal.format > FORMAT:
         raise UserError(f"{path} was written by a newer version of aespa-pl: update aespa-pl")
     return journal
 
 
-def _blocks(records: Mapping[str, Any], damaged: list[str]) -> dict[int, dict[str, Any]]:
-    found = {}
-    for key, record in records.items():
-        if key.isascii() and key.isdecimal() and isinstance(record, Mapping):
-            found[int(key)] = _record(record, RECORD, f"block {key}", damaged)
-        else:
-            damaged.append(f"block {key}")
-    return dict(sorted(found.items()))
+def _record(content: Any, where: str, damaged: list[str]) -> dict[str, Any]:
+    """Return what is shown of a record; without any number where one of them is damaged."""
+    try:
+        record = ShownBlock.model_validate(content)
+    except ValidationError as error:
+        damaged.append(f"{where} ({first_problem(error)})")
+        record = ShownBlock()
+    return record.model_dump(exclude_none=True)
 
 
-def _record(
-    content: Any, depths: Mapping[str, int], where: str, damaged: list[str]
-) -> dict[str, Any]:
-    """Return the numbers of each known key; an empty mapping where there are none."""
-    if not isinstance(content, Mapping):
-        damaged.append(where)
-        content = {}
-    return {
-        key: _numbers(content.get(key) or {}, depth, f"{where}: {key}", damaged)
-        for key, depth in depths.items()
-    }
-
-
-def _numbers(content: Any, depth: int, where: str, damaged: list[str]) -> dict[str, Any]:
-    """Return the numbers that lie ``depth`` mappings deep, and note what else is there.
-
-    None stands for a number that was not finite, or that there is none of.
-    """
-    if not isinstance(content, Mapping):
-        damaged.append(where)
+def _versions(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        return parse(ShownDescription, path).versions if path.exists() else {}
+    except (OSError, DamagedFileError) as error:
+        notes.append(f"{path.name} cannot be read ({error}).")
         return {}
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        place = f"{where}.{key}"
-        if depth > 1:
-            found[key] = _numbers(value, depth - 1, place, damaged)
-        elif isinstance(value, int | float) and 0 <= value < LARGEST:
-            found[key] = value
-        elif value is not None and key != "metric":  # of a task: acc or acc_norm
-            damaged.append(place)
-    return found
-
-
-def _metrics(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return what is measured; sections without any number are left out."""
-    damaged = list[str]()
-    found = _record(_json(path, notes), METRICS, path.name, damaged)
-    for kind, values in found["perplexity"].items():
-        for text in [text for text, value in values.items() if value <= 0]:
-            damaged.append(f"{path.name}: perplexity.{kind}.{text}")
-            del values[text]
-    for section, needed in NEEDED.items():
-        leaves = found[section].values() if section == "tasks" else [found[section]]
-        for leaf in leaves:
-            for name in [name for name, numbers in leaf.items() if needed not in numbers]:
-                damaged.append(f"{path.name}: {section}.{name}")
-                del leaf[name]
-    if damaged:
-        notes.append(
-            f"{path.name} is damaged, and this is left out: {_listed(damaged)}. Measure again with "
-            "aespa-pl test."
-        )
-    return {key: value for key, value in found.items() if value}
 
 
 def _listed(damaged: list[str], most: int = 3) -> str:
@@ -209,22 +163,8 @@ def _progress(folder: Path, finished: int) -> list[str]:
     ]
 
 
-def _json(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return a JSON file's mapping; nothing where there is no file, and a note where it is damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise TypeError("it holds no mapping")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read ({error}).")
-        return {}
-    return content
-
-
 def _settings(
-    folder: Path, fingerprint: Any, notes: list[str]
+    folder: Path, fingerprint: Mapping[str, Any], notes: list[str]
 ) -> tuple[dict[str, Any], QuantizationSettings | None]:
     """Return all settings as they are shown, keys joined by dots, and those that bits are counted by."""
     try:
@@ -233,8 +173,7 @@ def _settings(
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         shown = {}
     try:
-        known = fingerprint if isinstance(fingerprint, Mapping) else {}
-        return shown, read_settings(folder, known).quantization
+        return shown, read_settings(folder, fingerprint).quantization
     except UserError as error:
         reason, lost = type(error.__cause__).__name__, "bits per weight" if shown else "settings"
         notes.append(f"config.yaml cannot be read ({reason}), so no {lost} are shown.")

@@ -1,9 +1,10 @@
 """Define the JSON files of a run; they are validated here and nowhere else."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from aespa_pl.errors import UserError
 
@@ -97,10 +98,76 @@ class Metrics(Strict):
     peak_bytes: dict[str, int]
 
 
-class Perplexities(Strict):
-    """Defines what an export reads of metrics.json and test.json."""
+def _known(value: Any) -> Any:
+    """Return a mapping without null, which stands for a number that is missing or was not finite."""
+    if isinstance(value, Mapping):
+        return {key: number for key, number in value.items() if number is not None}
+    return value or {}
 
-    perplexity: dict[str, dict[str, int | float]] = {}
+
+KNOWN = BeforeValidator(_known)
+Number = Annotated[int | float, Field(ge=0, lt=1e100)]
+"""A number that is shown; others are damage, because ratios of these are finite."""
+Numbers = Annotated[dict[str, Number], KNOWN]
+Perplexity = Annotated[int | float, Field(gt=0, lt=1e100)]
+
+
+class _Accuracy(Strict):
+    value: Number
+    error: Number | None = None
+
+
+class _Distance(Strict):
+    mean: Number
+    rare: Number
+    same_top: Number
+
+
+class _Size(Strict):
+    bytes: Number
+    bits_per_weight: Number | None = None
+
+
+class Measured(Strict):
+    """Defines what is shown of metrics.json and test.json: by kind of model, then by text or task."""
+
+    perplexity: Annotated[dict[str, Annotated[dict[str, Perplexity], KNOWN]], KNOWN] = {}
+    divergence: Annotated[dict[str, Annotated[dict[str, _Distance], KNOWN]], KNOWN] = {}
+    tasks: Annotated[dict[str, Annotated[dict[str, _Accuracy], KNOWN]], KNOWN] = {}
+    size: Annotated[dict[str, _Size], KNOWN] = {}
+    test_seconds: Numbers = {}
+    seconds: Numbers = {}
+    peak_bytes: Numbers = {}
+
+
+class ShownJournal(Strict):
+    """Defines what is shown of journal.json, of any version."""
+
+    format: int
+    fingerprint: dict[str, Any] = {}
+    blocks: dict[str, Any]
+    tuned: Any = None
+
+
+class _Errors(Strict):
+    start_error: Number | None = None
+    error: Number | None = None
+
+
+class ShownBlock(Strict):
+    """Defines what is shown of a block's record, or of the end-to-end tuning's."""
+
+    losses: Annotated[dict[str, Numbers], KNOWN] = {}
+    seconds: Numbers = {}
+    output_error: Numbers = {}
+    peak_bytes: Numbers = {}
+    tuning: Annotated[_Errors, KNOWN] = _Errors()
+
+
+class ShownDescription(Strict):
+    """Defines what is shown of quantization.json."""
+
+    versions: dict[str, Any] = {}
 
 
 class Version(Strict):
@@ -121,9 +188,14 @@ def parse(kind: type[Content], path: Path) -> Content:
     try:
         return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(key) for key in first["loc"])
-        raise DamagedFileError(f"{where}: {first['msg']}" if where else first["msg"]) from error
+        raise DamagedFileError(first_problem(error)) from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first key of a file that is not what it should be, and why."""
+    first = error.errors()[0]
+    where = ".".join(str(key) for key in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 class DamagedFileError(Exception):
