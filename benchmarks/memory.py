@@ -27,9 +27,9 @@ from aespa_pl.models import family_of
 from aespa_pl.models.skeleton import skeleton
 from aespa_pl.planning.budget import portions_in_words
 from aespa_pl.planning.needs import device_bytes, host_bytes, partition_for
-from aespa_pl.planning.shape import Shape, Work
+from aespa_pl.planning.shape import Setup, Shape, Work
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import MethodName, QuantizationSettings
+from aespa_pl.settings import DataSettings, MethodName, QuantizationSettings
 
 PROGRAM = """
 import sys
@@ -110,11 +110,11 @@ def main(
             shape = Shape.of(AutoConfig.from_pretrained(f"{folder}/model"), family_of(config))
         settings = resolved(QuantizationSettings(method=method))
         work = Work(segments, length, 1, getattr(torch, dtype).itemsize)
-        partition = partition_for(shape, work, settings, 1e9 * memory_gb if memory_gb else math.inf)
-        predicted = host_bytes(
-            shape, work, settings, on_cpu=True, on_disk=True, partition=partition, recompute=False
-        )
-        phases = device_bytes(shape, work, settings, partition, recompute=False)
+        data = DataSettings(hidden_states="disk")
+        setup = Setup(shape, work, data, settings, torch.device("cpu"))
+        partition = partition_for(setup, 1e9 * memory_gb if memory_gb else math.inf)
+        predicted = host_bytes(setup, partition, recompute=False)
+        phases = device_bytes(setup, partition, recompute=False)
         row = {
             "hidden": hidden,
             "blocks": count,

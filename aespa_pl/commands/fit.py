@@ -246,14 +246,8 @@ def _write_description(job: Job, run: Run) -> None:
 
 def _bytes_to_write(job: Job, run: Run | None) -> float:
     """Return the bytes that a run will still leave or hold on disk, at least."""
-    needed = disk_bytes(
-        job.shape,
-        job.work,
-        job.quantization,
-        stored_bytes=job.pretrained.dtype.itemsize,
-        on_disk=job.data.hidden_states == "disk",
-        partition=choose_partition(job.setup()),
-    )
+    setup = job.setup()
+    needed = disk_bytes(setup, job.pretrained.dtype.itemsize, choose_partition(setup))
     if run is None:
         return needed
     files = (path for path in run.folder.rglob("*") if path.is_file())

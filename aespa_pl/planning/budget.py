@@ -22,8 +22,7 @@ TOKENS = 8192
 
 def choose_partition(setup: Setup, world: World = ALONE) -> Partition:
     """Return a partition that fits ``data.memory_gb``, or the memory that is free on all devices now."""
-    free, accelerator = world.smallest(room(setup).free), not setup.on_cpu
-    return partition_for(setup.shape, setup.work, setup.quantization, free, accelerator=accelerator)
+    return partition_for(setup, world.smallest(room(setup).free))
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def _hidden_place(setup: Setup) -> Literal["device", "memory", "disk"]:
     if setup.on_cpu:
         return "memory"
     given = (setup.shape, setup.work, setup.quantization)
-    needed = max(device_bytes(*given, accelerator=True).values())
+    needed = max(device_bytes(setup).values())
     if hidden_bytes(*given) + needed <= _allowed(setup.data, setup.device):
         return "device"
     host = RESERVE * free_bytes(torch.device("cpu"))

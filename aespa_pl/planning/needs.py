@@ -13,7 +13,7 @@ from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
 from aespa_pl.planning.arithmetic import candidates_of, shifts
 from aespa_pl.planning.partition import WHOLE, Partition
-from aespa_pl.planning.shape import FLOAT, Shape, Work
+from aespa_pl.planning.shape import FLOAT, Setup, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 LEARNED_BYTES = 7 * FLOAT + 4
@@ -89,19 +89,15 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
 
 
 def device_bytes(
-    shape: Shape,
-    work: Work,
-    settings: QuantizationSettings,
-    partition: Partition = WHOLE,
-    *,
-    accelerator: bool = False,
-    recompute: bool = True,
+    setup: Setup, partition: Partition = WHOLE, *, recompute: bool = True
 ) -> dict[str, int]:
     """Return the bytes on the device, by phase; the largest is what a run needs.
 
     An accelerator has larger chunks than a CPU. Blocks that ``recompute`` run once more in the end-to-end
     tuning.
     """
+    shape, work, settings = setup.shape, setup.work, setup.quantization
+    accelerator = not setup.on_cpu
     hidden, weights = work.tokens * shape.hidden, shape.weights
     logits = work.length * shape.vocabulary * (work.dtype_bytes + 2 * FLOAT)  # of a segment
     hessians = hessian_bytes(shape, settings, partition)
@@ -158,22 +154,16 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
     )
 
 
-def partition_for(
-    shape: Shape,
-    work: Work,
-    settings: QuantizationSettings,
-    free: float,
-    *,
-    accelerator: bool = False,
-) -> Partition:
+def partition_for(setup: Setup, free: float) -> Partition:
     """Return what of a block is worked on at once, so that its needs are at most ``free`` bytes.
 
     As much as possible: fewer heads mean more passes over the segments, fewer weights more Trainers. Where
     nothing is small enough, the passes are those that save nine tenths of what can be saved.
     """
+    shape, settings = setup.shape, setup.quantization
 
     def most(partition: Partition, *phases: str) -> int:
-        needs = device_bytes(shape, work, settings, partition, accelerator=accelerator)
+        needs = device_bytes(setup, partition)
         return max(needs[phase] for phase in phases)
 
     heads, chosen = shape.layout.key_value_heads, WHOLE
@@ -193,25 +183,19 @@ def partition_for(
     return smaller
 
 
-def host_bytes(
-    shape: Shape,
-    work: Work,
-    settings: QuantizationSettings,
-    *,
-    on_cpu: bool,
-    on_disk: bool,
-    partition: Partition = WHOLE,
-    processes: int = 1,
-    recompute: bool = True,
-) -> int:
-    """Return the bytes in host memory of all processes of a host, which have ``work`` together.
+def host_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = True) -> int:
+    """Return the bytes in host memory of all processes of a host.
 
     The hidden states that an accelerator sends back lie in pinned memory.
     """
-    hidden = 0 if on_disk else hidden_bytes(shape, work, settings, pinned=not on_cpu)
-    phases = device_bytes(shape, work, settings, partition, recompute=recompute)
-    device = max(phases.values()) if on_cpu else 0
-    return processes * (PROCESS_BYTES + device) + hidden
+    device, devices, place = 0, setup.devices, setup.data.hidden_states
+    if setup.on_cpu:
+        device = max(device_bytes(setup, partition, recompute=recompute).values())
+    hidden = 0
+    if place == "memory" or (setup.on_cpu and place == "device"):
+        work = setup.work.of_device(devices.hosts)
+        hidden = hidden_bytes(setup.shape, work, setup.quantization, pinned=not setup.on_cpu)
+    return devices.of_host * (PROCESS_BYTES + device) + hidden
 
 
 def hidden_bytes(
@@ -221,29 +205,23 @@ def hidden_bytes(
     return settings.streams * work.stream_bytes(shape.hidden, pinned=pinned)
 
 
-def disk_bytes(
-    shape: Shape,
-    work: Work,
-    settings: QuantizationSettings,
-    *,
-    stored_bytes: int,
-    on_disk: bool,
-    partition: Partition = WHOLE,
-) -> int:
-    """Return the bytes that a run leaves or holds on disk, where hidden states may be (``on_disk``).
+def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) -> int:
+    """Return the bytes that a run leaves or holds on disk.
 
     A weight in the model's files has ``stored_bytes``.
     """
+    shape, settings = setup.shape, setup.quantization
     model = (shape.blocks * shape.block_weights + shape.stem_weights) * stored_bytes
     integers = shape.blocks * shape.weights
-    hidden = hidden_bytes(shape, work, settings) if on_disk else 0
+    on_disk = setup.data.hidden_states == "disk"
+    hidden = hidden_bytes(shape, setup.work, settings) if on_disk else 0
     values = bool(partition.heads) * shape.layout.key_value_heads * value_bytes(shape, settings)
-    waiting = waiting_bytes(shape, settings, stored_bytes=stored_bytes)
-    return model + integers + max(waiting.values()) + hidden + values
+    waiting = max(waiting_bytes(shape, settings, stored_bytes).values())
+    return model + integers + waiting + hidden + values
 
 
 def waiting_bytes(
-    shape: Shape, settings: QuantizationSettings, *, stored_bytes: int
+    shape: Shape, settings: QuantizationSettings, stored_bytes: int
 ) -> dict[str, int]:
     """Return the bytes on disk while each part of a run is learned; no two of them are there at once."""
     learning = sum(m.size for m in shape.learned(settings))

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from aespa_pl.measure import duration, human
 from aespa_pl.planning.arithmetic import block_flops
-from aespa_pl.planning.budget import portions_in_words, room
+from aespa_pl.planning.budget import Room, portions_in_words, room
 from aespa_pl.planning.needs import (
     device_bytes,
     disk_bytes,
-    hidden_bytes,
     host_bytes,
     partition_for,
     waiting_bytes,
@@ -35,10 +34,7 @@ class Needs:
     seconds: Mapping[str, float]
     """Seconds of one block on the device that has most to do, by phase."""
     partition: Partition
-    free: float
-    """Bytes of the device that a phase may take, beside hidden states that wait there."""
-    on_device: int
-    """Bytes of the hidden states that wait on an accelerator."""
+    room: Room
     rate: float
     """Operations a second of a device."""
 
@@ -49,52 +45,29 @@ class Needs:
 
 
 def needs_of(setup: Setup, *, stored_bytes: int, rate: float) -> Needs:
-    """Return what a run needs.
+    """Return what a run needs of devices that divide each block.
 
-    Args:
-        setup: The devices divide each block.
-        stored_bytes: Bytes of each weight in the model's files.
-        rate: Operations a second of a device.
+    A weight in the model's files has ``stored_bytes``; a device computes ``rate`` operations a second.
     """
-    shape, work, quantization, devices = (
-        setup.shape, setup.work, setup.quantization, setup.devices,
-    )  # fmt: skip
-    accelerator, on_disk = not setup.on_cpu, setup.data.hidden_states == "disk"
-    own, free = work.of_device(devices.count), room(setup).free
-    partition = partition_for(shape, own, quantization, free, accelerator=accelerator)
-    recompute = recomputes(shape, work, quantization, free)
-    kept = setup.data.hidden_states == "device" and accelerator
-    streams = hidden_bytes(shape, own, quantization) if kept else 0
-    on_device = device_bytes(
-        shape, own, quantization, partition, accelerator=accelerator, recompute=recompute
-    )
+    shape, work, settings, devices = setup.shape, setup.work, setup.quantization, setup.devices
+    space = room(setup)
+    partition = partition_for(setup, space.free)
+    recompute = recomputes(shape, work, settings, space.free)
+    on_device = device_bytes(setup, partition, recompute=recompute)
+    streams = 0 if setup.on_cpu else space.waiting
     if setup.on_cpu:  # processes of a host divide its processors
         rate /= devices.of_host
-    flops = block_flops(shape, work, quantization, partition, devices.count)
-    disk = disk_bytes(
-        shape, work, quantization, stored_bytes=stored_bytes, on_disk=on_disk, partition=partition
-    )
-    host = host_bytes(
-        shape,
-        work.of_device(devices.hosts),
-        quantization,
-        on_cpu=setup.on_cpu,
-        on_disk=on_disk or kept,
-        partition=partition,
-        processes=devices.of_host,
-        recompute=recompute,
-    )
+    flops = block_flops(shape, work, settings, partition, devices.count)
     return Needs(
         setup,
         {phase: count and count + streams for phase, count in on_device.items()},
-        host,
-        disk,
-        waiting_bytes(shape, quantization, stored_bytes=stored_bytes),
-        block_flops(shape, work, quantization, partition),
+        host_bytes(setup, partition, recompute=recompute),
+        disk_bytes(setup, stored_bytes, partition),
+        waiting_bytes(shape, settings, stored_bytes),
+        block_flops(shape, work, settings, partition),
         {phase: count / rate for phase, count in flops.items()},
         partition,
-        free,
-        streams,
+        space,
         rate,
     )
 
@@ -105,9 +78,10 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
     devices = needs.setup.devices
 
     def phase_in_words(phase: str, count: int) -> str:
-        if count - needs.on_device <= needs.free:
+        streams = 0 if needs.setup.on_cpu else needs.room.waiting
+        if count - streams <= needs.room.free:
             return phase
-        return f"{phase}: too much, {human(max(needs.free, 0.0), 'B')} may be taken"
+        return f"{phase}: too much, {human(max(needs.room.free, 0.0), 'B')} may be taken"
 
     parameters = shape.blocks * shape.block_weights + shape.stem_weights
     stream = human(needs.setup.work.stream_bytes(shape.hidden), "B")

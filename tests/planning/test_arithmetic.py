@@ -17,7 +17,7 @@ from aespa_pl.settings import (
     QuantizationSettings,
     RoundingSettings,
 )
-from tests.planning.shapes import PAPER, WORK, shape
+from tests.planning.shapes import PAPER, WORK, setup, shape
 
 DATA = DataSettings(hidden_states="memory", memory_gb=1)
 
@@ -51,10 +51,7 @@ def test_passes_over_the_segments_are_counted() -> None:
     s = shape()
     once, twice = (block_flops(s, WORK, PAPER, p) for p in (WHOLE, Partition(heads=1)))
     assert twice["statistics"] - once["statistics"] == once["forward"]
-    needs = [
-        disk_bytes(s, WORK, PAPER, stored_bytes=2, on_disk=False, partition=p)
-        for p in (WHOLE, Partition(heads=1))
-    ]
+    needs = [disk_bytes(setup(s, WORK, PAPER), 2, p) for p in (WHOLE, Partition(heads=1))]
     assert needs[1] - needs[0] == 4 * s.layout.key_value_heads * s.hidden**2
 
 

@@ -7,7 +7,7 @@ import torch
 
 from aespa_pl.distributed.processes import World
 from aespa_pl.planning.arithmetic import block_flops
-from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
+from aespa_pl.planning.needs import PROCESS_BYTES, hidden_bytes
 from aespa_pl.planning.shape import Devices, Setup
 from aespa_pl.planning.table import needs_of, rows_of
 from aespa_pl.resolve import resolved
@@ -16,7 +16,7 @@ from aespa_pl.settings import (
     ModelTuningSettings,
     QuantizationSettings,
 )
-from tests.planning.shapes import PAPER, WORK, shape
+from tests.planning.shapes import PAPER, WORK, device_bytes, shape
 from tests.walks import changed
 
 CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ from aespa_pl.models.family import Role
 from aespa_pl.planning.arithmetic import block_flops, shifts
 from aespa_pl.planning.needs import (
     batch_bytes,
-    device_bytes,
     disk_bytes,
     hessian_bytes,
     host_bytes,
@@ -20,7 +19,7 @@ from aespa_pl.settings import (
     ObjectiveSettings,
     QuantizationSettings,
 )
-from tests.planning.shapes import PAPER, WORK, shape
+from tests.planning.shapes import PAPER, WORK, device_bytes, setup, shape
 
 
 def test_statistics_are_counted_one_by_one() -> None:
@@ -66,7 +65,7 @@ def test_less_is_learned_with_a_faster_method() -> None:
         found[method] = (
             device_bytes(s, WORK, settings)["rounding"],
             block_flops(s, WORK, settings)["rounding"],
-            disk_bytes(s, WORK, settings, stored_bytes=2, on_disk=False),
+            disk_bytes(setup(s, WORK, settings), 2),
         )
     for one, two in (("aespa", "aespa-hybrid"), ("aespa-hybrid", "aespa-fast")):
         assert all(a > b for a, b in zip(found[one], found[two], strict=True))
@@ -90,14 +89,16 @@ def test_products_of_less_precision_need_the_statistics_in_it(
 def test_hidden_states_are_in_memory_or_on_disk() -> None:
     s, settings = shape(), resolved(QuantizationSettings(method="aespa"))
     stream = 10 * 32 * s.hidden * 2
-    host = [host_bytes(s, WORK, settings, on_cpu=False, on_disk=d) for d in (False, True)]
+    host = [
+        host_bytes(setup(s, WORK, settings, accelerator=True, on_disk=d)) for d in (False, True)
+    ]
     # two streams, the original's and the quantized model's, in batches of 3,072 bytes: torch rounds a
     # batch in pinned memory up to a power of two
     assert host[0] - host[1] == 2 * 5 * 4096
-    disk = [disk_bytes(s, WORK, settings, stored_bytes=2, on_disk=d) for d in (False, True)]
+    disk = [disk_bytes(setup(s, WORK, settings, on_disk=d), 2) for d in (False, True)]
     assert disk[1] - disk[0] == 2 * stream
     largest = max(device_bytes(s, WORK, settings).values())
-    assert host_bytes(s, WORK, settings, on_cpu=True, on_disk=True) == host[1] + largest
+    assert host_bytes(setup(s, WORK, settings, on_disk=True)) == host[1] + largest
 
 
 def test_accelerators_need_more_workspace() -> None:

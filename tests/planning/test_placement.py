@@ -9,10 +9,11 @@ from transformers import LlamaConfig
 from aespa_pl.models import family_of
 from aespa_pl.planning import budget
 from aespa_pl.planning.budget import RESERVE, Room, resolved_data, room
-from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
+from aespa_pl.planning.needs import PROCESS_BYTES, hidden_bytes
 from aespa_pl.planning.shape import Setup, Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import DataSettings, QuantizationSettings
+from tests.planning.shapes import device_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 QUANTIZATION = resolved(QuantizationSettings(method="aespa"))

@@ -10,7 +10,6 @@ from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
 from aespa_pl.planning.budget import choose_partition, portions_in_words
 from aespa_pl.planning.needs import (
-    device_bytes,
     partition_for,
 )
 from aespa_pl.planning.partition import WHOLE, Partition
@@ -23,7 +22,7 @@ from aespa_pl.settings import (
     RoundingSettings,
 )
 from tests.models.examples import EXAMPLES, make_model
-from tests.planning.shapes import WORK, shape
+from tests.planning.shapes import WORK, device_bytes, setup, shape
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -53,12 +52,12 @@ def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
 def test_parts_need_no_more_than_there_is() -> None:
     s, settings = shape(), resolved(QuantizationSettings(method="aespa"))
     needs = device_bytes(s, WORK, settings)
-    assert partition_for(s, WORK, settings, max(needs.values())) == WHOLE
+    assert partition_for(setup(s, WORK, settings), max(needs.values())) == WHOLE
     one = device_bytes(s, WORK, settings, Partition(heads=1))
     collecting = max(one[phase] for phase in ("statistics", "correction", "OPTQ"))
     assert collecting < max(needs[phase] for phase in ("statistics", "correction", "OPTQ"))
-    assert partition_for(s, WORK, settings, collecting).heads == 1
-    in_parts = partition_for(s, WORK, settings, 0.7 * needs["rounding"])
+    assert partition_for(setup(s, WORK, settings), collecting).heads == 1
+    in_parts = partition_for(setup(s, WORK, settings), 0.7 * needs["rounding"])
     assert in_parts.weights is not None
     assert device_bytes(s, WORK, settings, in_parts)["rounding"] <= 0.7 * needs["rounding"]
     larger = replace(in_parts, weights=2 * in_parts.weights)
@@ -67,7 +66,7 @@ def test_parts_need_no_more_than_there_is() -> None:
 
 def test_smallest_parts_are_planned_where_nothing_fits() -> None:
     s, settings = shape(), resolved(QuantizationSettings(method="aespa"))
-    partition = partition_for(s, WORK, settings, 0)
+    partition = partition_for(setup(s, WORK, settings), 0)
     assert partition.heads == 1
     learning = sum(m.size for m in s.matrices)
     assert partition.weights is not None
@@ -77,7 +76,7 @@ def test_smallest_parts_are_planned_where_nothing_fits() -> None:
         objective=ObjectiveSettings("layer", "layer"),
         rounding=RoundingSettings(learn="none"),
     )
-    assert partition_for(s, WORK, layer, 0) == WHOLE
+    assert partition_for(setup(s, WORK, layer), 0) == WHOLE
 
 
 def test_memory_that_is_free_decides_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.planning import budget
 from aespa_pl.planning.arithmetic import block_flops
 from aespa_pl.planning.budget import RESERVE
-from aespa_pl.planning.needs import device_bytes, hidden_bytes
+from aespa_pl.planning.needs import hidden_bytes
 from aespa_pl.planning.shape import Devices, Setup, Work
 from aespa_pl.planning.table import needs_of
 from aespa_pl.planning.tuning import model_bytes, recomputes
@@ -24,7 +24,7 @@ from aespa_pl.settings import (
     TuningSettings,
 )
 from tests.models.examples import LENGTH, make_ids, make_model
-from tests.planning.shapes import PAPER, shape
+from tests.planning.shapes import PAPER, device_bytes, shape
 from tests.walks import changed
 
 
