@@ -1,5 +1,6 @@
 """Fill in, from the method, the settings that the user leaves at null."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Literal, TypeVar
 
@@ -20,6 +21,8 @@ BLOCK_RATES: dict[Parametrization, tuple[float, float]] = {
     "affine": (0.005, 0.01),
 }
 """Learning rates of integers and of scales in the tuning of blocks, by what is learned of a weight."""
+TYPE_SCALE_RATE = 0.001
+"""Learning rate of the scales of block types in the tuning of blocks: few weights share one."""
 MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003
 """Learning rates of the end-to-end tuning at 2 bits."""
 
@@ -39,9 +42,9 @@ def resolved(
     Raises:
         UserError: The method is unknown, or settings contradict each other.
     """
-    if settings.format != "uniform":  # rates below are for the bits of most matrices
+    if settings.format != "uniform":
         _refuse_with_types(settings)
-        settings = replace(settings, bits=int(settings.format[1]), bits_of={})
+        settings = replace(settings, bits=_usual_bits(settings), bits_of={})
     method = METHODS.get(settings.method)
     if method is None:
         known = ", ".join(METHODS)
@@ -50,6 +53,8 @@ def resolved(
     blocks, model = settings.tuning.blocks, settings.tuning.model
     parametrization = _either(blocks.parametrization, method.parametrization)
     integer_rate, scale_rate = _block_rates(parametrization, settings.bits, width)
+    if settings.format != "uniform":
+        scale_rate = TYPE_SCALE_RATE
     error = _share(settings.bits) ** 2  # rounding's error beside that at 2 bits, of the same range
     found = replace(
         settings,
@@ -98,6 +103,12 @@ def resolved(
     )
     _refuse_contradictions(found)
     return found
+
+
+def _usual_bits(settings: QuantizationSettings) -> int:
+    """Return the bits of most projections, for which learning rates are; without types, those of the format."""
+    bits = Counter(int(kind[1]) for key, kind in settings.types.items() if "." in key)
+    return bits.most_common(1)[0][0] if bits else int(settings.format[1])
 
 
 def _refuse_with_types(settings: QuantizationSettings) -> None:

@@ -1,5 +1,7 @@
 """quantization.format chooses block types of llama.cpp before the work, and refuses what doesn't go."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
 
@@ -83,6 +85,15 @@ def test_bits_follow_the_format() -> None:
     settings = QuantizationSettings(format="Q3_K_M", bits=2, bits_of={"q_proj": 4})
     found = resolved(settings)
     assert (found.bits, found.bits_of) == (3, {})
+
+
+def test_learning_rates_are_for_the_bits_of_most_matrices() -> None:
+    """Rows of 192 weights are too short for Q2_K, so most matrices of this mixture have 4 bits."""
+    settings = QuantizationSettings(format="Q2_K")
+    narrow = replace(settings, types=block_types(settings, llama(192, 512)))
+    found, pure = resolved(narrow), resolved(QuantizationSettings(format="Q4_0"))
+    assert found.bits == 4
+    assert found.tuning == pure.tuning
 
 
 def test_methods_that_learn_something_else_refuse_a_format() -> None:
