@@ -106,7 +106,7 @@ def resolved(
 
 
 def _usual_bits(settings: QuantizationSettings) -> int:
-    """Return the bits of most projections, for which learning rates are; without types, those of the format."""
+    """Return the bits of most projections, for which learning rates are; without types the format's."""
     bits = Counter(int(kind[1]) for key, kind in settings.types.items() if "." in key)
     return bits.most_common(1)[0][0] if bits else int(settings.format[1])
 
