@@ -66,6 +66,7 @@ class StatisticsCollector:
         self.tokens = 0
         self._sums: dict[str, Tensor] = {}
         self._rotation: tuple[Tensor, Tensor] | None = None
+        self._query_factor: Tensor | None = None
 
     @property
     def groups(self) -> tuple[InputGroup, ...]:
@@ -102,7 +103,7 @@ class StatisticsCollector:
     def finish(self, norm_weights: tuple[Tensor, Tensor] | None = None) -> BlockStatistics:
         """Return the statistics of all batches; the collector hands its memory over to them.
 
-        The norms on query and key heads, where there are any, have weights ``[d_h]``.
+        The norms on query and key heads, where there are any, have weights as ``Family.norm_weights``.
         """
         sums, self._sums = self._sums, {}
         for total in sums.values():
@@ -191,7 +192,7 @@ class StatisticsCollector:
             parts[KEY_GAIN] = attention.key_inverse_square.float().sum((0, 2)) / 2
         for name, part in parts.items():
             self._sum(name, part, *part.shape).add_(part)
-        self._rotation = attention.rotation
+        self._rotation, self._query_factor = attention.rotation, attention.query_factor
 
     def _before_rotation(
         self,
@@ -204,7 +205,8 @@ class StatisticsCollector:
         """Return G_Q or G_K as it acts on the outputs of the projection itself."""
         G = sums.get(name)
         if G is not None and self._rotation is not None:
-            G = rotate_back(G, *self._rotation)
+            factor = self._query_factor if name == KEYS else None  # G_Q = E[K^T K] acts on queries
+            G = rotate_back(G, *self._rotation, factor)
         if G is not None and norm_weights is not None:
             G = through_norm(G, norm_weights[norm].float(), sums[gain])
         return G

@@ -19,9 +19,12 @@ class Observation:
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """``X [B, L, d_in]`` by input group."""
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    """The residual stream ``[B, L, d]`` that a group's output is added to, by input group."""
+    """The residual stream ``[B, L, d]`` that a group's output is added to, by input group.
+
+    It is divided by what the output is multiplied by, so that the two add up to the new stream in the units
+    of the output."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Output ``[B, L, d]`` that is added to the residual stream, by input group."""
+    """Output ``[B, L, d]`` that is added to the residual stream without a norm between, by input group."""
     attention: Attention | None = None
     """Queries and keys of the attention; None where they were not asked for."""
 
@@ -46,9 +49,11 @@ def observing(
 
     with ExitStack() as stack:
 
-        def keep_input(module: str, kept: dict[str, Tensor], name: str) -> None:
+        def keep_input(
+            module: str, kept: dict[str, Tensor], name: str, factor: float = 1.0
+        ) -> None:
             def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-                kept[name] = arguments[0]
+                kept[name] = arguments[0] if factor == 1 else arguments[0].float() / factor
 
             handle = block.get_submodule(module).register_forward_pre_hook(hook)
             stack.callback(handle.remove)
@@ -63,8 +68,9 @@ def observing(
             first = group.projections[0]
             keep_input(first.module, seen.inputs, group.name)
             if residuals and first.residual is not None:
-                keep_input(first.residual, seen.residuals, group.name)
-                keep_output(first.module, group.name)
+                keep_input(first.residual, seen.residuals, group.name, first.residual_factor)
+                if not first.normed:
+                    keep_output(first.module, group.name)
         if attention is not None:
             stack.enter_context(attention(see_attention))
         yield seen

@@ -27,7 +27,7 @@ def row_order(model: QuantizedModel, name: str) -> Tensor | None:
         return None
     layout, rows = model.layout(), torch.arange(model.pretrained.tensors[name].shape[0])
     first = projections[0]
-    if len(projections) > 1:  # [heads, parts, d_head] to [parts, heads, d_head]
+    if first.fused[1] > 1:  # [heads, parts, d_head] to [parts, heads, d_head]
         return rows.view(-1, len(projections), layout.head_dim).transpose(0, 1).flatten()
     architecture = architecture_of(model.pretrained.config)
     if architecture.rotates_neighbours and first.role in (Role.QUERY, Role.KEY):

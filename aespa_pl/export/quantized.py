@@ -25,6 +25,7 @@ from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import StoredSettings, stored_settings
 from aespa_pl.storage.cache import cache_folder
+from aespa_pl.tuning.weights import merged
 
 UNIFORM = ("integers", "scale", "zero_point")
 TYPED = tuple(field.name for field in fields(TypedMatrix))
@@ -209,9 +210,13 @@ class QuantizedModel:
         Raises UserError where an integer has more bits than the run says.
         """
         index, projections = self.matrices[name]
-        kind, stored, head_dim = self.type_of(name), set(file.keys()), self.layout(index).head_dim
+        kind, stored, layout = self.type_of(name), set(file.keys()), self.layout(index)
         tensors = {
-            key: _joined([file.get_tensor(f"{p.name}.{key}") for p in projections], head_dim)
+            key: merged(
+                {p.name: file.get_tensor(f"{p.name}.{key}") for p in projections},
+                layout,
+                projections[0].module,
+            )
             for key in (UNIFORM if kind is None else TYPED)
             if f"{projections[0].name}.{key}" in stored
         }
@@ -227,10 +232,3 @@ class QuantizedModel:
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that the original stores a tensor in."""
         return DTYPES[self.pretrained.tensors[name].dtype]
-
-
-def _joined(parts: list[Tensor], head_dim: int) -> Tensor:
-    """Return ``[heads * parts * d_head, columns]`` from each part's ``[heads * d_head, columns]``."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.stack([part.unflatten(0, (-1, head_dim)) for part in parts], dim=1).flatten(0, 2)

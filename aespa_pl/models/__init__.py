@@ -9,10 +9,23 @@ from transformers import PreTrainedConfig
 from aespa_pl.errors import UserError
 from aespa_pl.models.bloom import BloomFamily
 from aespa_pl.models.family import Family
+from aespa_pl.models.gemma import Gemma2Family, Gemma3Family
+from aespa_pl.models.granite import GraniteFamily
 from aespa_pl.models.llama import LlamaFamily
+from aespa_pl.models.olmo import OlmoFamily
 from aespa_pl.models.opt import OptFamily
+from aespa_pl.models.phi3 import Phi3Family
 
-FAMILIES: tuple[Family, ...] = (OptFamily(), BloomFamily(), LlamaFamily())
+FAMILIES: tuple[Family, ...] = (
+    OptFamily(),
+    BloomFamily(),
+    LlamaFamily(),
+    GraniteFamily(),
+    Phi3Family(),
+    Gemma2Family(),
+    Gemma3Family(),
+    OlmoFamily(),
+)
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)
 """The ``model_type`` values in config.json that can be quantized."""

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from aespa_pl.models.family import Attention
 
@@ -55,16 +57,28 @@ def observed_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
+    softcap: float | None = None,
     report: AttentionReport | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output ``[B, L, n_h, d_h]``, and no probabilities."""
     if report is not None:
-        report(Attention(query, key, scaling, attention_mask))
-    output, _ = sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, **others
-    )
+        report(Attention(query, key, scaling, attention_mask, softcap=softcap))
+    function: Any = sdpa_attention_forward
+    if softcap is not None:  # no fused kernel has it, so the library runs such a model without them
+        function, others = eager_attention_forward, others | {"softcap": softcap}
+        attention_mask = _added(attention_mask, query)
+    output, _ = function(module, query, key, value, attention_mask, scaling=scaling, **others)
     return output, None
+
+
+def _added(mask: Tensor | None, query: Tensor) -> Tensor:
+    """Return a mask, true where a query may look, as the numbers that the library adds to scores."""
+    if mask is None:
+        L = query.shape[2]
+        mask = torch.ones(L, L, dtype=torch.bool, device=query.device).tril()
+    least = torch.finfo(query.dtype).min
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, least)
 
 
 AttentionInterface.register(IMPLEMENTATION, observed_attention)

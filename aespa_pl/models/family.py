@@ -40,8 +40,14 @@ class Projection:
     fused: tuple[int, int] = (0, 1)
     """``(i, n)``: the module holds n fused projections, its rows are ``[heads, n, d_head]``, and this is
     the i-th of them (BLOOM)."""
+    rows: tuple[int, int] | None = None
+    """Begin and end of the rows of the module that are this projection's (Phi-3); None: all."""
     residual: str | None = None
     """Path of the module whose input the output is added to; None where it is added to nothing."""
+    residual_factor: float = 1.0
+    """What the output is multiplied by before it is added (Granite)."""
+    normed: bool = False
+    """Whether a norm lies between the output and what it is added to (Gemma, OLMo)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class FoldIntoNorm:
     """Says that zeta multiplies weight and bias of the normalization before."""
 
     module: str
+    offset: float = 0.0
+    """What the norm adds to its weight before it multiplies by it (Gemma: 1)."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +134,13 @@ class Attention:
     allows."""
     alibi: Tensor | None = None
     """Values ``[B, n_h, 1, L]`` that ALiBi adds to the scores; None without ALiBi."""
+    softcap: float | None = None
+    """The c of a score s that becomes ``c tanh(s / c)`` before masks and softmax; None: it stays."""
     rotation: tuple[Tensor, Tensor] | None = None
-    """``cos, sin``, each ``[L, d_h]``, of the rotation ``x * cos + rotate_half(x) * sin``."""
+    """``cos, sin``, each ``[L, r]``, of the rotation ``x * cos + rotate_half(x) * sin`` of the first r
+    columns of a head; None without RoPE."""
+    query_factor: Tensor | None = None
+    """Numbers ``[L]`` that queries are multiplied by after the rotation (Ministral 3); None: 1."""
     query_inverse_square: Tensor | None = None
     """Numbers ``[B, n_h, L]``: 1 / mean square of each head's query before its norm (Qwen3)."""
     key_inverse_square: Tensor | None = None
@@ -149,6 +162,8 @@ class Attention:
         Q = self.query[:, heads, start:end].to(exact)  # [B, heads, rows, d_h]
         K = self.key[:, key_heads, :end].to(exact)  # [B, heads, end, d_h]
         scores = (Q * self.scaling) @ K.mT
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.alibi is not None:
             scores += self.alibi[:, heads, :, :end]
         if self.mask is not None:
@@ -230,5 +245,8 @@ class Family(ABC):
         """Call ``observer`` with the block's queries and keys of each batch that runs in the context."""
 
     def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
-        """Return the weights ``[d_h]`` of the norms on query and key heads; None without norms."""
+        """Return what the norms on query and key heads multiply by; None without norms.
+
+        Each is ``[heads, d_h]``, or ``[1, d_h]`` where all heads share it.
+        """
         return None

@@ -1,13 +1,16 @@
 """LLaMA and its relatives have RoPE, RMSNorm, a gated feed-forward network, perhaps fewer key heads.
 
 The relatives differ in details that are read from their configuration: biases, the head size, norms
-on query and key heads (Qwen3), sliding windows in all or in some blocks (Mistral, Qwen2, Qwen3).
+on query and key heads (Qwen3), sliding windows in all or in some blocks (Mistral, Qwen2, Qwen3),
+blocks without RoPE (SmolLM3), a factor of queries at far positions (Ministral 3). Families that place
+or store their norms in another way are subclasses in files of their own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +36,34 @@ MASKS = {
 }
 """Function that makes the mask of each kind of block, by the kind's name in ``config.layer_types``."""
 
+LISTED_KINDS = ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3", "exaone4")
+"""Model types whose blocks have the kinds that ``config.layer_types`` lists."""
+ONE_WINDOW = ("mistral", "ministral3", "phi3")
+"""Model types with one sliding window in all blocks, or in none; all others have none."""
+
+QKV = (Role.QUERY, Role.KEY, Role.VALUE)
+
 
 class LlamaFamily(Family):
-    """Adapts LLaMA, Mistral, Qwen2 and Qwen3, with and without grouped query heads."""
+    """Adapts models of LLaMA's structure, with and without grouped query heads."""
 
-    model_types = ("llama", "mistral", "qwen2", "qwen3")
+    model_types: ClassVar[tuple[str, ...]] = (
+        "llama",
+        "mistral",
+        "ministral3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+    )
     blocks_path = "model.layers"
+    starts: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
+    """Paths of the modules that read the residual stream first, in attention and feed-forward network."""
+    norms_before: ClassVar[bool] = True
+    """Whether these are norms, which nothing but the projections reads."""
+    norms_after: ClassVar[bool] = False
+    """Whether the outputs of the sublayers pass a norm before they are added."""
+    norm_offset: ClassVar[float] = 0.0
+    """What a norm adds to its weight."""
 
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse a quantized model, and attention masks that the library would not make.
@@ -68,26 +93,44 @@ class LlamaFamily(Family):
 
     def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block."""
-        norms = ("input_layernorm", "post_attention_layernorm")
-        query = Projection("q_proj", "self_attn.q_proj", Role.QUERY)
-        key = Projection("k_proj", "self_attn.k_proj", Role.KEY)
-        value = Projection("v_proj", "self_attn.v_proj", Role.VALUE)
-        output = Projection("o_proj", "self_attn.o_proj", residual=norms[0])
-        gate, up = (Projection(f"{name}_proj", f"mlp.{name}_proj") for name in ("gate", "up"))
-        down = Projection("down_proj", "mlp.down_proj", residual=norms[1])
+        folds = (
+            FoldIntoNorm(start, self.norm_offset) if self.norms_before else None
+            for start in self.starts
+        )
+        added = partial(
+            Projection, residual_factor=self.residual_factor(config), normed=self.norms_after
+        )
+        output = added("o_proj", "self_attn.o_proj", residual=self.starts[0])
+        down = added("down_proj", "mlp.down_proj", residual=self.starts[1])
         # A value row that several query heads share meets several columns of o_proj, each with a
         # zeta of its own.
         own_values = config.num_attention_heads == config.num_key_value_heads
         return BlockLayout.of(
             config,
-            InputGroup("attention_input", (query, key, value), FoldIntoNorm(norms[0])),
+            InputGroup("attention_input", self.attention_inputs(config), next(folds)),
             InputGroup(
                 "attention_output", (output,), FoldIntoRows("v_proj") if own_values else None
             ),
-            InputGroup("mlp_input", (gate, up), FoldIntoNorm(norms[1])),
+            InputGroup("mlp_input", self.mlp_inputs(config), next(folds)),
             # its input is act(gate) * up, linear in up
             InputGroup("mlp_hidden", (down,), FoldIntoRows("up_proj")),
         )
+
+    def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
+        """Return the projections that see the input of the attention."""
+        return tuple(Projection(f"{r[0]}_proj", f"self_attn.{r[0]}_proj", r) for r in QKV)
+
+    def mlp_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
+        """Return the projections that see the input of the feed-forward network."""
+        return tuple(Projection(f"{name}_proj", f"mlp.{name}_proj") for name in ("gate", "up"))
+
+    def residual_factor(self, config: PreTrainedConfig) -> float:
+        """Return what the outputs of the sublayers are multiplied by before they are added."""
+        return 1.0
+
+    def rotates(self, attention: nn.Module) -> bool:
+        """Return whether an attention rotates its queries and keys; some of SmolLM3 don't."""
+        return bool(getattr(attention, "use_rope", True))
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Compute RoPE's frequencies; they are float32 whatever the model's type."""
@@ -97,20 +140,25 @@ class LlamaFamily(Family):
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Embed the tokens."""
-        hidden = cast(LlamaForCausalLM, model).model.embed_tokens(ids)
+        hidden = self.embedded(model, ids)
         return hidden, self.arguments(model, hidden)
+
+    def embedded(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
+        """Return what the first block gets for token ids ``[B, L]``."""
+        return cast(Tensor, cast(LlamaForCausalLM, model).model.embed_tokens(ids))
 
     def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
         """Return mask and RoPE's cos and sin, each ``[1, L, d_h]``, by the kind of block."""
         rotary = cast(LlamaForCausalLM, model).model.rotary_emb
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]  # [1, L]
-        rotation = rotary(hidden, positions)
+        by_kind = hasattr(rotary, "layer_types")
         return {
             kind: {
                 "attention_mask": MASKS[kind](
                     model.config, hidden, attention_mask=None, past_key_values=None
                 ),
-                "position_embeddings": rotation,
+                "position_embeddings": rotary(hidden, positions, *((kind,) if by_kind else ())),
+                "position_ids": positions,
             }
             for kind in sorted(set(attention_kinds(model.config)))
         }
@@ -132,53 +180,71 @@ class LlamaFamily(Family):
     ) -> Iterator[None]:
         """Call ``observer`` for each batch."""
         module = block.get_submodule("self_attn")
+        layout, norms = self.layout(model.config), self.norm_weights(block)
         seen: dict[str, Any] = {}
 
         def keep_rotation(_module: nn.Module, _inputs: object, keywords: dict[str, Any]) -> None:
-            cos, sin = keywords["position_embeddings"]  # [1, L, d_h]
+            cos, sin = keywords["position_embeddings"]  # [1, L, r]
             seen["rotation"] = (cos[0], sin[0])
+            seen["query_factor"] = self.query_factor(model.config, keywords["position_ids"][0])
 
         def report(attention: Attention) -> None:
             observer(replace(attention, **seen))
 
         with ExitStack() as stack:
-            handles = [module.register_forward_pre_hook(keep_rotation, with_kwargs=True)]
-            if self.norm_weights(block) is not None:
-                handles += [
-                    module.get_submodule(norm).register_forward_pre_hook(_keep_scale(seen, name))
-                    for norm, name in (
-                        ("q_norm", "query_inverse_square"),
-                        ("k_norm", "key_inverse_square"),
-                    )
-                ]
+            handles = []
+            if self.rotates(module):
+                handles += [module.register_forward_pre_hook(keep_rotation, with_kwargs=True)]
+            if norms is not None:
+                for part, name, heads in (
+                    ("q", "query_inverse_square", layout.heads),
+                    ("k", "key_inverse_square", layout.key_value_heads),
+                ):
+                    projection = module.get_submodule(f"{part}_proj")
+                    hook = _keep_scale(seen, name, heads, module.get_submodule(f"{part}_norm"))
+                    handles += [projection.register_forward_hook(hook)]
             for handle in handles:
                 stack.callback(handle.remove)
             stack.enter_context(observed(model, module, report))
             yield
 
+    def query_factor(self, config: PreTrainedConfig, positions: Tensor) -> Tensor | None:
+        """Return what queries at positions ``[L]`` are multiplied by; None: by nothing."""
+        beta = (config.rope_parameters or {}).get("llama_4_scaling_beta")
+        if beta is None:
+            return None
+        length = config.rope_parameters["original_max_position_embeddings"]
+        far = (positions / length).floor()
+        return cast(Tensor, 1 + beta * (1 + far).log())
+
     def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
-        """Return the weights of the norms on query and key heads, which Qwen3 has."""
+        """Return what the norms on query and key heads multiply by, where there are any."""
         attention: Any = block.get_submodule("self_attn")
         if not hasattr(attention, "q_norm"):
             return None
-        return attention.q_norm.weight, attention.k_norm.weight
+        weights = (norm.weight + self.norm_offset for norm in (attention.q_norm, attention.k_norm))
+        query, key = (weight.view(-1, attention.head_dim) for weight in weights)
+        return query, key
 
 
 def attention_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
     """Return the kind of attention, a key of MASKS, of each block as the library runs it."""
-    if config.model_type in ("qwen2", "qwen3"):
+    if config.model_type in LISTED_KINDS:
         return tuple(config.layer_types)
-    # The library's LLaMA has no window, and its Mistral has one in all blocks or in none.
-    window = config.sliding_window if config.model_type == "mistral" else None
+    window = config.sliding_window if config.model_type in ONE_WINDOW else None
     kind = "full_attention" if window is None else "sliding_attention"
     return (kind,) * int(config.num_hidden_layers)
 
 
-def _keep_scale(seen: dict[str, Any], name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """Return a hook on a head norm that keeps ``1 / (mean square + eps)`` of its inputs."""
+def _keep_scale(
+    seen: dict[str, Any], name: str, heads: int, norm: Any
+) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    """Return a hook on a projection that keeps ``1 / (mean square + eps)`` of what its norm gets."""
+    epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
 
-    def hook(norm: Any, inputs: tuple[Tensor, ...]) -> None:
-        square = inputs[0].float().square().mean(-1)  # [B, L, heads]
-        seen[name] = (1 / (square + norm.variance_epsilon)).transpose(1, 2)
+    def hook(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        parts = output.unflatten(-1, (-1, norm.weight.numel()))  # [B, L, heads or 1, ...]
+        scale = 1 / (parts.float().square().mean(-1) + epsilon)
+        seen[name] = scale.expand(*scale.shape[:2], heads).transpose(1, 2)
 
     return hook

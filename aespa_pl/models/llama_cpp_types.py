@@ -74,7 +74,7 @@ class MixtureModel:
 
 def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
     """Return what a projection is to a mixture."""
-    if projection.role is Role.VALUE or projection.fused[1] > 1:
+    if any(p.role is Role.VALUE for p in layout.projections if p.module == projection.module):
         return Matrix.VALUE
     attended = layout.attended_group
     if attended is not None and projection in attended.projections:

@@ -44,10 +44,11 @@ def fold(block: nn.Module, layout: BlockLayout, zeta: Mapping[str, Tensor]) -> N
             weight = _linear(block, projection).weight.detach()
             projection_rows(weight, layout, projection).div_(factor.to(weight.device))
         match groups[name].fold:
-            case FoldIntoNorm(module):
+            case FoldIntoNorm(module, offset):
                 norm = block.get_submodule(module)
                 for parameter in norm.parameters(recurse=False):  # weight, bias where there is one
-                    parameter.detach().mul_(factor.to(parameter.device))
+                    value = parameter.detach()
+                    value.add_(offset).mul_(factor.to(value.device)).sub_(offset)
             case FoldIntoRows(projection_name):
                 _scale_rows(block, layout, projections[projection_name], factor)
             case None:
@@ -66,8 +67,10 @@ def _scale_rows(
 def projection_rows(tensor: Tensor, layout: BlockLayout, projection: Projection) -> Tensor:
     """Return the projection's rows of its module's weight or bias: a view ``[heads, d_head, ...]``.
 
-    A projection with a module of its own counts as one head.
+    A projection with a module, or a block of rows, of its own counts as one head.
     """
+    if projection.rows is not None:
+        return tensor[slice(*projection.rows)][None]
     index, fused = projection.fused
     rows = tensor.shape[0] if fused == 1 else layout.head_dim
     return tensor.view(-1, fused, rows, *tensor.shape[1:])[:, index]

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from aespa_pl.models.family import BlockLayout, Family, Role
 from aespa_pl.models.skeleton import skeleton
+from aespa_pl.models.weights import projection_weight
 from aespa_pl.settings import DataSettings, QuantizationSettings
 
 FLOAT = 4
@@ -26,6 +27,7 @@ class Matrix:
     role: Role
     group: str
     adds_to_residual: bool
+    """Whether the output is added to the residual stream without a norm between."""
 
     @property
     def size(self) -> int:
@@ -102,10 +104,9 @@ def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:
     found = {}
     for group in layout.groups:
         for p in group.projections:
-            rows, columns = block.get_parameter(f"{p.module}.weight").shape
-            found[p.name] = Matrix(
-                rows // p.fused[1], columns, p.role, group.name, p.residual is not None
-            )
+            rows, columns = projection_weight(block, layout, p).shape
+            added = p.residual is not None and not p.normed
+            found[p.name] = Matrix(rows, columns, p.role, group.name, added)
     return found
 
 

@@ -110,14 +110,15 @@ class HeadMatrices(Transformation):
 class OfVector(nn.Module):
     """Makes a norm's weight or bias under a transformation."""
 
-    def __init__(self, transformation: Transformation) -> None:
-        """Take the transformation, which the projections behind the norm share."""
+    def __init__(self, transformation: Transformation, offset: float) -> None:
+        """Take the transformation, which the projections behind the norm share, and the norm's offset."""
         super().__init__()
         self.transformation = transformation
+        self.offset = offset
 
     def forward(self, value: Tensor) -> Tensor:
         """Return what the norm has instead of ``value [d]``."""
-        return self.transformation.multiply(value)
+        return self.transformation.multiply(value + self.offset) - self.offset
 
 
 class OfLayer(nn.Module):
@@ -202,7 +203,7 @@ def _of_norm(
     fold: FoldIntoNorm, made: Transformation, names: Mapping[str, Tensor]
 ) -> dict[str, nn.Module]:
     both = (f"{fold.module}.{kind}" for kind in ("weight", "bias"))
-    return {name: OfVector(made) for name in both if name in names}
+    return {name: OfVector(made, fold.offset) for name in both if name in names}
 
 
 def _of_layers(

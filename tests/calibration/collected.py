@@ -8,15 +8,27 @@ from torch import Tensor, nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from aespa_pl.algorithm.products import Precision
@@ -33,6 +45,7 @@ LLAMA = {
     "hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 20, "vocab_size": 50,
     "num_hidden_layers": 1, "max_position_embeddings": 16,
 }  # fmt: skip
+PLAIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def opt() -> PreTrainedModel:
@@ -64,7 +77,50 @@ def window() -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**LLAMA, num_key_value_heads=2, sliding_window=3))
 
 
-MODELS = [opt, bloom, llama, grouped, window, qwen3]
+def granite() -> PreTrainedModel:
+    multipliers = {"residual_multiplier": 0.3, "attention_multiplier": 0.6}
+    return GraniteForCausalLM(GraniteConfig(**LLAMA, **multipliers))
+
+
+def phi3() -> PreTrainedModel:
+    """Rotate 4 of the 6 columns of a head."""
+    return Phi3ForCausalLM(Phi3Config(**LLAMA, **PLAIN, partial_rotary_factor=0.7))
+
+
+def smollm3() -> PreTrainedModel:
+    """Have no RoPE in the block."""
+    return SmolLM3ForCausalLM(SmolLM3Config(**LLAMA, **PLAIN, no_rope_layers=[0]))
+
+
+def ministral3() -> PreTrainedModel:
+    """Multiply queries from position 3 on."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5}
+    rope["original_max_position_embeddings"] = 3
+    return Ministral3ForCausalLM(
+        Ministral3Config(
+            **LLAMA, **PLAIN, num_key_value_heads=2, head_dim=HEAD_SIZE, rope_parameters=rope
+        )
+    )
+
+
+def gemma3() -> PreTrainedModel:
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **LLAMA,
+            **PLAIN,
+            num_key_value_heads=2,
+            head_dim=HEAD_SIZE,
+            query_pre_attn_scalar=5,
+            layer_types=["full_attention"],
+        )
+    )
+
+
+def olmo2() -> PreTrainedModel:
+    return Olmo2ForCausalLM(Olmo2Config(**LLAMA, **PLAIN, num_key_value_heads=2))
+
+
+MODELS = [opt, bloom, llama, grouped, window, qwen3, granite, phi3]
 
 
 def make(model_of: Callable[[], PreTrainedModel]) -> PreTrainedModel:

@@ -25,8 +25,10 @@ from tests.calibration.collected import (
     assert_close,
     collect,
     first_block,
+    gemma3,
     llama,
     make,
+    olmo2,
     opt,
     qwen3,
     run_through,
@@ -131,6 +133,7 @@ def test_output_shifts_are_those_of_the_residual_stream(
         if group.name not in found:
             continue
         (p,) = group.projections
+        factor = p.residual_factor  # the shift is in the units of the output
         weight = projection_weight(block, layout, p)
         X_original, X = (x.flatten(0, -2) for x in inputs[group.name][:2])
         R_original, R = (run_through(model, words).residuals[group.name] for words in (other, ids))
@@ -143,7 +146,8 @@ def test_output_shifts_are_those_of_the_residual_stream(
     after = []
     for words in (other, ids):
         hidden, _ = family.embed(model, words)
-        after.append(family.run_block(block, hidden, family.arguments(model, hidden)).flatten(0, 1))
+        output = family.run_block(block, hidden, family.arguments(model, hidden)).flatten(0, 1)
+        after.append(output / factor)
     expected = weighted_shift(after[0], after[1], inputs["mlp_hidden"][1].flatten(0, -2))
     torch.testing.assert_close(found["mlp_hidden"].double(), expected, rtol=1e-4, atol=1e-3)
 
@@ -165,6 +169,19 @@ def test_beside_the_original_stream_massive_tokens_count_less_in_the_hessians_of
     expected = 2 / len(weights) * (weights * X.flatten(0, -2).T) @ X.flatten(0, -2)
     found = shared_by_all(statistics.inputs["mlp_hidden"])
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("model_of", [gemma3, olmo2])
+def test_outputs_that_pass_a_norm_have_shifts_of_their_inputs(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
+    statistics, inputs, _ = collect_both(make(model_of), tokens(), tokens(), SEGMENTS)
+    assert not statistics.shifts.outputs
+    for name, found in statistics.shifts.inputs.items():
+        original, X = (x.flatten(0, -2) for x in inputs[name][:2])
+        expected = 2 / len(X) * (original - X).T @ X
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
+    assert len(statistics.shifts.inputs) == 4
 
 
 def test_without_the_original_stream_there_are_no_shifts() -> None:

@@ -1,5 +1,6 @@
 """Statistics give the squared errors of their objectives, against sums over explicit samples."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +22,18 @@ from tests.calibration.collected import (
     WIDTH,
     bloom,
     collect,
+    gemma3,
+    granite,
     grouped,
     llama,
     make,
+    ministral3,
+    olmo2,
     opt,
+    phi3,
     qwen3,
     shared_by_all,
+    smollm3,
     tokens,
     window,
 )
@@ -76,17 +83,33 @@ def scores_by_hand(others: Tensor, dW: Tensor, X: Tensor, rotations: list[Tensor
     return total / len(rotations)
 
 
-@pytest.mark.parametrize("model_of", [opt, bloom, llama, grouped, window])
+def rotations_of(model: PreTrainedModel, *, queries: bool) -> list[Tensor]:
+    """Return what queries, or keys, are multiplied by at each position."""
+    kind, config = model.config.model_type, model.config
+    if kind in ("opt", "bloom", "smollm3"):
+        return [torch.eye(HEAD_SIZE, dtype=torch.float64)]
+    rope = config.rope_parameters
+    base = rope.get("full_attention", rope)["rope_theta"]
+    turned = 4 if kind == "phi3" else HEAD_SIZE
+    found = []
+    for t in range(LENGTH):
+        R = torch.eye(HEAD_SIZE, dtype=torch.float64)
+        R[:turned, :turned] = reference.rotation_matrix(t, turned, base)
+        far = kind == "ministral3" and queries
+        found.append(R * (1 + 0.5 * math.log(1 + t // 3)) if far else R)
+    return found
+
+
+@pytest.mark.parametrize(
+    "model_of", [opt, bloom, llama, grouped, window, granite, phi3, smollm3, ministral3]
+)
 def test_query_and_key_objectives_are_the_squared_error_of_the_scores(
     model_of: Callable[[], PreTrainedModel],
 ) -> None:
     model = make(model_of)
     ids = tokens()[:2]
     statistics, seen, X = collect(model, ids, 2)
-    rotations = [torch.eye(HEAD_SIZE, dtype=torch.float64)]
-    if seen[0].rotation is not None:
-        base = model.config.rope_parameters["rope_theta"]
-        rotations = [reference.rotation_matrix(t, HEAD_SIZE, base) for t in range(LENGTH)]
+    rotations = rotations_of(model, queries=True)
     N, H = X.shape[0], shared_by_all(statistics.inputs["attention_input"]).double()
     shared = HEADS // seen[0].key.shape[1]
     dW = torch.randn(HEAD_SIZE, WIDTH, dtype=torch.float64)
@@ -96,6 +119,7 @@ def test_query_and_key_objectives_are_the_squared_error_of_the_scores(
         G = statistics.keys[h].double()
         expected = 4 * scores_by_hand(K[h // shared], dW, X, rotations) / N**2
         assert float(torch.trace(G @ dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-4)
+    rotations = rotations_of(model, queries=False)
     for h in range(HEADS // shared):
         G = statistics.queries[h].double()
         group = range(h * shared, (h + 1) * shared)
@@ -137,19 +161,21 @@ def test_norm_on_heads_scales_the_error_of_each_token() -> None:
         rms = token.square().mean().sqrt()  # held fixed: the part that is left out
         expected += float((K @ (weight * d / rms)).square().sum()) / 30
     inverse = (1 / x.square().mean(-1)).mean()[None]
-    G = through_norm((K.T @ K)[None], weight, inverse)[0]
+    G = through_norm((K.T @ K)[None], weight[None], inverse)[0]
     assert float(d @ G @ d) == pytest.approx(expected)
 
 
-def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores() -> None:
+@pytest.mark.parametrize("model_of", [qwen3, gemma3, olmo2])
+def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
+    model_of: Callable[[], PreTrainedModel],
+) -> None:
     """As above; the norm's factor ``weight / rms`` comes before the rotation.
 
     In the approximation the token's x, its position and its rms are independent of each other.
     """
-    model = make(qwen3)
+    model = make(model_of)
     statistics, seen, X = collect(model, tokens()[:2], 2)
     attention: Any = model.get_submodule("model.layers.0.self_attn")
-    base = model.config.rope_parameters["rope_theta"]
     N, H = X.shape[0], shared_by_all(statistics.inputs["attention_input"]).double()
     dW = torch.randn(HEAD_SIZE, WIDTH, dtype=torch.float64)
     sides = (
@@ -158,14 +184,18 @@ def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores() -> Non
     )
     for G, other_side, projection, norm in sides:
         heads = G.shape[0]
-        rotations = [
-            reference.rotation_matrix(t, HEAD_SIZE, base) @ torch.diag(norm.weight)
-            for t in range(LENGTH)
-        ]
+        weights = norm.weight + (1 if model_of is gemma3 else 0)
+        weights = weights.view(-1, HEAD_SIZE).expand(heads, HEAD_SIZE)
         square = projection(X).view(N, heads, HEAD_SIZE).square().mean(-1)
-        gain = (1 / (square + norm.variance_epsilon)).mean(0)
+        if model_of is olmo2:  # one norm for all heads
+            square = square.mean(1, keepdim=True).expand(N, heads)
+        gain = (1 / (square + model.config.rms_norm_eps)).mean(0)
         others = other_side.transpose(0, 1).flatten(1, 2)  # [its heads, tokens, d_h]
         for h in range(heads):
+            rotations = [
+                R @ torch.diag(weights[h])
+                for R in rotations_of(model, queries=G is statistics.keys)
+            ]
             group = [h // 2] if heads == HEADS else [2 * h, 2 * h + 1]
             error = sum(scores_by_hand(others[g], dW, X, rotations) for g in group) / len(group)
             expected = float(gain[h]) * 4 * error / N**2

@@ -11,14 +11,23 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 VOCABULARY, LENGTH, WINDOW = 40, 9, 4
@@ -33,6 +42,10 @@ LLAMA = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 20,
     "num_hidden_layers": 3, "max_position_embeddings": 16, "num_key_value_heads": 2,
 }  # fmt: skip
+
+PLAIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""Special tokens, where the library's own defaults lie outside of the vocabulary."""
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 def config(kind: type[PreTrainedConfig], *options: dict[str, Any]) -> PreTrainedConfig:
@@ -77,8 +90,104 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
             "head_dim": 8,
             "use_sliding_window": True,
             "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_types": MIXED,
         },
+    ),
+    "granite": lambda: config(
+        GraniteConfig,
+        LLAMA,
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.7,
+            "logits_scaling": 5.0,
+        },
+    ),
+    "smollm3": lambda: config(SmolLM3Config, LLAMA, PLAIN, {"no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": lambda: config(
+        SmolLM3Config,
+        LLAMA,
+        PLAIN,
+        {
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "ministral3": lambda: config(
+        Ministral3Config,
+        LLAMA,
+        PLAIN,
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "phi3": lambda: config(Phi3Config, LLAMA, PLAIN),
+    "phi3-partial": lambda: config(
+        Phi3Config,
+        LLAMA,
+        PLAIN,
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "partial_rotary_factor": 0.5,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "gemma2": lambda: config(
+        Gemma2Config,
+        LLAMA,
+        PLAIN,
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 5,
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": lambda: config(
+        Gemma3TextConfig,
+        LLAMA,
+        PLAIN,
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 5,
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "olmo2": lambda: config(Olmo2Config, LLAMA, PLAIN, {"num_key_value_heads": 4}),
+    "olmo3": lambda: config(
+        Olmo3Config,
+        LLAMA,
+        PLAIN,
+        {
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "exaone4": lambda: config(
+        Exaone4Config, LLAMA, {"sliding_window": WINDOW, "layer_types": MIXED}
+    ),
+    "exaone4-full": lambda: config(
+        Exaone4Config, LLAMA, {"sliding_window": None, "layer_types": ["full_attention"] * 3}
     ),
 }
 

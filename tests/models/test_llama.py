@@ -118,8 +118,8 @@ def test_scale_of_head_norms_is_observed() -> None:
             )
     weights = family.norm_weights(block)
     assert weights is not None
-    assert torch.equal(weights[0], attention.q_norm.weight)
-    assert torch.equal(weights[1], attention.k_norm.weight)
+    assert torch.equal(weights[0], attention.q_norm.weight[None])
+    assert torch.equal(weights[1], attention.k_norm.weight[None])
 
 
 def test_models_without_head_norms_have_no_scale() -> None:

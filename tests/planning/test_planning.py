@@ -39,7 +39,8 @@ def test_shape_is_that_of_a_real_model(name: str) -> None:
     assert found.weights == weights
     roles = [matrix.role for matrix in found.matrices]
     assert roles[:3] == [Role.QUERY, Role.KEY, Role.VALUE]
-    assert sum(matrix.adds_to_residual for matrix in found.matrices) == 2
+    normed = name.startswith(("gemma", "olmo", "exaone"))  # a norm lies between
+    assert sum(matrix.adds_to_residual for matrix in found.matrices) == (0 if normed else 2)
 
 
 def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
