@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from aespa_pl.commands.job import Job
-from aespa_pl.evaluation.tasks import Tasks, in_blocks, measure_tasks
+from aespa_pl.evaluation.tasks import Tasks, measure_tasks
 from aespa_pl.settings import TaskSettings
 
 
@@ -27,9 +27,7 @@ def compare_tasks(
             settings,
             device=job.device,
             dtype=job.dtype,
-            change=in_blocks(job.family.blocks_path, job.round_to_nearest)
-            if kind == "nearest"
-            else None,
+            change=job.round_to_nearest if kind == "nearest" else None,
         )
         scores[kind] = {name: asdict(score) for name, score in found.items()}
         seconds[kind] = time.perf_counter() - start

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import stat
 import time
 import zlib
@@ -59,23 +60,21 @@ class TextFile:
         # Path.expanduser would raise RuntimeError for an unknown ~user
         file = cls(Path(os.path.expanduser(given)), key, conversations)  # noqa: PTH111
         with file._errors():
-            exists = file.path.exists()
-            if exists:
-                found = file.path.stat()
-        if not exists:
+            status = file.path.stat() if file.path.exists() else None
+        if status is None:
             raise UserError(
                 f"{key}: {given} is neither c4, wikitext2, ptb or embedded nor an existing file; "
                 f"looked for {file.path.absolute()}"
             )
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             raise UserError(f"{key}: {given} is a folder; name one file in it")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             # its checksum is taken before it is read, so that a second run finds its tokens
             raise UserError(
                 f"{key}: {given} is a pipe or a device, and a text is read twice; write it to a "
                 "file and name that"
             )
-        if found.st_size > LARGEST_TEXT:
+        if status.st_size > LARGEST_TEXT:
             raise file.too_large()
         return file
 
@@ -137,7 +136,7 @@ class TextFile:
             document: Any = row.get(field)
             if field == MESSAGES:
                 self._check_messages(document, place)
-            elif not isinstance(document, str) or not _encodable(document):
+            elif not _is_text(document):
                 raise UserError(
                     f"{self.key}: {self.path}, {place}: the field {field!r} is missing or not a "
                     "string of valid characters; every row needs its text in 'text' or 'sentence' "
@@ -148,11 +147,7 @@ class TextFile:
 
     def _check_messages(self, messages: object, place: str) -> None:
         ours = isinstance(messages, list) and all(
-            isinstance(message, dict)
-            and all(
-                isinstance(text := message.get(name), str) and _encodable(text)
-                for name in ("role", "content")
-            )
+            isinstance(message, dict) and all(_is_text(message.get(n)) for n in ("role", "content"))
             for message in messages
         )
         if not messages or not ours:
@@ -225,10 +220,6 @@ class _Watched(RawIOBase):
         return len(chunk)
 
 
-def _encodable(text: str) -> bool:
-    """Return whether no half of a surrogate pair is in the text; JSON can hold one, UTF-8 can't."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _is_text(value: object) -> bool:
+    """Return whether a text has no half of a surrogate pair, which JSON can hold and UTF-8 can't."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)

@@ -5,7 +5,7 @@ The harness needs the whole model in memory; perplexity does not.
 
 import difflib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import yaml
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import BlockChange
 from aespa_pl.evaluation.whole import load_whole
+from aespa_pl.models import family_of
 from aespa_pl.settings import TaskSettings
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ METRICS = ("acc_norm", "acc", "exact_match")
 """Shares of solved items; the first that a task has is its accuracy. acc_norm divides the log likelihood of
 an answer by its length."""
 SUFFIXES = (".yaml", ".yml")
-
-ModelChange = Callable[[PreTrainedModel], None]
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ def find_tasks(settings: TaskSettings) -> Tasks:
     manager = TaskManager(include_path=folders, include_defaults=len(local) < len(settings.tasks))
     names = tuple(local.get(name, name) for name in settings.tasks)
     for name in names:
-        _refuse_unknown(manager, name)
         _load(manager, name)
     return Tasks(manager, names)
 
@@ -84,19 +82,21 @@ def measure_tasks(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    change: ModelChange | None = None,
+    change: BlockChange | None = None,
 ) -> dict[str, TaskScore]:
     """Return the accuracy on each task of the model in a Hugging Face folder, which transformers loads.
 
-    ``change`` is applied to the model before it is measured (round-to-nearest, for example). Raises UserError
-    where the model does not fit into the memory that is free, or can't be loaded.
+    ``change`` changes each block before (round-to-nearest, for example). Raises UserError where the model
+    does not fit into the memory that is free, or can't be loaded.
     """
     from lm_eval import simple_evaluate  # noqa: PLC0415
     from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
 
     model = load_whole(folder, device, dtype)
     if change is not None:
-        change(model)
+        blocks = cast(nn.Module, model.get_submodule(family_of(model.config).blocks_path))
+        for index, block in enumerate(blocks.children()):
+            change(index, block)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     results = simple_evaluate(
         HFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.task_batch_size),
@@ -113,16 +113,6 @@ def measure_tasks(
     return {name: _score(name, results) for name in _reported(tasks, results)}
 
 
-def in_blocks(path: str, change: BlockChange) -> ModelChange:
-    """Return the change of a model that changes each of its blocks; ``path`` is ``Family.blocks_path``."""
-
-    def change_all(model: PreTrainedModel) -> None:
-        for index, block in enumerate(cast(nn.ModuleList, model.get_submodule(path))):
-            change(index, block)
-
-    return change_all
-
-
 class _TaskLoader(yaml.SafeLoader):
     """Reads a task file without running the functions that it names."""
 
@@ -131,7 +121,7 @@ _TaskLoader.add_multi_constructor("!", lambda _loader, _suffix, _node: None)
 
 
 def _name_in(path: Path) -> str:
-    """Return the name under which the harness knows a task file. Raises UserError where it is none."""
+    """Return the name under which the harness knows a task file."""
     try:
         # a SafeLoader's subclass
         content = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)  # noqa: S506
@@ -148,24 +138,17 @@ def _name_in(path: Path) -> str:
     return name
 
 
-def _refuse_unknown(manager: "TaskManager", name: str) -> None:
+def _load(manager: "TaskManager", name: str) -> None:
+    """Load a task and its data once; later loads take them from the disk."""
     if name not in manager.all_tasks:
-        close = difflib.get_close_matches(name, manager.all_tasks)
-        advice = (
-            f"did you mean {', '.join(close)}?" if close else "lm_eval ls tasks lists all names"
-        )
+        close = ", ".join(difflib.get_close_matches(name, manager.all_tasks))
+        advice = f"did you mean {close}?" if close else "lm_eval ls tasks lists all names"
         raise UserError(
             f"--tasks: there is no task {name}; a local one is path/to/task.yaml; {advice}"
         )
-
-
-def _load(manager: "TaskManager", name: str) -> None:
-    """Load a task and its data once; later loads take them from the disk."""
     try:
         loaded = manager.load([name])
-    except (
-        Exception
-    ) as error:  # raised by the hub, the data library, or a function in the task file
+    except Exception as error:  # of the hub, the data library, or a function in the task file
         raise UserError(
             f"--tasks: the data of {name} cannot be had ({' '.join(str(error).split())[:300]}): check the "
             "connection to the hub, or the paths in the task file"
@@ -203,10 +186,10 @@ def _score(name: str, results: Mapping[str, Any]) -> TaskScore:
 
 def _accuracy(name: str, metrics: Collection[str]) -> str:
     """Return the metric that is a task's accuracy. Raises UserError where the task has none."""
-    metric = next((metric for metric in METRICS if metric in metrics), None)
-    if metric is None:
-        raise UserError(
-            f"--tasks: {name} has none of the metrics {', '.join(METRICS)}: leave it out, or name a task "
-            "that reports one of them"
-        )
-    return metric
+    for metric in METRICS:
+        if metric in metrics:
+            return metric
+    raise UserError(
+        f"--tasks: {name} has none of the metrics {', '.join(METRICS)}: leave it out, or name a task that "
+        "reports one of them"
+    )

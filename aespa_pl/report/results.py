@@ -7,7 +7,7 @@ import numpy as np
 
 from aespa_pl.evaluation.table import ABSENT, KINDS, TextTable, joined_results
 from aespa_pl.measure import duration, human
-from aespa_pl.report.maps import final_ratios
+from aespa_pl.report.maps import Ratios, final_ratios
 from aespa_pl.report.stored import StoredRun
 
 NO_PERPLEXITY = (
@@ -39,10 +39,8 @@ def verdict(run: StoredRun) -> str:
             f"; round-to-nearest would give {nearest:.2f}, so {100 * avoided:.0f} % of its loss "
             "(in nats) is avoided"
         )
-    return (
-        f"The quantized model {words}: on {text} the perplexity goes from {original:.2f} to "
-        f"{quantized:.2f} ({100 * rise:+.0f} %){rest}."
-    )
+    change = f"from {original:.2f} to {quantized:.2f} ({100 * rise:+.0f} %)"
+    return f"The quantized model {words}: on {text} the perplexity goes {change}{rest}."
 
 
 def _texts(run: StoredRun) -> Iterator[tuple[str, float, float | None, float]]:
@@ -116,40 +114,28 @@ def _costs(run: StoredRun) -> dict[str, str]:
 def block_table(run: StoredRun) -> TextTable:
     """Return a row for each block: loss of each projection, errors, seconds and memory."""
     ratios = final_ratios(run)
-    names = [name for name in run.projections if any(key[1] == name for key in ratios)]
-    head = [*names, "output error", "tuning: before", "after", "seconds", "host memory"]
-    rows = [
-        [*(_number(ratios.get((index, name))) for name in names), *_block(record)]
-        for index, record in run.blocks.items()
-    ]
-    kept = [i for i in range(len(head)) if any(row[i] != ABSENT for row in rows)]
+    rows = {index: _block(index, record, ratios) for index, record in run.blocks.items()}
+    shown = {column for row in rows.values() for column in row}
+    last = ("output error", "tuning: before", "after", "seconds", "host memory")
+    head = [column for column in (*run.projections, *last) if column in shown]
     return TextTable(
-        ["block", *(head[i] for i in kept)],
-        [
-            [str(index), *(row[i] for i in kept)]
-            for index, row in zip(run.blocks, rows, strict=True)
-        ],
+        ["block", *head],
+        [[str(i), *(row.get(column, ABSENT) for column in head)] for i, row in rows.items()],
     )
 
 
-def _block(record: Mapping[str, Any]) -> list[str]:
-    errors, tuning, seconds = (
-        list(record["output_error"].values()),
-        record["tuning"],
-        record["seconds"],
-    )
-    peak = record["peak_bytes"].get("host")
-    return [
-        _number(errors[-1] if errors else None),
-        _number(tuning.get("start_error")),
-        _number(tuning.get("error")),
-        f"{sum(seconds.values()):.1f}" if seconds else ABSENT,
-        human(peak, "B") if peak else ABSENT,
-    ]
-
-
-def _number(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.3g}"
+def _block(index: int, record: Mapping[str, Any], ratios: Ratios) -> dict[str, str]:
+    """Return what is known of a block, by column."""
+    numbers: dict[str, float | None] = {name: x for (i, name), x in ratios.items() if i == index}
+    numbers["output error"] = next(reversed(record["output_error"].values()), None)
+    numbers["tuning: before"] = record["tuning"].get("start_error")
+    numbers["after"] = record["tuning"].get("error")
+    row = {column: f"{x:.3g}" for column, x in numbers.items() if x is not None}
+    if record["seconds"]:
+        row["seconds"] = f"{sum(record['seconds'].values()):.1f}"
+    if peak := record["peak_bytes"].get("host"):
+        row["host memory"] = human(peak, "B")
+    return row
 
 
 def by_key(runs: Sequence[StoredRun], columns: Sequence[Mapping[str, Any]]) -> TextTable:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation import whole
 from aespa_pl.evaluation.table import result_table
-from aespa_pl.evaluation.tasks import find_tasks, in_blocks, measure_tasks
+from aespa_pl.evaluation.tasks import find_tasks, measure_tasks
 from aespa_pl.evaluation.whole import refuse_too_large
 from aespa_pl.models.hub import resolve
 from aespa_pl.settings import TaskSettings
@@ -128,7 +128,7 @@ def test_a_changed_model_is_measured_as_changed(task: str) -> None:
         settings,
         device=CPU,
         dtype=torch.float32,
-        change=in_blocks("model.decoder.layers", zero),
+        change=zero,
     )
     assert visited == [0, 1, 2]
     assert found["tiny_task_of_this_test"].value == by_hand(folder, ITEMS, zeroed=True)[0]
