@@ -41,6 +41,7 @@ from aespa_pl.settings import (
     ModelSettings,
     OutputSettings,
     QuantizationSettings,
+    Settings,
 )
 from aespa_pl.walk.walk import Walk
 
@@ -125,17 +126,13 @@ def main(
     quiet_libraries()
     torch.set_num_threads(threads)
     length = 256
-    job = Job.prepare(
-        ModelSettings(model),
-        DataSettings(
-            CalibrationSettings(segment_length=length),
-            EvaluationSettings(segment_length=length),
-            batch_size=batch,
-        ),
-        quantization,
-        OutputSettings(),
-        torch.device("cpu"),
+    data = DataSettings(
+        CalibrationSettings(segment_length=length),
+        EvaluationSettings(segment_length=length),
+        batch_size=batch,
     )
+    settings = Settings(ModelSettings(model), data, quantization, OutputSettings())
+    job = Job.prepare(settings, torch.device("cpu"))
     if partial:
         job = replace(job, quantization=replace(job.quantization, types={}))
     sets = [_calibration(job, name)[:segments] for name in calibration]

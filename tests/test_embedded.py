@@ -16,6 +16,7 @@ from aespa_pl.settings import (
     ModelSettings,
     OutputSettings,
     QuantizationSettings,
+    Settings,
 )
 
 FAMILIES = ["opt", "bloom", "llama"]
@@ -29,8 +30,8 @@ def prepare(family: str, tmp_path: Path) -> Job:
         cache=str(tmp_path),
     )
     model = ModelSettings(f"embedded:{family}")
-    settings = (data, QuantizationSettings(), OutputSettings(str(tmp_path)))
-    return Job.prepare(model, *settings, torch.device("cpu"))
+    settings = Settings(model, data, QuantizationSettings(), OutputSettings(str(tmp_path)))
+    return Job.prepare(settings, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,12 +6,11 @@ The Python call quantizes by :func:`quantize` as well.
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from aespa_pl.commands import evaluate, fit
@@ -21,20 +20,15 @@ from aespa_pl.commands.exported import measure_exported, quantized_folder
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.loggers import Loggers
 from aespa_pl.commands.output import PipeConsole, print_results, quiet_libraries, quiet_writers
-from aespa_pl.commands.resuming import note_own
 from aespa_pl.commands.sections import AespaCLI
-from aespa_pl.commands.trainer_section import TRAINER_KEYS
-from aespa_pl.commands.trainers import BlockTrainers, check_trainer, check_tuning, first_trainer
+from aespa_pl.commands.trainers import BlockTrainers, check_tuning, first_trainer
 from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
 from aespa_pl.distributed.processes import PeerLostError, World
 from aespa_pl.planning.shape import Devices
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import LAST
-from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
-from aespa_pl.settings import TaskSettings
-from aespa_pl.storage.files import write_text
 
 PEER_LOST = 1
 """Status of a process whose peers have ended; if a mistake was made, another process reports it."""
@@ -55,9 +49,8 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
         if words[0] == "test":
             _test(parsed)
         elif parsed.config.print_config:
-            sys.stdout.write(
-                parsed.text(parsed.planned(_first_trainer(parsed).strategy.root_device.type))
-            )
+            device = first_trainer(parsed).strategy.root_device.type
+            sys.stdout.write(parsed.text(parsed.planned(device)))
         else:
             _fit(parsed, interruption)
     except PeerLostError as error:
@@ -77,45 +70,23 @@ def quantize(
 
     Raises UserError where something that the user gave can't work; finished blocks stay on disk.
     """
-    settings, trainer = parsed.settings, _first_trainer(parsed)
-    job = _job(parsed, trainer)  # before other processes: most mistakes are noticed here
-    saved = parsed.text(job.quantization)
-    check_tuning(trainer, settings.trainer, job.quantization.tuning, job.work)
-    loggers = Loggers(
-        parsed.config.trainer.logger, lambda chosen: parsed.new_section(logger=chosen).logger
-    )
+    trainer, smoke_test = first_trainer(parsed), parsed.trainer_section.fast_dev_run
+    job = Job.prepare(parsed.settings, trainer.strategy.root_device)
+    # all of this before other processes start: most mistakes are noticed here
+    saved, loggers = parsed.text(job.quantization), Loggers(parsed)
+    check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
     world = _launch(trainer, console)
-
-    def begin(run: Run) -> list[Logger]:
-        write_text(run.folder / "config.yaml", saved)
-        note_own(run.folder)
-        interruption.run_folder = run.folder
-        interruption.how_to_continue = how_to_continue(run.folder)
-        return loggers.begin(run, saved)
-
     with WalkProgress(console) as progress:
-        if settings.trainer.fast_dev_run:
+        if smoke_test:
             progress.say(
                 "smoke test (trainer.fast_dev_run): one block, few segments and steps, no model"
             )
-        trainers = BlockTrainers(
-            begin=begin,
-            section=lambda: parsed.new_section(logger=False),
-            loggers=loggers.of,
-            instantiate=parsed.instantiate_trainer,
-            first=trainer,
-            output=settings.output,
-            iterations=settings.quantization.rounding.iterations,
-            interruption=interruption,
-            progress=progress,
-            world=world,
-        )
         run, metrics = fit.fit(
             job,
-            settings.ckpt_path,
-            trainers=trainers,
+            parsed.config.ckpt_path,
+            trainers=BlockTrainers(parsed, saved, trainer, loggers, interruption, progress, world),
             progress=progress,
-            one_block=settings.trainer.fast_dev_run,
+            one_block=smoke_test,
             devices=Devices(trainer.world_size, trainer.num_nodes),
             world=world,
         )
@@ -129,38 +100,27 @@ def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
     run, metrics = quantize(parsed, interruption, console)
     print_results(console, metrics, evaluate.method_of(run))
     console.print(f"{metrics['seconds']['quantization']:.0f} s for the quantization")
-    if not parsed.settings.trainer.fast_dev_run:
+    if not parsed.trainer_section.fast_dev_run:
         console.print(f"quantized model: {run.model_folder}", soft_wrap=True)
     console.print(str(run.folder), soft_wrap=True)
 
 
 def _test(parsed: AespaCLI) -> None:
     """Measure, and print the results."""
-    s, trainer, console = parsed.settings, _first_trainer(parsed), PipeConsole()
-    tasks = TaskSettings(**{key.name: s[key.name] for key in fields(TaskSettings)})
-    if (exported := quantized_folder(s.model)) is not None:
+    trainer, console, model = first_trainer(parsed), PipeConsole(), parsed.settings.model
+    if (exported := quantized_folder(model)) is not None:
         device = trainer.strategy.root_device
-        metrics = measure_exported(exported, s.model, s.data, tasks, device)
+        metrics = measure_exported(exported, model, parsed.settings.data, parsed.tasks, device)
         print_results(console, metrics, exported.name)
         return
-    job = _job(parsed, trainer)
+    job = Job.prepare(parsed.settings, trainer.strategy.root_device)
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:
-        run, metrics = evaluate.test(job, s.ckpt_path or LAST, tasks, progress, world)
+        run, metrics = evaluate.test(
+            job, parsed.config.ckpt_path or LAST, parsed.tasks, progress, world
+        )
     print_results(console, metrics, evaluate.method_of(run))
     console.print(str(run.folder), soft_wrap=True)
-
-
-def _first_trainer(parsed: AespaCLI) -> Trainer:
-    """Return a Trainer that knows the device and the processes; each block gets its own later."""
-    section = parsed.settings.trainer
-    check_trainer({**TRAINER_KEYS, **section})
-    return first_trainer(parsed.instantiate_trainer, section)
-
-
-def _job(parsed: AespaCLI, trainer: Trainer) -> Job:
-    s = parsed.settings
-    return Job.prepare(s.model, s.data, s.quantization, s.output, trainer.strategy.root_device)
 
 
 def _launch(trainer: Trainer, console: Console) -> World:

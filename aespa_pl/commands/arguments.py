@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, NamedTuple, Self, get_type_hints
 
 import yaml
 
@@ -43,6 +43,14 @@ class Option:
         return [f"--{self.key}"] if self.value is None else [f"--{self.key}={self.value}"]
 
 
+class Given(NamedTuple):
+    """Holds the value of a key, and the configuration that has it: empty for the command line."""
+
+    key: str
+    value: Any
+    file: str = ""
+
+
 @dataclass(frozen=True)
 class Arguments:
     """Holds the options of a command in their order; the last one of a key wins."""
@@ -62,14 +70,11 @@ class Arguments:
                 raise UserError(
                     f"{word} stands alone: a key comes before each value, such as --config {word}"
                 )
-            key, equals, value = word.removeprefix("--").partition("=")
-            takes_next = not equals and rest and not rest[0].startswith("--")
-            if FLAGS.match(word):
-                options.append(Option(key, value if equals else None))
-            else:
-                options.append(
-                    Option(key, rest.pop(0) if takes_next else value if equals else None)
-                )
+            key, equals, text = word.removeprefix("--").partition("=")
+            value = text if equals else None
+            if not (equals or FLAGS.match(word)) and rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            options.append(Option(key, value))
         return cls(tuple(options))
 
     @property
@@ -81,26 +86,32 @@ class Arguments:
         """Return the value that was given to a key, None if there is none."""
         return next((o.value for o in reversed(self.options) if o.key == key), None)
 
+    def given(self) -> list[Given]:
+        """Return all keys in their order, those of a configuration in its place; the last one counts."""
+        keys: list[Given] = []
+        for option in self.options:
+            if option.key == "config" and option.value:
+                content = read_configuration(Path(option.value))
+                keys += [Given(key, value, option.value) for key, value in leaves(content)]
+            else:
+                keys.append(Given(option.key.removesuffix("+"), option.value))
+        return keys
+
     def setting(self, key: str, default: str) -> str:
         """Return the value of a key among the options or in their configurations."""
-        found = default
-        for option in self.options:
-            if option.key == key and option.value:
-                found = option.value
-            elif option.key == "config" and option.value:
-                found = str(dict(leaves(read_configuration(Path(option.value)))).get(key, found))
-        return found
+        values = [str(each.value) for each in self.given() if each.key == key and each.value]
+        return values[-1] if values else default
 
     def with_configurations(self) -> Self:
         """Return the options with the path of each configuration.
 
         Raises UserError where there is no such file.
         """
-        found = (
+        options = (
             Option(o.key, str(find_configuration(o.value))) if o.key == "config" and o.value else o
             for o in self.options
         )
-        return replace(self, options=tuple(found))
+        return replace(self, options=tuple(options))
 
     def without(self, name: str) -> Self:
         """Return the options without a key, and without those of a section of that name."""
@@ -154,12 +165,12 @@ def read_configuration(path: Path) -> Mapping[str, Any]:
 
 def leaves(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Return the values of a nested mapping by whole key."""
-    found: list[tuple[str, Any]] = []
+    values: list[tuple[str, Any]] = []
     for name, value in content.items():
         key = f"{prefix}{name}"
         is_section = any(known.startswith(f"{key}.") for known in KEYS)
         if isinstance(value, Mapping) and (is_section or key not in KEYS):
-            found += leaves(value, f"{key}.")
+            values += leaves(value, f"{key}.")
         else:
-            found.append((key, value))
-    return found
+            values.append((key, value))
+    return values

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from aespa_pl.commands.checked import block_dtype
-from aespa_pl.commands.job import held_out_texts
+from aespa_pl.commands.job import block_dtype, held_out_texts
 from aespa_pl.commands.limits import check_length, evaluation_length
 from aespa_pl.commands.output import store
 from aespa_pl.errors import UserError

@@ -1,28 +1,97 @@
-"""Check model, texts and settings before a command's work begins."""
+"""Check model, texts and settings before a command's work begins, in ``fit``, ``test`` and ``plan`` alike."""
 
 import hashlib
-import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import aespa_pl
 from aespa_pl.block.quantized import grid_format, nearest_weight
-from aespa_pl.commands.checked import Checked, checked, find_model
+from aespa_pl.commands.block_types import block_types, check_format
+from aespa_pl.commands.limits import (
+    calibration_length,
+    check_bits_of,
+    check_groups,
+    check_histograms,
+    check_length,
+    check_output,
+    evaluation_length,
+)
 from aespa_pl.data.texts import short_names
 from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Family
+from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
+from aespa_pl.planning.budget import resolved_data
+from aespa_pl.planning.shape import ONE_DEVICE, Devices, Setup, Shape, Work
+from aespa_pl.resolve import resolved
 from aespa_pl.run.fingerprint import model_fingerprint
-from aespa_pl.settings import DataSettings, ModelSettings, OutputSettings, QuantizationSettings
+from aespa_pl.settings import DataSettings, ModelSettings, Settings
 from aespa_pl.storage.cache import cache_folder
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Checked(Settings):
+    """Holds settings that fit a model's config.json and the device; :func:`checked` makes it.
+
+    The method has replaced every null of the quantization; no setting is auto.
+    """
+
+    device: torch.device
+    config: PreTrainedConfig
+    stored: torch.dtype
+    """Type of the weights in the model's files."""
+
+    @property
+    def family(self) -> Family:
+        """Return what is known of the model's family."""
+        return family_of(self.config)
+
+    @property
+    def shape(self) -> Shape:
+        """Return the sizes of the model, from which its needs follow."""
+        return Shape.of(self.config, self.family)
+
+    @property
+    def work(self) -> Work:
+        """Return the amount of calibration text."""
+        return Work(
+            self.data.calibration.segments,
+            self.segment_length,
+            min(self.data.batch, self.data.calibration.segments),
+            self.dtype.itemsize,
+        )
+
+    def setup(self, devices: Devices = ONE_DEVICE) -> Setup:
+        """Return what the needs of a run on these devices follow from."""
+        return Setup(self.shape, self.work, self.data, self.quantization, self.device, devices)
+
+    @property
+    def segment_length(self) -> int:
+        """Return the number of tokens in a calibration segment."""
+        return calibration_length(self.data, self.family.positions(self.config))
+
+    @property
+    def evaluation_length(self) -> int:
+        """Return the number of tokens in a segment of held-out text."""
+        return evaluation_length(self.data, self.family.positions(self.config))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type that blocks run in."""
+        return block_dtype(self.model, self.device, self.stored)
+
+    @property
+    def runs_folder(self) -> Path:
+        """Return the folder of the runs of this name."""
+        return Path(self.output.folder).expanduser() / self.output.name
 
 
 @dataclass(frozen=True)
@@ -32,29 +101,14 @@ class Job(Checked):
     pretrained: PretrainedFolder
 
     @classmethod
-    def prepare(
-        cls,
-        model: ModelSettings,
-        data: DataSettings,
-        quantization: QuantizationSettings,
-        output: OutputSettings,
-        device: torch.device,
-    ) -> "Job":
-        """Open the model's folder and refuse what cannot work with it.
+    def prepare(cls, settings: Settings, device: torch.device) -> "Job":
+        """Open the model's folder.
 
         Raises UserError where the model can't be found, read or quantized with these settings.
         """
-        folder = find_model(model, quantization, output, device, weights=True)
-        pretrained = PretrainedFolder.open(folder, cache_folder(data.cache))
-        found = checked(
-            model,
-            data,
-            quantization,
-            output,
-            device,
-            config=pretrained.config,
-            stored=pretrained.dtype,
-        )
+        folder = find_model(settings, device, weights=True)
+        pretrained = PretrainedFolder.open(folder, cache_folder(settings.data.cache))
+        found = checked(settings, device, config=pretrained.config, stored=pretrained.dtype)
         return cls(**vars(found), pretrained=pretrained)
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:
@@ -123,6 +177,53 @@ class Job(Checked):
     def cache(self) -> Path:
         """Return the folder of tokens, weights and perplexities that later runs need again."""
         return cache_folder(self.data.cache)
+
+
+def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Path:
+    """Return the model's folder, after refusing what can't work with any model: it may take a download.
+
+    Without ``weights``, only config.json is needed. Raises UserError where settings contradict each other, or
+    there is no such model.
+    """
+    check_format(settings.quantization)
+    resolved(settings.quantization, device.type)
+    check_output(settings.output)
+    return resolve(settings.model.pretrained, settings.model.revision, weights=weights)
+
+
+def checked(
+    settings: Settings, device: torch.device, *, config: PreTrainedConfig, stored: torch.dtype
+) -> Checked:
+    """Return settings without auto. Raises UserError where the model can't be quantized with them."""
+    family, quantization = family_of(config), settings.quantization
+    layouts, positions = family.layouts(config), family.positions(config)
+    shape = Shape.of(config, family)
+    # a YAML file has the number of a block as a number
+    bits_of = {str(key): bits for key, bits in quantization.bits_of.items()}
+    types = block_types(quantization, config)
+    quantization = replace(quantization, bits_of=bits_of, types=types)
+    quantization = resolved(quantization, device.type, shape.hidden)
+    length = calibration_length(settings.data, positions)
+    check_length("calibration", length, positions, settings.model.pretrained)
+    held_out = evaluation_length(settings.data, positions)
+    check_length("evaluation", held_out, positions, settings.model.pretrained)
+    check_bits_of(layouts, quantization)
+    if quantization.format == "uniform":
+        check_groups(shape, quantization)
+    check_histograms(settings.output.histograms, layouts)
+    bytes_ = block_dtype(settings.model, device, stored).itemsize
+    data = resolved_data(
+        settings.data, quantization, shape, device, length=length, dtype_bytes=bytes_
+    )
+    return Checked(settings.model, data, quantization, settings.output, device, config, stored)
+
+
+def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """Return the type that blocks run in; CPUs are slow in types of two bytes."""
+    if model.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, model.dtype)
+        return chosen
+    return torch.float32 if device.type == "cpu" else stored
 
 
 def held_out_texts(

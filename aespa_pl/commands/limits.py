@@ -54,12 +54,6 @@ def evaluation_length(data: DataSettings, positions: int | None) -> int:
     return data.evaluation.segment_length or min(positions or EVALUATION_LENGTH, EVALUATION_LENGTH)
 
 
-def check_lengths(data: DataSettings, positions: int | None, model: str) -> None:
-    """Raise UserError if a segment of either kind of text can't be used with the model."""
-    check_length("calibration", calibration_length(data, positions), positions, model)
-    check_length("evaluation", evaluation_length(data, positions), positions, model)
-
-
 def check_length(section: str, length: int, positions: int | None, model: str) -> None:
     """Raise UserError if a segment is too short to predict anything or too long for the model."""
     key = f"data.{section}.segment_length"

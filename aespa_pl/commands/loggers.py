@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.errors import UserError
 from aespa_pl.report.stored import flat
 from aespa_pl.report.tensorboard import LossesFirst, show_configuration, show_result
@@ -26,15 +27,16 @@ WALK = "walk"
 class Loggers:
     """Gives each logger the names of the run and of what is trained."""
 
-    def __init__(self, chosen: Any, make: Callable[[list[Namespace]], list[Logger]]) -> None:
-        """Keep ``trainer.logger`` as it was given, and what makes loggers of classes and their arguments.
+    def __init__(self, parsed: AespaCLI) -> None:
+        """Keep ``trainer.logger`` as it was given.
 
         Raises UserError where a logger can't be given the name of a block.
         """
+        chosen = parsed.config.trainer.logger
         self._default = chosen in (None, True)
         listed = chosen if isinstance(chosen, Sequence) else [chosen]
         self._chosen = [each for each in listed if isinstance(each, Namespace)]
-        self._make = make
+        self._parsed = parsed
         self._walk: list[LossesFirst] = []
         for each in self._chosen:
             _names(each, "", "")
@@ -48,15 +50,17 @@ class Loggers:
         for each in named:
             for key, value in _names(each, parent.name, f"{version}/{curves}").items():
                 each.init_args[key] = value
-        return [_forgiven(logger) for logger in self._make(named)]
+        return [
+            _forgiven(logger) for logger in self._parsed.new_trainer_section(logger=named).logger
+        ]
 
     def begin(self, run: Run, configuration: str) -> list[Logger]:
         """Return the loggers of the curves over the blocks; TensorBoard shows the configuration too."""
-        found = self.of(run, WALK)
-        self._walk = [logger for logger in found if isinstance(logger, LossesFirst)]
+        loggers = self.of(run, WALK)
+        self._walk = [logger for logger in loggers if isinstance(logger, LossesFirst)]
         for logger in self._walk:
             show_configuration(logger.experiment, configuration)
-        return found
+        return loggers
 
     def show_result(self, quantization: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
         """Add the run to the hparams tab of TensorBoard; one that was finished before is there already."""

@@ -3,6 +3,7 @@
 Each key and value of our own sections is checked here; Lightning checks the section of its Trainer.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,9 +22,7 @@ from aespa_pl.commands.arguments import (
     REQUIRED,
     TASK_KEYS,
     Arguments,
-    leaves,
-    read_configuration,
-)  # fmt: skip
+)
 from aespa_pl.errors import UserError
 from aespa_pl.settings import EXPECTED, SECTIONS, QuantizationSettings, TaskSettings
 
@@ -41,26 +40,22 @@ def refuse_mistakes(arguments: Arguments, command: str) -> None:
     if arguments.wants_help:
         return
     own: dict[str, dict[str, Any]] = {"test": TASK_KEYS, "plan": {PLAN_DEVICE: str}}
-    kinds = KEYS | own.get(command, {})
-    parser = _parser()
-    mistakes, seen, typed = list[str](), set[str](), list[tuple[str, Any]]()
-    for option in arguments.options:
-        key = option.key.removesuffix("+")
-        if FLAGS.match(f"--{option.key}"):
+    parser, mistakes, seen = _parser(), list[str](), set[str]()
+    by_file = defaultdict[str, list[tuple[str, Any]]](list)
+    for key, value, file in arguments.given():
+        if not file and FLAGS.match(f"--{key}"):
             continue
-        if option.value is None:
+        if not file and value is None:
             mistakes.append(f"{key} has no value: give one after --{key}")
-        elif key == "config":
-            found = leaves(read_configuration(Path(option.value)))
-            seen.update(inner for inner, _ in found)
-            # tasks may name files that run Python, so they stand where the user sees them
-            mistakes += _mistakes(parser, KEYS, found, f" ({option.value})")
-        elif key in SECTIONS and _is_section(option.value):
+        elif not file and key in SECTIONS and _is_section(value):
             seen.add(REQUIRED)  # a section as a whole, in JSON or in a file: the parser's to check
         else:
             seen.add(key)
-            typed.append((key, option.value))
-    mistakes += _mistakes(parser, kinds, typed, "")
+            by_file[file].append((key, value))
+    for file, given in by_file.items():
+        # tasks may name files that run Python, so they stand where the user sees them
+        kinds = KEYS if file else KEYS | own.get(command, {})
+        mistakes += _mistakes(parser, kinds, given, f" ({file})" if file else "")
     if REQUIRED not in seen:
         mistakes.append(
             f"{REQUIRED} is missing: give --{REQUIRED} FOLDER, or a configuration with --config"
@@ -76,18 +71,15 @@ def refuse_other_methods(arguments: Arguments, methods: Sequence[str] = ()) -> N
     keys alone, such as paper.yaml, is laid over a method on purpose. Without ``methods``, the options choose
     one.
     """
-    wanted, complete = QuantizationSettings().method, dict[str, str]()
-    for option in arguments.options:
-        if option.key == METHOD and option.value:
-            wanted = option.value
-        elif option.key == "config" and option.value:
-            given = dict(leaves(read_configuration(Path(option.value))))
-            wanted = given.get(METHOD, wanted)
-            if METHOD in given and all(given.get(key) is not None for key in DECIDED):
-                complete[option.value] = given[METHOD]
-    for file, method in complete.items():
-        others = [other for other in methods or (wanted,) if other != method]
-        if others:
+    wanted = methods or [arguments.setting(METHOD, QuantizationSettings().method)]
+    by_file = defaultdict[str, dict[str, Any]](dict)
+    for each in arguments.given():
+        by_file[each.file][each.key] = each.value
+    for file, values in by_file.items():
+        method = values.get(METHOD)
+        others = [other for other in wanted if other != method]
+        is_complete = method and all(values.get(key) is not None for key in DECIDED)
+        if file and is_complete and others:
             raise UserError(
                 f"config: {file} is the configuration of a run and sets all that {METHOD} decides, so "
                 f"{', '.join(others)} would give {method}'s result: take the configuration that the run was "
@@ -98,8 +90,8 @@ def refuse_other_methods(arguments: Arguments, methods: Sequence[str] = ()) -> N
 def nearest(name: str, known: Sequence[str]) -> str:
     """Return ``: did you mean X?`` for a misspelt name, the empty string where nothing is near."""
     same_end = [key for key in known if key.split(".")[-1] == name.rsplit(".", maxsplit=1)[-1]]
-    found = same_end[:1] or get_close_matches(name, known, n=1)
-    return f": did you mean {found[0]}?" if found else ""
+    likely = same_end[:1] or get_close_matches(name, known, n=1)
+    return f": did you mean {likely[0]}?" if likely else ""
 
 
 def expected(kind: Any) -> str:
@@ -124,14 +116,14 @@ def _mistakes(
     All values are tried together first, because the parser takes as long for one of them.
     """
     right = _takes(parser, [(key, value) for key, value in given if key in kinds], where)
-    found = []
+    mistakes = []
     for key, value in given:
         if key not in kinds:
-            found += _unknown(kinds, key, where)
+            mistakes += _unknown(kinds, key, where)
         elif not right and not _takes(parser, [(key, value)], where):
             shown = "null" if value is None else value
-            found.append(f"{key} is {shown}: expected {expected(kinds[key])}{where}")
-    return found
+            mistakes.append(f"{key} is {shown}: expected {expected(kinds[key])}{where}")
+    return mistakes
 
 
 def _is_section(value: str) -> bool:

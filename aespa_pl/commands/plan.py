@@ -8,12 +8,11 @@ import torch
 from rich.table import Table
 
 from aespa_pl.commands.arguments import PLAN_DEVICE, Arguments, Option
-from aespa_pl.commands.checked import checked, find_model
+from aespa_pl.commands.job import checked, find_model
 from aespa_pl.commands.limits import shortages, tuning_shortages
 from aespa_pl.commands.output import PipeConsole, quiet_libraries
 from aespa_pl.commands.sections import AespaCLI
-from aespa_pl.commands.trainer_section import TRAINER_KEYS
-from aespa_pl.commands.trainers import check_trainer, check_tuning, first_trainer
+from aespa_pl.commands.trainers import check_tuning, first_trainer
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config
 from aespa_pl.planning.arithmetic import product_rate
@@ -37,16 +36,15 @@ def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG0
     if rented:  # this machine need not have the device
         arguments = arguments.without("plan").then(Option("trainer.accelerator", "cpu"))
     parsed = AespaCLI(arguments, "plan")
-    settings = parsed.settings
-    check_trainer({**TRAINER_KEYS, **settings.trainer})
-    trainer = first_trainer(parsed.instantiate_trainer, settings.trainer)
+    trainer = first_trainer(parsed)
     device = torch.device("cuda") if rented else trainer.strategy.root_device
-    data = replace(settings.data, memory_gb=rented[0]) if rented else settings.data
-    model, quantization, output = settings.model, settings.quantization, settings.output
-    config = read_config(find_model(model, quantization, output, device, weights=False))
+    settings = parsed.settings
+    if rented:
+        settings = replace(settings, data=replace(settings.data, memory_gb=rented[0]))
+    config = read_config(find_model(settings, device, weights=False))
     stored = getattr(config, "dtype", None) or torch.float32
-    job = checked(model, data, quantization, output, device, config=config, stored=stored)
-    check_tuning(trainer, settings.trainer, job.quantization.tuning, job.work)
+    job = checked(settings, device, config=config, stored=stored)
+    check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
     setup = job.setup(Devices(trainer.world_size, trainer.num_nodes))
     refused = tuning_shortages(setup)
     rate = rented[1] if rented else product_rate(device, job.shape.hidden, MEASURING_SECONDS)

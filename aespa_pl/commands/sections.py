@@ -4,8 +4,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,12 +17,12 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from aespa_pl.commands.arguments import KEYS, Arguments
 from aespa_pl.commands.help import add_general
 from aespa_pl.commands.trainer_section import (
+    OWN_KEYS,
     TRAINER_DEFAULTS,
     first_cause,
     refuse_trainer_keys,
     value_refused,
-)  # fmt: skip
-from aespa_pl.commands.trainers import OWN_KEYS
+)
 from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
@@ -30,7 +30,7 @@ from aespa_pl.models.headers import read_config
 from aespa_pl.models.hub import here
 from aespa_pl.planning.shape import Shape
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import SECTIONS, QuantizationSettings, TaskSettings
+from aespa_pl.settings import SECTIONS, QuantizationSettings, Settings, TaskSettings
 
 log = logging.getLogger(__name__)
 
@@ -110,16 +110,28 @@ class AespaCLI(LightningCLI):
         self.config_init = self.made(self.config)
 
     @property
-    def settings(self) -> Namespace:
-        """Return the sections as objects."""
-        return cast(Namespace, self.config_init)
+    def settings(self) -> Settings:
+        """Return our sections."""
+        return Settings(**{name: self.config_init[name] for name in SECTIONS})
+
+    @property
+    def tasks(self) -> TaskSettings:
+        """Return the keys that only test takes."""
+        return TaskSettings(
+            **{key.name: self.config_init[key.name] for key in fields(TaskSettings)}
+        )
+
+    @property
+    def trainer_section(self) -> Namespace:
+        """Return Lightning's section."""
+        return cast(Namespace, self.config_init.trainer)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return a Trainer of the section with other values for some keys."""
         # a smoke test is a run in small; Lightning's own would log and save nothing
         return super().instantiate_trainer(**{"fast_dev_run": False, **kwargs})
 
-    def new_section(self, **changes: Any) -> Namespace:
+    def new_trainer_section(self, **changes: Any) -> Namespace:
         """Return the section of the Trainer with new callbacks, because they keep a state."""
         config = self.config.clone()
         for key, value in changes.items():
@@ -149,18 +161,9 @@ class AespaCLI(LightningCLI):
         content["quantization"] = json.loads(json.dumps(asdict(quantization)))  # plain numbers only
         # a run may be continued, measured and exported from another folder
         model, data = content["model"], content["data"]
-        texts, held_out = data["calibration"], data["evaluation"]
         model["pretrained"] = _absolute(model["pretrained"], Path.is_dir)
-        source = texts["source"]
-        texts["source"] = (
-            _absolute_text(source)
-            if isinstance(source, str)
-            else {_absolute_text(name): proportion for name, proportion in source.items()}
-        )
-        one = isinstance(held_out["texts"], str)
-        held_out["texts"] = (
-            _absolute_text(held_out["texts"]) if one else [*map(_absolute_text, held_out["texts"])]
-        )
+        for section, key in (("calibration", "source"), ("evaluation", "texts")):
+            data[section][key] = _absolute_texts(data[section][key])
         if data["cache"]:
             data["cache"] = _absolute(data["cache"], lambda _: True)
         return yaml.safe_dump(content, sort_keys=False)
@@ -172,22 +175,14 @@ class AespaCLI(LightningCLI):
         """
         model, given = self.settings.model, self.settings.quantization
         folder = here(model.pretrained, model.revision)
-        if folder is not None:
-            config = read_config(folder)
-            return resolved(given, device, Shape.of(config, family_of(config)).hidden)
-        log.warning(
-            "%s is not on this machine, so learning rates that depend on its hidden size stay null",
-            model.pretrained,
-        )
-        found = resolved(given, device)
-        old, new = given.tuning, found.tuning
-        blocks = replace(
-            new.blocks, integer_rate=old.blocks.integer_rate, scale_rate=old.blocks.scale_rate
-        )
-        whole = replace(
-            new.model, integer_rate=old.model.integer_rate, scale_rate=old.model.scale_rate
-        )
-        return replace(found, tuning=replace(new, blocks=blocks, model=whole))
+        if folder is None:
+            log.warning(
+                "%s is not on this machine, so learning rates that depend on its hidden size stay null",
+                model.pretrained,
+            )
+            return resolved(given, device, width=None)
+        config = read_config(folder)
+        return resolved(given, device, Shape.of(config, family_of(config)).hidden)
 
     def made(self, config: Any) -> Namespace:
         """Return a configuration's sections as objects.
@@ -206,21 +201,21 @@ class AespaCLI(LightningCLI):
 
 def _shrink(config: Any) -> None:
     """Make a smoke test of a configuration, which is also what the run's folder stores."""
-    calibration, quantization, name = (
-        config.data.calibration,
-        config.quantization,
-        config.output.name,
-    )
+    calibration, quantization = config.data.calibration, config.quantization
     calibration.segments = min(calibration.segments, SMOKE_SEGMENTS)
     quantization.rounding.iterations = min(quantization.rounding.iterations, SMOKE_ITERATIONS)
     quantization.tuning.blocks.epochs = quantization.tuning.model.epochs = 1
     config.data.evaluation.texts = []
-    config.output.name = f"{name.removesuffix(SMOKE_NAME)}{SMOKE_NAME}"
+    config.output.name = config.output.name.removesuffix(SMOKE_NAME) + SMOKE_NAME
 
 
-def _absolute_text(source: str) -> str:
-    """Return the absolute path of a text's file; a file named c4 is not the text c4."""
-    return _absolute(source, Path.is_file) if is_file(source) else source
+def _absolute_texts(given: Any) -> Any:
+    """Return texts, one or a list or keys, with the absolute paths of files; a file named c4 is not c4."""
+    if isinstance(given, Mapping):
+        return {_absolute_texts(name): proportion for name, proportion in given.items()}
+    if isinstance(given, list):
+        return [*map(_absolute_texts, given)]
+    return _absolute(given, Path.is_file) if is_file(given) else given
 
 
 def _absolute(given: str, is_meant: Callable[[Path], bool]) -> str:

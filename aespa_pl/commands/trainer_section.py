@@ -11,12 +11,28 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentError
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
 
-from aespa_pl.commands.arguments import FREE, Arguments, read_configuration
+from aespa_pl.commands.arguments import FREE, Arguments, Given, read_configuration
 from aespa_pl.commands.mistakes import nearest
-from aespa_pl.commands.trainers import DECIDED, OWN_KEYS
 from aespa_pl.errors import UserError
 
+OWN_KEYS = (
+    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time",
+    "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
+)  # fmt: skip
+"""Keys of the Trainer that would change the number of iterations, which the walk decides."""
+DECIDED = (
+    "is decided by the walk: set quantization.tuning.blocks.epochs and quantization.tuning.model.epochs, or "
+    "quantization.rounding.iterations where the method learns the rounding"
+)
+"""Words about each of these keys."""
+CHANGE_STEPS = (
+    "GradientAccumulationScheduler", "StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder",
+)  # fmt: skip
+"""Lightning's callbacks that change the steps, the rates or the batches of a training."""
+PRECISIONS = (None, 32, "32", "32-true")
+"""Values of trainer.precision that mean what Lightning means by them here."""
 TRAINER_DEFAULTS = {
     "accelerator": "auto",
     "devices": 1,
@@ -52,32 +68,63 @@ def refuse_trainer_keys(arguments: Arguments) -> None:
 
 
 def _names_given(arguments: Arguments) -> list[str]:
-    """Return the keys of the section that are given, each without the section's name and without ``+``."""
-    keys: list[str] = []
-    for option in arguments.options:
-        if option.key == "config" and option.value:
-            path = Path(option.value)
-            for key, value in read_configuration(path).items():
-                keys += _whole_keys(str(key), value, path.parent)
-        else:
-            keys += _whole_keys(option.key, option.value, Path())
-    sections = (key.split(".") for key in keys)
-    return [rest[0].removesuffix("+") for section, *rest in sections if section == FREE and rest]
+    """Return the keys of the section that are given, each without the section's name."""
+    names: list[str] = []
+    for each in arguments.given():
+        section, _, name = each.key.partition(".")
+        if section == FREE:
+            names += [name.partition(".")[0]] if name else _names_in(each)
+    return names
 
 
-def _whole_keys(key: str, value: Any, folder: Path) -> list[str]:
-    """Return a key, or in the place of the section as a whole the keys in it.
+def _names_in(whole: Given) -> list[str]:
+    """Return the keys in a section that is given as a whole: in JSON, or in a file beside its configuration.
 
-    The section is a mapping, one in JSON, or a file, whose path begins at ``folder``. Raises UserError where
-    that can't be read.
+    Raises UserError where that can't be read.
     """
-    if key != FREE:
-        return [key]
-    content = _value(value) if isinstance(value, str) else value
+    content = _value(whole.value)
     if isinstance(content, str):
-        path = folder / Path(content).expanduser()
+        path = Path(whole.file).parent / Path(content).expanduser()
         content = read_configuration(path) if path.is_file() else None  # else the parser refuses it
-    return [f"{FREE}.{inner}" for inner in content] if isinstance(content, Mapping) else []
+    return [*content] if isinstance(content, Mapping) else []
+
+
+def check_trainer(trainer: Mapping[str, Any]) -> None:
+    """Raise UserError where the trainer section asks for something that a walk can't do."""
+    for callback in listed(trainer["callbacks"]):
+        if isinstance(callback, ProgressBar):
+            raise UserError(
+                f"trainer.callbacks has {type(callback).__name__}: remove it, because fit shows bars of its "
+                "own"
+            )
+        if type(callback).__name__ in CHANGE_STEPS:
+            raise UserError(
+                f"trainer.callbacks has {type(callback).__name__}: remove it, because steps, learning "
+                "rates and batches are decided by quantization.rounding and quantization.tuning"
+            )
+    if trainer["log_every_n_steps"] in (None, 0):
+        raise UserError(
+            f"trainer.log_every_n_steps is {trainer['log_every_n_steps']}: expected 1 or more steps"
+        )
+    if trainer["precision"] not in PRECISIONS:
+        raise UserError(
+            f"trainer.precision is {trainer['precision']}, but rounding variables are learned in "
+            "32-true: set quantization.products for the matrix products, and model.dtype for the "
+            "model's own passes"
+        )
+    if trainer["gradient_clip_val"] is not None:
+        # each portion and each device would be clipped by a norm of its own
+        raise UserError(
+            f"trainer.gradient_clip_val is {trainer['gradient_clip_val']}: remove it, because the result "
+            "would depend on the memory and the devices that learning is divided by"
+        )
+
+
+def listed(one_or_more: Any) -> list[Any]:
+    """Return what Lightning takes alone or in a list as a list."""
+    if one_or_more is None:
+        return []
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 
 def value_refused(error: ArgumentError, arguments: Arguments, command: str) -> str:
@@ -115,24 +162,19 @@ def _unknown_classes(name: str, arguments: Arguments) -> str | None:
 
 def _class_paths(key: str, arguments: Arguments) -> list[str]:
     """Return the names and import paths of classes that are given for a key."""
-    given: list[Any] = []
-    for option in arguments.options:
-        if option.key.removesuffix("+") in (key, f"{key}.class_path"):
-            given.append(_value(option.value or ""))
-        elif option.key == "config" and option.value:
-            section = read_configuration(Path(option.value)).get(FREE)
-            given.append(section.get(key.split(".")[1]) if isinstance(section, Mapping) else None)
+    keys = (key, f"{key}.class_path")
+    given = [_value(each.value) for each in arguments.given() if each.key in keys]
     flat = [item for value in given for item in (value if isinstance(value, list) else [value])]
     paths = [item.get("class_path") if isinstance(item, Mapping) else item for item in flat]
     return [path for path in paths if isinstance(path, str)]
 
 
-def _value(text: str) -> Any:
-    """Return what a word of the command line stands for: a list, a mapping, or the word itself."""
+def _value(given: Any) -> Any:
+    """Return what a text stands for: a list, a mapping, or the text itself; and anything else unchanged."""
     try:
-        return yaml.safe_load(text)
+        return yaml.safe_load(given) if isinstance(given, str) else given
     except yaml.YAMLError:
-        return text
+        return given
 
 
 def _exists(path: str, package: str) -> bool:

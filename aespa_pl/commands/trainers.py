@@ -1,6 +1,6 @@
 """Make the Trainers of blocks and tunings from the user's section and what the walk adds to it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
+from aespa_pl.commands.loggers import Loggers
+from aespa_pl.commands.resuming import note_own
+from aespa_pl.commands.sections import AespaCLI
+from aespa_pl.commands.trainer_section import TRAINER_KEYS, check_trainer, listed
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
@@ -20,62 +24,50 @@ from aespa_pl.progress import IterationProgress, WalkProgress
 from aespa_pl.rounding.data import epochs_of
 from aespa_pl.rounding.histograms import RoundingHistograms
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
+from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.run.training import Training
-from aespa_pl.settings import OutputSettings, TuningSettings
+from aespa_pl.settings import TuningSettings
+from aespa_pl.storage.files import write_text
 from aespa_pl.tuning.data import held_back_and_steps
-
-OWN_KEYS = (
-    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time",
-    "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
-)  # fmt: skip
-"""Keys of the Trainer that would change the number of iterations, which the walk decides."""
-DECIDED = (
-    "is decided by the walk: set quantization.tuning.blocks.epochs and quantization.tuning.model.epochs, or "
-    "quantization.rounding.iterations where the method learns the rounding"
-)
-"""Words about each of these keys."""
-CHANGE_STEPS = (
-    "GradientAccumulationScheduler", "StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder",
-)  # fmt: skip
-"""Lightning's callbacks that change the steps, the rates or the batches of a training."""
-PRECISIONS = (None, 32, "32", "32-true")
-"""Values of trainer.precision that mean what Lightning means by them here."""
 
 
 @dataclass(frozen=True)
 class BlockTrainers:
     """Makes the Trainer of each training of a run."""
 
-    begin: Callable[[Run], Sequence[Logger]]
-    """Returns the loggers of the curves over the blocks, when the run begins."""
-    loggers: Callable[[Run, str], list[Logger]]
-    """Makes the loggers of a run's curves of a name."""
-    section: Callable[[], Any]
-    """Makes new values of the ``trainer`` section, without loggers."""
-    instantiate: Callable[..., Trainer]
-    """Makes a Trainer of the section with other values for some keys."""
+    parsed: AespaCLI
+    saved: str
+    """The configuration as it is run, in YAML."""
     first: Trainer
     """Trainer of the same section, which knows the processes and the device."""
-    output: OutputSettings
-    iterations: int
+    loggers: Loggers
     interruption: Interruption
     progress: WalkProgress
     world: World
 
+    def begin(self, run: Run) -> Sequence[Logger]:
+        """Store the configuration in the run's folder; return the loggers of the curves over the blocks."""
+        write_text(run.folder / "config.yaml", self.saved)
+        note_own(run.folder)
+        self.interruption.run_folder = run.folder
+        self.interruption.how_to_continue = how_to_continue(run.folder)
+        return self.loggers.begin(run, self.saved)
+
     def of_rounding(self, run: Run, training: Training) -> Trainer:
         """Return the Trainer that learns the rounding of a portion of a block."""
         own: list[Callback] = [IterationProgress(self.progress)]
-        if self.output.histograms:
-            own.append(RoundingHistograms(self.output.histograms))
+        settings = self.parsed.settings
+        if settings.output.histograms:
+            own.append(RoundingHistograms(settings.output.histograms))
         return self._make(
             run,
             training,
             own,
             folder=run.checkpoint_folder(training.block),
-            max_steps=self.iterations,
-            max_epochs=epochs_of(self.iterations),  # bars show it
+            max_steps=settings.quantization.rounding.iterations,
+            max_epochs=epochs_of(settings.quantization.rounding.iterations),  # bars show it
         )
 
     def of_tuning(self, run: Run, training: Training, epochs: int) -> Trainer:
@@ -99,17 +91,17 @@ class BlockTrainers:
         self, run: Run, training: Training, own: Sequence[Callback], *, folder: Path, **more: Any
     ) -> Trainer:
         """Return a Trainer of the section, with our own callbacks."""
-        chosen = self.section()
-        callbacks = _listed(chosen.callbacks)
+        chosen = self.parsed.new_trainer_section(logger=False)
+        callbacks = listed(chosen.callbacks)
         if chosen.enable_checkpointing:
-            callbacks += checkpoints(self.output, folder)
+            callbacks += checkpoints(self.parsed.settings.output, folder)
         if isinstance(self.first.strategy, DDPStrategy):
             more["strategy"] = RowsStrategy(timeout=LONGEST_WAIT)
-        return self.instantiate(
-            logger=self.loggers(run, training.curves),
+        return self.parsed.instantiate_trainer(
+            logger=self.loggers.of(run, training.curves),
             callbacks=[*callbacks, *own, StopAtIteration(self.interruption, folder, self.world)],
             plugins=[
-                *_listed(chosen.plugins),
+                *listed(chosen.plugins),
                 *environment_plugins(self.first),
                 JournaledCheckpointIO(run, training),
             ],
@@ -121,73 +113,44 @@ class BlockTrainers:
         )
 
 
-def first_trainer(make: Callable[..., Trainer], section: Any) -> Trainer:
+def first_trainer(parsed: AespaCLI) -> Trainer:
     """Return a Trainer that tells the processes and the device, none of which is started.
 
-    Raises UserError where Lightning refuses the section, or it asks for what a walk can't do.
+    Each block gets a Trainer of its own later. Raises UserError where Lightning refuses the section, or it
+    asks for what a walk can't do.
     """
-    trainer = _made(make, section)
-    check_strategy(trainer, section.strategy)
+    check_trainer({**TRAINER_KEYS, **parsed.trainer_section})
+    trainer = _made(parsed)
+    _check_processes(trainer, parsed.trainer_section)
     if isinstance(trainer.strategy, DDPStrategy):
-        trainer = _made(make, section, strategy=RowsStrategy(timeout=LONGEST_WAIT))
-    check_device(trainer, section.accelerator)
+        trainer = _made(parsed, strategy=RowsStrategy(timeout=LONGEST_WAIT))
     return trainer
 
 
-def _made(make: Callable[..., Trainer], section: Any, **changes: Any) -> Trainer:
+def _made(parsed: AespaCLI, **changes: Any) -> Trainer:
     """Return a Trainer of the section without loggers; UserError where Lightning refuses it."""
+    accelerator = parsed.trainer_section.accelerator
     try:
-        return make(logger=False, **changes)
+        return parsed.instantiate_trainer(logger=False, **changes)
     # a RuntimeError is what Lightning makes of SLURM's variables that do not fit
     except (
         MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
     ) as error:  # fmt: skip
         advice = ""
-        if section.accelerator not in ("auto", "cpu"):
+        if accelerator not in ("auto", "cpu"):
             advice = (
-                f" (trainer.accelerator is {section.accelerator}: set it to cpu, or install a torch that "
+                f" (trainer.accelerator is {accelerator}: set it to cpu, or install a torch that "
                 "finds the device)"
             )
         raise UserError(f"trainer: {error}{advice}") from error
-
-
-def check_trainer(trainer: Mapping[str, Any]) -> None:
-    """Raise UserError where the trainer section asks for something that a walk can't do."""
-    for callback in _listed(trainer["callbacks"]):
-        if isinstance(callback, ProgressBar):
-            raise UserError(
-                f"trainer.callbacks has {type(callback).__name__}: remove it, because fit shows bars of its "
-                "own"
-            )
-        if type(callback).__name__ in CHANGE_STEPS:
-            raise UserError(
-                f"trainer.callbacks has {type(callback).__name__}: remove it, because steps, learning "
-                "rates and batches are decided by quantization.rounding and quantization.tuning"
-            )
-    if trainer["log_every_n_steps"] in (None, 0):
-        raise UserError(
-            f"trainer.log_every_n_steps is {trainer['log_every_n_steps']}: expected 1 or more steps"
-        )
-    if trainer["precision"] not in PRECISIONS:
-        raise UserError(
-            f"trainer.precision is {trainer['precision']}, but rounding variables are learned in "
-            "32-true: set quantization.products for the matrix products, and model.dtype for the "
-            "model's own passes"
-        )
-    if trainer["gradient_clip_val"] is not None:
-        # each portion and each device would be clipped by a norm of its own
-        raise UserError(
-            f"trainer.gradient_clip_val is {trainer['gradient_clip_val']}: remove it, because the result "
-            "would depend on the memory and the devices that learning is divided by"
-        )
 
 
 def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: Work) -> None:
     """Raise UserError where the trainer section asks for something that a tuning can't do."""
     if not settings.enabled:
         return
-    _check_shares(trainer.world_size, settings, work)
-    stopping = [c for c in _listed(chosen.callbacks) if isinstance(c, EarlyStopping)]
+    _check_segments(trainer.world_size, settings, work)
+    stopping = [c for c in listed(chosen.callbacks) if isinstance(c, EarlyStopping)]
     if stopping:
         tuned = {"blocks": settings.blocks.enabled, "model": settings.model.enabled}
         epochs = [f"quantization.tuning.{name}.epochs" for name, on in tuned.items() if on]
@@ -197,7 +160,7 @@ def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: 
         )
 
 
-def _check_shares(devices: int, settings: TuningSettings, work: Work) -> None:
+def _check_segments(devices: int, settings: TuningSettings, work: Work) -> None:
     """Raise UserError where a device has too few segments for a mini-batch and the share held back."""
     last = World(devices - 1, devices)  # has the fewest
     fewest = len(last.segments(torch.empty(work.segments, 0), work.batch_size))
@@ -218,27 +181,16 @@ def _check_shares(devices: int, settings: TuningSettings, work: Work) -> None:
                 ) from error
 
 
-def check_device(trainer: Trainer, chosen: str) -> None:
-    """Raise UserError where accelerator auto is a device that lacks the types that are needed."""
+def _check_processes(trainer: Trainer, chosen: Any) -> None:
+    """Raise UserError where the section asks for a device or a strategy that isn't supported."""
+    if trainer.world_size > 1 and chosen.strategy not in ("auto", "ddp"):
+        raise UserError(
+            f"trainer.strategy is {chosen.strategy}, but with several devices the rows of each matrix are "
+            "divided over them: set it to ddp, or leave it out"
+        )
     kind = trainer.strategy.root_device.type
-    if kind not in ("cpu", "cuda"):
+    if kind not in ("cpu", "cuda"):  # what auto finds may lack the types that are needed
         raise UserError(
-            f"trainer.accelerator is {chosen}, which is {kind} here: only the CPU and CUDA devices are "
-            "supported, so set it to cpu"
+            f"trainer.accelerator is {chosen.accelerator}, which is {kind} here: only the CPU and CUDA "
+            "devices are supported, so set it to cpu"
         )
-
-
-def check_strategy(trainer: Trainer, chosen: Any) -> None:
-    """Raise UserError where several devices are asked for with another strategy than ddp."""
-    if trainer.world_size > 1 and chosen not in ("auto", "ddp"):
-        raise UserError(
-            f"trainer.strategy is {chosen}, but with several devices the rows of each matrix are divided "
-            "over them: set it to ddp, or leave it out"
-        )
-
-
-def _listed(one_or_more: Any) -> list[Any]:
-    """Return what Lightning takes alone or in a list as a list."""
-    if one_or_more is None:
-        return []
-    return one_or_more if isinstance(one_or_more, list) else [one_or_more]

@@ -23,7 +23,8 @@ from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
-from aespa_pl.run.stored_settings import StoredSettings, stored_settings
+from aespa_pl.run.stored_settings import stored_settings
+from aespa_pl.settings import Settings
 from aespa_pl.storage.cache import cache_folder
 from aespa_pl.tuning.weights import merged
 
@@ -47,7 +48,7 @@ class QuantizedModel:
     """Reads a finished run that was checked; one block at a time is in memory."""
 
     run: Run
-    settings: StoredSettings
+    settings: Settings
     original: Path
     """Folder of the model that was quantized."""
     cache: Path

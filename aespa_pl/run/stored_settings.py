@@ -1,7 +1,7 @@
 """Read the settings that a run was made with."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -11,19 +11,10 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from aespa_pl.errors import UserError
 from aespa_pl.run.journal import Run
-from aespa_pl.settings import DataSettings, ModelSettings, QuantizationSettings
+from aespa_pl.settings import QuantizationSettings, Settings
 
 
-@dataclass(frozen=True)
-class StoredSettings:
-    """Holds the sections of a run's config.yaml that say what was quantized, and how."""
-
-    model: ModelSettings
-    data: DataSettings
-    quantization: QuantizationSettings
-
-
-def stored_settings(run: Run) -> StoredSettings:
+def stored_settings(run: Run) -> Settings:
     """Return the settings of a run; where config.yaml was edited later, the journal counts.
 
     Keys that this version does not know are left out. Raises UserError where config.yaml cannot be read, or
@@ -32,13 +23,13 @@ def stored_settings(run: Run) -> StoredSettings:
     return read_settings(run.folder, run.fingerprint)
 
 
-def read_settings(folder: Path, fingerprint: Mapping[str, Any]) -> StoredSettings:
+def read_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
     """Return the settings of the run in a folder, whose journal has a fingerprint; as ``stored_settings``."""
     path = folder / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         content["quantization"] = _over(content["quantization"], _of_journal(fingerprint))
-        found: StoredSettings = _typed(StoredSettings, content)
+        found: Settings = _typed(Settings, content)
     except (
         OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError, yaml.YAMLError
     ) as error:  # fmt: skip

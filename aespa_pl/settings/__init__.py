@@ -5,7 +5,7 @@ while the command line is parsed. Settings that a method decides may be null; th
 :func:`aespa_pl.resolve.resolved` fills in the method's value.
 """
 
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, get_type_hints
 
 from aespa_pl.settings.data import (
@@ -46,25 +46,31 @@ __all__ = [
     "QuantizationSettings",
     "RoundingSettings",
     "Seed",
+    "Settings",
     "TaskSettings",
     "TuningSettings",
     "keys_of",
 ]
 
-SECTIONS: dict[str, type] = {
-    "model": ModelSettings,
-    "data": DataSettings,
-    "quantization": QuantizationSettings,
-    "output": OutputSettings,
-}
+
+@dataclass(frozen=True)
+class Settings:
+    """Holds our sections of a configuration."""
+
+    model: ModelSettings
+    data: DataSettings
+    quantization: QuantizationSettings
+    output: OutputSettings
+
+
+SECTIONS: dict[str, type] = get_type_hints(Settings)
 """Our sections of a configuration; the section ``trainer`` is Lightning's."""
 
 
 def keys_of(section: Any, prefix: str) -> dict[str, Any]:
     """Return the type of each key of a section, by its whole name: ``quantization.grid.zfold``."""
-    found: dict[str, Any] = {}
-    types = get_type_hints(section)
-    for each in fields(section):
-        key, kind = f"{prefix}.{each.name}", types[each.name]
-        found |= keys_of(kind, key) if is_dataclass(kind) else {key: kind}
-    return found
+    keys: dict[str, Any] = {}
+    for name, kind in get_type_hints(section).items():
+        key = f"{prefix}.{name}"
+        keys |= keys_of(kind, key) if is_dataclass(kind) else {key: kind}
+    return keys

@@ -27,6 +27,7 @@ from aespa_pl.settings import (
     ModelSettings,
     OutputSettings,
     QuantizationSettings,
+    Settings,
 )
 
 TOKENS = torch.arange(12).view(3, 4)
@@ -112,17 +113,14 @@ def test_a_cache_that_can_not_be_written_to_stops_nothing(tmp_path: Path) -> Non
 
 
 def job_with_cache(folder: Path) -> Job:
-    return Job.prepare(
-        ModelSettings("embedded:opt"),
-        DataSettings(
-            CalibrationSettings("embedded", segment_length=16),
-            EvaluationSettings(["embedded"], segment_length=16),
-            cache=str(folder),
-        ),
-        QuantizationSettings(),
-        OutputSettings(),
-        torch.device("cpu"),
+    data = DataSettings(
+        CalibrationSettings("embedded", segment_length=16),
+        EvaluationSettings(["embedded"], segment_length=16),
+        cache=str(folder),
     )
+    model = ModelSettings("embedded:opt")
+    settings = Settings(model, data, QuantizationSettings(), OutputSettings())
+    return Job.prepare(settings, torch.device("cpu"))
 
 
 def test_only_the_quantized_model_is_measured_again(
