@@ -1,4 +1,4 @@
-"""Define the errors that a user can mend, and those that stronger damping may mend."""
+"""Define the errors that end a command, and those that stronger damping may mend."""
 
 import re
 
@@ -17,6 +17,14 @@ class UserError(Exception):
     """
 
 
+class EndedError(Exception):
+    """Ends the command with a message and a status of its own."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class NumericalError(Exception):
     """Says that a matrix cannot be factored, or that a loss is not a finite number.
 
@@ -26,7 +34,7 @@ class NumericalError(Exception):
 
 def printable(text: str) -> str:
     r"""Return a text whose control characters are codes such as ``\x1b``: it acts on no terminal."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(message: str) -> str:

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from aespa_pl.commands import evaluate, fit
 from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.ending import ENDINGS, EndedError
 from aespa_pl.commands.exported import measure_exported, quantized_folder
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.loggers import Loggers
@@ -24,10 +23,11 @@ from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.trainers import BlockTrainers, check_tuning, first_trainer
 from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
 from aespa_pl.distributed.processes import PeerLostError, World
+from aespa_pl.errors import EndedError
 from aespa_pl.planning.shape import Devices
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import LAST
-from aespa_pl.run.interruption import Interruption
+from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 
 PEER_LOST = 1
@@ -58,7 +58,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
         raise EndedError(
             f"another process of this run has ended or cannot be reached: {error}", PEER_LOST
         ) from error
-    except ENDINGS:
+    except (Exception, RunInterrupted):
         let_the_first_speak()
         raise
 

@@ -22,10 +22,9 @@ from aespa_pl.commands.compare_section import (
     compare_parser,
     split_options,
 )
-from aespa_pl.commands.ending import EndedError
 from aespa_pl.commands.mistakes import refuse_other_methods
 from aespa_pl.commands.output import PipeConsole, print_whole
-from aespa_pl.errors import UserError
+from aespa_pl.errors import EndedError, UserError
 from aespa_pl.evaluation.table import TextTable
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.find import last_run

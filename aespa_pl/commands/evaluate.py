@@ -1,6 +1,7 @@
 """Run ``aespa-pl test``: measure the perplexity of the original and of the quantized model."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.output import store
-from aespa_pl.commands.tasks import compare_tasks
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.divergence import divergence
@@ -23,7 +23,7 @@ from aespa_pl.evaluation.size import (
     packed_bytes,
     projection_weights,
 )
-from aespa_pl.evaluation.tasks import find_tasks
+from aespa_pl.evaluation.tasks import Tasks, find_tasks, measure_tasks
 from aespa_pl.evaluation.whole import refuse_too_large
 from aespa_pl.models.headers import read_header
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -70,10 +70,10 @@ def test(
         raise UserError(
             "data.evaluation.texts is empty: name at least one text, or tasks with --tasks"
         )
-    found = None
+    tasks_found = None
     if tasks.tasks and world.is_first:  # before the perplexities, which may take hours
         refuse_too_large(job.pretrained.folder, job.device, job.dtype)
-        found = find_tasks(tasks)
+        tasks_found = find_tasks(tasks)
     kinds = ("original", "nearest", "quantized") if tasks.tasks else ("original", "quantized")
     metrics: dict[str, Any] = {"size": sizes(job, run, kinds)}
     if texts:
@@ -84,9 +84,9 @@ def test(
         metrics["divergence"] = {
             "quantized": _divergences(job, model, texts, progress=progress, world=world)
         }
-    if found is not None:
+    if tasks_found is not None:
         progress.phase("tasks")
-        metrics |= compare_tasks(job, model, found, tasks, kinds)
+        metrics |= _compare_tasks(job, model, tasks_found, tasks, kinds)
     world.wait_for_all()
     if world.is_first:
         store(folder, metrics, method_of(run))
@@ -147,6 +147,29 @@ def _divergences(
         world=world,
     )
     return {name: asdict(value) for name, value in found.items()}
+
+
+def _compare_tasks(
+    job: Job, model: Path, tasks: Tasks, settings: TaskSettings, kinds: Sequence[str]
+) -> dict[str, Any]:
+    """Return ``tasks`` (scores by kind and task) and ``test_seconds`` by kind, for ``test.json``.
+
+    Raises UserError where the model does not fit into the memory that is free.
+    """
+    scores, seconds = {}, {}
+    for kind in kinds:
+        start = time.perf_counter()
+        measured = measure_tasks(
+            model if kind == "quantized" else job.pretrained.folder,
+            tasks,
+            settings,
+            device=job.device,
+            dtype=job.dtype,
+            change=job.round_to_nearest if kind == "nearest" else None,
+        )
+        scores[kind] = {name: asdict(score) for name, score in measured.items()}
+        seconds[kind] = time.perf_counter() - start
+    return {"tasks": scores, "test_seconds": seconds}
 
 
 def compare_perplexities(

@@ -2,7 +2,7 @@
 
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi
+from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
@@ -25,12 +26,18 @@ from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.measure import human
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import find_run
+from aespa_pl.run.interruption import Interruption
 from aespa_pl.storage.files import disk_errors, write_text
 
 Embedding = Literal["keep", "q8_0"]
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
 PARTIAL = ".partial"
 """End of the name of a folder that an export has not finished."""
+
+
+def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
+    """Read the words of the command line, and export. Raises UserError where :func:`export` does."""
+    auto_cli(export, args=list(words[1:]), prog="aespa-pl export", exit_on_error=False)
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,10 @@ ONLY = {
     },
 }
 """Further keys of each command."""
-SAYS = {
-    "fit": "Quantize a model block by block, or continue a run.",
-    "test": "Measure the perplexity of the original and of the quantized model.",
-    "plan": "Estimate the memory, disk space and time that fit needs; nothing is written.",
-}
 NAMES = (*SECTIONS, FREE)
 
 
-def show_help(command: str, words: Sequence[str]) -> None:
+def show_help(command: str, says: str, words: Sequence[str]) -> None:
     """Print the help that the words of a command ask for, and end.
 
     They are ``--help``, alone or before the name of a section; or what jsonargparse answers, such as
@@ -62,11 +57,11 @@ def show_help(command: str, words: Sequence[str]) -> None:
     if named:
         _parser_of(command, named[0]).print_help()
     else:
-        sys.stdout.write(_overview(command))
+        sys.stdout.write(_overview(command, says))
     sys.exit()
 
 
-def _overview(command: str) -> str:
+def _overview(command: str, says: str) -> str:
     keys = {f"--{key}": words for key, words in {**COMMON, **ONLY[command]}.items()}
     width = max(map(len, keys))
     names = [*NAMES, "tasks"] if command == "test" else NAMES
@@ -74,7 +69,7 @@ def _overview(command: str) -> str:
         [
             f"usage: aespa-pl {command} [--KEY VALUE ...] | --help [SECTION]",
             "",
-            SAYS[command],
+            says,
             "",
             *(f"  {key:<{width}}  {words}" for key, words in keys.items()),
             "",

@@ -12,10 +12,10 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from aespa_pl.commands.ending import interrupted_by_closed_pipe
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import result_table
 from aespa_pl.progress import PlainConsole
+from aespa_pl.run.interruption import interrupted_by_closed_pipe
 from aespa_pl.storage.files import write_json, write_text
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from aespa_pl.cli import stop
 from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.ending import stop
 from aespa_pl.commands.mistakes import refuse_mistakes
 from aespa_pl.commands.resuming import with_run
 from aespa_pl.errors import UserError

@@ -17,8 +17,7 @@ import aespa_pl
 from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.compare import compare, failure, run
 from aespa_pl.commands.compare_section import CompareSettings
-from aespa_pl.commands.ending import EndedError
-from aespa_pl.errors import UserError
+from aespa_pl.errors import EndedError, UserError
 from aespa_pl.report.comparison import Cell, figure, summary
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run

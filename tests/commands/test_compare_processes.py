@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from aespa_pl.cli import message_and_status
 from aespa_pl.commands.arguments import Arguments
 from aespa_pl.commands.compare import POLL_SECONDS, compare, in_processes, run
 from aespa_pl.commands.compare_section import CompareSettings
-from aespa_pl.commands.ending import message_and_status
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from tests.commands.test_compare import silent
