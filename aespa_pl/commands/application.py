@@ -35,11 +35,7 @@ PEER_LOST = 1
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:
-    """Run ``fit`` or ``test``.
-
-    Raises UserError where something that the user gave can't work. Raises EndedError where another process of
-    the run has ended.
-    """
+    """Run ``fit`` or ``test``. Raises EndedError where another process of the run has ended."""
     quiet_libraries()
     quiet_writers()
     end_with_launcher()
@@ -66,10 +62,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
 def quantize(
     parsed: AespaCLI, interruption: Interruption, console: Console
 ) -> tuple[Run, dict[str, Any]]:
-    """Quantize a model; return the run and its metrics.
-
-    Raises UserError where something that the user gave can't work; finished blocks stay on disk.
-    """
+    """Quantize a model; return the run and its metrics. Whatever is raised, finished blocks stay on disk."""
     trainer, smoke_test = first_trainer(parsed), parsed.trainer_section.fast_dev_run
     job = Job.prepare(parsed.settings, trainer.strategy.root_device)
     # all of this before other processes start: most mistakes are noticed here

@@ -103,10 +103,7 @@ class Arguments:
         return values[-1] if values else default
 
     def with_configurations(self) -> Self:
-        """Return the options with the path of each configuration.
-
-        Raises UserError where there is no such file.
-        """
+        """Return the options with the path of each configuration. Raises UserError if one isn't there."""
         options = (
             Option(o.key, str(find_configuration(o.value))) if o.key == "config" and o.value else o
             for o in self.options
@@ -128,10 +125,7 @@ class Arguments:
 
 
 def find_configuration(name: str) -> Path:
-    """Return the file of a configuration: one here, or one that comes with the package.
-
-    Raises UserError where there is neither; the message lists what comes with the package.
-    """
+    """Return the file of a configuration, here or of the package. Raises UserError where there is neither."""
     here = Path(name).expanduser()
     if here.exists():
         return here

@@ -23,10 +23,7 @@ ENDS = ("embedding", "head")
 
 
 def check_format(settings: QuantizationSettings) -> None:
-    """Refuse a format that there is none of.
-
-    Raises UserError where a format or a type is unknown, or belongs to a uniform format and is set.
-    """
+    """Raise UserError where a format or a type is unknown, or types are set for a uniform format."""
     known = (UNIFORM, *dict.fromkeys((*MIXTURES, *TYPES)))
     if settings.format not in known:
         raise UserError(

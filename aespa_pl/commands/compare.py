@@ -45,11 +45,7 @@ RunCell = Callable[[Sequence[str]], str]
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:
-    """Run all cells that are not finished, and write the table and the figure.
-
-    Raises UserError where an option is wrong, or the folder has a comparison of something else. Raises
-    RunInterrupted where a signal came; the same command goes on.
-    """
+    """Run all cells that are not finished, and write the results; the same command goes on after a signal."""
     given = Arguments.read(words[1:])
     if given.wants_help:
         compare_parser().print_help()
@@ -65,11 +61,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
 def compare(
     settings: CompareSettings, given: Arguments, run_cell: RunCell, console: Console
 ) -> Path:
-    """Run the cells and write their results; return the folder of the comparison.
-
-    Raises UserError where the folder has a comparison of something else. Raises EndedError where some cells
-    have failed; the table says why.
-    """
+    """Run the cells and write their results; return the folder. Raises EndedError where some fail."""
     defaults = OutputSettings()
     folder = Path(
         given.setting("output.folder", defaults.folder), given.setting("output.name", SECTION)
@@ -133,10 +125,7 @@ def failure(status: int, said: str) -> str:
 
 
 def _wait(process: "subprocess.Popen[bytes]", interruption: Interruption) -> int:
-    """Return the status of a process; a signal is passed on to it.
-
-    Raises RunInterrupted where a second signal came, which does not wait for the end of the process.
-    """
+    """Return the status of a process; a signal is passed on, and a second one doesn't wait."""
     passed_on = False
     try:
         while True:
@@ -174,10 +163,7 @@ def _finished(folder: Path, cell: Cell) -> Cell:
 
 
 def _refuse_other(folder: Path, given: Arguments) -> None:
-    """Note what the cells of a folder share; cells of something else would be in the same table.
-
-    Raises UserError where the folder has cells that were made with other options, or by another version.
-    """
+    """Note what the cells of a folder share. Raises UserError where others of its cells don't share it."""
     file = folder / "compare.json"
     options = [
         (o.key, read_configuration(Path(o.value)) if o.key == "config" and o.value else o.value)

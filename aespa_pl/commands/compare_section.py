@@ -61,10 +61,7 @@ def compare_parser() -> ArgumentParser:
 
 
 def split_options(given: Arguments) -> tuple[CompareSettings, Arguments]:
-    """Return the settings of compare, and the options of fit.
-
-    Raises UserError where a value is refused, or a key is given that differs from cell to cell.
-    """
+    """Return the settings of compare, and the options of fit. Raises UserError where one is refused."""
     own = [option for option in given.options if is_own(option)]
     rest = [option for option in given.options if not is_own(option)]
     for option in own:

@@ -46,9 +46,7 @@ def test(
 ) -> tuple[Run, dict[str, Any]]:
     """Measure perplexities and accuracies of original and quantized model; return run and metrics.
 
-    They are written to the folder of the run, which ``which`` names, as ``test.json`` and ``test.md``. Raises
-    UserError where there is no finished run, a text or a task can't be had, or the model does not fit into
-    memory, as tasks need it to.
+    They are written to the folder of the run, which ``which`` names, as ``test.json`` and ``test.md``.
     """
     folder = find_run(which, Path(job.output.folder).expanduser(), job.output.name)
     run = Run.open(folder)
@@ -152,10 +150,7 @@ def _divergences(
 def _compare_tasks(
     job: Job, model: Path, tasks: Tasks, settings: TaskSettings, kinds: Sequence[str]
 ) -> dict[str, Any]:
-    """Return ``tasks`` (scores by kind and task) and ``test_seconds`` by kind, for ``test.json``.
-
-    Raises UserError where the model does not fit into the memory that is free.
-    """
+    """Return ``tasks`` (scores by kind and task) and ``test_seconds`` by kind, for ``test.json``."""
     scores, seconds = {}, {}
     for kind in kinds:
         start = time.perf_counter()
@@ -183,8 +178,7 @@ def compare_perplexities(
 ) -> dict[str, dict[str, float]]:
     """Return the perplexity of each kind of model on each text ``[segments, L]``, by kind and text.
 
-    Round-to-nearest is only a comparison: where its perplexity is not finite, it is left out. Raises
-    UserError where one of the original or of the quantized model is not finite.
+    Raises UserError where one isn't finite; round-to-nearest, only a comparison, is left out then.
     """
     results = {}
     for kind in kinds:

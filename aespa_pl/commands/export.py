@@ -122,10 +122,7 @@ def write_model(
     command: str,
     progress: WalkProgress,
 ) -> Exported:
-    """Write, prove, and only then give the folder its name.
-
-    Raises UserError where the disk is full, or what was written is not the run's model.
-    """
+    """Write, prove, and only then give the folder its name. Raises UserError where that fails."""
     model_card(model, chosen, command, {})  # what can't be described is said before hours of work
     with _growing(target) as partial:
         progress.begin("Writing, blocks", model.block_count)
@@ -182,10 +179,7 @@ def _growing(target: Path) -> Iterator[Path]:
 
 
 def push(folder: Path, name: str) -> None:
-    """Upload a folder to a repository on the hub, which is made if there is none.
-
-    Raises UserError where the hub refuses or can't be reached; the folder stays.
-    """
+    """Upload a folder to a repository on the hub, which is made if there is none."""
     api = HfApi()
     try:
         api.create_repo(name, exist_ok=True)

@@ -28,11 +28,7 @@ from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
 
 
 def quantized_folder(model: ModelSettings) -> Path | None:
-    """Return the folder of a model that is quantized already; None for any other model.
-
-    Raises UserError where it is packed for llama.cpp, which is not asked, or in a way that transformers
-    doesn't know.
-    """
+    """Return the folder of a model that is quantized already, for transformers; None for any other."""
     folder = Path(model.pretrained).expanduser()
     if (folder / "model.gguf").is_file():
         raise UserError(
@@ -63,11 +59,7 @@ def measure_exported(
     tasks: TaskSettings,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return metrics as in ``test.json``, and write them with their table into the folder.
-
-    Raises UserError where there is nothing to measure, a text or a task can't be had, transformers can't load
-    the model, or a perplexity is not finite.
-    """
+    """Return metrics as in ``test.json``, and write them with their table into the folder."""
     if not tasks.tasks and not data.evaluation.names:
         raise UserError(
             "data.evaluation.texts is empty: name at least one text, or tasks with --tasks"

@@ -64,11 +64,7 @@ def fit(
     devices: Devices = ONE_DEVICE,
     world: World = ALONE,
 ) -> tuple[Run, dict[str, Any]]:
-    """Quantize a model; return the run and its metrics.
-
-    ``one_block`` ends after one block, without a model, as a smoke test does. Raises UserError where the run,
-    a text or the model can't be had; finished blocks stay on disk.
-    """
+    """Quantize a model; return the run and its metrics. ``one_block`` ends after one, without a model."""
     began = time.perf_counter()
     with ExitStack() as locks:
         start = world.from_first(lambda: _start(job, resume, locks, progress, devices))
@@ -131,10 +127,7 @@ def fit(
 def _start(
     job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: Devices
 ) -> Start:
-    """Return the run, new or to be continued, locked, and its texts.
-
-    Raises UserError where the run cannot be had, or the texts.
-    """
+    """Return the run, new or to be continued, locked, and its texts."""
     progress.phase("reading the model and the texts")
     earlier = _run_to_continue(job, resume, progress)
     refuse_own(job.pretrained.folder, job.model.pretrained)

@@ -22,10 +22,7 @@ FOLDER = "inputs"
 
 
 def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
-    """Return the folder of a model in memory, in its own types.
-
-    Raises UserError where there is no tokenizer, weights are elsewhere, or the folder can't be written to.
-    """
+    """Return the folder of a model in memory, in its own types. Raises UserError where it can't be kept."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(
             "tokenizer is missing: give the tokenizer of a model that is in memory, because the quantized "
@@ -54,7 +51,7 @@ def keep_text(folder: Path, given: Any, name: str) -> str:
     """Return the file of texts or of token ids that are in memory; the name of a text comes back unchanged.
 
     Token ids are a tensor, array or lists ``[segments, L]``; ``name`` is that of the file, without its
-    ending. Raises UserError where it is nothing of these, or the folder can't be written to.
+    ending.
     """
     if isinstance(given, str | Path):
         return str(given)

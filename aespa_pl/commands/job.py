@@ -102,10 +102,7 @@ class Job(Checked):
 
     @classmethod
     def prepare(cls, settings: Settings, device: torch.device) -> "Job":
-        """Open the model's folder.
-
-        Raises UserError where the model can't be found, read or quantized with these settings.
-        """
+        """Open the model's folder. Raises UserError where it can't be quantized with these settings."""
         folder = find_model(settings, device, weights=True)
         pretrained = PretrainedFolder.open(folder, cache_folder(settings.data.cache))
         found = checked(settings, device, config=pretrained.config, stored=pretrained.dtype)
@@ -180,11 +177,7 @@ class Job(Checked):
 
 
 def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Path:
-    """Return the model's folder, after refusing what can't work with any model: it may take a download.
-
-    Without ``weights``, only config.json is needed. Raises UserError where settings contradict each other, or
-    there is no such model.
-    """
+    """Return a model's folder, or that of its config.json, once settings that can't work are refused."""
     check_format(settings.quantization)
     resolved(settings.quantization, device.type)
     check_output(settings.output)
@@ -229,11 +222,7 @@ def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype)
 def held_out_texts(
     data: DataSettings, tokenizer: PreTrainedTokenizerBase, length: int, vocabulary: int
 ) -> dict[str, Tensor]:
-    """Return the segments ``[segments, length]`` of each held-out text, by its name in tables.
-
-    Raises UserError where a text can't be had, or has fewer tokens than a segment or others than the model
-    knows.
-    """
+    """Return the segments ``[segments, length]`` of each held-out text, by its name in tables."""
     limit, cache = data.evaluation.max_segments, cache_folder(data.cache)
     texts = {
         name: evaluation_tokens(source, tokenizer, length, limit, cache)

@@ -37,10 +37,7 @@ def refuse_own(folder: Path, given: str) -> None:
 
 
 def calibration_length(data: DataSettings, positions: int | None) -> int:
-    """Return the tokens in a calibration segment; a model without ``positions`` has no limit of them.
-
-    Raises UserError where neither the settings nor the model limit the length.
-    """
+    """Return the tokens in a calibration segment; a model without ``positions`` has no limit of them."""
     length = data.calibration.segment_length or positions
     if length is None:
         raise UserError(
@@ -88,10 +85,7 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
 
 
 def check_bits_of(layouts: Sequence[BlockLayout], settings: QuantizationSettings) -> None:
-    """Refuse bits of a projection that the model does not have, or of a part of a matrix.
-
-    Raises UserError where a key names nothing, or projections in one matrix have different bits.
-    """
+    """Raise UserError for bits of a projection that the model does not have, or of a part of a matrix."""
     of_blocks = [[p.name for p in layout.projections] for layout in layouts]
     names = list(dict.fromkeys(name for of_block in of_blocks for name in of_block))
     for key in settings.bits_of:
@@ -121,10 +115,7 @@ def refuse_tuning(setup: Setup) -> None:
 
 
 def tuning_shortages(setup: Setup) -> list[str]:
-    """Return in words which tuning doesn't fit into the device's memory, and what to do.
-
-    Raises UserError where a tuning has too few segments.
-    """
+    """Return which tuning doesn't fit into the device's memory. Raises UserError for too few segments."""
     shape, work, data, settings = setup.shape, setup.work, setup.data, setup.quantization
     devices = setup.devices
     tuning = settings.tuning
@@ -200,10 +191,7 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def check_space(folder: Path, needed: float) -> None:
-    """Refuse a folder that can't be written to or has less than ``needed`` bytes; it need not exist yet.
-
-    Raises UserError where the folder is not writable, or has too little space.
-    """
+    """Raise UserError for a folder that can't be written to or has too few bytes; it need not exist yet."""
     existing = nearest_existing(folder)
     with disk_errors(folder, ANOTHER_FOLDER), tempfile.TemporaryFile(dir=existing):
         pass

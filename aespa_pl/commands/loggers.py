@@ -28,10 +28,7 @@ class Loggers:
     """Gives each logger the names of the run and of what is trained."""
 
     def __init__(self, parsed: AespaCLI) -> None:
-        """Keep ``trainer.logger`` as it was given.
-
-        Raises UserError where a logger can't be given the name of a block.
-        """
+        """Keep ``trainer.logger``. Raises UserError where a logger can't be given the name of a block."""
         chosen = parsed.config.trainer.logger
         self._default = chosen in (None, True)
         listed = chosen if isinstance(chosen, Sequence) else [chosen]
@@ -85,11 +82,7 @@ def _forgiven(logger: Made) -> Made:
 
 
 def _names(logger: Namespace, name: str, version: str) -> dict[str, str]:
-    """Return the arguments that give a logger the names of a run and of its curves.
-
-    ``version`` has the name of the curves too: ``version_0/block_000``. Raises UserError where it takes no
-    such arguments.
-    """
+    """Return the arguments that tell a logger the names of run and curves, such as version_0/block_000."""
     module, _, kind = logger.class_path.rpartition(".")
     made = getattr(import_module(module), kind)
     takes, given = inspect.signature(made).parameters, logger.get("init_args", {})

@@ -57,8 +57,8 @@ def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> 
 def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
     """Write ``test.json``, and the same as a table, ``test.md``.
 
-    A folder that can't be written to, such as a read-only cache, costs a warning alone: the table is
-    printed as well, and measuring it may have taken hours.
+    A folder that is read-only costs a warning alone: the table is printed too, and measuring may have taken
+    hours.
     """
     try:
         write_json(folder / "test.json", metrics)
@@ -112,8 +112,7 @@ def quiet_libraries() -> None:
 def quiet_writers() -> None:
     """Let a disk that fills under a logger's own thread be reported once, by the thread that works.
 
-    The thread keeps its error and the next write of the logger raises it; Python would print a traceback
-    as well.
+    The next write of the logger raises the thread's error, of which Python would print a traceback as well.
     """
     before = threading.excepthook
 

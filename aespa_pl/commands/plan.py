@@ -26,10 +26,7 @@ MACHINE = re.compile(r"\s*(\d+\.?\d*)\s*GB\s*,\s*(\d+\.?\d*)\s*TFLOPS\s*")
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
-    """Print what ``fit`` needs, and what of it this machine has too little of.
-
-    Raises UserError where fit would refuse this with any memory.
-    """
+    """Print what ``fit`` needs, and what of it this machine has too little of."""
     quiet_libraries()
     arguments = Arguments.read(words[1:])
     rented = _rented(arguments.last(PLAN_DEVICE))
@@ -61,10 +58,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG0
 
 
 def _rented(words: str | None) -> tuple[float, float] | None:
-    """Return the GB and the operations a second of a device that a user describes; None: this machine's.
-
-    Raises UserError where the words don't describe a device.
-    """
+    """Return the GB and the operations a second of a device that a user describes; None: this machine's."""
     if words is None:
         return None
     parts = MACHINE.fullmatch(words)

@@ -16,10 +16,7 @@ PAGE = "report.html"
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
-    """Read the words of the command line, of which those without a key are runs.
-
-    Raises UserError where as :func:`report`.
-    """
+    """Read the words of the command line, of which those without a key are runs."""
     parser = ArgumentParser(
         prog="aespa-pl report",
         description="Write a page about runs: how good the result is, and where it was lost.",

@@ -89,10 +89,7 @@ def _mark(configuration: Path) -> Path:
 
 
 def _refuse_code_and_places(configuration: Path) -> None:
-    """Raise UserError where the configuration of a run from somebody else holds more than data.
-
-    Classes and functions would run, and files would be written to the places that it names.
-    """
+    """Raise UserError where the configuration of somebody else's run names code, or places to write to."""
     content = read_configuration(configuration)
     found = [key for key, value in leaves(content) if not _is_data(key, value)]
     if found:

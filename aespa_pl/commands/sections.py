@@ -53,11 +53,7 @@ class AespaCLI(LightningCLI):
     """Values as they were given, from which the objects are made."""
 
     def __init__(self, arguments: Arguments, command: str) -> None:
-        """Parse options that are already checked by :mod:`aespa_pl.commands.mistakes`.
-
-        Raises UserError where Lightning refuses a key or value of its section, or a callback or logger can't
-        be made.
-        """
+        """Parse options that are already checked by :mod:`aespa_pl.commands.mistakes`."""
         self.arguments, self.command = arguments, command
         refuse_trainer_keys(arguments)
         super().__init__(
@@ -169,10 +165,7 @@ class AespaCLI(LightningCLI):
         return yaml.safe_dump(content, sort_keys=False)
 
     def planned(self, device: str) -> QuantizationSettings:
-        """Return the settings that a run would have; learning rates stay null where the model isn't here.
-
-        Raises UserError where the settings contradict each other, or the model can't be quantized.
-        """
+        """Return the settings that a run would have; learning rates stay null where the model isn't here."""
         model, given = self.settings.model, self.settings.quantization
         folder = here(model.pretrained, model.revision)
         if folder is None:
@@ -185,10 +178,7 @@ class AespaCLI(LightningCLI):
         return resolved(given, device, Shape.of(config, family_of(config)).hidden)
 
     def made(self, config: Any) -> Namespace:
-        """Return a configuration's sections as objects.
-
-        Raises UserError where a callback or logger can't be made.
-        """
+        """Return a configuration's sections as objects. Raises UserError where one can't be made."""
         try:
             return cast(Namespace, self.parser.instantiate(config))
         except (

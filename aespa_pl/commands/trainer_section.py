@@ -78,10 +78,7 @@ def _names_given(arguments: Arguments) -> list[str]:
 
 
 def _names_in(whole: Given) -> list[str]:
-    """Return the keys in a section that is given as a whole: in JSON, or in a file beside its configuration.
-
-    Raises UserError where that can't be read.
-    """
+    """Return the keys in a section that is given whole: in JSON, or in a file beside the configuration."""
     content = _value(whole.value)
     if isinstance(content, str):
         path = Path(whole.file).parent / Path(content).expanduser()

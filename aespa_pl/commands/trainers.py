@@ -114,11 +114,7 @@ class BlockTrainers:
 
 
 def first_trainer(parsed: AespaCLI) -> Trainer:
-    """Return a Trainer that tells the processes and the device, none of which is started.
-
-    Each block gets a Trainer of its own later. Raises UserError where Lightning refuses the section, or it
-    asks for what a walk can't do.
-    """
+    """Return a Trainer that knows the processes and the device, none of which is started."""
     check_trainer({**TRAINER_KEYS, **parsed.trainer_section})
     trainer = _made(parsed)
     _check_processes(trainer, parsed.trainer_section)
