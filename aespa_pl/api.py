@@ -61,9 +61,6 @@ class QuantizedRun:
             format: hf, compressed-tensors, awq, gptq or gguf.
             output: Folder to write; None: ``export/FORMAT`` in the run's folder.
             options: Options of ``aespa-pl export``: verify, container_bits, embedding ...
-
-        Raises:
-            UserError: The format can't hold the run exactly, or the folder can't be used.
         """
         target = Path(output or self.folder / "export" / format)
         export(str(self.folder), format=format, output=str(target), **options)  # type: ignore[arg-type]
@@ -132,11 +129,7 @@ def resume(folder: str | Path, *, trust: bool = False, progress: bool = True) ->
 
 
 def _options(key: str, value: Any) -> list[Option]:
-    """Return a setting as options of the command line.
-
-    Raises:
-        UserError: There is no setting of this name.
-    """
+    """Return a setting as options of the command line. Raises UserError where there is none of this name."""
     section = key.split(".", maxsplit=1)[0]
     if key in OF_QUANTIZATION:
         key = f"quantization.{key}"
@@ -223,11 +216,7 @@ def _then(interruption: Interruption) -> str:
 
 
 def _end(stop: RunInterrupted, interruption: Interruption) -> NoReturn:
-    """End as a process ends that does not watch signals.
-
-    Raises:
-        KeyboardInterrupt: Unless the signal ends the process.
-    """
+    """End as a process ends that does not watch signals: by the signal, or by KeyboardInterrupt."""
     if stop.number != signal.SIGINT:
         signal.raise_signal(stop.number)
     raise KeyboardInterrupt(f"stopped{_then(interruption) or ': nothing was begun'}") from None

@@ -20,11 +20,7 @@ class Stopwatch:
     """Adds up the seconds of each phase."""
 
     def __init__(self, show: Callable[[str], None] = lambda _: None) -> None:
-        """Start with nothing.
-
-        Args:
-            show: Called with the name of each phase when it begins.
-        """
+        """Start with nothing; ``show`` is called with the name of each phase when it begins."""
         self.show = show
         self.seconds: dict[str, float] = defaultdict(float)
         self._last: dict[str, float] = defaultdict(float)
@@ -95,10 +91,7 @@ def _statistic(file: Path, name: str) -> int:
 
 
 def release_memory() -> None:
-    """Give what the C library keeps of freed tensors back to the system.
-
-    With matrices of 16 MB some 200 MB were measured.
-    """
+    """Give what the C library keeps of freed tensors back to the system: some 200 MB of matrices of 16 MB."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have none
         if trim is not None:

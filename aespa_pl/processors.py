@@ -19,11 +19,7 @@ def seen() -> int:
 
 
 def paid_for(cgroup: Path = CGROUP) -> float | None:
-    """Return the processors' worth of time that a container may use, or None without a quota.
-
-    Args:
-        cgroup: Folder of the container's limits, of version 2 or 1.
-    """
+    """Return the processors' worth of time that a container (cgroup 2 or 1) may use; None: no quota."""
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -35,10 +31,10 @@ def paid_for(cgroup: Path = CGROUP) -> float | None:
         except OSError:
             return None
     try:
-        share = int(quota) / int(period)
+        worth = int(quota) / int(period)
     except (ValueError, ZeroDivisionError):  # "max"
         return None
-    return share if share > 0 else None  # -1: none
+    return worth if worth > 0 else None  # -1: none
 
 
 def threads() -> int | None:

@@ -54,7 +54,7 @@ def sums_and_parts(world: World) -> None:
     assert world.from_first(lambda: {"rank": world.rank}) == {"rank": 0}
     for size in (0, 1, world.size - 1, world.size, world.size + 1, 3 * world.size - 1):
         whole = torch.randint(0, 9, (size, 3), dtype=torch.uint8)
-        assert torch.equal(world.gather(whole[world.share(size)], size), whole)
+        assert torch.equal(world.gather(whole[world.indices(size)], size), whole)
 
 
 def shares_make_the_whole(world: World) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.hessian import damp
-from aespa_pl.storage.matrices import Matrices
+from aespa_pl.storage.batches import Matrices
 
 
 class Hessian:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from aespa_pl.calibration.hessian import Hessian
-from aespa_pl.storage.matrices import Matrices
+from aespa_pl.storage.batches import Matrices
 
 
 @dataclass(frozen=True)

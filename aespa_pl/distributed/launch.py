@@ -131,8 +131,7 @@ def _speak(words: str) -> None:
 def environment_plugins(trainer: Trainer) -> list[SLURMEnvironment]:
     """Return the plugins that tell a block's Trainer where its processes come from.
 
-    On SLURM's signal to requeue Lightning saves in the signal's handler, while the other processes may
-    wait for this one elsewhere.
+    When SLURM requeues, Lightning saves in the signal's handler, while other processes may wait elsewhere.
     """
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(

@@ -49,7 +49,7 @@ class World:
         """Tell whether this is the process that writes and speaks."""
         return self.rank == 0
 
-    def share(self, count: int, rank: int | None = None) -> slice:
+    def indices(self, count: int, rank: int | None = None) -> slice:
         """Return the indices among ``count`` things that a process, by default this one, works on.
 
         Neighbours stay together, and the first processes have one more where they cannot all have the same
@@ -65,7 +65,7 @@ class World:
 
         They are whole batches, so that every batch is the one that a process alone would run.
         """
-        mine = self.share(math.ceil(len(tokens) / batch_size))
+        mine = self.indices(math.ceil(len(tokens) / batch_size))
         return tokens[mine.start * batch_size : mine.stop * batch_size]
 
     def sum_(self, tensor: Tensor) -> None:
@@ -97,7 +97,7 @@ class World:
         return -self.largest(-number)
 
     def gather(self, part: Tensor, count: int) -> Tensor:
-        """Return the tensor ``[count, ...]`` of which each process has the rows ``share(count)``."""
+        """Return the tensor ``[count, ...]`` of which each process has the rows ``indices(count)``."""
         if self.alone:
             return part
         most = math.ceil(count / self.size)
@@ -106,8 +106,8 @@ class World:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         with _peers():
             distributed.all_gather(parts, padded)
-        shares = (self.share(count, rank) for rank in range(self.size))
-        return torch.cat([p[: s.stop - s.start] for p, s in zip(parts, shares, strict=True)])
+        slices = (self.indices(count, rank) for rank in range(self.size))
+        return torch.cat([p[: s.stop - s.start] for p, s in zip(parts, slices, strict=True)])
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return what ``make`` returns in the first process, the only one that calls it."""
@@ -125,10 +125,7 @@ class World:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Raise a NumericalError of any process in all of them, because the next step needs everybody.
-
-        Raises NumericalError where one of the processes raised it in this context.
-        """
+        """Raise a NumericalError of any process in all of them, because the next step needs everybody."""
         if self.alone:
             yield
             return

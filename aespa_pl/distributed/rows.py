@@ -68,7 +68,7 @@ class RowShare:
 
     @property
     def _own(self) -> slice:
-        return self.world.share(self._size)
+        return self.world.indices(self._size)
 
     @property
     def _count(self) -> int:

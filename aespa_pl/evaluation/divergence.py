@@ -57,7 +57,7 @@ def divergence(
             )
             # all processes write the rows of their segments into one table of zeros, and it is summed up
             table = torch.zeros(len(tokens), 2, tokens.shape[1] - 1, device=original.device)
-            row = world.share(math.ceil(len(tokens) / batch_size)).start * batch_size
+            row = world.indices(math.ceil(len(tokens) / batch_size)).start * batch_size
             for i in range(len(reference)):
                 for pair in zip(reference[i], hidden[i], strict=True):
                     table[row] = torch.stack(compared(*map(_logits, (original, quantized), pair)))

@@ -89,18 +89,12 @@ class StopAtIteration(Callback):
         self._save_and_stop(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save and stop, if a signal came during a validation: end to end, a step more is long.
-
-        Raises RunInterrupted once the checkpoint is on the disk.
-        """
+        """Save and stop, if a signal came during a validation: end to end, a step more is long."""
         if not trainer.sanity_checking:  # before the training signals don't wait
             self._save_and_stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let signals through again; one may have come after the last iteration.
-
-        Raises RunInterrupted once the checkpoint is on the disk.
-        """
+        """Let signals through again, and stop if one has come after the last iteration."""
         self.interruption.defer(active=False)
         self._save_and_stop(trainer)
 
@@ -109,8 +103,8 @@ class StopAtIteration(Callback):
     ) -> None:
         """Let signals through again.
 
-        Raises RunInterrupted where a callback of the user's raised KeyboardInterrupt, at which Lightning
-        would end the process without a word; Ctrl-C itself is a signal.
+        Raises RunInterrupted where a callback of the user's raised KeyboardInterrupt (Ctrl-C itself is a
+        signal), at which Lightning would end the process without a word.
         """
         self.interruption.defer(active=False)
         if isinstance(exception, KeyboardInterrupt):

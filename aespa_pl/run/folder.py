@@ -63,10 +63,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes off this run; the operating system frees a dead process's lock.
-
-        Raises UserError where another process has it.
-        """
+        """Keep other processes off this run. Raises UserError where one has it; a dead one's lock is free."""
         lock = FileLock(self.folder / "lock")
         try:
             lock.acquire(timeout=0)
@@ -87,10 +84,7 @@ def how_to_continue(folder: Path) -> str:
 
 
 def next_version(folder: Path) -> Path:
-    """Make and return ``folder/version_N`` for the smallest N above all that exist.
-
-    Raises UserError where the folder cannot be written to.
-    """
+    """Make and return ``folder/version_N`` for the smallest N above all that exist."""
     with disk_errors(folder, ANOTHER_FOLDER):
         folder.mkdir(parents=True, exist_ok=True)
         taken = [version_number(path) for path in folder.glob("version_*")]

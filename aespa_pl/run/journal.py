@@ -68,10 +68,7 @@ class Run(RunFolder):
 
     @classmethod
     def open(cls, folder: Path) -> "Run":
-        """Read a run.
-
-        Raises UserError where there is no journal, it is damaged, or another version wrote it.
-        """
+        """Read a run. Raises UserError where no journal is there, it is damaged, or of another version."""
         path = folder / "journal.json"
         try:
             refuse_other_format(path)
@@ -106,10 +103,7 @@ class Run(RunFolder):
             return None
 
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
-        """Refuse to continue with other inputs.
-
-        Raises UserError where something that the result depends on has changed; the message lists all of it.
-        """
+        """Raise UserError with everything that the result depends on and that has changed."""
         changes = differences(self.fingerprint, fingerprint)
         if changes:
             raise UserError(
@@ -139,8 +133,8 @@ class Run(RunFolder):
     def replace_block(self, index: int, files: Iterable[Path]) -> None:
         """Put the staged files of a block in the place of those that it has.
 
-        The journal names the new ones first, so that a process that is killed in between leaves
-        what ``finish_replacing`` needs.
+        The journal names them first: ``finish_replacing`` needs that after a process that was killed in
+        between.
         """
         new = {f.relative_to(self.folder).as_posix(): checksum(self.staged(f)) for f in files}
         self.add_to_block(index, {"files": new, "end_to_end": True})
@@ -199,10 +193,7 @@ class Run(RunFolder):
         self.save()
 
     def damaged_files(self, index: int | None = None) -> list[Path]:
-        """Return which files of a complete block are missing or not what the journal knows.
-
-        Without a block: of what lies in the model folder beside the blocks.
-        """
+        """Return which files of a block, or beside the blocks, are missing or not what the journal knows."""
         known = self.model if index is None else self.blocks[index].files
         files = [(self.folder / name, expected) for name, expected in known.items()]
         return [

@@ -180,11 +180,7 @@ Content = TypeVar("Content", bound=Strict)
 
 
 def parse(kind: type[Content], path: Path) -> Content:
-    """Read a JSON file.
-
-    Raises OSError where it cannot be read. Raises DamagedFileError where it does not hold what it should; the
-    message says which key, not which file.
-    """
+    """Read a JSON file. Raises OSError, or DamagedFileError, whose message says which key, not which file."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:

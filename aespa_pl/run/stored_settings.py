@@ -17,8 +17,7 @@ from aespa_pl.settings import QuantizationSettings, Settings
 def stored_settings(run: Run) -> Settings:
     """Return the settings of a run; where config.yaml was edited later, the journal counts.
 
-    Keys that this version does not know are left out. Raises UserError where config.yaml cannot be read, or
-    has values that no setting may have.
+    Keys that this version does not know are left out. Raises UserError where a value is none that is allowed.
     """
     return read_settings(run.folder, run.fingerprint)
 
@@ -41,10 +40,7 @@ def read_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
 
 
 def stored_quantization(run: Run) -> QuantizationSettings:
-    """Return the section ``quantization`` as the journal has it, without the number of iterations.
-
-    Raises UserError where it has values that no setting may have.
-    """
+    """Return the section ``quantization`` as the journal has it, without the number of iterations."""
     try:
         found: QuantizationSettings = _typed(QuantizationSettings, _of_journal(run.fingerprint))
     except (ValueError, TypeError, ArgumentError) as error:

@@ -194,14 +194,7 @@ class QuantizationSettings:
 
 
 def bits_of_projection(bits: int, bits_of: Mapping[str, int], block: int, projection: str) -> int:
-    """Return the bits of a projection of a block.
-
-    Args:
-        bits: Bits of the projections that ``bits_of`` does not name.
-        bits_of: Bits by ``PROJECTION``, by ``BLOCK`` and by ``BLOCK.PROJECTION``, or by a pattern of these.
-        block: Number of the block, from 0.
-        projection: Name of the projection.
-    """
+    """Return the bits of a projection: of its exact key, else the most of keys that fit, else ``bits``."""
     exact = bits_of.get(f"{block}.{projection}")
     if exact is not None:
         return exact

@@ -40,10 +40,7 @@ def entry_name(description: str) -> str:
 def alone_in(folder: Path) -> Iterator[None]:
     """Let one process at a time write to a folder, which is made if need be; others wait here.
 
-    The operating system frees the lock of a process that died.
-
-    Raises:
-        OSError: The folder can't be written to.
+    The operating system frees the lock of a process that died. Raises OSError where it can't be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):

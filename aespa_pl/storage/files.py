@@ -22,12 +22,7 @@ MEND = "free space there, or correct its permissions"
 
 @contextmanager
 def disk_errors(folder: Path, advice: str = MEND) -> Iterator[None]:
-    """Turn a full disk or a missing permission into a UserError that names the folder.
-
-    Args:
-        folder: Folder into which this context writes.
-        advice: Sentence on what the user can do; a caller that knows the option of another folder names it.
-    """
+    """Turn a full disk or a missing permission into a UserError that names the folder and what to do."""
     try:
         yield
     except OSError as error:
@@ -42,8 +37,7 @@ def disk_errors(folder: Path, advice: str = MEND) -> Iterator[None]:
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` make a file under a temporary name, and rename it to ``path`` once it is on disk.
 
-    Raises:
-        UserError: The disk is full or the folder not writable; nothing is left behind.
+    Raises UserError where the disk is full or the folder not writable; nothing is left behind.
     """
     temporary = path.with_name(f".{path.name}.partial")
     try:
@@ -92,11 +86,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file.
-
-    Raises:
-        UserError: It can't be read.
-    """
+    """Read a JSON file. Raises UserError where it can't be read."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

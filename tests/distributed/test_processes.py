@@ -16,7 +16,7 @@ from aespa_pl.models.family import Projection
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("size", [0, 1, 2, 6, 7, 20])
 def test_shares_are_neighbours_of_almost_one_size(count: int, size: int) -> None:
-    shares = [range(size)[World(rank, count).share(size)] for rank in range(count)]
+    shares = [range(size)[World(rank, count).indices(size)] for rank in range(count)]
     assert [i for share in shares for i in share] == list(range(size))
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1

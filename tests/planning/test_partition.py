@@ -24,7 +24,7 @@ from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.run.training import Training
-from aespa_pl.storage.matrices import MatricesOnDisk
+from aespa_pl.storage.batches import MatricesOnDisk
 from tests.walks import Quantized, walk
 
 DIVIDED = Partition(heads=1, weights=600)
