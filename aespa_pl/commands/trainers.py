@@ -42,7 +42,7 @@ class BlockTrainers:
     """The configuration as it is run, in YAML."""
     first: Trainer
     """Trainer of the same section, which knows the processes and the device."""
-    loggers: Loggers
+    logger_maker: Loggers
     interruption: Interruption
     progress: WalkProgress
     world: World
@@ -53,7 +53,11 @@ class BlockTrainers:
         note_own(run.folder)
         self.interruption.run_folder = run.folder
         self.interruption.how_to_continue = how_to_continue(run.folder)
-        return self.loggers.begin(run, self.saved)
+        return self.logger_maker.begin(run, self.saved)
+
+    def loggers(self, run: Run, curves: str) -> list[Logger]:
+        """Return new loggers of a run's curves, by the name of their folder."""
+        return self.logger_maker.of(run, curves)
 
     def of_rounding(self, run: Run, training: Training) -> Trainer:
         """Return the Trainer that learns the rounding of a portion of a block."""
@@ -98,7 +102,7 @@ class BlockTrainers:
         if isinstance(self.first.strategy, DDPStrategy):
             more["strategy"] = RowsStrategy(timeout=LONGEST_WAIT)
         return self.parsed.instantiate_trainer(
-            logger=self.loggers.of(run, training.curves),
+            logger=self.loggers(run, training.curves),
             callbacks=[*callbacks, *own, StopAtIteration(self.interruption, folder, self.world)],
             plugins=[
                 *listed(chosen.plugins),
