@@ -50,10 +50,15 @@ class Text:
 
     source: str
     """Name or path, as the user wrote it."""
-    identity: Mapping[str, object]
-    """Two texts with equal identities are equal."""
+    content: Mapping[str, str | None]
+    """What decides which rows it has."""
     protocol: Protocol
     rows: Callable[[], Sequence[Document]]
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Return what tells different texts apart."""
+        return {"content": dict(self.content), "protocol": asdict(self.protocol)}
 
     def documents(self) -> Sequence[Document]:
         """Read the text, of evaluation one document. Raises UserError where it can't be had."""
@@ -166,12 +171,11 @@ def calibration_text(source: str) -> Text:
     Every row of a .json or .jsonl is a document; any other file is one document. Raises UserError where the
     source is neither a known name nor a file that can be read.
     """
-    if source == "embedded":
-        return _embedded_text("calibration.txt")
-    if source in CALIBRATION:
-        return _hub_text(source, *CALIBRATION[source], CALIBRATION_KEY)
-    file = TextFile.find(source, CALIBRATION_KEY, conversations=True)
-    return _file_text(source, file, SENTENCES if file.name in SENTENCE_FILES else AS_THEY_ARE)
+
+    def protocol_of(file: TextFile) -> Protocol:
+        return SENTENCES if file.name in SENTENCE_FILES else AS_THEY_ARE
+
+    return _find(source, CALIBRATION_KEY, CALIBRATION, "calibration.txt", protocol_of)
 
 
 def evaluation_text(source: str) -> Text:
@@ -182,36 +186,29 @@ def evaluation_text(source: str) -> Text:
     ``ptb`` and ``c4`` are. Raises UserError where the source is neither a known name nor a file that can be
     read.
     """
+
+    def protocol_of(file: TextFile) -> Protocol:
+        if file.is_json:
+            return C4_EVALUATION if file.name.startswith("c4-validation.") else PARAGRAPHS
+        return SENTENCES if file.name in SENTENCE_FILES else AS_THEY_ARE
+
+    return _find(source, EVALUATION_KEY, EVALUATION, "heldout.txt", protocol_of)
+
+
+def _find(
+    source: str,
+    key: str,
+    known: Mapping[str, tuple[HubRows, Protocol]],
+    embedded: str,
+    protocol_of: Callable[[TextFile], Protocol],
+) -> Text:
     if source == "embedded":
-        return _embedded_text("heldout.txt")
-    if source in EVALUATION:
-        return _hub_text(source, *EVALUATION[source], EVALUATION_KEY)
-    file = TextFile.find(source, EVALUATION_KEY)
-    return _file_text(source, file, _evaluation_protocol(file))
-
-
-def _evaluation_protocol(file: TextFile) -> Protocol:
-    if file.name in SENTENCE_FILES:
-        return SENTENCES
-    if not file.is_json:
-        return AS_THEY_ARE
-    return C4_EVALUATION if file.name.startswith("c4-validation.") else PARAGRAPHS
-
-
-def _hub_text(source: str, hub: HubRows, protocol: Protocol, key: str) -> Text:
-    return Text(source, _identity(hub.identity, protocol), protocol, lambda: hub.load(key))
-
-
-def _file_text(source: str, file: TextFile, protocol: Protocol) -> Text:
-    content = {"format": "json" if file.is_json else "text", "sha256": file.checksum()}
-    return Text(source, _identity(content, protocol), protocol, file.rows)
-
-
-def _embedded_text(name: str) -> Text:
-    content = (EMBEDDED / name).read_bytes()
-    identity = _identity({"sha256": hashlib.sha256(content).hexdigest()}, AS_THEY_ARE)
-    return Text("embedded", identity, AS_THEY_ARE, lambda: [content.decode()])
-
-
-def _identity(content: Mapping[str, str | None], protocol: Protocol) -> dict[str, object]:
-    return {"content": dict(content), "protocol": asdict(protocol)}
+        raw = (EMBEDDED / embedded).read_bytes()
+        content = {"sha256": hashlib.sha256(raw).hexdigest()}
+        return Text(source, content, AS_THEY_ARE, lambda: [raw.decode()])
+    if source in known:
+        hub, protocol = known[source]
+        return Text(source, hub.identity, protocol, lambda: hub.load(key))
+    file = TextFile.find(source, key, conversations=key == CALIBRATION_KEY)
+    kind = "json" if file.is_json else "text"
+    return Text(source, {"format": kind, "sha256": file.checksum()}, protocol_of(file), file.rows)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax
 
 from aespa_pl.data.tokens import evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.divergence import compared
+from aespa_pl.evaluation.perplexity import last_hidden
 from aespa_pl.export.engines import ENGINES, Engine
 from aespa_pl.export.format import Format, FormatName
 from aespa_pl.export.quantized import QuantizedModel
@@ -138,6 +139,7 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
     return replace(questions, unchecked=unchecked, agreements=agreements)
 
 
+@torch.inference_mode()
 def reference_logits(
     model: QuantizedModel,
     chosen: Format,
@@ -148,33 +150,22 @@ def reference_logits(
 
     ``rounded`` rounds, as an engine does, the input of each quantized matrix.
     """
+
+    def change(index: int, block: nn.Module) -> None:
+        for name, matrix in model.block(index).matrices.items():
+            layer = name.removeprefix(model.family.block_prefix(index)).removesuffix(".weight")
+            module = block.get_submodule(layer)
+            module.get_parameter("weight").copy_(chosen.expected(model, name, matrix.weight()))
+            if rounded is not None:
+                module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
+
     source = StreamedModel.open(model.pretrained, model.family, torch.device("cpu"), torch.float32)
     with source.stem():
-        _hold(source, model, chosen)
-        hidden = source.embed_with_stem(tokens[None], 1)
-    for index in range(model.block_count):
-        matrices = model.block(index).matrices
-        prefix = model.family.block_prefix(index)
-        with source.block(index) as block, torch.no_grad():
-            for name, matrix in matrices.items():
-                weight = chosen.expected(model, name, matrix.weight())
-                path = name.removeprefix(prefix)
-                block.get_parameter(path).copy_(weight)
-                if rounded is not None:
-                    layer = block.get_submodule(path.removesuffix(".weight"))
-                    layer.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
-            source.advance(block, hidden)
-    with source.stem(), torch.inference_mode():
-        _hold(source, model, chosen)
+        for name in model.embeddings.intersection(model.stem_names()):
+            value = chosen.expected(model, name, model.stem_value(name))
+            source.model.get_parameter(name).copy_(value)
+        hidden = last_hidden(source, tokens[None], 1, change=change)
         return model.family.head(source.model, hidden[0])[0]
-
-
-@torch.no_grad()
-def _hold(source: StreamedModel, model: QuantizedModel, chosen: Format) -> None:
-    """Replace embedding and head, which are loaded, by what a format holds of them."""
-    for name in model.embeddings.intersection(model.stem_names()):
-        value = chosen.expected(model, name, model.stem_value(name))
-        source.model.get_parameter(name).copy_(value)
 
 
 def compare(
