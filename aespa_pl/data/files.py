@@ -16,9 +16,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedIOBase, BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from aespa_pl.errors import UserError
 
@@ -35,8 +34,7 @@ MESSAGES = "messages"
 SENTENCE_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
 """Plain texts of which every line is a row. Any other plain text is one row."""
 LARGEST_TEXT = 4 * 10**9
-"""Largest number of bytes of a text, five times the size of C4's shard that the paper samples; a text that
-never ends is refused here."""
+"""Most characters of a text, five times C4's shard that the paper samples: one that never ends is refused."""
 REPORT_SECONDS = 10
 """Seconds between two lines in the log about a text that is being read."""
 
@@ -106,27 +104,38 @@ class TextFile:
         Raises UserError where the file can't be read or decoded, is empty or too large, or a row has no text.
         """
         opened = gzip.open if self.path.suffix == ".gz" else open
-        with self._errors(), opened(self.path, "rb") as raw:
-            watched = BufferedReader(_Watched(raw, self), 2**20)
-            # newline="\n": plain text stays unchanged, and a lone carriage return ends no JSON line
-            file = TextIOWrapper(watched, encoding="utf-8-sig", newline="\n")
-            rows = self._json_rows(file) if self.is_json else self._text_rows(file)
+        # newline="\n": plain text stays unchanged, and a lone carriage return ends no JSON line
+        with self._errors(), opened(self.path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            lines = self._lines(file)
+            rows = self._json_rows(lines) if self.is_json else self._text_rows(lines)
         if not any(row.strip() if isinstance(row, str) else row for row in rows):
             raise UserError(f"{self.key}: {self.path} holds no text; name another file")
         return rows
 
-    def _text_rows(self, file: TextIOWrapper) -> list[Document]:
+    def _lines(self, file: TextIO) -> Iterator[str]:
+        """Yield the lines; a long text is reported, and one that does not end is refused."""
+        read, reported = 0, time.monotonic()
+        while line := file.readline(LARGEST_TEXT + 1):
+            read += len(line)
+            if read > LARGEST_TEXT:
+                raise self.too_large()
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                log.warning("reading %s: %.1f GB of text so far", self.path, read / 1e9)
+            yield line
+
+    def _text_rows(self, lines: Iterator[str]) -> list[Document]:
         if self.name in SENTENCE_FILES:
-            return [line.strip() for line in file]
-        text = file.read()
+            return [line.strip() for line in lines]
+        text = "".join(lines)
         if "\0" in text:
             raise UserError(f"{self.key}: {self.path} is binary, expected text in UTF-8")
         return [text]
 
-    def _json_rows(self, file: TextIOWrapper) -> list[Document]:
+    def _json_rows(self, lines: Iterator[str]) -> list[Document]:
         rows, field = list[Document](), ""
         known = (*FIELDS, MESSAGES) if self.conversations else FIELDS
-        for place, row in self._json_values(file):
+        for place, row in self._json_values(lines):
             if not isinstance(row, dict):
                 raise UserError(
                     f"{self.key}: {self.path}, {place}: expected an object such as "
@@ -156,13 +165,13 @@ class TextFile:
                 'conversation; expected a list such as [{"role": "user", "content": "..."}]'
             )
 
-    def _json_values(self, file: TextIOWrapper) -> Iterator[tuple[str, object]]:
+    def _json_values(self, lines: Iterator[str]) -> Iterator[tuple[str, object]]:
         """Yield where a value stands, and the value, of JSON lines or of one JSON array."""
         number = 0
         try:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(lines, 1):
                 if line.lstrip().startswith("["):
-                    array = json.loads(line + file.read())
+                    array = json.loads(line + "".join(lines))
                     yield from ((f"row {i}", value) for i, value in enumerate(array, 1))
                 elif line.strip():
                     yield f"line {number}", json.loads(line.rstrip())
@@ -195,29 +204,6 @@ class TextFile:
             raise UserError(
                 f"{self.key}: cannot read {self.path}: {error.strerror or error}"
             ) from error
-
-
-class _Watched(RawIOBase):
-    """Counts the bytes of a text while they are read; reports a long text and refuses an endless one."""
-
-    def __init__(self, raw: BufferedIOBase, file: TextFile) -> None:
-        self._raw, self._file = raw, file
-        self._bytes = 0
-        self._reported = time.monotonic()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        chunk = self._raw.read(len(buffer))
-        buffer[: len(chunk)] = chunk
-        self._bytes += len(chunk)
-        if self._bytes > LARGEST_TEXT:
-            raise self._file.too_large()
-        if time.monotonic() - self._reported > REPORT_SECONDS:
-            self._reported = time.monotonic()
-            log.warning("reading %s: %.1f GB of text so far", self._file.path, self._bytes / 1e9)
-        return len(chunk)
 
 
 def _is_text(value: object) -> bool:

@@ -14,15 +14,19 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
 from torch import Tensor
 
 from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.export.format import Format, ReadTensor, impossible
-from aespa_pl.export.gguf_bytes import BLOCK_TYPES, as_typed
-from aespa_pl.export.gguf_library import dequantized, library_type
-from aespa_pl.export.gguf_metadata import add_metadata, rope_factors
+from aespa_pl.export.gguf_bytes import BLOCK_TYPES, BlockType, as_typed
+from aespa_pl.export.gguf_metadata import (
+    add_metadata,
+    add_vocabulary,
+    refuse_tokenizer,
+    rope_factors,
+)
 from aespa_pl.export.gguf_model import (
     candidate_type,
     exact_type,
@@ -31,7 +35,6 @@ from aespa_pl.export.gguf_model import (
     ideal_type,
     row_order,
 )
-from aespa_pl.export.gguf_vocabulary import add_vocabulary, refuse_tokenizer
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.hub import LICENCES
 from aespa_pl.models.llama_cpp import architecture_of, unsupported_part
@@ -40,6 +43,8 @@ from aespa_pl.storage.files import write_whole
 
 FILE = "model.gguf"
 ROPE_FACTORS = "rope_freqs.weight"
+_Q2_0 = BLOCK_TYPES["Q2_0"]
+"""A block type that version 0.19 of the library gguf does not know."""
 PLAIN = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
 """The types of matrices that are not quantized; all others become F32."""
 
@@ -196,3 +201,34 @@ def _all_names(model: QuantizedModel) -> Iterator[str]:
 
 def _float32(value: Tensor) -> npt.NDArray[Any]:
     return value.float().contiguous().numpy()
+
+
+def library_type(kind: BlockType) -> GGMLQuantizationType:
+    """Return the library's value for a block type."""
+    return GGMLQuantizationType(kind.number)
+
+
+def dequantized(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
+    """Return the float32 values of a tensor of a GGUF file."""
+    if int(kind) != _Q2_0.number:
+        return np.asarray(dequantize(data, kind), np.float32)
+    blocks = data.reshape(*data.shape[:-1], -1, _Q2_0.size)
+    d = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
+    integers = (blocks[..., 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
+    steps = integers.reshape(*blocks.shape[:-1], -1).astype(np.float32) - 1
+    values: npt.NDArray[np.float32] = (d * steps).reshape(*data.shape[:-1], -1)
+    return values
+
+
+def _unknown(cls: type[GGMLQuantizationType], number: object) -> GGMLQuantizationType | None:
+    """Make the value that the enumeration lacks, as ``enum`` documents it for ``_missing_``."""
+    if number != _Q2_0.number:
+        return None
+    made = int.__new__(cls, _Q2_0.number)
+    made._name_, made._value_ = _Q2_0.name, _Q2_0.number
+    return made
+
+
+if _Q2_0.number not in set(GGMLQuantizationType):
+    GGMLQuantizationType._missing_ = classmethod(_unknown)  # type: ignore[assignment,method-assign]
+    GGML_QUANT_SIZES[library_type(_Q2_0)] = (_Q2_0.columns, _Q2_0.size)

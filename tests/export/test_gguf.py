@@ -8,8 +8,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from torch import Tensor
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.gguf import Gguf
-from aespa_pl.export.gguf_library import dequantized
+from aespa_pl.export.gguf import Gguf, dequantized
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import Q, write

@@ -13,8 +13,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.export.awq import Awq
 from aespa_pl.export.compressed_tensors import CompressedTensors
 from aespa_pl.export.folder import HuggingFace
-from aespa_pl.export.gguf import Gguf
-from aespa_pl.export.gguf_library import dequantized
+from aespa_pl.export.gguf import Gguf, dequantized
 from aespa_pl.export.proof import prove
 from aespa_pl.export.quantized import QuantizedModel
 from tests.cli.commands import CommandLine

@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import (
 )
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.gguf_vocabulary import add_vocabulary, refuse_tokenizer
+from aespa_pl.export.gguf_metadata import add_vocabulary, refuse_tokenizer
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
