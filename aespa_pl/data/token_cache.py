@@ -40,14 +40,14 @@ def _read(path: Path, description: str) -> Tensor | None:
     """Return the tokens in a file, None if it is not there or not as it was written."""
     try:
         with safe_open(path, "pt") as file:
-            found = file.metadata() or {}
+            stored = file.metadata() or {}
             tokens: Tensor = file.get_tensor("tokens")
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError) as error:
         log.warning("tokenizing again: the cached tokens %s can't be read (%s)", path, error)
         return None
-    if found != {"made_from": description, "sha256": checksum(tokens)}:
+    if stored != {"made_from": description, "sha256": checksum(tokens)}:
         log.warning("tokenizing again: the cached tokens %s are damaged", path)
         return None
     return tokens

@@ -57,8 +57,8 @@ def joined_results(measured: Sequence[tuple[Mapping[str, Any], Mapping[str, str]
     columns: dict[str, dict[tuple[int, str], str]] = {}
     for section in SECTIONS:
         for number, (metrics, _) in enumerate(measured):
-            for kind, found in metrics.get(section, {}).items():
-                for head, text in _cells(section, found):
+            for kind, values in metrics.get(section, {}).items():
+                for head, text in _cells(section, values):
                     columns.setdefault(head, {})[number, kind] = text
     rows = [
         [names[kind], *(column.get((number, kind), ABSENT) for column in columns.values())]
@@ -69,23 +69,23 @@ def joined_results(measured: Sequence[tuple[Mapping[str, Any], Mapping[str, str]
     return TextTable(["", *columns], rows)
 
 
-def _cells(section: str, found: Any) -> Iterator[tuple[str, str]]:
+def _cells(section: str, values: Any) -> Iterator[tuple[str, str]]:
     """Yield the columns of one section of one model's metrics, and what stands there."""
     if section == "perplexity":
-        yield from ((f"perplexity, {text}", f"{value:.3f}") for text, value in found.items())
+        yield from ((f"perplexity, {text}", f"{value:.3f}") for text, value in values.items())
     elif section == "divergence":
-        for text, value in found.items():
+        for text, value in values.items():
             yield f"KL, {text}", f"{value['mean']:.4f}"
             yield f"KL 99.9 %, {text}", f"{value['rare']:.3f}"
             yield f"same top token, {text}, %", f"{100 * value['same_top']:.1f}"
     elif section == "tasks":
-        yield from ((f"{task}, %", accuracy(score)) for task, score in found.items())
+        yield from ((f"{task}, %", accuracy(score)) for task, score in values.items())
     elif section == "size":
-        if "bits_per_weight" in found:
-            yield "bits per weight", f"{found['bits_per_weight']:.2f}"
-        yield "size", human(found["bytes"], "B")
+        if "bits_per_weight" in values:
+            yield "bits per weight", f"{values['bits_per_weight']:.2f}"
+        yield "size", human(values["bytes"], "B")
     else:
-        yield "seconds", f"{found:.0f}"
+        yield "seconds", f"{values:.0f}"
 
 
 def accuracy(score: Mapping[str, Any]) -> str:

@@ -171,14 +171,14 @@ def _reported(tasks: Tasks, results: Mapping[str, Any]) -> list[str]:
 
 
 def _score(name: str, results: Mapping[str, Any]) -> TaskScore:
-    found = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
-    metric = _accuracy(name, found)
-    error = found.get(f"{metric}_stderr")
+    scores = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
+    metric = _accuracy(name, scores)
+    error = scores.get(f"{metric}_stderr")
     members = results.get("group_subtasks", {}).get(name) or [name]
     counts = results.get("n-samples", {})
     return TaskScore(
         metric=metric,
-        value=float(found[metric]),
+        value=float(scores[metric]),
         error=float(error) if isinstance(error, int | float) else None,
         items=sum(int(counts[member]["effective"]) for member in members if member in counts),
     )

@@ -29,16 +29,16 @@ def forecast(settings: QuantizationSettings, shape: Shape, config: PreTrainedCon
 def _in_gguf(settings: QuantizationSettings, shape: Shape, config: PreTrainedConfig) -> str:
     if part := unsupported_part(config):
         return f"no GGUF file, because {part}"
-    found = _types(settings, shape, settings.group_size, symmetric=settings.symmetric)
+    types = _types(settings, shape, settings.group_size, symmetric=settings.symmetric)
     size = 64 if settings.bits == LEAST else 32  # columns of the blocks of Q2_0 and of Q4_0
     other = _types(settings, shape, size, symmetric=True)
-    better = other and (found is None or _mean(other) < _mean(found))
+    better = other and (types is None or _mean(other) < _mean(types))
     advice = f" (symmetric groups of {size} would be {_words(other)})" if other and better else ""
-    if found is None:
+    if types is None:
         return f"no GGUF file, because no type of llama.cpp holds this grid{advice}"
     own = MIXTURE.get(settings.bits)
     told = f", or llama.cpp's own types by --quantization.format {own}" if own else ""
-    return f"{_words(found)} bits a weight in GGUF{advice}{told}"
+    return f"{_words(types)} bits a weight in GGUF{advice}{told}"
 
 
 def _in_folders(settings: QuantizationSettings, shape: Shape) -> str:
@@ -61,14 +61,14 @@ def _types(
     settings: QuantizationSettings, shape: Shape, group_size: int | None, *, symmetric: bool
 ) -> Mapping[BlockType, int] | None:
     """Return how many weights have each type; None where a matrix has none."""
-    found: dict[BlockType, int] = {}
+    weights: dict[BlockType, int] = {}
     for bits, columns, size in _matrices(settings, shape):
         zeros = zero_points(bits, symmetric=symmetric)
         kind = smallest_type(bits, columns, group_size, zeros)
         if kind is None:
             return None
-        found[kind] = found.get(kind, 0) + size
-    return found
+        weights[kind] = weights.get(kind, 0) + size
+    return weights
 
 
 def _mean(types: Mapping[BlockType, int]) -> float:

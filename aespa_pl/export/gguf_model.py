@@ -40,8 +40,8 @@ def gguf_name(model: QuantizedModel, name: str) -> str:
     names = _name_map(architecture_of(model.pretrained.config).name, model.block_count)
     prefix = model.family.blocks_path.partition(".")[0]
     for candidate in (name, name.removeprefix(f"{prefix}.")):
-        if found := names.get_name(candidate, (".weight", ".bias")):
-            return found
+        if known := names.get_name(candidate, (".weight", ".bias")):
+            return known
     raise KeyError(f"gguf has no name for {name}")
 
 
@@ -74,18 +74,18 @@ def _zeros(model: QuantizedModel, name: str) -> Collection[int]:
 
 def exact_type(model: QuantizedModel, name: str) -> BlockType:
     """Return the block type of a quantized matrix of a model that was not refused."""
-    found = candidate_type(model, name)
-    if found is None:
+    kind = candidate_type(model, name)
+    if kind is None:
         raise ValueError(f"no block type holds {name}")
-    return found
+    return kind
 
 
 def ideal_type(model: QuantizedModel, name: str) -> BlockType:
     """Return the block type that a matrix would have if its width were no matter."""
     if model.type_of(name) is not None:
         return exact_type(model, name)
-    found = smallest_type(model.bits_of(name), IDEAL_WIDTH, None, _zeros(model, name))
-    return found or exact_type(model, name)
+    ideal = smallest_type(model.bits_of(name), IDEAL_WIDTH, None, _zeros(model, name))
+    return ideal or exact_type(model, name)
 
 
 def file_type(model: QuantizedModel) -> int:

@@ -149,13 +149,13 @@ class QuantizedModel:
     @cached_property
     def matrices(self) -> Mapping[str, tuple[int, tuple[Projection, ...]]]:
         """Return, by the name of each quantized weight, its block and the projections in its rows."""
-        found: dict[str, tuple[int, tuple[Projection, ...]]] = {}
+        matrices: dict[str, tuple[int, tuple[Projection, ...]]] = {}
         for index in range(self.block_count):
             for projection in self.layout(index).projections:
                 name = f"{self.family.block_prefix(index)}{projection.module}.weight"
-                _, before = found.get(name, (index, ()))
-                found[name] = index, (*before, projection)
-        return found
+                _, before = matrices.get(name, (index, ()))
+                matrices[name] = index, (*before, projection)
+        return matrices
 
     def projections_of(self, name: str) -> tuple[Projection, ...]:
         """Return the projections that a weight or bias belongs to; none outside of quantized layers."""

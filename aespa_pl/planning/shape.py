@@ -101,13 +101,13 @@ class Shape:
 
 
 def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:
-    found = {}
+    matrices = {}
     for group in layout.groups:
         for p in group.projections:
             rows, columns = projection_weight(block, layout, p).shape
             added = p.residual is not None and not p.normed
-            found[p.name] = Matrix(rows, columns, p.role, group.name, added)
-    return found
+            matrices[p.name] = Matrix(rows, columns, p.role, group.name, added)
+    return matrices
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def verdict(run: StoredRun) -> str:
     texts = list(_texts(run))
     if not texts:
         return NO_PERPLEXITY
-    text, original, nearest, quantized = max(texts, key=lambda found: found[3] / found[1])
+    text, original, nearest, quantized = max(texts, key=lambda of_text: of_text[3] / of_text[1])
     rise = quantized / original - 1
     words = next(words for limit, words in SIZES if rise <= limit)
     rest = ""
@@ -87,28 +87,28 @@ def cost_table(runs: Sequence[StoredRun]) -> TextTable:
 
 
 def _costs(run: StoredRun) -> dict[str, str]:
-    found = {"blocks finished": str(len(run.blocks))}
+    costs = {"blocks finished": str(len(run.blocks))}
     if weights := run.shape.get("weights"):
-        found["weights of these blocks"] = f"{weights:,.0f}"
+        costs["weights of these blocks"] = f"{weights:,.0f}"
     if bits := run.shape.get("bits_per_weight"):
-        found["bits per weight, with scales"] = f"{bits:.3f}"
+        costs["bits per weight, with scales"] = f"{bits:.3f}"
     phases: dict[str, float] = {}
     for record in (*run.blocks.values(), run.tuned):
         for phase, seconds in record.get("seconds", {}).items():
             phases[phase] = phases.get(phase, 0.0) + seconds
     total = sum(phases.values())
     for phase, seconds in phases.items():
-        found[phase] = f"{duration(seconds)} ({100 * seconds / total:.0f} %)" if total else ABSENT
+        costs[phase] = f"{duration(seconds)} ({100 * seconds / total:.0f} %)" if total else ABSENT
     if total:
-        found["all phases"] = duration(total)
+        costs["all phases"] = duration(total)
     if seconds := run.metrics.get("seconds", {}).get("quantization"):
-        found["quantization, wall clock"] = duration(seconds)
+        costs["quantization, wall clock"] = duration(seconds)
     peaks = [record["peak_bytes"] for record in run.blocks.values()]
     for place in ("host", "device"):
         most = max(peak.get(place, 0) for peak in (*peaks, run.metrics.get("peak_bytes", {})))
         if most:
-            found[f"{place} memory, peak"] = human(most, "B")
-    return found
+            costs[f"{place} memory, peak"] = human(most, "B")
+    return costs
 
 
 def block_table(run: StoredRun) -> TextTable:

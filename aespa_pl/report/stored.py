@@ -182,13 +182,13 @@ def _settings(
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings with their keys joined by dots."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            settings |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            settings[f"{prefix}{key}"] = value
+    return settings
 
 
 def _shape(
