@@ -64,18 +64,15 @@ class Awq(PackedFormat):
         converted = converter.process(layer)
         tensors = {name.removeprefix("layer."): tensor for name, tensor in converted.items()}
         tensors["weight_scale"] = tensors["weight_scale"].float()
-        scheme = CompressedTensors(BITS).config(model)["quantization_config"]["config_groups"]
-        return unpacked_by_library(tensors, scheme["group_0"])
+        return unpacked_by_library(tensors, CompressedTensors(BITS).scheme(model))
 
-    def config(self, model: QuantizedModel) -> dict[str, Any]:
+    def quantization(self, model: QuantizedModel) -> dict[str, Any]:
         """Return the quantization as AutoAWQ states it."""
         return {
-            "quantization_config": {
-                "quant_method": "awq",
-                "bits": BITS,
-                "group_size": model.group_size or -1,
-                "zero_point": True,
-                "version": "gemm",
-                "modules_to_not_convert": model.unquantized_linears(),
-            }
+            "quant_method": "awq",
+            "bits": BITS,
+            "group_size": model.group_size or -1,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": model.unquantized_linears(),
         }

@@ -45,23 +45,22 @@ class CompressedTensors(PackedFormat):
 
     def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
         """Return the weight that the library makes of the tensors."""
-        return unpacked_by_library(dict(packed), self._scheme(model))
+        return unpacked_by_library(dict(packed), self.scheme(model))
 
-    def config(self, model: QuantizedModel) -> dict[str, Any]:
+    def quantization(self, model: QuantizedModel) -> dict[str, Any]:
         """Return the quantization that transformers and vLLM read."""
         return {
-            "quantization_config": {
-                "quant_method": "compressed-tensors",
-                "format": "pack-quantized",
-                "quantization_status": "compressed",
-                # transformers' layers for packed weights refuse packed zero points; vLLM ignores this
-                "dequantize": True,
-                "ignore": model.unquantized_linears(),
-                "config_groups": {"group_0": self._scheme(model)},
-            }
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            # transformers' layers for packed weights refuse packed zero points; vLLM ignores this
+            "dequantize": True,
+            "ignore": model.unquantized_linears(),
+            "config_groups": {"group_0": self.scheme(model)},
         }
 
-    def _scheme(self, model: QuantizedModel) -> dict[str, Any]:
+    def scheme(self, model: QuantizedModel) -> dict[str, Any]:
+        """Return how the library describes the integers."""
         return {
             "targets": ["Linear"],
             "weights": {

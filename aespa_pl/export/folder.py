@@ -35,8 +35,8 @@ class FolderFormat(Format):
         """Return the weight that packed tensors stand for, by the format's own library."""
 
     @abstractmethod
-    def config(self, model: QuantizedModel) -> dict[str, Any]:
-        """Return the keys that config.json gets."""
+    def quantization(self, model: QuantizedModel) -> dict[str, Any]:
+        """Return what config.json says of the quantization; nothing: it stays the original's."""
 
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
         """Write a shard for what lies outside the blocks and one a block."""
@@ -54,7 +54,8 @@ class FolderFormat(Format):
             writer.write_block(index, tensors)
             names[index + 1] = tuple(tensors)
             after_block()
-        writer.finish(names, model.original, self.config(model))
+        config = {"quantization_config": stated} if (stated := self.quantization(model)) else None
+        writer.finish(names, model.original, config)
         settings = json.loads(json.dumps(asdict(model.settings.quantization)))  # plain numbers only
         # by this file fit refuses the folder, and test measures it alone
         write_json(folder / DESCRIPTION, {"format": self.name, "quantization": settings})
@@ -102,7 +103,7 @@ class HuggingFace(FolderFormat):
         """Return the weight."""
         return packed["weight"]
 
-    def config(self, model: QuantizedModel) -> dict[str, Any]:
+    def quantization(self, model: QuantizedModel) -> dict[str, Any]:
         """Return nothing: config.json is the original's, byte for byte."""
         return {}
 

@@ -62,7 +62,7 @@ class Gptq(PackedFormat):
         group = packed["g_idx"].long()
         return (packed["scales"][group].float() * (integers - zero_point[group])).T
 
-    def config(self, model: QuantizedModel) -> dict[str, Any]:
+    def quantization(self, model: QuantizedModel) -> dict[str, Any]:
         """Return the quantization as GPTQModel states it."""
         settings = {
             "quant_method": "gptq",
@@ -76,7 +76,7 @@ class Gptq(PackedFormat):
         }
         if self.bits(model) == 4 and model.group_size is None:
             settings["backend"] = "torch"  # its faster CPU kernel has groups of 32 to 256 only
-        return {"quantization_config": settings}
+        return settings
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

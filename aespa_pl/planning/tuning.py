@@ -9,27 +9,24 @@ BLOCK_BYTES = {
     "clipping": 7 * FLOAT + 1,
     "affine": 7 * FLOAT + 1,
 }
-"""A weight of a block takes this many bytes. In float32: the weight that is aimed at, the latent value
-with gradient, two moments and best epoch, and the weight of the forward pass; the integer in uint8. Rounding:
-also h and its derivative, and the lower integer in int16. Clipping and affine: only what autograd keeps of
-the weights before and behind the transformation, rounded and clamped, instead of gradient, moments and best
-epoch."""
+"""Bytes of a weight of a block. In float32: the weight that is aimed at, the latent value with gradient, two
+moments and best epoch, and the weight of the forward pass; the integer in uint8. Rounding: also h and its
+derivative, and the lower integer in int16. Clipping and affine: instead of gradient, moments and best epoch,
+what autograd keeps of the weights before and behind the transformation, rounded and clamped."""
 MODEL_BYTES = FLOAT + 1
-"""A weight of a model whose integers stay takes this many bytes: ``q - z`` in float32, and the integer in
-uint8."""
+"""Bytes of a weight of a model whose integers stay: ``q - z`` in float32, and the integer in uint8."""
 MODEL_BYTES_LEARNED = 7 * FLOAT + 1
 """Bytes per weight of a model whose integers are learned: latent value with gradient, two moments and best
 epoch in float32, the integer in uint8, and two numbers in float32 that peaks of whole runs have beside them
 (docs/memory.md)."""
 CHECKPOINT_BYTES = 4 * FLOAT
-"""A checkpoint has this many bytes of a weight whose latent value is learned: the value, two moments and
-the best epoch. It is there twice while one replaces another."""
+"""Bytes in a checkpoint of a weight whose latent value is learned: the value, two moments and the best epoch.
+The checkpoint is there twice while one replaces another."""
 SCALE_BYTES = 6 * FLOAT
-"""A scale takes this many bytes: its logarithm with gradient, two moments and best epoch, and itself; two
-strengths in place of the logarithm take the same twice."""
+"""Bytes of a scale: its logarithm with gradient, two moments and best epoch, and itself; two strengths in
+place of the logarithm take the same twice."""
 LOGITS = 6
-"""Number of tensors of the logits' size at once: of both models logits and log-probabilities, the divergence
-of each, and its gradient."""
+"""Tensors of the logits' size at once: both models' logits and log-probabilities, divergence, gradient."""
 BACKWARD = 2
 """Number of forward passes that a backward pass takes as long as."""
 

@@ -143,9 +143,8 @@ def _versions(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _listed(damaged: list[str], most: int = 3) -> str:
-    unique = list(dict.fromkeys(damaged))
-    more = f" and {len(unique) - most} more" if len(unique) > most else ""
-    return ", ".join(unique[:most]) + more
+    more = f" and {len(damaged) - most} more" if len(damaged) > most else ""
+    return ", ".join(damaged[:most]) + more
 
 
 def _progress(folder: Path, finished: int) -> list[str]:
