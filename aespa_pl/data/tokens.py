@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,14 +26,16 @@ from aespa_pl.data.texts import (
     calibration_text,
     evaluation_text,
 )
-from aespa_pl.data.token_cache import cached_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
+from aespa_pl.storage.cache import keep, recalled
 
 log = logging.getLogger(__name__)
 
 TENSOR = "tokens"
-"""Name of the tensor in a file of token ids."""
+"""Name of the tensor in a file of token ids, and of the folder in the cache."""
+VERSION = 2
+"""Number of the way in which tokens are made; a change of it makes older entries of the cache invisible."""
 TOKENS_PER_INPUT = 10
 """Calibration tokens for each input of a projection below which they are called few. OPTQ's INT2 perplexity
 on embedded:llama is 31.0 with 12 of them and with 23, 31.6 with 6, 34.0 with 3."""
@@ -179,6 +181,18 @@ def few_tokens(segments: int, length: int, inputs: int) -> str | None:
         f"rule of thumb, {TOKENS_PER_INPUT} tokens for each input or more give good statistics. Raise "
         f"data.calibration.segments to {wanted}"
     )
+
+
+def cached_tokens(
+    cache: Path, made_from: Mapping[str, object], make: Callable[[], Tensor]
+) -> Tensor:
+    """Return the tokens made from ``made_from`` (JSON), from the cache (``data.cache``) if they are there."""
+    described = {"version": VERSION, **made_from}
+    tokens = recalled(cache, TENSOR, described)
+    if tokens is None:
+        tokens = make()
+        keep(cache, TENSOR, described, tokens)
+    return tokens
 
 
 def check_vocabulary(tokens: Int64[Tensor, "segments length"], vocabulary_size: int) -> None:

@@ -6,12 +6,21 @@ and the folder may be removed at any time.
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from aespa_pl.errors import UserError
+from aespa_pl.storage.files import write_tensors
+
+log = logging.getLogger(__name__)
 
 
 def cache_folder(given: str | None) -> Path:
@@ -26,14 +35,58 @@ def default_cache() -> Path:
     return (given if given.is_absolute() else Path.home() / ".cache") / "aespa_pl"
 
 
-def canonical_text(made_from: Mapping[str, object]) -> str:
-    """Return the one JSON text that equal descriptions of an entry share."""
-    return json.dumps(made_from, sort_keys=True)
+def recalled(cache: Path, kind: str, made_from: Mapping[str, object]) -> Tensor | None:
+    """Return the tensor of a kind that was kept; None if there is none, or it is not as it was written.
+
+    It lies in the folder of its kind, by all that it was made from (JSON).
+    """
+    path, description = _entry(cache, kind, made_from)
+    try:
+        with safe_open(path, "pt") as file:
+            stored = file.metadata() or {}
+            tensor: Tensor = file.get_tensor(kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError) as error:
+        log.warning(
+            "making %s again: what the cache has in %s can't be read (%s)", kind, path, error
+        )
+        return None
+    if stored != {"made_from": description, "sha256": checksum(tensor)}:
+        log.warning("making %s again: what the cache has in %s is damaged", kind, path)
+        return None
+    return tensor
 
 
-def entry_name(description: str) -> str:
-    """Return the name of an entry, without suffix: the SHA-256 of its description."""
-    return hashlib.sha256(description.encode()).hexdigest()
+def keep(cache: Path, kind: str, made_from: Mapping[str, object], tensor: Tensor) -> None:
+    """Write a tensor whole or not at all, so that it is recalled; a failure is logged and stops nothing."""
+    path, description = _entry(cache, kind, made_from)
+    try:
+        with alone_in(path.parent):
+            metadata = {"made_from": description, "sha256": checksum(tensor)}
+            write_tensors(path, {kind: tensor}, metadata)
+    except (OSError, UserError) as error:
+        # write_tensors words its error for a run's own files; the system's reason is underneath
+        reason = error.__cause__ or error
+        log.warning(
+            "the %s will be made again next time: cannot write to %s (%s); set data.cache to a folder with "
+            "space that can be written to",
+            kind,
+            path.parent,
+            getattr(reason, "strerror", None) or reason,
+        )
+
+
+def checksum(tensor: Tensor) -> str:
+    """Return the SHA-256 of the numbers of a tensor."""
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _entry(cache: Path, kind: str, made_from: Mapping[str, object]) -> tuple[Path, str]:
+    """Return the file of an entry, and the one JSON text that equal descriptions share."""
+    description = json.dumps(made_from, sort_keys=True)
+    name = hashlib.sha256(description.encode()).hexdigest()
+    return cache / kind / f"{name}.safetensors", description
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from aespa_pl.data import token_cache
-from aespa_pl.data.token_cache import cached_tokens
+from aespa_pl.data import tokens
+from aespa_pl.data.tokens import cached_tokens
 from aespa_pl.storage.cache import default_cache
 
 TOKENS = torch.arange(600, dtype=torch.int64).view(20, 30)
@@ -40,9 +40,9 @@ def only_file(folder: Path) -> Path:
 def test_tokens_are_made_once(tmp_path: Path, maker: Maker) -> None:
     folder = tmp_path / "not" / "there"
     for _ in range(3):
-        tokens = cached_tokens(folder, {"seed": 1}, maker)
-        assert torch.equal(tokens, TOKENS)
-        assert tokens.dtype == torch.int64
+        cached = cached_tokens(folder, {"seed": 1}, maker)
+        assert torch.equal(cached, TOKENS)
+        assert cached.dtype == torch.int64
     assert maker.calls == 1
     assert torch.equal(load_file(only_file(folder))["tokens"], TOKENS)
 
@@ -53,7 +53,7 @@ def test_other_origins_make_other_tokens(
     cached_tokens(tmp_path, {"seed": 1}, maker)
     cached_tokens(tmp_path, {"seed": 2}, maker)
     assert maker.calls == 2
-    monkeypatch.setattr(token_cache, "VERSION", token_cache.VERSION + 1)
+    monkeypatch.setattr(tokens, "VERSION", tokens.VERSION + 1)
     cached_tokens(tmp_path, {"seed": 1}, maker)
     assert maker.calls == 3
 
