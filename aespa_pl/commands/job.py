@@ -29,7 +29,7 @@ from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
-from aespa_pl.planning.budget import resolved_data
+from aespa_pl.planning.budget import resolved_data, resolved_place
 from aespa_pl.planning.shape import ONE_DEVICE, Devices, Setup, Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.run.fingerprint import model_fingerprint
@@ -208,7 +208,8 @@ def checked(
     data = resolved_data(
         settings.data, quantization, shape, device, length=length, dtype_bytes=bytes_
     )
-    return Checked(settings.model, data, quantization, settings.output, device, config, stored)
+    found = Checked(settings.model, data, quantization, settings.output, device, config, stored)
+    return replace(found, quantization=resolved_place(found.setup()))
 
 
 def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:
