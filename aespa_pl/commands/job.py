@@ -105,7 +105,7 @@ class Job(Checked):
         """Open the model's folder. Raises UserError where it can't be quantized with these settings."""
         folder = find_model(settings, device, weights=True)
         pretrained = PretrainedFolder.open(folder, cache_folder(settings.data.cache))
-        found = checked(settings, device, config=pretrained.config, stored=pretrained.dtype)
+        found = checked(settings, device, pretrained.config, pretrained.dtype)
         return cls(**vars(found), pretrained=pretrained)
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:
@@ -185,9 +185,16 @@ def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Pa
 
 
 def checked(
-    settings: Settings, device: torch.device, *, config: PreTrainedConfig, stored: torch.dtype
+    settings: Settings,
+    device: torch.device,
+    config: PreTrainedConfig,
+    stored: torch.dtype | None = None,
 ) -> Checked:
-    """Return settings without auto. Raises UserError where the model can't be quantized with them."""
+    """Return settings without auto. Raises UserError where the model can't be quantized with them.
+
+    ``stored`` is the type of the model's files; None: as its configuration says.
+    """
+    stored = stored or getattr(config, "dtype", None) or torch.float32
     family, quantization = family_of(config), settings.quantization
     layouts, positions = family.layouts(config), family.positions(config)
     shape = Shape.of(config, family)

@@ -9,12 +9,10 @@ E2E-QP: integers stay, scales are trained; "Training Deep Nets with Sublinear Me
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
 
 from aespa_pl.models.family import Family
 
@@ -22,12 +20,16 @@ OpenBlock = Callable[[int], nn.Module]
 """Reads the block of a number, parametrized; what requires a gradient is learned."""
 
 
+class Logits(NamedTuple):
+    """Holds what is used of a causal model's output."""
+
+    logits: Tensor
+
+
 class StreamedCausalLM(nn.Module):
     """Computes a model's logits, block by block; its parameters are the learned numbers of all blocks."""
 
-    def __init__(
-        self, model: PreTrainedModel, family: Family, blocks: int, read: OpenBlock
-    ) -> None:
+    def __init__(self, model: Any, family: Family, blocks: int, read: OpenBlock) -> None:
         """Read each block once.
 
         Args:
@@ -43,14 +45,14 @@ class StreamedCausalLM(nn.Module):
         self.outside = _holder(trained(model))
         self.blocks = nn.ModuleList(_holder(trained(read(index))) for index in range(blocks))
 
-    def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
+    def forward(self, input_ids: Tensor, **_: Any) -> Logits:
         """Return the logits ``[B, L, vocabulary]`` of token ids ``[B, L]``."""
         model, family = self._whole
         hidden, arguments = family.embed(model, input_ids)
         for index, learned in enumerate(self.blocks):
             run = partial(self._run, index, arguments)
             hidden = _Block.apply(run, hidden, *learned.parameters())  # type: ignore[no-untyped-call]
-        return CausalLMOutput(logits=family.head(model, hidden))
+        return Logits(family.head(model, hidden))
 
     def block(self, index: int) -> nn.Module:
         """Return a block with the numbers that it has learned so far."""
