@@ -10,7 +10,7 @@ from aespa_pl.algorithm.correction import corrected_weights
 from aespa_pl.block.errors import naming
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.statistics import Shifts
-from aespa_pl.models.family import InputGroup, Role
+from aespa_pl.models.family import Role
 
 
 def correct(block: QuantizedBlock, shifts: Shifts, share: float) -> None:
@@ -25,18 +25,20 @@ def correct(block: QuantizedBlock, shifts: Shifts, share: float) -> None:
         NumericalError: A Hessian cannot be factored; the message names the projection.
     """
     for group in block.layout.groups:
-        for p in block.of_group(group):
-            with naming(block, p):
-                p.weight = _corrected(p, group, shifts, share)
+        for name, projections in group.inputs.items():
+            for p in (block.projections[projection.name] for projection in projections):
+                with naming(block, p):
+                    p.weight = _corrected(p, name, shifts, share)
 
 
-def _corrected(p: QuantizedProjection, group: InputGroup, shifts: Shifts, share: float) -> Tensor:
+def _corrected(p: QuantizedProjection, name: str, shifts: Shifts, share: float) -> Tensor:
+    """Return the weight that a share of the shifts is made up for with; ``name`` is its input's."""
     if p.projection.role is Role.VALUE and shifts.attended is not None:
         shift = shifts.attended
-    elif group.name in shifts.outputs:
-        shift = shifts.outputs[group.name].view_as(p.weight)
+    elif name in shifts.outputs:
+        shift = shifts.outputs[name].view_as(p.weight)
     else:
-        shift = p.weight @ shifts.inputs[group.name]
+        shift = p.weight @ shifts.inputs[name]
     slices = [slice(None)] if p.hessian.in_memory else _single_heads(p.heads)
     found = [corrected_weights(p.weight[s], shift[s], p.hessian[s], share) for s in slices]
     weights, added = zip(*found, strict=True)

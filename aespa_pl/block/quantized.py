@@ -6,7 +6,7 @@ something of it by something better: ``correct`` the weights that are aimed at, 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -163,26 +163,28 @@ class QuantizedBlock:
             settings: Bits, groups and symmetry of the grids.
         """
         projections = {}
-        for group in layout.groups:
-            for p in group.projections:
-                weight = projection_weight(module, layout, p).float()
-                weight = weight.view(head_count(layout, p), -1, weight.shape[-1])
-                hessian = statistics.inputs[group.name]
-                if p.role is Role.VALUE and statistics.attended is not None:
-                    hessian = statistics.attended
-                zeta = torch.ones_like(weight[0, 0])
-                grid = min_max_grid(weight, zeta, grid_format(settings, index, p.name))
-                quantized = QuantizedProjection(
-                    p,
-                    weight,
-                    hessian,
-                    _other_side(p, statistics),
-                    grid,
-                    torch.ones_like(weight[..., 0]),
-                    torch.empty(0),
-                )
-                quantized.restart(grid.in_half(quantized.row_factor))
-                projections[p.name] = quantized
+        inputs = ((n, p) for group in layout.groups for n, ps in group.inputs.items() for p in ps)
+        for name, p in inputs:
+            weight = projection_weight(module, layout, p).float()
+            weight = weight.view(head_count(layout, p), -1, weight.shape[-1])
+            hessian = statistics.inputs[name]
+            if p.role is Role.VALUE and statistics.attended is not None:
+                hessian = statistics.attended
+            zeta = torch.ones_like(weight[0, 0])
+            grid = min_max_grid(weight, zeta, grid_format(settings, index, p.name))
+            quantized = QuantizedProjection(
+                p,
+                weight,
+                hessian,
+                _other_side(p, statistics),
+                grid,
+                torch.ones_like(weight[..., 0]),
+                torch.empty(0),
+            )
+            if name in statistics.reached:
+                quantized.measured |= asdict(statistics.reached[name])
+            quantized.restart(grid.in_half(quantized.row_factor))
+            projections[p.name] = quantized
         return cls(index, layout, projections, statistics.magnitudes)
 
     def of_group(self, group: InputGroup) -> list[QuantizedProjection]:

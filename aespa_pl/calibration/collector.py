@@ -19,13 +19,13 @@ from aespa_pl.algorithm.products import Precision, multiplying_in, operand
 from aespa_pl.algorithm.rotation import rotate_back, through_norm
 from aespa_pl.algorithm.second_moments import add_gram, mirror
 from aespa_pl.calibration.attention_weighted import attention_weighted_inputs
+from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import Observation
 from aespa_pl.calibration.statistics import BlockStatistics, Shifts
+from aespa_pl.calibration.sums import INPUT, MAGNITUDE, OUTPUT_SHIFT, SHIFT, Sums, rows, stream
 from aespa_pl.models.family import Attention, BlockLayout, InputGroup
 
-INPUT, SHIFT, OUTPUT_SHIFT, MAGNITUDE = "input ", "shift ", "output shift ", "magnitude "
-"""Prefixes of the sums of an input group."""
 ATTENDED, ATTENDED_SHIFT, KEYS, QUERIES = "attended", "attended shift", "keys", "queries"
 QUERY_GAIN, KEY_GAIN = "query gain", "key gain"
 
@@ -64,7 +64,10 @@ class StatisticsCollector:
         self.heads = range(layout.key_value_heads) if heads is None else heads
         self.precision: Precision = precision
         self.tokens = 0
-        self._sums: dict[str, Tensor] = {}
+        self._sums = Sums()
+        self.experts: ExpertSums | None = None
+        if inputs and layout.mixture is not None:
+            self.experts = ExpertSums(layout, self._sums, magnitudes=magnitudes)
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._query_factor: Tensor | None = None
 
@@ -80,7 +83,11 @@ class StatisticsCollector:
         """Add one batch; shifts are collected where the ``original`` model has seen it too."""
         with multiplying_in(self.precision):
             for group in self.groups if self.inputs else ():
-                self._add_inputs(group.name, seen, original)
+                for name, (first, *_) in group.inputs.items():
+                    if first.expert is None:
+                        self._add_inputs(name, seen, original)
+            if self.experts is not None:
+                self.experts.add(seen, original)
             if self.value and seen.attention is not None:
                 self._add_values(seen, original)
             if self.query_key and seen.attention is not None:
@@ -105,14 +112,14 @@ class StatisticsCollector:
 
         The norms on query and key heads, where there are any, have weights as ``Family.norm_weights``.
         """
-        sums, self._sums = self._sums, {}
+        sums, self._sums = self._sums, Sums()
         for total in sums.values():
             total.mul_(2 / self.tokens)  # in place: a copy would double the memory
-        inputs = _named(sums, INPUT)
+        inputs = sums.named(INPUT)
         attended = sums.get(ATTENDED)
         for total in (*inputs.values(), *(() if attended is None else attended)):
             mirror(total)
-        shifts = Shifts(_named(sums, SHIFT), _named(sums, OUTPUT_SHIFT), sums.get(ATTENDED_SHIFT))
+        shifts = Shifts(sums.named(SHIFT), sums.named(OUTPUT_SHIFT), sums.get(ATTENDED_SHIFT))
         return BlockStatistics(
             {name: Hessian(total[None]) for name, total in inputs.items()},
             None if attended is None else Hessian(attended),
@@ -120,31 +127,28 @@ class StatisticsCollector:
             self._before_rotation(sums, QUERIES, KEY_GAIN, 1, norm_weights),
             shifts if shifts.inputs or shifts.attended is not None else None,
             self.tokens,
-            _named(sums, MAGNITUDE),
+            sums.named(MAGNITUDE),
+            {} if self.experts is None else self.experts.reached,
         )
 
     def _add_inputs(self, name: str, seen: Observation, original: Observation | None) -> None:
-        X = _rows(seen.inputs[name])
+        X = rows(seen.inputs[name])
         if self.magnitudes:
             # finish() multiplies all sums by 2 / N, a mean has 1 / N
-            self._sum(MAGNITUDE + name, X, X.shape[1]).add_(X.abs().sum(0), alpha=0.5)
+            self._sums.of(MAGNITUDE + name, X, X.shape[1]).add_(X.abs().sum(0), alpha=0.5)
         kind, shift = SHIFT, None
         if original is not None and name in seen.outputs:
-            target, output = self._stream(original, name), self._stream(seen, name)
+            shape = seen.inputs[self.layout.groups[0].name].shape
+            target, output = stream(original, name, shape), stream(seen, name, shape)
             root = token_weights(target, output).sqrt().flatten()[:, None]
             kind, shift, X = OUTPUT_SHIFT, (target - output).flatten(0, 1) * root, X * root
         elif original is not None:
-            shift = _rows(original.inputs[name]) - X
+            shift = rows(original.inputs[name]) - X
         factor = operand(X)
-        add_gram(self._sum(INPUT + name, X, X.shape[1], X.shape[1]), factor)
+        add_gram(self._sums.of(INPUT + name, X, X.shape[1], X.shape[1]), factor)
         if shift is not None:
-            total = self._sum(kind + name, X, shift.shape[1], X.shape[1])
+            total = self._sums.of(kind + name, X, shift.shape[1], X.shape[1])
             total.addmm_(operand(shift).T, factor)
-
-    def _stream(self, seen: Observation, name: str) -> Tensor:
-        """Return the residual stream ``[B, L, d]`` with the output that is added to it, in float32."""
-        shape = seen.inputs[self.layout.groups[0].name].shape  # some families flatten the others
-        return (seen.residuals[name].float() + seen.outputs[name].float()).view(shape)
 
     def _add_values(self, seen: Observation, original: Observation | None) -> None:
         d = seen.inputs[self.layout.groups[0].name].shape[-1]
@@ -154,10 +158,10 @@ class StatisticsCollector:
         outputs = None if original is None else self._attention_shifts(seen, original)
         for i, AX in enumerate(self._weighted_inputs(seen)):
             factor = operand(AX)
-            add_gram(self._sum(ATTENDED, AX, len(self.heads), d, d)[i], factor, factor=mean)
+            add_gram(self._sums.of(ATTENDED, AX, len(self.heads), d, d)[i], factor, factor=mean)
             if outputs is not None:
                 shift = operand(outputs[self.heads[i]])
-                total = self._sum(ATTENDED_SHIFT, AX, len(self.heads), shift.shape[1], d)
+                total = self._sums.of(ATTENDED_SHIFT, AX, len(self.heads), shift.shape[1], d)
                 total[i].addmm_(shift.T, factor, alpha=mean)
 
     def _attention_shifts(self, seen: Observation, original: Observation) -> Tensor:
@@ -191,12 +195,12 @@ class StatisticsCollector:
             parts[QUERY_GAIN] = attention.query_inverse_square.float().sum((0, 2)) / 2
             parts[KEY_GAIN] = attention.key_inverse_square.float().sum((0, 2)) / 2
         for name, part in parts.items():
-            self._sum(name, part, *part.shape).add_(part)
+            self._sums.of(name, part, *part.shape).add_(part)
         self._rotation, self._query_factor = attention.rotation, attention.query_factor
 
     def _before_rotation(
         self,
-        sums: dict[str, Tensor],
+        sums: Sums,
         name: str,
         gain: str,
         norm: int,
@@ -210,21 +214,3 @@ class StatisticsCollector:
         if G is not None and norm_weights is not None:
             G = through_norm(G, norm_weights[norm].float(), sums[gain])
         return G
-
-    def _sum(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """Return the sum of a name; the first time it is zero."""
-        if name not in self._sums:
-            # blocks run in inference mode, but sums are changed outside of it
-            with torch.inference_mode(mode=False):
-                self._sums[name] = torch.zeros(shape, dtype=torch.float32, device=like.device)
-        return self._sums[name]
-
-
-def _rows(X: Tensor) -> Tensor:
-    """Return ``[B, L, d]`` of any type as ``[B * L, d]`` in float32."""
-    return X.flatten(0, -2).float()
-
-
-def _named(sums: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the sums of the input groups that have a prefix, by group."""
-    return {k.removeprefix(prefix): v for k, v in sums.items() if k.startswith(prefix)}

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from aespa_pl.models.family import Attention, InputGroup
+from aespa_pl.models.family import Attention, InputGroup, Projection
+from aespa_pl.models.parts import Mixture
 
 ObserveAttention = Callable[[Callable[[Attention], None]], AbstractContextManager[None]]
 """Opens a context in which its argument is called with what the block's attention does."""
@@ -17,60 +20,99 @@ class Observation:
     """Holds the tensors of one batch on its way through a block."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    """``X [B, L, d_in]`` by input group."""
+    """``X [B, L, d_in]`` by the input's name; an expert's has the tokens that are routed to it. The whole
+    mixture of experts is here, and below, by the path of its module."""
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    """The residual stream ``[B, L, d]`` that a group's output is added to, by input group.
+    """The residual stream ``[B, L, d]`` that an output is added to, by the input's name.
 
     It is divided by what the output is multiplied by, so that the two add up to the new stream in the units
     of the output."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Output ``[B, L, d]`` that is added to the residual stream without a norm between, by input group."""
+    """Output ``[B, L, d]`` that is added to the residual stream without a norm between, by the input's
+    name."""
     attention: Attention | None = None
     """Queries and keys of the attention; None where they were not asked for."""
+    routing: tuple[Tensor, Tensor] | None = None
+    """Weights and experts of each token, ``[N, k]``; None without a mixture of experts."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Says how an output joins the residual stream."""
+
+    path: str
+    """Path of the module whose input it is added to."""
+    factor: float = 1.0
+    """What it is multiplied by before."""
+    normed: bool = False
+    """Whether it passes a norm before."""
 
 
 @contextmanager
 def observing(
     block: nn.Module,
     groups: Sequence[InputGroup],
+    mixture: Mixture | None = None,
     *,
     residuals: bool = False,
+    experts: bool = True,
     attention: ObserveAttention | None = None,
 ) -> Iterator[Observation]:
     """Fill an observation with the one batch that runs through ``block`` in this context.
 
-    It has the inputs of the groups and, where they are asked for, the residual stream with what is added to
-    it, and the attention's queries and keys.
+    It has the inputs of the groups and of the mixture, where they are asked for those of its ``experts``, the
+    residual stream with what is added to it, and the attention's queries and keys.
     """
     seen = Observation()
 
     def see_attention(attention: Attention) -> None:
         seen.attention = attention
 
+    def see_routing(_module: nn.Module, _arguments: object, output: Any) -> None:
+        seen.routing = output[1:]
+
     with ExitStack() as stack:
 
-        def keep_input(
-            module: str, kept: dict[str, Tensor], name: str, factor: float = 1.0
-        ) -> None:
-            def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-                kept[name] = arguments[0] if factor == 1 else arguments[0].float() / factor
+        def keep(module: str, name: str, residual: Residual | None) -> None:
+            handles = _keep(seen, block, module, name, residual if residuals else None)
+            for handle in handles:
+                stack.callback(handle.remove)
 
-            handle = block.get_submodule(module).register_forward_pre_hook(hook)
-            stack.callback(handle.remove)
-
-        def keep_output(module: str, name: str) -> None:
-            def hook(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Tensor) -> None:
-                seen.outputs[name] = output
-
-            stack.callback(block.get_submodule(module).register_forward_hook(hook).remove)
-
-        for group in groups:
-            first = group.projections[0]
-            keep_input(first.module, seen.inputs, group.name)
-            if residuals and first.residual is not None:
-                keep_input(first.residual, seen.residuals, group.name, first.residual_factor)
-                if not first.normed:
-                    keep_output(first.module, group.name)
+        inputs = (entry for group in groups for entry in group.inputs.items())
+        for name, (first, *_) in inputs:
+            if experts or first.expert is None:
+                keep(first.module, name, _residual(first))
+        if mixture is not None:
+            keep(mixture.module, mixture.module, Residual(mixture.residual))
+            router = block.get_submodule(mixture.router)
+            stack.callback(router.register_forward_hook(see_routing).remove)
         if attention is not None:
             stack.enter_context(attention(see_attention))
         yield seen
+
+
+def _residual(p: Projection) -> Residual | None:
+    alone = p.residual is not None and p.expert is None
+    return Residual(str(p.residual), p.residual_factor, normed=p.normed) if alone else None
+
+
+def _keep(
+    seen: Observation, block: nn.Module, module: str, name: str, residual: Residual | None
+) -> Iterator[RemovableHandle]:
+    """Keep the input of a module and, where it joins one, the residual stream and the output."""
+
+    def keep_input(kept: dict[str, Tensor], path: str, factor: float = 1.0) -> RemovableHandle:
+        def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            kept[name] = arguments[0] if factor == 1 else arguments[0].float() / factor
+
+        return block.get_submodule(path).register_forward_pre_hook(hook)
+
+    def keep_output(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Any) -> None:
+        # some mixtures return their routing as well
+        seen.outputs[name] = output[0] if isinstance(output, tuple) else output
+
+    yield keep_input(seen.inputs, module)
+    if residual is not None:
+        yield keep_input(seen.residuals, residual.path, residual.factor)
+        if not residual.normed:
+            yield block.get_submodule(module).register_forward_hook(keep_output)

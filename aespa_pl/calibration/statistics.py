@@ -30,9 +30,9 @@ class Shifts:
     """
 
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """``2 E[(X_fp - X) X^T] [d_in, d_in]`` by input group whose output is added to nothing."""
+    """``2 E[(X_fp - X) X^T] [d_in, d_in]`` by input whose output is added to nothing."""
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """``2 E[(Y_fp - Y) X^T] [d, d_in]`` by input group whose output is added to the residual stream R:
+    """``2 E[(Y_fp - Y) X^T] [d, d_in]`` by input whose output is added to the residual stream R:
     ``Y = R + W X``."""
     attended: Tensor | None = None
     """``2 E[(Y_fp - Y) A X^T] [n_kv, d_h, d]`` with a head's attention output ``Y = W X A^T``; the mean over
@@ -40,11 +40,22 @@ class Shifts:
 
 
 @dataclass(frozen=True)
+class Reached:
+    """Says how much of the text an expert has seen."""
+
+    tokens: int
+    """Number of tokens that were routed to it."""
+    layer_share: float
+    """Share of all tokens' Hessian in its own: above 0 where it has seen fewer tokens than its input has
+    columns."""
+
+
+@dataclass(frozen=True)
 class BlockStatistics:
     """Holds the statistics of one block, in float32."""
 
     inputs: Mapping[str, Hessian]
-    """``H`` by input group of the layout."""
+    """``H`` by input of the layout's groups."""
     attended: Hessian | None
     """``H_V``; the mean over the query heads that share a value head. None: not collected."""
     keys: Tensor | None
@@ -57,6 +68,8 @@ class BlockStatistics:
     """Number N of calibration tokens."""
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
     """``E|x| [d_in]`` by input group; empty: not collected."""
+    reached: Mapping[str, Reached] = field(default_factory=dict)
+    """What experts have seen, by input."""
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor that is in memory, with a name for messages."""

@@ -12,6 +12,7 @@ from aespa_pl.models.family import Family
 from aespa_pl.models.gemma import Gemma2Family, Gemma3Family
 from aespa_pl.models.granite import GraniteFamily
 from aespa_pl.models.llama import LlamaFamily
+from aespa_pl.models.moe import MixtralFamily, Qwen3MoeFamily
 from aespa_pl.models.olmo import OlmoFamily
 from aespa_pl.models.opt import OptFamily
 from aespa_pl.models.phi3 import Phi3Family
@@ -25,6 +26,8 @@ FAMILIES: tuple[Family, ...] = (
     Gemma2Family(),
     Gemma3Family(),
     OlmoFamily(),
+    Qwen3MoeFamily(),
+    MixtralFamily(),
 )
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
+from aespa_pl.models.parts import Mixture, Part, as_stored
 
 
 class Role(StrEnum):
@@ -48,6 +49,8 @@ class Projection:
     """What the output is multiplied by before it is added (Granite)."""
     normed: bool = False
     """Whether a norm lies between the output and what it is added to (Gemma, OLMo)."""
+    expert: int | None = None
+    """Number of the expert that it is part of, which sees only the tokens that are routed to it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class FoldIntoNorm:
     module: str
     offset: float = 0.0
     """What the norm adds to its weight before it multiplies by it (Gemma: 1)."""
+    readers: tuple[str, ...] = ()
+    """Paths of modules that read its output as well and keep their precision, such as a router: zeta divides
+    the columns of their weights."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,26 @@ class FoldIntoRows:
 
 @dataclass(frozen=True)
 class InputGroup:
-    """Lists projections with the same input; they share its Hessian and, where allowed, zeta."""
+    """Lists projections with the same input; they share its Hessian and, where allowed, zeta.
+
+    Each expert has the Hessian of the tokens that are routed to it.
+    """
 
     name: str
     projections: tuple[Projection, ...]
     fold: FoldIntoNorm | FoldIntoRows | None
     """The operation that takes zeta; None where none can take it exactly."""
+
+    @property
+    def inputs(self) -> dict[str, tuple[Projection, ...]]:
+        """Return the projections that share a Hessian, by its name: the group's, or one for each expert."""
+        if len({p.expert for p in self.projections}) == 1:
+            return {self.name: self.projections}
+        found: dict[str, tuple[Projection, ...]] = {}
+        for p in self.projections:
+            name = self.name if p.expert is None else f"{self.name} of expert {p.expert}"
+            found[name] = (*found.get(name, ()), p)
+        return found
 
 
 @dataclass(frozen=True)
@@ -86,9 +106,13 @@ class BlockLayout:
     heads: int
     key_value_heads: int
     head_dim: int
+    mixture: Mixture | None = None
+    """Mixture of experts; None where the block has none."""
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, *groups: InputGroup) -> "BlockLayout":
+    def of(
+        cls, config: PreTrainedConfig, *groups: InputGroup, mixture: Mixture | None = None
+    ) -> "BlockLayout":
         """Return the layout of a block with these groups; the heads are the configuration's."""
         heads = config.num_attention_heads
         return cls(
@@ -96,6 +120,7 @@ class BlockLayout:
             heads,
             getattr(config, "num_key_value_heads", None) or heads,
             getattr(config, "head_dim", None) or config.hidden_size // heads,
+            mixture,
         )
 
     @property
@@ -198,6 +223,20 @@ class Family(ABC):
                 f"model.pretrained: already quantized ({method or 'quantization_config'} in "
                 "config.json): give the model that it was made from"
             )
+
+    def unfuse(self, model: PreTrainedModel) -> None:  # noqa: B027
+        """Give each matrix of a block a linear layer, where the library has many in one tensor."""
+
+    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
+        """Return the names that a tensor of the model may have in files, each with the part that it is of it.
+
+        The first is the one that is written. None: it is the whole tensor.
+        """
+        return ((name, None),)
+
+    def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of the model, whole blocks of them, as files have them."""
+        return as_stored(tensors, lambda name: self.places(name)[0])
 
     def positions(self, config: PreTrainedConfig) -> int | None:
         """Return the longest segment in tokens, or None where the model has no limit."""

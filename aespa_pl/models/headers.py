@@ -3,17 +3,19 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import MODEL_TYPES, family_of, unknown_model_type
+from aespa_pl.models.parts import Part
 from aespa_pl.models.skeleton import refuse_unsound
 
 DTYPES = {
@@ -42,6 +44,21 @@ class StoredTensor:
     """Name in the file; files of base models lack the prefix of the causal-LM model."""
     shape: tuple[int, ...]
     dtype: str
+    part: Part | None = None
+    """Part of it that the tensor is, whose shape this is; None: all."""
+
+    def taken(self, part: Part | None) -> "StoredTensor":
+        """Return a part of this tensor, which is whole."""
+        if part is None:
+            return self
+        shape = part.of(torch.empty(self.shape, device="meta")).shape
+        return replace(self, part=part, shape=tuple(shape))
+
+    def read(self, file: Any) -> Tensor:
+        """Return the values from the file that is open."""
+        if self.part is None:
+            return cast(Tensor, file.get_tensor(self.name))
+        return self.part.of(file.get_slice(self.name))
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -185,11 +202,12 @@ def locate(
             not among ``DTYPES``.
     """
     state = model.state_dict(keep_vars=True)
-    prefix = f"{model.base_model_prefix}."
+    prefix, family = f"{model.base_model_prefix}.", family_of(model.config)
     named = {
-        name: stored[candidate]
+        name: stored[candidate].taken(part)
         for name in state
-        for candidate in (name.removeprefix(prefix), name)
+        for place, part in reversed(family.places(name))
+        for candidate in (place.removeprefix(prefix), place)
         if candidate in stored
     }
     shared = {id(state[name]): tensor for name, tensor in reversed(named.items())}

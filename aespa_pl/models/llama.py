@@ -38,7 +38,7 @@ MASKS = {
 
 LISTED_KINDS = ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3", "exaone4")
 """Model types whose blocks have the kinds that ``config.layer_types`` lists."""
-ONE_WINDOW = ("mistral", "ministral3", "phi3")
+ONE_WINDOW = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe")
 """Model types with one sliding window in all blocks, or in none; all others have none."""
 
 QKV = (Role.QUERY, Role.KEY, Role.VALUE)

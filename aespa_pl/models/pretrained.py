@@ -148,9 +148,10 @@ class PretrainedFolder:
     def with_blocks(self, family: Family, files: Mapping[int, Path]) -> "PretrainedFolder":
         """Return the folder with the tensors of some blocks in other files, by the block's number."""
         moved = {
-            name: replace(self.tensors[name], file=file, name=name)
+            name: replace(self.tensors[name], file=file, name=place, part=part)
             for index, file in files.items()
             for name in self.block_names(family, index)
+            for place, part in family.places(name)[:1]
         }
         return replace(self, tensors={**self.tensors, **moved})
 
@@ -253,7 +254,7 @@ class PretrainedFolder:
         for path, inside in by_file.items():
             with opened(path) as file:
                 for name in inside:
-                    raw = file.get_tensor(self.tensors[name].name)
+                    raw = self.tensors[name].read(file)
                     # The copy frees us of the file: raw is a view of its memory map.
                     tensors[name] = raw.to(device, dtype, copy=True)
                     _refuse_not_finite(name, path, raw, tensors[name])

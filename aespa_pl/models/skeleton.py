@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
+from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family
 
 MOST_BLOCKS = 1000
@@ -23,6 +24,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    family_of(config).unfuse(model)
     return cast(PreTrainedModel, model.eval().requires_grad_(requires_grad=False))
 
 

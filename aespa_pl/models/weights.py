@@ -44,7 +44,10 @@ def fold(block: nn.Module, layout: BlockLayout, zeta: Mapping[str, Tensor]) -> N
             weight = _linear(block, projection).weight.detach()
             projection_rows(weight, layout, projection).div_(factor.to(weight.device))
         match groups[name].fold:
-            case FoldIntoNorm(module, offset):
+            case FoldIntoNorm(module, offset, readers):
+                for reader in readers:
+                    weight = block.get_parameter(f"{reader}.weight").detach()
+                    weight.div_(factor.to(weight.device))
                 norm = block.get_submodule(module)
                 for parameter in norm.parameters(recurse=False):  # weight, bias where there is one
                     value = parameter.detach()

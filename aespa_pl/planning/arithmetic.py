@@ -36,16 +36,21 @@ def candidates_of(settings: QuantizationSettings) -> int:
     return CLIP_RATIOS if settings.symmetric else 2 * CLIP_RATIOS
 
 
-def shifts(shape: Shape, settings: QuantizationSettings) -> int:
+def shifts(shape: Shape, settings: QuantizationSettings, *, routed: bool = False) -> int:
     """Return the numbers in what only the correction of earlier errors needs; 0 without it.
 
-    It is the shifts of the inputs, of the outputs that join the residual, and of V's weights.
+    It is the shifts of the inputs, of the outputs that join the residual, and of V's weights. With
+    ``routed``, an expert's counts by the share of the tokens that it sees.
     """
     if not settings.input_correction:
         return 0
     layout = shape.layout
-    outputs = {m.group: shape.hidden for m in shape.matrices if m.adds_to_residual}
-    numbers = sum(outputs.get(name, columns) * columns for name, columns in shape.inputs.items())
+    outputs = {m.input: shape.hidden for m in shape.matrices if m.adds_to_residual}
+    shares = shape.shares
+    numbers = sum(
+        round(outputs.get(name, columns) * columns * (shares[name] if routed else 1))
+        for name, columns in shape.inputs.items()
+    )
     if settings.objective.value == "attention":
         numbers += layout.key_value_heads * layout.head_dim * shape.hidden
     return numbers
@@ -66,7 +71,7 @@ def block_flops(
     work, layout = work.of_device(devices), shape.layout
     tokens = work.segments * work.length
     attention = 4 * tokens * work.length * layout.heads * layout.head_dim
-    forward = float(2 * tokens * shape.weights + attention)
+    forward = float(2 * tokens * sum(m.share * m.size for m in shape.matrices) + attention)
     heads = layout.key_value_heads
     passes = (2 if settings.two_streams else 1) * len(partition.head_groups(heads))
     product = sum(2 * m.size * m.columns for m in shape.matrices)
@@ -94,8 +99,9 @@ def block_flops(
 def gram_flops(shape: Shape, work: Work, settings: QuantizationSettings) -> float:
     """Return the operations of the statistics of a block, without its forward passes."""
     layout, d = shape.layout, shape.hidden
-    products = sum(computed_fraction(c) * c**2 for c in shape.inputs.values())
-    products += shifts(shape, settings)
+    shares = shape.shares
+    products = sum(shares[n] * computed_fraction(c) * c**2 for n, c in shape.inputs.items())
+    products += shifts(shape, settings, routed=True)
     if settings.objective.value == "attention":
         # of the columns of A, those that are not behind a chunk's last row
         columns = min(work.length, (work.length + chunk_rows(work.length)) / 2)

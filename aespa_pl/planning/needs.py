@@ -68,10 +68,17 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     # also the next batch of each stream, which a GPU is sent ahead of its use
     activations = (5 + original) * shape.hidden + 3 * shape.widest_input
     # also the inputs of the original's groups, its residual streams, and what is added to those of both
-    activations += original * (sum(shape.inputs.values()) + 6 * shape.hidden)
+    shares = shape.shares
+    of_all = sum(c for name, c in shape.inputs.items() if shares[name] == 1)
+    activations += original * (of_all + 6 * shape.hidden)
     # Not at the same time: an input group in float32, the same with the weights of tokens, both residual
     # streams with what is added to them, their difference with and without weights, and squares;
     in_group = (1 + original) * shape.widest_input + 5 * original * shape.hidden
+    if shape.layout.mixture is not None:
+        # also all experts' inputs, and while those of one are summed up, what all tokens have: the input, its
+        # shift, the streams and their difference; all tokens may be routed to one expert
+        activations += int(shape.routed_columns) + shape.hidden
+        in_group = max(in_group, (2 + 4 * original) * shape.hidden + 3 * shape.widest_input)
     in_group *= work.tokens
     # queries and keys, X and A X of a value head, and for a chunk of it scores, A and A X;
     in_attention = formed = 0

@@ -26,8 +26,12 @@ class Matrix:
     columns: int
     role: Role
     group: str
+    input: str
+    """Name of the input whose Hessian it has."""
     adds_to_residual: bool
     """Whether the output is added to the residual stream without a norm between."""
+    share: float = 1.0
+    """Share of the tokens that it sees: below 1 in an expert, the mean over the experts."""
 
     @property
     def size(self) -> int:
@@ -87,8 +91,19 @@ class Shape:
 
     @property
     def inputs(self) -> dict[str, int]:
-        """Return the number of columns of each input group."""
-        return {matrix.group: matrix.columns for matrix in self.matrices}
+        """Return the number of columns of each input."""
+        return {matrix.input: matrix.columns for matrix in self.matrices}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return the share of the tokens that each input has."""
+        return {matrix.input: matrix.share for matrix in self.matrices}
+
+    @property
+    def routed_columns(self) -> float:
+        """Return the columns of all experts' inputs for each token of the text, on average."""
+        shares, inputs = self.shares, self.inputs
+        return sum(shares[name] * columns for name, columns in inputs.items() if shares[name] < 1)
 
     def learned(self, settings: QuantizationSettings) -> list[Matrix]:
         """Return the projections of a block whose rounding the method learns."""
@@ -101,12 +116,14 @@ class Shape:
 
 
 def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:
-    matrices = {}
-    for group in layout.groups:
-        for p in group.projections:
-            rows, columns = projection_weight(block, layout, p).shape
-            added = p.residual is not None and not p.normed
-            matrices[p.name] = Matrix(rows, columns, p.role, group.name, added)
+    matrices, mixture = {}, layout.mixture
+    routed = mixture.chosen / mixture.count if mixture is not None else 1.0
+    inputs = ((g.name, name, p) for g in layout.groups for name, ps in g.inputs.items() for p in ps)
+    for group, name, p in inputs:
+        rows, columns = projection_weight(block, layout, p).shape
+        added = p.residual is not None and not p.normed
+        share = 1.0 if p.expert is None else routed
+        matrices[p.name] = Matrix(rows, columns, p.role, group, name, added, share)
     return matrices
 
 

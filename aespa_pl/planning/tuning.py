@@ -50,22 +50,17 @@ def model_bytes(
 ) -> int:
     """Return the bytes that the end-to-end tuning takes; 0 without it.
 
-    Blocks that ``recompute`` run once more in the backward pass, which keeps only their inputs. So do blocks
-    on disk, of which one is in memory.
+    Blocks that ``recompute`` run once more in the backward pass, which keeps only their inputs.
     """
     tuning = settings.tuning.model
     if not tuning.enabled:
         return 0
     of_weight = MODEL_BYTES_LEARNED if tuning.integer_rate else MODEL_BYTES
-    weights = shape.blocks * of_weight * shape.weights
-    if tuning.blocks == "disk":
-        weights, recompute = MODEL_BYTES * shape.weights, True
     tokens = int(tuning.batch_size) * work.length
     of_block = tokens * _activations(shape, work) + FLOAT * shape.weights
     kept = of_block + shape.blocks * FLOAT * tokens * shape.hidden
     return (
-        weights
-        + shape.blocks * _scale_bytes(shape, settings)
+        shape.blocks * (of_weight * shape.weights + _scale_bytes(shape, settings))
         + (kept if recompute else shape.blocks * of_block)
         + (FLOAT + work.dtype_bytes) * shape.stem_weights  # also the original's head
         + LOGITS * FLOAT * tokens * shape.vocabulary
@@ -99,10 +94,10 @@ def tuning_flops(
 
 def _activations(shape: Shape, work: Work) -> int:
     """Return the bytes for each token of what a block keeps for the backward pass."""
-    numbers = sum(m.rows + m.columns for m in shape.matrices) + 6 * shape.hidden
+    numbers = sum(m.share * (m.rows + m.columns) for m in shape.matrices) + 6 * shape.hidden
     if shape.forms_probabilities:
         numbers += 3 * shape.layout.heads * work.length
-    return FLOAT * numbers
+    return int(FLOAT * numbers)
 
 
 def _scale_bytes(shape: Shape, settings: QuantizationSettings) -> int:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
-from aespa_pl.calibration.observe import observing
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, InputGroup
@@ -197,9 +196,14 @@ class BlockTuner:
 
     def _run_attention(self, last: InputGroup, block: nn.Module, hidden: Tensor) -> Tensor:
         """Return what the feed-forward network, whose ``last`` group it is, and its residual begin with."""
-        with observing(block, [last], residuals=True) as seen:
+        kept: list[Tensor] = []
+        module = block.get_submodule(cast(str, last.projections[0].residual))
+        handle = module.register_forward_pre_hook(lambda _, arguments: kept.append(arguments[0]))
+        try:
             self._run_block(block, hidden)
-        return seen.residuals[last.name].view(hidden.shape)  # some families have flattened it
+        finally:
+            handle.remove()
+        return kept[0].view(hidden.shape)  # some families have flattened it
 
 
 @torch.no_grad()

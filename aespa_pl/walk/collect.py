@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.calibration.collector import StatisticsCollector
+from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import observing
 from aespa_pl.calibration.statistics import BlockStatistics
@@ -91,6 +92,7 @@ class StatisticsPasses:
         objective, first = settings.objective, heads.start == 0
         layout = self.context.layout(index)
         attends = layout.attended_group is not None
+        mixture = layout.mixture if first else None
         collector = StatisticsCollector(
             layout,
             value=attends and objective.value == "attention",
@@ -110,12 +112,19 @@ class StatisticsPasses:
             for i, quantized in enumerate(in_turn(streams.quantized, device)):
                 original = None
                 if compare:
-                    with observing(module, collector.groups, residuals=first) as original:
+                    with observing(
+                        module, collector.groups, mixture, residuals=first, experts=False
+                    ) as original:
                         after = source.run_block(module, next(originals))
                 elif differ and last:
                     after = source.run_block(module, next(originals))
                 with observing(
-                    module, collector.groups, residuals=compare and first, attention=either
+                    module,
+                    collector.groups,
+                    mixture,
+                    residuals=compare and first,
+                    experts=first,
+                    attention=either,
                 ) as seen:
                     output = source.run_block(module, quantized)
                 if streams.original and last:
@@ -123,9 +132,28 @@ class StatisticsPasses:
                 collector.add(seen, original)
         if not self.context.world.alone:
             collector.add_up(self.context.world.sum_, counts=streams.own)
+        if collector.experts is not None:
+            self._complete(collector.experts, collector.tokens, module, streams)
         statistics = collector.finish(source.family.norm_weights(module))
         self._refuse_not_finite(index, statistics)
         return statistics
+
+    def _complete(
+        self, experts: ExpertSums, tokens: int, module: nn.Module, streams: Streams
+    ) -> None:
+        """Complete the Hessians of experts that few tokens have reached, by another pass of all."""
+        few, world, device = experts.scale(tokens), self.context.world, self.context.source.device
+        if not few:
+            return
+        if not world.is_first:
+            experts.clear(few)
+        for quantized in in_turn(streams.quantized, device) if streams.own else ():
+            with observing(module, [], experts.mixture) as seen:
+                self.context.source.run_block(module, quantized)
+            with torch.inference_mode():
+                experts.see_all(module, seen.inputs[experts.mixture.module])
+        if not world.alone:
+            experts.add_up(few, world.sum_)
 
     def _observe_attention(
         self, module: nn.Module, see: Callable[[Attention], None]

@@ -206,3 +206,22 @@ def line(index: int, blocks: int, record: Mapping[str, Any], seconds: float) -> 
     shares = [x["final"] / x["nearest"] for x in measured if x["nearest"] > 0]
     mean = sum(shares) / max(1, len(shares))
     return f"{text}loss {mean:.3f} of nearest rounding's, {seconds:.1f} s"
+
+
+def few_tokens(index: int, record: Mapping[str, Any]) -> str | None:
+    """Say which part of a block's experts few tokens have reached; None where all have seen enough.
+
+    Args:
+        index: Number of the block, from 0.
+        record: What ``losses`` returned.
+    """
+    experts = [measured for measured in record.values() if "layer_share" in measured]
+    few = [measured for measured in experts if measured["layer_share"] > 0]
+    if not few:
+        return None
+    fewest = min(few, key=lambda measured: float(measured["tokens"]))
+    return (
+        f"block {index}: {len(few)} of {len(experts)} matrices of experts have seen fewer tokens than they "
+        f"have columns, the fewest {fewest['tokens']:.0f}: up to "
+        f"{100 * max(measured['layer_share'] for measured in few):.0f} % of their Hessians are of all tokens"
+    )

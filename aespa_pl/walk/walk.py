@@ -141,7 +141,7 @@ class Walk:
                     tensors = zetas | record.weight_tensors(weights)
                     metadata = record.metadata(losses, tuning, context.types(index))
                     write_tensors(run.block_file(index), tensors, metadata)
-                    self.writer.write_block(index, shard)
+                    self.writer.write_block(index, context.source.family.as_stored(shard))
             seconds = {k: v - before.get(k, 0.0) for k, v in context.stopwatch.seconds.items()}
             known = {"losses": losses, "tuning": tuning, "seconds": seconds}
             files = (run.block_file(index), self.writer.block_file(index))
@@ -233,7 +233,13 @@ class Walk:
         names = {0: pretrained.stem_names(family)}
         for index in range(self.context.source.block_count):
             names[index + 1] = pretrained.block_names(family, index)
-        self.writer.finish(names, pretrained.folder)
+        self.writer.finish(
+            {
+                shard: tuple(dict.fromkeys(family.places(name)[0][0] for name in of_shard))
+                for shard, of_shard in names.items()
+            },
+            pretrained.folder,
+        )
         self.context.run.forget_checkpoint()
 
     def _tell_of_block(
@@ -250,6 +256,8 @@ class Walk:
         self._log(record.curves(losses, seconds) | record.tuning_curves(tuned), index)
         total = sum(seconds.values())
         context.progress.say(record.line(index, context.source.block_count, losses, total))
+        if words := record.few_tokens(index, losses):
+            context.progress.say(words)
         if tuned is not None:
             context.progress.say(f"block {index}: {record.tuning_words(tuned)}")
 

@@ -16,7 +16,7 @@ from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, FoldIntoRows
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import GridSettings, QuantizationSettings
-from tests.models.examples import EXAMPLES, make_model
+from tests.models.examples import EXAMPLES, make_ours
 
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -29,7 +29,7 @@ ROLES = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
 
 def example(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, BlockLayout]:
     """Return the first block of an example and its layout."""
-    model = make_model(name, dtype)
+    model = make_ours(name, dtype)
     family = family_of(model.config)
     return model.get_submodule(family.blocks_path)[0], family.layout(model.config)
 
@@ -60,11 +60,12 @@ def make_statistics(
         layout: Its layout.
         value: With H_V.
         query_key: With G_Q and G_K.
-        change: Changes the matrices by name: those of the groups, and H_V under "attended".
+        change: Changes the matrices by name: those of the inputs, and H_V under "attended".
     """
     size = {
-        group.name: linear(block, group.projections[0].module).in_features
+        name: linear(block, projections[0].module).in_features
         for group in layout.groups
+        for name, projections in group.inputs.items()
     }
     d, d_h = size["attention_input"], layout.head_dim
     matrices = {name: second_moment(columns) for name, columns in size.items()}

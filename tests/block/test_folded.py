@@ -17,7 +17,7 @@ from tests.block.blocks import (
     next_zeta,
     updated,
 )
-from tests.models.examples import make_ids, make_model
+from tests.models.examples import make_ids, make_ours
 
 
 @pytest.mark.parametrize("group_size", [None, 4])
@@ -42,16 +42,16 @@ def test_export_is_the_folded_dequantized_weight(name: str, group_size: int | No
 @every_example
 def test_exported_model_gives_the_logits_of_the_dequantized_one(name: str) -> None:
     """And the model whose real-valued weights are folded those of the original."""
-    plain, exported, folded = (make_model(name) for _ in range(3))
+    plain, exported, folded = (make_ours(name) for _ in range(3))
     exported.load_state_dict(plain.state_dict())
     folded.load_state_dict(plain.state_dict())
     ids, original = make_ids(), plain.state_dict()["lm_head.weight"].clone()
     family = family_of(plain.config)
-    layout = family.layout(plain.config)
     before = plain(ids, use_cache=False).logits
     path = family.blocks_path
     blocks = (model.get_submodule(path) for model in (plain, exported, folded))
-    for ours, theirs, real in zip(*blocks, strict=True):
+    for index, (ours, theirs, real) in enumerate(zip(*blocks, strict=True)):
+        layout = family.layout(plain.config, index)
         problem = begin(ours, layout, make_statistics(ours, layout))
         settings = replace(FEW, bits=3, grid=GridSettings(max_rounds=1))
         prepared = updated(problem, settings).projections

@@ -40,9 +40,9 @@ def test_each_projection_meets_the_hessian_of_its_role(name: str, *, value: bool
     raw = copy.deepcopy(statistics)
     problem = begin(block, layout, statistics, damping=0.3)
     problem.damp(0.03)  # from what they were before the first
-    for group in layout.groups:
-        for p in group.projections:
-            matrices = [raw.inputs[group.name][:][0]]
+    for name, projections in (entry for group in layout.groups for entry in group.inputs.items()):
+        for p in projections:
+            matrices = [raw.inputs[name][:][0]]
             if role(p.name) == "value" and value:
                 assert raw.attended is not None
                 matrices = list(raw.attended[:])
@@ -90,27 +90,26 @@ def test_targets_are_the_formula_with_the_hessian_of_the_role(name: str) -> None
     block, layout = example(name)
     statistics = make_statistics(block, layout)
     d = len(statistics.inputs["attention_input"][:][0])
-    inputs = {key: torch.randn(d, d) for key in ("attention_input", "mlp_input")}
-    outputs = {
-        key: torch.randn(d, len(statistics.inputs[key][:][0]))
-        for key in ("attention_output", "mlp_hidden")
-    }
+    columns = {name: len(H[:][0]) for name, H in statistics.inputs.items()}
+    joins = {name for name in columns if name.endswith(("output", "hidden"))}
+    inputs = {name: torch.randn(d, d) for name in columns.keys() - joins}
+    outputs = {name: torch.randn(d, columns[name]) for name in joins}
     assert statistics.attended is not None
     raw = copy.deepcopy(statistics)
     attended = torch.randn(layout.key_value_heads, layout.head_dim, d)
     quantized = begin(block, layout, statistics, damping=0.02)
     correct(quantized, Shifts(inputs, outputs, attended), 0.3)
-    for group in layout.groups:
-        for p in group.projections:
+    for name, projections in (entry for group in layout.groups for entry in group.inputs.items()):
+        for p in projections:
             W = rows_by_hand(block, layout, p.name, p.module).double()
             for head in range(W.shape[0]):
-                H = raw.inputs[group.name][:][0]
+                H = raw.inputs[name][:][0]
                 if role(p.name) == "value":
                     H, change = raw.attended[:][head], attended[head].double()
-                elif group.name in outputs:
-                    change = outputs[group.name].double()
+                elif name in outputs:
+                    change = outputs[name].double()
                 else:
-                    change = W[head] @ inputs[group.name].double()
+                    change = W[head] @ inputs[name].double()
                 expected = W[head] + 0.3 * change @ torch.linalg.inv(damped(H, 0.02))
                 torch.testing.assert_close(
                     quantized.projections[p.name].weight[head].double(),

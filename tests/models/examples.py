@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     OPTConfig,
@@ -27,8 +28,11 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
+
+from aespa_pl.models import family_of
 
 VOCABULARY, LENGTH, WINDOW = 40, 9, 4
 """A window is shorter than a segment."""
@@ -41,6 +45,10 @@ BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 24, "n_head": 4, "n_layer": 3}
 LLAMA = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 20,
     "num_hidden_layers": 3, "max_position_embeddings": 16, "num_key_value_heads": 2,
+}  # fmt: skip
+MOE = {
+    "head_dim": 8, "moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 
 PLAIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -189,16 +197,31 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "exaone4-full": lambda: config(
         Exaone4Config, LLAMA, {"sliding_window": None, "layer_types": ["full_attention"] * 3}
     ),
+    "qwen3-moe": lambda: config(Qwen3MoeConfig, LLAMA, MOE),
+    "qwen3-moe-dense-first": lambda: config(
+        Qwen3MoeConfig, LLAMA, MOE, {"mlp_only_layers": [0], "norm_topk_prob": True}
+    ),
+    "mixtral": lambda: config(
+        MixtralConfig, LLAMA, {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
 }
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """Return a model of which every weight, bias and norm is random."""
     model = AutoModelForCausalLM.from_config(EXAMPLES[name]()).to(dtype).eval()
+    model.set_experts_implementation("eager")  # the others have no float64
     for parameter in model.parameters():
         parameter.requires_grad_(requires_grad=False)
         noise = torch.randn_like(parameter)
         parameter.copy_(noise * 0.3 if parameter.dim() > 1 else 1 + 0.4 * noise)
+    return model
+
+
+def make_ours(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """Return a random model whose experts have linear layers of their own."""
+    model = make_model(name, dtype)
+    family_of(model.config).unfuse(model)
     return model
 
 

@@ -9,7 +9,7 @@ from transformers import GPT2Config, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import FAMILIES, family_of
-from tests.models.examples import EXAMPLES, make_ids, make_model
+from tests.models.examples import EXAMPLES, make_ids, make_model, make_ours
 
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -30,7 +30,7 @@ def run(model: PreTrainedModel, ids: Tensor) -> Tensor:
 @every_example
 def test_residual_is_what_the_output_is_added_to(name: str) -> None:
     """The sum is where the next sublayer starts: before its LayerNorm, or through one behind it."""
-    model = make_model(name)
+    model = make_ours(name)
     family = family_of(model.config)
     block, layout = model.get_submodule(family.blocks_path)[0], family.layout(model.config)
     seen: dict[str, Tensor] = {}
@@ -43,19 +43,26 @@ def test_residual_is_what_the_output_is_added_to(name: str) -> None:
         module = block.get_submodule(path)
         (module.register_forward_hook if output else module.register_forward_pre_hook)(hook)
 
-    writers = [p for p in layout.projections if p.residual is not None]
-    assert [p.role for p in writers] == ["other", "other"]
     after = ("post_attention_layernorm", "post_feedforward_layernorm")
-    for p, norm in zip(writers, after, strict=True):
-        assert p.residual is not None
-        keep(f"{p.name} residual", p.residual)
-        keep(f"{p.name} output", norm if p.normed else p.module, output=True)
+    # experts add to nothing by themselves, but their sum does
+    writers = [p for p in layout.projections if p.residual is not None and p.expert is None]
+    sums = [
+        (p.residual, norm if p.normed else p.module, p.residual_factor)
+        for p, norm in zip(writers, after, strict=False)
+    ]
+    if layout.mixture is not None:
+        sums.append((layout.mixture.residual, layout.mixture.module, 1.0))
+    assert len(sums) == 2
+    for number, (residual, path, _) in enumerate(sums):
+        keep(f"{number} residual", residual)
+        keep(f"{number} output", path, output=True)
     hidden, arguments = family.embed(model, make_ids())
     result = family.run_block(block, hidden, arguments).flatten(0, 1)
     first, second = (
-        seen[f"{p.name} residual"] + p.residual_factor * seen[f"{p.name} output"] for p in writers
+        seen[f"{number} residual"] + factor * seen[f"{number} output"]
+        for number, (_, _, factor) in enumerate(sums)
     )
-    next_residual = seen[f"{writers[1].name} residual"]
+    next_residual = seen["1 residual"]
     if name == "opt-350m":
         first, second = block.self_attn_layer_norm(first), block.final_layer_norm(second)
     if name == "bloom-post-residual":
@@ -66,13 +73,21 @@ def test_residual_is_what_the_output_is_added_to(name: str) -> None:
 
 @every_example
 def test_blocks_one_by_one_give_the_librarys_logits(name: str) -> None:
-    model, ids = make_model(name), make_ids()
+    model, ids = make_ours(name), make_ids()
     torch.testing.assert_close(run(model, ids), model(ids, use_cache=False).logits, **DOUBLE)
 
 
 @every_example
-def test_arguments_depend_on_the_shape_of_hidden_states_only(name: str) -> None:
+def test_experts_of_their_own_compute_what_the_librarys_compute(name: str) -> None:
     model, ids = make_model(name), make_ids()
+    expected = model(ids, use_cache=False).logits
+    family_of(model.config).unfuse(model)
+    torch.testing.assert_close(run(model, ids), expected, **DOUBLE)
+
+
+@every_example
+def test_arguments_depend_on_the_shape_of_hidden_states_only(name: str) -> None:
+    model, ids = make_ours(name), make_ids()
     family = family_of(model.config)
     hidden, arguments = family.embed(model, ids)
     block = model.get_submodule(family.blocks_path)[-1]
@@ -84,13 +99,13 @@ def test_arguments_depend_on_the_shape_of_hidden_states_only(name: str) -> None:
 
 @every_example
 def test_every_matrix_of_a_block_is_a_projection(name: str) -> None:
-    model = make_model(name)
+    model = make_ours(name)
     family = family_of(model.config)
-    projections = family.layout(model.config).projections
-    for block in model.get_submodule(family.blocks_path):
+    for index, block in enumerate(model.get_submodule(family.blocks_path)):
+        projections = family.layout(model.config, index).projections
         linear = {path for path, m in block.named_modules() if isinstance(m, nn.Linear)}
         assert {projection.module for projection in projections} == linear
-    assert len({projection.name for projection in projections}) == len(projections)
+        assert len({projection.name for projection in projections}) == len(projections)
 
 
 @every_example
@@ -107,7 +122,7 @@ def test_roles_are_those_of_the_names(name: str) -> None:
 
 @every_example
 def test_projections_of_a_group_see_the_same_input(name: str) -> None:
-    model, ids = make_model(name), make_ids()
+    model, ids = make_ours(name), make_ids()
     family = family_of(model.config)
     block = model.get_submodule(family.blocks_path)[0]
     inputs: dict[str, Tensor] = {}
@@ -117,13 +132,14 @@ def test_projections_of_a_group_see_the_same_input(name: str) -> None:
     hidden, arguments = family.embed(model, ids)
     family.run_block(block, hidden, arguments)
     for group in family.layout(model.config).groups:
-        first, *others = (inputs[projection.module] for projection in group.projections)
-        assert all(torch.equal(first, other) for other in others)
+        for projections in group.inputs.values():
+            first, *others = (inputs[projection.module] for projection in projections)
+            assert all(torch.equal(first, other) for other in others)
 
 
 @every_example
 def test_model_type_and_blocks_are_the_models(name: str) -> None:
-    model = make_model(name)
+    model = make_ours(name)
     family = family_of(model.config)
     assert model.config.model_type in family.model_types
     assert len(model.get_submodule(family.blocks_path)) == model.config.num_hidden_layers

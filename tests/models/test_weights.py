@@ -7,7 +7,7 @@ from torch import Tensor
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.weights import fold, projection_weight, set_projection_weight
-from tests.models.examples import EXAMPLES, make_ids, make_model
+from tests.models.examples import EXAMPLES, make_ids, make_model, make_ours
 
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -24,11 +24,11 @@ def random_zeta(layout: BlockLayout, block: torch.nn.Module) -> dict[str, Tensor
 
 @every_example
 def test_folding_leaves_logits_unchanged(name: str) -> None:
-    model, ids = make_model(name), make_ids()
+    model, ids = make_ours(name), make_ids()
     family = family_of(model.config)
-    layout = family.layout(model.config)
     before = model(ids, use_cache=False).logits
-    for block in model.get_submodule(family.blocks_path):
+    for index, block in enumerate(model.get_submodule(family.blocks_path)):
+        layout = family.layout(model.config, index)
         for group, zeta in random_zeta(layout, block).items():  # one group after the other
             fold(block, layout, {group: zeta})
         fold(block, layout, random_zeta(layout, block))  # and all at once
@@ -43,7 +43,7 @@ def test_folding_leaves_logits_unchanged(name: str) -> None:
 
 @every_example
 def test_folding_divides_columns_and_multiplies_rows_of_the_target(name: str) -> None:
-    model = make_model(name)
+    model = make_ours(name)
     family = family_of(model.config)
     layout = family.layout(model.config)
     block = model.get_submodule(family.blocks_path)[0]
@@ -65,7 +65,7 @@ def test_folding_divides_columns_and_multiplies_rows_of_the_target(name: str) ->
 
 @every_example
 def test_every_projection_can_be_written_back(name: str) -> None:
-    model = make_model(name)
+    model = make_ours(name)
     family = family_of(model.config)
     layout = family.layout(model.config)
     block = model.get_submodule(family.blocks_path)[0]

@@ -33,7 +33,9 @@ def export(
     for index in range(count):
         names[index + 1] = pretrained.block_names(family, index)
         tensors = {name: change(pretrained.tensor(name)) for name in names[index + 1]}
-        writer.write_block(index, tensors)
+        stored = family.as_stored(tensors)
+        writer.write_block(index, stored)
+        names[index + 1] = tuple(stored)
         assert writer.block_file(index).is_file()
     assert not (folder / "model.safetensors.index.json").exists()  # not yet a model
     writer.finish(names, source)

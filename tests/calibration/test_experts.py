@@ -1,0 +1,149 @@
+"""Statistics of experts are those of the tokens that are routed to them, token by token in loops."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aespa_pl.calibration.collector import StatisticsCollector
+from aespa_pl.calibration.observe import Observation, observing
+from aespa_pl.calibration.statistics import BlockStatistics, Reached
+from aespa_pl.models import family_of
+from tests.models.examples import make_ids, make_ours
+
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+"""Statistics are float32."""
+
+
+class Bench:
+    """Holds a block of experts, and what it does with words."""
+
+    def __init__(self) -> None:
+        self.model = make_ours("qwen3-moe", torch.float32)
+        self.family = family_of(self.model.config)
+        self.layout = self.family.layout(self.model.config)
+        assert self.layout.mixture is not None
+        self.mixture = self.layout.mixture
+        self.block = self.model.get_submodule(self.family.blocks_path)[0]
+
+    def observation(self, ids: Tensor) -> Observation:
+        attention = partial(self.family.observe_attention, self.model, self.block)
+        observed = observing(
+            self.block, self.layout.groups, self.mixture, residuals=True, attention=attention
+        )
+        with observed as seen:
+            hidden, _ = self.family.embed(self.model, ids)
+            self.family.run_block(self.block, hidden, self.family.arguments(self.model, hidden))
+        return seen
+
+    def statistics(self, ids: Tensor, other: Tensor | None = None) -> BlockStatistics:
+        """Collect in two batches, of ``other`` as the original stream."""
+        collector = StatisticsCollector(self.layout, value=True, query_key=True, magnitudes=True)
+        half = len(ids) // 2
+        for part in (slice(half), slice(half, None)):
+            original = None if other is None else self.observation(other[part])
+            collector.add(self.observation(ids[part]), original)
+        assert collector.experts is not None
+        if collector.experts.scale(collector.tokens):
+            for part in (slice(half), slice(half, None)):
+                seen = self.observation(ids[part])
+                collector.experts.see_all(self.block, seen.inputs[self.mixture.module])
+        return collector.finish(self.family.norm_weights(self.block))
+
+    def routes(self, seen: Observation) -> list[tuple[int, int, float]]:
+        """Return token, expert and weight of each route, by the definition of the router."""
+        X = seen.inputs[self.mixture.module].flatten(0, 1).double()
+        router = self.block.get_submodule(self.mixture.router)
+        probabilities = (X @ router.weight.double().T).softmax(-1)
+        found = []
+        for token, row in enumerate(probabilities):
+            best = row.sort(descending=True).indices[: self.mixture.chosen].tolist()
+            total = sum(float(row[e]) for e in best) if router.norm_topk_prob else 1.0
+            found += [(token, expert, float(row[expert]) / total) for expert in best]
+        return found
+
+    def inner(self, expert: int, x: Tensor) -> Tensor:
+        """Return the input of an expert's last matrix."""
+        weights = [
+            self.block.get_parameter(f"mlp.experts.{expert}.{kind}_proj.weight").double()
+            for kind in ("gate", "up")
+        ]
+        gate, up = (weight @ x for weight in weights)
+        inner: Tensor = gate * gate.sigmoid() * up
+        return inner
+
+
+def weighted_mean(
+    bench: Bench, seen: Observation, expert: int, of: Callable[[int], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, int]:
+    """Return ``2 sum_t g_t^2 a_t b_t^T / sum_t g_t^2`` over an expert's tokens, and their number."""
+    total, weight, count = torch.zeros(()), 0.0, 0
+    for token, number, g in bench.routes(seen):
+        if number == expert:
+            a, b = of(token)
+            total = total + 2 * g**2 * torch.outer(a, b)
+            weight, count = weight + g**2, count + 1
+    return total / max(weight, 1e-30), count
+
+
+def twice(of: Tensor, token: int) -> tuple[Tensor, Tensor]:
+    return of[token], of[token]
+
+
+def test_hessians_are_of_the_tokens_that_are_routed_and_count_by_their_squared_weights() -> None:
+    bench, ids = Bench(), make_ids(40)
+    found, seen = bench.statistics(ids), bench.observation(ids)
+    X = seen.inputs["mlp"].flatten(0, 1).double()
+    for expert in range(bench.mixture.count):
+        names = (f"mlp_input of expert {expert}", f"expert_{expert}_hidden")
+        inner = torch.stack([bench.inner(expert, x) for x in X])
+        for name, of in zip(names, (X, inner), strict=True):
+            H, count = weighted_mean(bench, seen, expert, partial(twice, of))
+            reached = found.reached[name]
+            assert reached.tokens == count
+            share = max(0.0, 1 - count / len(H))
+            assert reached.layer_share == pytest.approx(share)
+            everything = 2 * of.T @ of / len(of)
+            expected = (1 - share) * H + share * everything
+            torch.testing.assert_close(found.inputs[name][:][0].double(), expected, **CLOSE)
+
+
+def test_an_expert_that_no_token_reaches_has_the_hessian_of_all_tokens() -> None:
+    bench, ids = Bench(), make_ids(6)
+    direction = torch.randn(24)
+    # for every token two of the first rows have a positive logit, which is more than the 0 of expert 3
+    factors = torch.tensor([1.0, -1.0, 2.0, 0.0, -2.0, 0.0])
+    bench.block.get_submodule(bench.mixture.router).weight.copy_(factors[:, None] * direction)
+    seen, found = bench.observation(ids), bench.statistics(ids)
+    assert found.reached["expert_3_hidden"] == Reached(0, 1.0)
+    X = seen.inputs["mlp"].flatten(0, 1).double()
+    inner = torch.stack([bench.inner(3, x) for x in X])
+    for name, of in (("mlp_input of expert 3", X), ("expert_3_hidden", inner)):
+        H = found.inputs[name][:][0].double()
+        torch.testing.assert_close(H, 2 * of.T @ of / len(of), **CLOSE)
+
+
+def test_shifts_are_of_the_routed_tokens_and_fade_where_they_are_few() -> None:
+    bench, ids, other = Bench(), make_ids(40), make_ids(40)
+    found = bench.statistics(ids, other)
+    seen, original = bench.observation(ids), bench.observation(other)
+    X, X_fp = (s.inputs["mlp"].flatten(0, 1).double() for s in (seen, original))
+    assert found.shifts is not None
+    for expert in range(bench.mixture.count):
+        name = f"mlp_input of expert {expert}"
+        S, count = weighted_mean(
+            bench, seen, expert, lambda token: (X_fp[token] - X[token], X[token])
+        )
+        expected = min(1.0, count / X.shape[1]) * S
+        torch.testing.assert_close(found.shifts.inputs[name].double(), expected, **CLOSE)
+        assert found.shifts.outputs[f"expert_{expert}_hidden"].shape == (24, 12)
+
+
+def test_hessians_are_symmetric() -> None:
+    found = Bench().statistics(make_ids(40))
+    for hessian in found.inputs.values():
+        H = hessian[:][0]
+        assert torch.equal(H, H.T)
