@@ -29,7 +29,7 @@ from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
-from aespa_pl.planning.budget import resolved_data
+from aespa_pl.planning.budget import resolved_data, resolved_place
 from aespa_pl.planning.shape import ONE_DEVICE, Devices, Setup, Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.run.fingerprint import model_fingerprint
@@ -105,7 +105,7 @@ class Job(Checked):
         """Open the model's folder. Raises UserError where it can't be quantized with these settings."""
         folder = find_model(settings, device, weights=True)
         pretrained = PretrainedFolder.open(folder, cache_folder(settings.data.cache))
-        found = checked(settings, device, config=pretrained.config, stored=pretrained.dtype)
+        found = checked(settings, device, pretrained.config, pretrained.dtype)
         return cls(**vars(found), pretrained=pretrained)
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:
@@ -185,9 +185,16 @@ def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Pa
 
 
 def checked(
-    settings: Settings, device: torch.device, *, config: PreTrainedConfig, stored: torch.dtype
+    settings: Settings,
+    device: torch.device,
+    config: PreTrainedConfig,
+    stored: torch.dtype | None = None,
 ) -> Checked:
-    """Return settings without auto. Raises UserError where the model can't be quantized with them."""
+    """Return settings without auto. Raises UserError where the model can't be quantized with them.
+
+    ``stored`` is the type of the model's files; None: as its configuration says.
+    """
+    stored = stored or getattr(config, "dtype", None) or torch.float32
     family, quantization = family_of(config), settings.quantization
     layouts, positions = family.layouts(config), family.positions(config)
     shape = Shape.of(config, family)
@@ -208,7 +215,8 @@ def checked(
     data = resolved_data(
         settings.data, quantization, shape, device, length=length, dtype_bytes=bytes_
     )
-    return Checked(settings.model, data, quantization, settings.output, device, config, stored)
+    found = Checked(settings.model, data, quantization, settings.output, device, config, stored)
+    return replace(found, quantization=resolved_place(found.setup()))
 
 
 def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:

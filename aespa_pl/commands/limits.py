@@ -137,8 +137,8 @@ def tuning_shortages(setup: Setup) -> list[str]:
                 "the activations are too large",
                 f"set quantization.tuning.{key}.enabled to false",
             ]
-            if key == "model" and tuning.model.integer_rate:
-                remedies.insert(1, "set quantization.tuning.model.integer_rate to 0")
+            if key == "model" and tuning.model.blocks == "memory":
+                remedies.insert(1, "set quantization.tuning.model.blocks to disk")
             if given.waiting and needed <= given.free + given.waiting:
                 remedies.insert(
                     0,

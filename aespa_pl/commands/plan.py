@@ -39,13 +39,12 @@ def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG0
     if rented:
         settings = replace(settings, data=replace(settings.data, memory_gb=rented[0]))
     config = read_config(find_model(settings, device, weights=False))
-    stored = getattr(config, "dtype", None) or torch.float32
-    job = checked(settings, device, config=config, stored=stored)
+    job = checked(settings, device, config)
     check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
     setup = job.setup(Devices(trainer.world_size, trainer.num_nodes))
     refused = tuning_shortages(setup)
     rate = rented[1] if rented else product_rate(device, job.shape.hidden, MEASURING_SECONDS)
-    needs = needs_of(setup, stored_bytes=stored.itemsize, rate=rate)
+    needs = needs_of(setup, stored_bytes=job.stored.itemsize, rate=rate)
     console, table = PipeConsole(), Table(show_header=False, box=None)
     for row in rows_of(needs):
         table.add_row(*row)

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
@@ -16,6 +17,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from aespa_pl.commands.arguments import KEYS, Arguments
 from aespa_pl.commands.help import add_general
+from aespa_pl.commands.job import checked
 from aespa_pl.commands.trainer_section import (
     OWN_KEYS,
     TRAINER_DEFAULTS,
@@ -25,10 +27,8 @@ from aespa_pl.commands.trainer_section import (
 )
 from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
-from aespa_pl.models import family_of
 from aespa_pl.models.headers import read_config
 from aespa_pl.models.hub import here
-from aespa_pl.planning.shape import Shape
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import SECTIONS, QuantizationSettings, Settings, TaskSettings
 
@@ -175,7 +175,7 @@ class AespaCLI(LightningCLI):
             )
             return resolved(given, device, width=None)
         config = read_config(folder)
-        return resolved(given, device, Shape.of(config, family_of(config)).hidden)
+        return checked(self.settings, torch.device(device), config).quantization
 
     def made(self, config: Any) -> Namespace:
         """Return a configuration's sections as objects. Raises UserError where one can't be made."""

@@ -10,6 +10,7 @@ from aespa_pl.measure import free_bytes
 from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes, partition_for
 from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.shape import Setup, Shape, Work
+from aespa_pl.planning.tuning import model_bytes
 from aespa_pl.settings import DataSettings, QuantizationSettings
 
 RESERVE = 0.9
@@ -89,6 +90,16 @@ def resolved_data(
         place = _hidden_place(Setup(shape, work, data, quantization, device))
         data = replace(data, hidden_states=place)
     return data
+
+
+def resolved_place(setup: Setup) -> QuantizationSettings:
+    """Return the settings without ``auto``: the end-to-end tuning has the blocks in memory where all fit."""
+    settings, tuning = setup.quantization, setup.quantization.tuning
+    if tuning.model.blocks != "auto":
+        return settings
+    needed = model_bytes(setup.shape, setup.work, settings, recompute=True)
+    place: Literal["memory", "disk"] = "memory" if needed <= room(setup).free else "disk"
+    return replace(settings, tuning=replace(tuning, model=replace(tuning.model, blocks=place)))
 
 
 def _hidden_place(setup: Setup) -> Literal["device", "memory", "disk"]:

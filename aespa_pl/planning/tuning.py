@@ -50,17 +50,22 @@ def model_bytes(
 ) -> int:
     """Return the bytes that the end-to-end tuning takes; 0 without it.
 
-    Blocks that ``recompute`` run once more in the backward pass, which keeps only their inputs.
+    Blocks that ``recompute`` run once more in the backward pass, which keeps only their inputs. So do blocks
+    on disk, of which one is in memory.
     """
     tuning = settings.tuning.model
     if not tuning.enabled:
         return 0
     of_weight = MODEL_BYTES_LEARNED if tuning.integer_rate else MODEL_BYTES
+    weights = shape.blocks * of_weight * shape.weights
+    if tuning.blocks == "disk":
+        weights, recompute = MODEL_BYTES * shape.weights, True
     tokens = int(tuning.batch_size) * work.length
     of_block = tokens * _activations(shape, work) + FLOAT * shape.weights
     kept = of_block + shape.blocks * FLOAT * tokens * shape.hidden
     return (
-        shape.blocks * (of_weight * shape.weights + _scale_bytes(shape, settings))
+        weights
+        + shape.blocks * _scale_bytes(shape, settings)
         + (kept if recompute else shape.blocks * of_block)
         + (FLOAT + work.dtype_bytes) * shape.stem_weights  # also the original's head
         + LOGITS * FLOAT * tokens * shape.vocabulary

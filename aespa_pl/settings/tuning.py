@@ -1,6 +1,7 @@
 """Define the settings of the training after the steps of the paper."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from jsonargparse.typing import OpenUnitInterval, PositiveInt
 
@@ -60,6 +61,10 @@ class ModelTuningSettings:
     mini-batches."""
     batch_size: PositiveInt = 1
     """Segments in a mini-batch; there is one optimizer step for each."""
+    blocks: Literal["auto", "memory", "disk"] = "auto"
+    """Where the blocks are. memory: all on the device, in float32. disk: each is read whenever it runs, so
+    that one is in memory at a time; integers stay; scales, norms and biases are learned. auto: memory
+    where that fits, else disk."""
     integer_rate: FiniteNonNegative | None = None
     """Largest learning rate of the latent values of integers, in distances of two integers; null: 0.02 at
     2 bits, and less with more (docs/tuning.md). 0: the integers stay, which takes about a fourth of the

@@ -4,7 +4,7 @@ from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import RunBlock, divergence, output_error
 from aespa_pl.tuning.recipes import EVERYTHING, SCALES, recipe
 from aespa_pl.tuning.training import LearningRates
-from aespa_pl.tuning.tune import Tuned, changed_fraction, tune
+from aespa_pl.tuning.tune import Tuned, changed_fraction, tune, tune_streamed
 from aespa_pl.tuning.weights import TunableBlock
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "output_error",
     "recipe",
     "tune",
+    "tune_streamed",
 ]

@@ -22,6 +22,7 @@ from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import Loss
 from aespa_pl.tuning.recipes import EVERYTHING, Recipe
+from aespa_pl.tuning.streamed import StreamedCausalLM
 from aespa_pl.tuning.training import LearningRates, Tuning, fit
 from aespa_pl.tuning.weights import (
     TunableBlock,
@@ -99,6 +100,25 @@ def tune(
         tuning.finite,
         changed_fraction([b.weights for b in blocks], weights),
     )
+
+
+def tune_streamed(
+    model: StreamedCausalLM,
+    pairs: SegmentPairs,
+    *,
+    loss: Loss,
+    rates: LearningRates,
+    trainer: Trainer,
+    label: str,
+    checkpoint: Path | None = None,
+) -> Tuned:
+    """Tune scales, norms and biases of a model whose blocks are on disk; they stay in ``model``.
+
+    Arguments as of ``tune``. The weights of the result are empty, because integers stay.
+    """
+    tuning = Tuning(model, loss, rates, label)
+    fit(tuning, pairs, trainer, checkpoint)
+    return Tuned([], tuning.start_error, tuning.best_error, tuning.best_epoch, tuning.finite, 0.0)
 
 
 def changed_fraction(

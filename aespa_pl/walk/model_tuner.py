@@ -1,19 +1,20 @@
 """Train the model end to end after the last block, and write again all that it has changed."""
 
+import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
-from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.context import Context
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.training import Training
@@ -28,8 +29,16 @@ from aespa_pl.tuning import (
     Tuned,
     divergence,
     tune,
+    tune_streamed,
 )
-from aespa_pl.tuning.weights import merged
+from aespa_pl.tuning.streamed import StreamedCausalLM
+from aespa_pl.tuning.weights import (
+    merged,
+    parametrize_block,
+    parametrize_vectors,
+    quantized_weights,
+    remove_parametrizations,
+)
 from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import stored_types
 from aespa_pl.walk.stem import stem_tensors
@@ -54,10 +63,6 @@ class ModelTuner:
         world.wait_for_all()  # for the files of the last block
         settings, count = context.settings.tuning.model, source.block_count
         training = Training(count, "model", "end_to_end", processes=world.size)
-        files = {index: self.writer.block_file(index) for index in range(count)}
-        model, blocks = self._load(
-            context.quantized_stem.pretrained.with_blocks(source.family, files)
-        )
         pairs = SegmentPairs(
             list(world.segments(tokens, context.batch_size).split(context.batch_size)),
             hidden,
@@ -66,10 +71,12 @@ class ModelTuner:
             seed=count,
             world=world,
         )
+        model = self._model()
+        streamed = settings.blocks == "disk"
         with source.stem():
-            found = tune(
-                blocks,
-                pairs,
+            train = partial(
+                tune_streamed if streamed else tune,
+                pairs=pairs,
                 loss=divergence(lambda states: source.family.head(source.model, states)),
                 rates=LearningRates(
                     cast(float, settings.integer_rate),
@@ -79,19 +86,70 @@ class ModelTuner:
                 ),
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
                 label="the model",
-                recipe=EVERYTHING if settings.integer_rate else SCALES,
                 checkpoint=world.from_first(lambda: context.run.checkpoint_to_continue(training)),
-                model=model,
-                outside=self._outside(model),
-                recompute=context.recompute,
             )
+            if streamed:
+                found, learned = self._tune_streamed(model, train)
+            else:
+                found, learned = self._tune_in_memory(model, train)
         if world.is_first:
-            write_tensors(context.run.tuned_file, self._learned(model, found), {})
+            write_tensors(context.run.tuned_file, learned, {})
             context.run.finish_tuning(record.tuning(found))
-        del model, blocks
+        del model, train
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()
         return found
+
+    def _tune_in_memory(
+        self, model: PreTrainedModel, train: Callable[..., Tuned]
+    ) -> tuple[Tuned, dict[str, Tensor]]:
+        """Tune all blocks at once; return what was found, and the learned tensors by name."""
+        blocks = [self._block(model, index) for index in range(self.context.source.block_count)]
+        found = train(
+            blocks,
+            recipe=EVERYTHING if self.context.settings.tuning.model.integer_rate else SCALES,
+            model=model,
+            outside=self._outside(model),
+            recompute=self.context.recompute,
+        )
+        learned = self._vectors(model)
+        for index, weights in enumerate(found.weights):
+            stored = record.weight_tensors(weights)
+            learned |= {_key(index, name): tensor for name, tensor in stored.items()}
+        return found, learned
+
+    def _tune_streamed(
+        self, model: PreTrainedModel, train: Callable[..., Tuned]
+    ) -> tuple[Tuned, dict[str, Tensor]]:
+        """Tune scales, norms and biases with one block in memory; return the same."""
+        source = self.context.source
+        parametrize_vectors(model, self._outside(model))
+
+        shells = cast(nn.ModuleList, model.get_submodule(source.family.blocks_path))
+
+        def read(index: int) -> nn.Module:
+            empty = shells[index]
+            shells[index] = copy.deepcopy(empty)
+            tunable = self._block(model, index)
+            shells[index] = empty  # so that the model doesn't hold what was read
+            parametrize_block(tunable, SCALES)
+            return tunable.block
+
+        streamed = StreamedCausalLM(model, source.family, source.block_count, read)
+        found = train(streamed)
+        learned: dict[str, Tensor] = {}
+        for index in range(source.block_count):
+            block, prefix = streamed.block(index), source.family.block_prefix(index)
+            stored = record.weight_tensors(quantized_weights(block, self.context.layout(index)))
+            learned |= {
+                _key(index, name): tensor
+                for name, tensor in stored.items()
+                if not name.endswith(".integers")
+            }
+            remove_parametrizations(block)
+            learned |= self._vectors(block, prefix)
+        remove_parametrizations(model)
+        return found, learned | self._vectors(model)
 
     def rewrite(self) -> None:
         """Write the blocks that do not hold yet what was learned, and what lies outside of them."""
@@ -103,25 +161,26 @@ class ModelTuner:
         stem = stem_tensors(self.context)
         self.writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
 
-    def _load(self, pretrained: PretrainedFolder) -> tuple[PreTrainedModel, list[TunableBlock]]:
-        """Return the quantized model in float32, on the device, and its blocks.
-
-        Args:
-            pretrained: The model's folder, with the tensors of all blocks where their quantized values lie.
-        """
-        source, device, run = self.context.source, self.context.device, self.context.run
+    def _model(self) -> PreTrainedModel:
+        """Return the model in float32, on the device, without its blocks."""
+        source = self.context.source
+        pretrained = self.context.quantized_stem.pretrained
         model: PreTrainedModel = pretrained.skeleton()
-        pretrained.load_stem(model, source.family, device, torch.float32)
-        blocks = [
-            TunableBlock(
-                pretrained.load_block(model, source.family, index, device, torch.float32),
-                self.context.layout(index),
-                self._weights(index, load_file(run.block_file(index), str(device))),
-                stored_types(source, index),
-            )
-            for index in range(source.block_count)
-        ]
-        return model, blocks
+        pretrained.load_stem(model, source.family, self.context.device, torch.float32)
+        return model
+
+    def _block(self, model: PreTrainedModel, index: int) -> TunableBlock:
+        """Load a quantized block into a model, in float32, on the device."""
+        source, device, run = self.context.source, self.context.device, self.context.run
+        pretrained = source.pretrained.with_blocks(
+            source.family, {index: self.writer.block_file(index)}
+        )
+        return TunableBlock(
+            pretrained.load_block(model, source.family, index, device, torch.float32),
+            self.context.layout(index),
+            self._weights(index, load_file(run.block_file(index), str(device))),
+            stored_types(source, index),
+        )
 
     def _outside(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
         """Return the stored types of the norms and biases outside of the blocks, by name."""
@@ -144,17 +203,11 @@ class ModelTuner:
             for name in names
         }
 
-    def _learned(self, model: PreTrainedModel, found: Tuned) -> dict[str, Tensor]:
-        """Return integers and scales by block and projection; norms and biases by their names."""
-        tensors: dict[str, Tensor] = {}
-        for index, weights in enumerate(found.weights):
-            stored = record.weight_tensors(weights)
-            tensors |= {_key(index, name): tensor for name, tensor in stored.items()}
+    def _vectors(self, module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+        """Return the norms and biases of a model, or of a block, by their names and as they are stored."""
         types = self._types()
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                tensors[name] = parameter.to(types[name])
-        return tensors
+        vectors = {prefix + name: p for name, p in module.named_parameters() if p.dim() == 1}
+        return {name: p.to(types[name]) for name, p in vectors.items() if not p.is_meta}
 
     def _rewrite_block(self, index: int, learned: Mapping[str, Tensor]) -> None:
         """Replace the two files of a block by new ones, both at once."""

@@ -10,7 +10,7 @@ from aespa_pl.commands.limits import refuse_tuning
 from aespa_pl.errors import UserError
 from aespa_pl.planning import budget
 from aespa_pl.planning.arithmetic import block_flops
-from aespa_pl.planning.budget import RESERVE
+from aespa_pl.planning.budget import RESERVE, resolved_place
 from aespa_pl.planning.needs import hidden_bytes
 from aespa_pl.planning.shape import Devices, Setup, Work
 from aespa_pl.planning.table import needs_of
@@ -93,6 +93,25 @@ def test_plan_counts_what_fit_chooses_by_the_memory_that_is_free() -> None:
         data = DataSettings(hidden_states="memory", memory_gb=(free + streams) / 1e9)
         needs = needs_of(Setup(shape(), WORK, data, MODEL, CPU), stored_bytes=2, rate=1e9)
         assert needs.device["tuning of the model"] == needed
+
+
+def test_the_model_is_on_disk_where_it_does_not_fit_in_memory() -> None:
+    whole = model_bytes(shape(), WORK, MODEL, recompute=True)
+    on_disk = changed({"tuning.model.blocks": "disk"}, MODEL)
+    deep = replace(shape(), blocks=10 * shape().blocks)
+    more = model_bytes(deep, WORK, on_disk, recompute=True) - model_bytes(
+        shape(), WORK, on_disk, recompute=True
+    )
+    # of a block more: scales with gradient, moments and best epoch, and the input of each token
+    assert more < 0.1 * (model_bytes(deep, WORK, MODEL, recompute=True) - whole)
+    streams = hidden_bytes(shape(), WORK, MODEL)
+    for free, place in ((whole, "memory"), (whole - 1, "disk")):
+        data = DataSettings(hidden_states="memory", memory_gb=(free + streams) / 1e9)
+        found = resolved_place(Setup(shape(), WORK, data, MODEL, CPU))
+        assert found.tuning.model.blocks == place
+        assert (
+            resolved_place(Setup(shape(), WORK, DataSettings(memory_gb=1e-6), found, CPU)) == found
+        )
 
 
 @pytest.mark.parametrize(("settings", "key"), [(BLOCKS, "blocks"), (MODEL, "model")])

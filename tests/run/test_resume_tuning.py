@@ -107,6 +107,19 @@ def test_checkpoint_of_a_tuning_is_used(when: str, bench: Bench, whole: dict[str
     assert results(bench.run_of(name)) != whole
 
 
+def test_killed_while_blocks_are_on_disk_it_goes_on_to_the_same_bytes(bench: Bench) -> None:
+    streamed = (*TUNED, "--quantization.tuning.model.blocks=disk")
+    assert bench.fit("disk_whole", *streamed).status == 0
+    whole, journal = results(bench.run_of("disk_whole")), bench.journal("disk_whole")
+    assert journal["tuned"]["epoch"] > 0
+    assert journal["tuned"]["changed"] == 0
+    for step in (1, 6):
+        name = f"disk_{step}"
+        stopped = bench.fit(name, *streamed, number=signal.SIGTERM, when=f"*/{MODEL}/step_{step}*")
+        assert stopped.status == 128 + signal.SIGTERM, stopped.text
+        check(bench, name, bench.fit(name, *LAST, *streamed), whole)
+
+
 @pytest.mark.parametrize(
     "file", ["blocks/block_001.safetensors", "model/model-00002-of-00003.safetensors"]
 )

@@ -172,6 +172,19 @@ def test_recomputing_blocks_changes_nothing(walked: Walked, tmp_path: Path) -> N
         assert torch.allclose(again[name], tensor, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama-grouped", "opt", "bloom"])
+def test_blocks_that_are_read_whenever_they_run_train_to_the_same_bits(
+    name: str, walked: Walked, tmp_path: Path
+) -> None:
+    fast = BOTH | NEAREST | {"tuning.model.epochs": 6}
+    memory, disk = walked(name, fast), walk(name, tmp_path, fast | {"tuning.model.blocks": "disk"})
+    start = walked(name, NEAREST).exported().state_dict()
+    state = disk.exported().state_dict()
+    for key, tensor in memory.exported().state_dict().items():
+        assert torch.equal(state[key], tensor)
+    assert not all(torch.equal(state[key], tensor) for key, tensor in start.items())
+
+
 def test_hidden_states_on_disk_change_nothing(walked: Walked, tmp_path: Path) -> None:
     memory = walked("opt", BOTH)
     disk = walk("opt", tmp_path, BOTH, hidden_folder=tmp_path / "hidden").exported().state_dict()
