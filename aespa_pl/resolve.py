@@ -22,8 +22,8 @@ BLOCK_RATES: dict[Parametrization, tuple[float, float]] = {
     "affine": (0.005, 0.01),
 }
 """Learning rates of integers and of scales in the tuning of blocks, by what is learned of a weight."""
-TYPE_SCALE_RATE = 0.001
-"""Learning rate of the scales of block types in the tuning of blocks: few weights share one."""
+TYPE_SCALE_RATES = {2: 0.003}
+"""Learning rates of the scales of block types in the tuning of blocks by bits; 0.001 with more bits."""
 MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003
 """Learning rates of the end-to-end tuning at 2 bits."""
 
@@ -143,7 +143,7 @@ def _rates(
     error = step**2  # rounding's error beside that at 2 bits
     integers, scales = BLOCK_RATES[learned]
     if settings.format != "uniform":
-        scales = TYPE_SCALE_RATE
+        scales = TYPE_SCALE_RATES.get(settings.bits, 0.001)
     if learned == "straight-through":  # rows of more weights move further in each step
         integers = step * integers * narrow
     return {

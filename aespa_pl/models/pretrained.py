@@ -5,7 +5,7 @@ that are not finite.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -221,15 +221,21 @@ class PretrainedFolder:
         index: int,
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        unread: Collection[str] = (),
     ) -> nn.Module:
         """Load the weights of one block into a skeleton, and return the block.
 
-        Raises:
-            UserError: A tensor has NaN or infinite values.
+        The tensors of ``unread``, named as in the block, get memory and no values. Raises UserError where a
+        tensor has NaN or infinite values.
         """
         prefix = family.block_prefix(index)
         block = cast(nn.Module, model.get_submodule(prefix.removesuffix(".")))
-        tensors = self._read(self.block_names(family, index), device, dtype)
+        names = [n for n in self.block_names(family, index) if n.removeprefix(prefix) not in unread]
+        tensors = self._read(names, device, dtype)
+        for name in unread:
+            shape = block.get_parameter(name).shape
+            tensors[prefix + name] = torch.empty(shape, device=device, dtype=dtype)
         block.load_state_dict(
             {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, assign=True
         )

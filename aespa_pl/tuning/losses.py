@@ -10,13 +10,16 @@ distribution).
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
+from torch.utils.checkpoint import checkpoint
 
 from aespa_pl.algorithm.massive import error_divisors
 from aespa_pl.tuning.data import Pair
+from aespa_pl.tuning.streamed import TrainableStream
 
 Loss = Callable[[nn.Module, Pair], Tensor]
 """Returns ``[2]``: the errors of all positions of a mini-batch added up, and their number."""
@@ -42,19 +45,41 @@ def output_error(run_block: RunBlock) -> Loss:
     return loss
 
 
-def divergence(head: OriginalHead) -> Loss:
+def divergence(head: OriginalHead, *, one_by_one: bool = False) -> Loss:
     """Return a model's loss: the Kullback-Leibler divergence from the original at each position, in nats.
 
     A pair is the token ids ``[L]`` of a segment and the original's hidden states ``[L, d]`` after its last
     block. The original's logits are computed from them, so that only its head is in memory.
+
+    Args:
+        head: The original's head.
+        one_by_one: The model is a ``TrainableStream``: logits of one segment at a time are in memory, and are
+            computed once more in the backward pass.
     """
+
+    def summed(logits: Tensor, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = head(hidden).float().log_softmax(-1)
+        found = logits.float().log_softmax(-1)
+        return kl_div(found, wanted, reduction="none", log_target=True).sum()
 
     def loss(model: nn.Module, batch: Pair) -> Tensor:
         ids, hidden = batch
-        with torch.no_grad():
-            wanted = head(hidden).float().log_softmax(-1)
-        logits = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-        divergences = kl_div(logits, wanted, reduction="none", log_target=True)
-        return torch.stack([divergences.sum(), divergences.new_tensor(ids.numel())])
+        if one_by_one:
+            streamed = cast(TrainableStream, model)
+            total = torch.stack(
+                [
+                    checkpoint(
+                        lambda mine, wanted: summed(streamed.head(mine), wanted),
+                        last[None],
+                        states[None],
+                        use_reentrant=False,
+                    )
+                    for last, states in zip(streamed(ids), hidden, strict=True)
+                ]
+            ).sum()
+        else:
+            total = summed(model(input_ids=ids, use_cache=False).logits, hidden)
+        return torch.stack([total, total.new_tensor(ids.numel())])
 
     return loss

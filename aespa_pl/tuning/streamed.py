@@ -1,7 +1,8 @@
 """Train a model end to end whose blocks are read from disk whenever they run.
 
-In memory are the learned numbers of all blocks (scales, norms, biases), one block, and the input of each
-block for the mini-batch under way. The backward pass reads and runs every block once more.
+On the device are the learned numbers of all blocks (scales, norms, biases), one block and the activations
+of one segment; the inputs of the blocks wait in host memory. The backward pass reads and runs every block
+once more, so larger mini-batches read less.
 
 Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (arXiv 2407.11062),
 E2E-QP: integers stay, scales are trained; "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
@@ -9,25 +10,21 @@ E2E-QP: integers stay, scales are trained; "Training Deep Nets with Sublinear Me
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from aespa_pl.models.family import Family
 
+Run = Callable[[Tensor], Tensor]
+"""Runs hidden states ``[B, L, d]`` through a block."""
 OpenBlock = Callable[[int], nn.Module]
 """Reads the block of a number, parametrized; what requires a gradient is learned."""
 
 
-class Logits(NamedTuple):
-    """Holds what is used of a causal model's output."""
-
-    logits: Tensor
-
-
-class StreamedCausalLM(nn.Module):
-    """Computes a model's logits, block by block; its parameters are the learned numbers of all blocks."""
+class TrainableStream(nn.Module):
+    """Runs a model block by block; its parameters are the learned numbers of all blocks."""
 
     def __init__(self, model: Any, family: Family, blocks: int, read: OpenBlock) -> None:
         """Read each block once.
@@ -45,14 +42,21 @@ class StreamedCausalLM(nn.Module):
         self.outside = _holder(trained(model))
         self.blocks = nn.ModuleList(_holder(trained(read(index))) for index in range(blocks))
 
-    def forward(self, input_ids: Tensor, **_: Any) -> Logits:
-        """Return the logits ``[B, L, vocabulary]`` of token ids ``[B, L]``."""
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the hidden states ``[B, L, d]`` after the last block, of token ids ``[B, L]``."""
         model, family = self._whole
-        hidden, arguments = family.embed(model, input_ids)
+        hidden, arguments = family.embed(model, ids)
+        # each segment runs alone, so a block's activations are those of one
+        segment = family.arguments(model, hidden[:1]) if len(ids) > 1 else arguments
         for index, learned in enumerate(self.blocks):
-            run = partial(self._run, index, arguments)
-            hidden = _Block.apply(run, hidden, *learned.parameters())  # type: ignore[no-untyped-call]
-        return Logits(family.head(model, hidden))
+            open_block = partial(self._open, index, segment)
+            hidden = _Block.apply(open_block, hidden, *learned.parameters())  # type: ignore[no-untyped-call]
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[B, L, vocabulary]``."""
+        model, family = self._whole
+        return family.head(model, hidden)
 
     def block(self, index: int) -> nn.Module:
         """Return a block with the numbers that it has learned so far."""
@@ -61,15 +65,13 @@ class StreamedCausalLM(nn.Module):
             own.data = learned.get_parameter(name).detach()
         return block
 
-    def _run(
-        self, index: int, arguments: Mapping[str, Any], hidden: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return a block's output ``[B, L, d]``, and its parameters in the order of ``self.blocks``."""
+    def _open(self, index: int, arguments: Mapping[str, Any]) -> tuple[Run, list[Tensor]]:
+        """Return what runs a segment through a block, and its parameters in the order of ``self.blocks``."""
         block = self.block(index)
         own: list[Tensor] = [
             block.get_parameter(name) for name, _ in self.blocks[index].named_parameters()
         ]
-        return self._whole[1].run_block(block, hidden, arguments), own
+        return partial(self._whole[1].run_block, block, arguments=arguments), own
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -78,22 +80,30 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class _Block(torch.autograd.Function):
-    """Runs a block that is in memory only for the time of a pass."""
+    """Runs a block that is in memory only for the time of a pass; its input waits in host memory."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[[Tensor], tuple[Tensor, list[Tensor]]], hidden: Tensor, *_: Tensor
+        ctx: Any, open_block: Callable[[], tuple[Run, list[Tensor]]], hidden: Tensor, *_: Tensor
     ) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(hidden)
-        return run(hidden)[0]
+        ctx.open_block, ctx.device = open_block, hidden.device
+        ctx.save_for_backward(hidden.cpu())
+        run, _learned = open_block()
+        return torch.cat([run(segment) for segment in hidden.split(1)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            output, learned = ctx.run(hidden)
-        return None, *torch.autograd.grad(output, [hidden, *learned], gradients)
+        run, learned = ctx.open_block()
+        to_hidden, to_learned = [], [torch.zeros_like(parameter) for parameter in learned]
+        segments = ctx.saved_tensors[0].split(1)
+        for segment, gradient in zip(segments, gradients[0].split(1), strict=True):
+            own = segment.to(ctx.device).detach().requires_grad_()
+            with torch.enable_grad():
+                output = run(own)
+            first, *others = torch.autograd.grad(output, [own, *learned], gradient)
+            to_hidden.append(first)
+            torch._foreach_add_(to_learned, others)
+        return None, torch.cat(to_hidden), *to_learned
 
 
 def _holder(parameters: Mapping[str, nn.Parameter]) -> nn.Module:

@@ -22,7 +22,7 @@ from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import Loss
 from aespa_pl.tuning.recipes import EVERYTHING, Recipe
-from aespa_pl.tuning.streamed import StreamedCausalLM
+from aespa_pl.tuning.streamed import TrainableStream
 from aespa_pl.tuning.training import LearningRates, Tuning, fit
 from aespa_pl.tuning.weights import (
     TunableBlock,
@@ -103,7 +103,7 @@ def tune(
 
 
 def tune_streamed(
-    model: StreamedCausalLM,
+    model: TrainableStream,
     pairs: SegmentPairs,
     *,
     loss: Loss,

@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -31,7 +31,7 @@ from aespa_pl.tuning import (
     tune,
     tune_streamed,
 )
-from aespa_pl.tuning.streamed import StreamedCausalLM
+from aespa_pl.tuning.streamed import TrainableStream
 from aespa_pl.tuning.weights import (
     merged,
     parametrize_block,
@@ -73,11 +73,12 @@ class ModelTuner:
         )
         model = self._model()
         streamed = settings.blocks == "disk"
+        original_head = partial(source.family.head, source.model)
         with source.stem():
             train = partial(
                 tune_streamed if streamed else tune,
                 pairs=pairs,
-                loss=divergence(lambda states: source.family.head(source.model, states)),
+                loss=divergence(original_head, one_by_one=streamed),
                 rates=LearningRates(
                     cast(float, settings.integer_rate),
                     cast(float, settings.scale_rate),
@@ -130,12 +131,14 @@ class ModelTuner:
         def read(index: int) -> nn.Module:
             empty = shells[index]
             shells[index] = copy.deepcopy(empty)
-            tunable = self._block(model, index)
+            # the integers say all of these
+            unread = {f"{p.module}.weight" for p in self.context.layout(index).projections}
+            tunable = self._block(model, index, unread)
             shells[index] = empty  # so that the model doesn't hold what was read
             parametrize_block(tunable, SCALES)
             return tunable.block
 
-        streamed = StreamedCausalLM(model, source.family, source.block_count, read)
+        streamed = TrainableStream(model, source.family, source.block_count, read)
         found = train(streamed)
         learned: dict[str, Tensor] = {}
         for index in range(source.block_count):
@@ -169,14 +172,18 @@ class ModelTuner:
         pretrained.load_stem(model, source.family, self.context.device, torch.float32)
         return model
 
-    def _block(self, model: PreTrainedModel, index: int) -> TunableBlock:
-        """Load a quantized block into a model, in float32, on the device."""
+    def _block(
+        self, model: PreTrainedModel, index: int, unread: Collection[str] = ()
+    ) -> TunableBlock:
+        """Load a quantized block into a model, in float32, on the device, but for ``unread`` tensors."""
         source, device, run = self.context.source, self.context.device, self.context.run
         pretrained = source.pretrained.with_blocks(
             source.family, {index: self.writer.block_file(index)}
         )
         return TunableBlock(
-            pretrained.load_block(model, source.family, index, device, torch.float32),
+            pretrained.load_block(
+                model, source.family, index, device, torch.float32, unread=unread
+            ),
             self.context.layout(index),
             self._weights(index, load_file(run.block_file(index), str(device))),
             stored_types(source, index),
