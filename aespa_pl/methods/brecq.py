@@ -12,5 +12,5 @@ METHOD = Method(
     tune_blocks=True,
     parametrization="rounding",
     unit="sublayer",
-    epochs=64,
+    epochs=24,
 )
