@@ -1,7 +1,6 @@
 """Show how far a run is: a bar over blocks, one over iterations, and a line for each block."""
 
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -60,12 +59,7 @@ class WalkProgress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Take the bars away."""
         self._bars.stop()
 

@@ -14,7 +14,6 @@ from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
-from aespa_pl.commands.limits import nearest_existing
 from aespa_pl.commands.output import PipeConsole
 from aespa_pl.commands.resuming import is_own
 from aespa_pl.errors import UserError
@@ -27,7 +26,7 @@ from aespa_pl.measure import human
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import find_run
 from aespa_pl.run.interruption import Interruption
-from aespa_pl.storage.files import disk_errors, write_text
+from aespa_pl.storage.files import disk_errors, existing, write_text
 
 Embedding = Literal["keep", "q8_0"]
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
@@ -202,11 +201,10 @@ def _refuse_full_disk(model: QuantizedModel, target: Path) -> None:
     """Raise UserError if the disk lacks the size of the original, which no format exceeds by much."""
     files = {tensor.file for tensor in model.pretrained.tensors.values()}
     needed = sum(file.stat().st_size for file in files)
-    existing = nearest_existing(target)
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing(target)).free
     if free < needed:
         raise UserError(
-            f"--output: the disk of {existing} has {human(free, 'B')} free, and up to "
+            f"--output: the disk of {existing(target)} has {human(free, 'B')} free, and up to "
             f"{human(needed, 'B')} are needed: free space there, or choose another folder"
         )
 

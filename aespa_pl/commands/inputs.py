@@ -56,15 +56,13 @@ def keep_text(folder: Path, given: Any, name: str) -> str:
     if isinstance(given, str | Path):
         return str(given)
     if is_texts(given):
+        file = f"{name}.jsonl"
         lines = "".join(json.dumps({"text": text}) + "\n" for text in given)
-        return str(
-            _keep(folder, name, lambda made: write_text(made / f"{name}.jsonl", lines))
-            / f"{name}.jsonl"
-        )
-    tokens, file = token_ids(given, name), f"{name}.safetensors"
-    return str(
-        _keep(folder, name, lambda made: write_tensors(made / file, {TENSOR: tokens}, {})) / file
-    )
+        kept = _keep(folder, name, lambda made: write_text(made / file, lines))
+    else:
+        file, tokens = f"{name}.safetensors", {TENSOR: token_ids(given, name)}
+        kept = _keep(folder, name, lambda made: write_tensors(made / file, tokens, {}))
+    return str(kept / file)
 
 
 def is_texts(given: Any) -> bool:
@@ -98,10 +96,10 @@ def _keep(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
             made = Path(temporary, name)
             made.mkdir()
             write(made)
-            found = hashlib.sha256()
+            content = hashlib.sha256()
             for file in sorted(path for path in made.rglob("*") if path.is_file()):
-                found.update(f"{file.relative_to(made)} {checksum(file)}\n".encode())
-            target = folder / f"{name}-{found.hexdigest()[:16]}"
+                content.update(f"{file.relative_to(made)} {checksum(file)}\n".encode())
+            target = folder / f"{name}-{content.hexdigest()[:16]}"
             if not target.is_dir():
                 made.rename(target)
     return target.absolute()

@@ -11,16 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import aespa_pl
 from aespa_pl.block.quantized import grid_format, nearest_weight
+from aespa_pl.commands import limits
 from aespa_pl.commands.block_types import block_types, check_format
-from aespa_pl.commands.limits import (
-    calibration_length,
-    check_bits_of,
-    check_groups,
-    check_histograms,
-    check_length,
-    check_output,
-    evaluation_length,
-)
 from aespa_pl.data.texts import short_names
 from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.models import family_of
@@ -76,12 +68,12 @@ class Checked(Settings):
     @property
     def segment_length(self) -> int:
         """Return the number of tokens in a calibration segment."""
-        return calibration_length(self.data, self.family.positions(self.config))
+        return limits.calibration_length(self.data, self.family.positions(self.config))
 
     @property
     def evaluation_length(self) -> int:
         """Return the number of tokens in a segment of held-out text."""
-        return evaluation_length(self.data, self.family.positions(self.config))
+        return limits.evaluation_length(self.data, self.family.positions(self.config))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,8 +97,8 @@ class Job(Checked):
         """Open the model's folder. Raises UserError where it can't be quantized with these settings."""
         folder = find_model(settings, device, weights=True)
         pretrained = PretrainedFolder.open(folder, cache_folder(settings.data.cache))
-        found = checked(settings, device, pretrained.config, pretrained.dtype)
-        return cls(**vars(found), pretrained=pretrained)
+        fitting = checked(settings, device, pretrained.config, pretrained.dtype)
+        return cls(**vars(fitting), pretrained=pretrained)
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:
         """Return the model, or another one of its shape, streamed."""
@@ -180,7 +172,7 @@ def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Pa
     """Return a model's folder, or that of its config.json, once settings that can't work are refused."""
     check_format(settings.quantization)
     resolved(settings.quantization, device.type)
-    check_output(settings.output)
+    limits.check_output(settings.output)
     return resolve(settings.model.pretrained, settings.model.revision, weights=weights)
 
 
@@ -203,14 +195,14 @@ def checked(
     types = block_types(quantization, config)
     quantization = replace(quantization, bits_of=bits_of, types=types)
     quantization = resolved(quantization, device.type, shape.hidden)
-    length = calibration_length(settings.data, positions)
-    check_length("calibration", length, positions, settings.model.pretrained)
-    held_out = evaluation_length(settings.data, positions)
-    check_length("evaluation", held_out, positions, settings.model.pretrained)
-    check_bits_of(layouts, quantization)
+    length = limits.calibration_length(settings.data, positions)
+    limits.check_length("calibration", length, positions, settings.model.pretrained)
+    held_out = limits.evaluation_length(settings.data, positions)
+    limits.check_length("evaluation", held_out, positions, settings.model.pretrained)
+    limits.check_bits_of(layouts, quantization)
     if quantization.format == "uniform":
-        check_groups(shape, quantization)
-    check_histograms(settings.output.histograms, layouts)
+        limits.check_groups(shape, quantization)
+    limits.check_histograms(settings.output.histograms, layouts)
     bytes_ = block_dtype(settings.model, device, stored).itemsize
     data = resolved_data(
         settings.data, quantization, shape, device, length=length, dtype_bytes=bytes_

@@ -20,7 +20,7 @@ from aespa_pl.run.folder import ANOTHER_FOLDER
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
 from aespa_pl.settings.quantization import names_projection
-from aespa_pl.storage.files import disk_errors
+from aespa_pl.storage.files import disk_errors, existing
 from aespa_pl.tuning.data import held_back_and_steps
 
 EVALUATION_LENGTH = 2048
@@ -185,17 +185,11 @@ def check_histograms(chosen: Sequence[str], layouts: Sequence[BlockLayout]) -> N
         raise UserError(f"output.histograms has {', '.join(unknown)}{hint} {has}")
 
 
-def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or the first above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
-
-
 def check_space(folder: Path, needed: float) -> None:
     """Raise UserError for a folder that can't be written to or has too few bytes; it need not exist yet."""
-    existing = nearest_existing(folder)
-    with disk_errors(folder, ANOTHER_FOLDER), tempfile.TemporaryFile(dir=existing):
+    with disk_errors(folder, ANOTHER_FOLDER), tempfile.TemporaryFile(dir=existing(folder)):
         pass
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing(folder)).free
     if free < needed:
         raise UserError(
             f"{folder} has {human(free, 'B')} free, but the run needs about {human(needed, 'B')} more: "
@@ -208,7 +202,7 @@ def shortages(folder: Path, needs: Needs) -> list[str]:
     device = needs.setup.device
     have = {
         "host memory": (needs.host, free_bytes(torch.device("cpu"))),
-        "disk": (needs.disk, shutil.disk_usage(nearest_existing(folder)).free),
+        "disk": (needs.disk, shutil.disk_usage(existing(folder)).free),
     }
     if device.type != "cpu":
         have["device memory"] = (needs.most_on_device, free_bytes(device))

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from aespa_pl.errors import UserError
@@ -22,8 +21,8 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
     such run, or a link in it leads elsewhere.
     """
     if given == LAST:
-        found = last_run(runs, name)
-        if found is None:
+        run = last_run(runs, name)
+        if run is None:
             raise UserError(
                 f"there is no run in {runs / (name or '')}: begin with aespa-pl fit, or give the folder of a "
                 "run (NAME/version_N)"
@@ -31,14 +30,14 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
     else:
         path = Path(given).expanduser()
         above = (folder for folder in (path, *path.parents) if (folder / JOURNAL).is_file())
-        found = next(above, None) or last_run(path.parent, path.name)
-        if found is None:
+        run = next(above, None) or last_run(path.parent, path.name)
+        if run is None:
             raise UserError(
                 f"{given} is not the folder of a run, nor a file inside one: give the folder of a run "
                 "(NAME/version_N), or last"
             )
-    _refuse_links(found)
-    return found
+    _refuse_links(run)
+    return run
 
 
 def last_run(runs: Path, name: str | None = None) -> Path | None:
@@ -48,17 +47,9 @@ def last_run(runs: Path, name: str | None = None) -> Path | None:
     later; of journals with the same time, the one of the highest version. Raises UserError where there are
     several, and the clock was wrong when the last journal was written.
     """
-    pattern = f"version_*/{JOURNAL}"
-    return _last((runs / name).glob(pattern) if name else runs.glob(f"*/{pattern}"))
-
-
-def version_number(path: Path) -> int:
-    """Return N of a folder named version_N, -1 for any other name."""
-    number = path.name.removeprefix("version_")
-    return int(number) if number.isdecimal() else -1
-
-
-def _last(journals: Iterable[Path]) -> Path | None:
+    journals = runs.glob(f"*/version_*/{JOURNAL}")
+    if name:
+        journals = (runs / name).glob(f"version_*/{JOURNAL}")
     dated = sorted((j.stat().st_mtime, version_number(j.parent), j) for j in journals)
     if not dated:
         return None
@@ -70,6 +61,12 @@ def _last(journals: Iterable[Path]) -> Path | None:
             f"give the folder of a run (NAME/version_N), or correct the date with: touch {journal}"
         )
     return journal.parent
+
+
+def version_number(path: Path) -> int:
+    """Return N of a folder named version_N, -1 for any other name."""
+    number = path.name.removeprefix("version_")
+    return int(number) if number.isdecimal() else -1
 
 
 def _refuse_links(run: Path) -> None:

@@ -13,9 +13,9 @@ from aespa_pl.settings.data import (
     DataSettings,
     EvaluationSettings,
     ModelSettings,
+    OutputSettings,
     TaskSettings,
 )
-from aespa_pl.settings.output import OutputSettings
 from aespa_pl.settings.quantization import (
     GridSettings,
     ObjectiveSettings,

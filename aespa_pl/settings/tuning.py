@@ -6,10 +6,7 @@ from typing import Literal
 from jsonargparse.typing import OpenUnitInterval, PositiveInt
 
 from aespa_pl.methods.method import Parametrization, Unit
-from aespa_pl.settings.types import (
-    FiniteNonNegative,
-    FinitePositive,
-)
+from aespa_pl.settings.types import FiniteNonNegative, FinitePositive
 
 
 @dataclass(frozen=True)

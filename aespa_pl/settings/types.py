@@ -34,6 +34,8 @@ else:
     )
     PenaltyExponent = restricted_number_type("PenaltyExponent", float, [(">=", 2), ("<", math.inf)])
 
+Proportions = dict[str, FinitePositive]
+
 EXPECTED: dict[Any, str] = {
     Bits: "2 to 8",
     Seed: "0 to 4294967295",
@@ -44,9 +46,7 @@ EXPECTED: dict[Any, str] = {
     PenaltyExponent: "a finite number, 2 or more",
     OpenUnitInterval: "a number between 0 and 1, without either",
     ClosedUnitInterval: "a number from 0 to 1",
-    dict[
-        str, FinitePositive
-    ]: "a finite number above 0 for each text, such as {c4: 0.7, code.jsonl: 0.3}",
+    Proportions: "a finite number above 0 for each text, such as {c4: 0.7, code.jsonl: 0.3}",
     bool: "true or false",
     str: "a text",
     type(None): "null",

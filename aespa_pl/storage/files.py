@@ -34,6 +34,11 @@ def disk_errors(folder: Path, advice: str = MEND) -> Iterator[None]:
         raise UserError(f"cannot write to {folder}: {error}: {advice}") from error
 
 
+def existing(folder: Path) -> Path:
+    """Return the folder, or the first above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` make a file under a temporary name, and rename it to ``path`` once it is on disk.
 
