@@ -68,10 +68,10 @@ def test(
         raise UserError(
             "data.evaluation.texts is empty: name at least one text, or tasks with --tasks"
         )
-    tasks_found = None
+    chosen = None
     if tasks.tasks and world.is_first:  # before the perplexities, which may take hours
         refuse_too_large(job.pretrained.folder, job.device, job.dtype)
-        tasks_found = find_tasks(tasks)
+        chosen = find_tasks(tasks)
     kinds = ("original", "nearest", "quantized") if tasks.tasks else ("original", "quantized")
     metrics: dict[str, Any] = {"size": sizes(job, run, kinds)}
     if texts:
@@ -82,9 +82,9 @@ def test(
         metrics["divergence"] = {
             "quantized": _divergences(job, model, texts, progress=progress, world=world)
         }
-    if tasks_found is not None:
+    if chosen is not None:
         progress.phase("tasks")
-        metrics |= _compare_tasks(job, model, tasks_found, tasks, kinds)
+        metrics |= _compare_tasks(job, model, chosen, tasks, kinds)
     world.wait_for_all()
     if world.is_first:
         store(folder, metrics, method_of(run))
@@ -136,7 +136,7 @@ def _divergences(
     """Return how far the quantized model is from the original on each text."""
     blocks = job.pretrained.config.num_hidden_layers * len(texts)
     progress.begin("KL divergence, blocks of both models", 2 * blocks)
-    found = divergence(
+    divergences = divergence(
         job.stream(job.pretrained),
         job.stream(PretrainedFolder.open(model)),
         texts,
@@ -144,7 +144,7 @@ def _divergences(
         after_block=progress.advance,
         world=world,
     )
-    return {name: asdict(value) for name, value in found.items()}
+    return {name: asdict(value) for name, value in divergences.items()}
 
 
 def _compare_tasks(
@@ -253,8 +253,8 @@ def _remembered_as(job: Job, kind: str, tokens: Tensor) -> dict[str, object] | N
 
 def _recalled(job: Job, keys: Mapping[str, dict[str, object] | None]) -> dict[str, float]:
     """Return the perplexities that an earlier run measured, by text."""
-    found = {name: recall(job.cache, key) for name, key in keys.items() if key is not None}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: recall(job.cache, key) for name, key in keys.items() if key is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def evaluate(

@@ -68,7 +68,7 @@ def measure_exported(
         raise UserError(
             f"--kld: {folder} has no original to compare with: test the run that it was exported from"
         )
-    found, start = find_tasks(tasks) if tasks.tasks else None, time.perf_counter()
+    chosen, start = find_tasks(tasks) if tasks.tasks else None, time.perf_counter()
     texts = _tokens(folder, data)
     dtype = block_dtype(model, device, torch.float16)
     metrics: dict[str, Any] = {
@@ -80,8 +80,8 @@ def measure_exported(
         refuse_diverged(measured, str(folder), dtype, "export a run with more bits")
         metrics["perplexity"] = {"quantized": measured}
         del whole  # the harness loads its own
-    if found is not None:
-        scores = measure_tasks(folder, found, tasks, device=device, dtype=dtype)
+    if chosen is not None:
+        scores = measure_tasks(folder, chosen, tasks, device=device, dtype=dtype)
         metrics["tasks"] = {"quantized": {name: asdict(score) for name, score in scores.items()}}
         metrics["test_seconds"] = {"quantized": time.perf_counter() - start}
     store(folder, metrics, folder.name)

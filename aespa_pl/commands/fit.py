@@ -100,16 +100,10 @@ def fit(
         worked = time.process_time() - began_to_work
         nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
         kinds = ("original", *nearest, "quantized")
-        texts = start.texts
-        results = (
-            compare_perplexities(
-                job, run.model_folder, texts, kinds, progress=progress, world=world
-            )
-            if texts
-            else {}
-        )
         metrics = {
-            "perplexity": results,
+            "perplexity": compare_perplexities(
+                job, run.model_folder, start.texts, kinds, progress=progress, world=world
+            ),
             "seconds": {
                 "total": before + time.perf_counter() - began,
                 "quantization": quantized,

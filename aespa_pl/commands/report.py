@@ -55,8 +55,8 @@ def report(
     Raises:
         UserError: There is no such run, its journal is damaged, or a library for figures is missing.
     """
-    found = list(dict.fromkeys(find_run(run, Path(runs_folder).expanduser()) for run in runs))
-    if not found:
+    folders = list(dict.fromkeys(find_run(run, Path(runs_folder).expanduser()) for run in runs))
+    if not folders:
         raise UserError("give at least one run: its folder NAME/version_N, or last")
     try:
         from aespa_pl.report.page import render, sections, write_figures  # noqa: PLC0415  (optional)
@@ -64,9 +64,9 @@ def report(
         raise UserError(
             f"the report needs {error.name}, which is not installed: pip install 'aespa-pl[report]'"
         ) from error
-    stored = [read_run(path) for path in found]
+    stored = [read_run(path) for path in folders]
     drawn = sections(stored)
-    target = Path(output).expanduser() if output else found[0] / "report"
+    target = Path(output).expanduser() if output else folders[0] / "report"
     with disk_errors(target):
         target.mkdir(parents=True, exist_ok=True)
     write_text(target / PAGE, render(stored, drawn))

@@ -91,10 +91,10 @@ def _mark(configuration: Path) -> Path:
 def _refuse_code_and_places(configuration: Path) -> None:
     """Raise UserError where the configuration of somebody else's run names code, or places to write to."""
     content = read_configuration(configuration)
-    found = [key for key, value in leaves(content) if not _is_data(key, value)]
-    if found:
+    keys = sorted({key for key, value in leaves(content) if not _is_data(key, value)})
+    if keys:
         raise UserError(
-            f"{configuration} names code to run or places to write to ({', '.join(sorted(set(found)))}), and "
+            f"{configuration} names code to run or places to write to ({', '.join(keys)}), and "
             f"you have not run this configuration here: read it, and add --{TRUST} true if you trust it, or "
             "give your own with --config"
         )

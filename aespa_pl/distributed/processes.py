@@ -113,10 +113,10 @@ class World:
         """Return what ``make`` returns in the first process, the only one that calls it."""
         if self.alone:
             return make()
-        found: list[Any] = [make() if self.is_first else None]
+        made: list[Any] = [make() if self.is_first else None]
         with _peers():
-            distributed.broadcast_object_list(found, device=self.device)
-        result: T = found[0]
+            distributed.broadcast_object_list(made, device=self.device)
+        result: T = made[0]
         return result
 
     def wait_for_all(self) -> None:
@@ -137,9 +137,9 @@ class World:
         messages: list[str | None] = [None] * self.size
         with _peers():
             distributed.all_gather_object(messages, message)
-        for found in messages:
-            if found is not None:
-                raise NumericalError(found)
+        for raised in messages:
+            if raised is not None:
+                raise NumericalError(raised)
 
 
 ALONE = World()

@@ -147,11 +147,11 @@ class TimedCheckpoint(ModelCheckpoint):
 
 def checkpoints(settings: OutputSettings, folder: Path) -> list[ModelCheckpoint]:
     """Return the callbacks that save the block under way by time and by iterations."""
-    found: list[ModelCheckpoint] = []
+    callbacks: list[ModelCheckpoint] = []
     if settings.checkpoint_seconds is not None:
-        found.append(TimedCheckpoint(settings.checkpoint_seconds, folder))
+        callbacks.append(TimedCheckpoint(settings.checkpoint_seconds, folder))
     if settings.checkpoint_iterations is not None:
-        found.append(
+        callbacks.append(
             ModelCheckpoint(
                 folder,
                 filename="step_{step}",
@@ -160,4 +160,4 @@ def checkpoints(settings: OutputSettings, folder: Path) -> list[ModelCheckpoint]
                 save_on_train_epoch_end=False,
             )
         )
-    return found
+    return callbacks

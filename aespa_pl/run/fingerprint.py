@@ -33,14 +33,14 @@ def model_fingerprint(files: Iterable[Path]) -> str:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return ``key was x and is y`` for each leaf of nested mappings that differs."""
-    found = []
+    changes = []
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += differences(old, new, f"{prefix}{key}.")
+            changes += differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            found.append(f"{prefix}{key} was {_short(old)} and is {_short(new)}")
-    return found
+            changes.append(f"{prefix}{key} was {_short(old)} and is {_short(new)}")
+    return changes
 
 
 def _short(value: Any) -> str:

@@ -116,11 +116,11 @@ class Run(RunFolder):
         self.blocks[index] = BlockRecord(**known, files=self._checksums(files))
         self.forget_learning()
 
-    def finish_tuning(self, found: TuningRecord) -> None:
+    def finish_tuning(self, record: TuningRecord) -> None:
         """Note that the end-to-end tuning is done and its file on the disk."""
         file = self.tuned_file.relative_to(self.folder).as_posix()
         self.tuned = TunedModelRecord(
-            **found.model_dump(), file=file, checksum=checksum(self.tuned_file)
+            **record.model_dump(), file=file, checksum=checksum(self.tuned_file)
         )
         self.forget_learning()
 
@@ -177,9 +177,9 @@ class Run(RunFolder):
         self.damping[index] = damping
         self.forget_learning()
 
-    def add_to_block(self, index: int, found: Mapping[str, Any]) -> None:
+    def add_to_block(self, index: int, fields: Mapping[str, Any]) -> None:
         """Change fields of a complete block's record, whose values are known later than the block is."""
-        self.blocks[index] = self.blocks[index].model_copy(update=found)
+        self.blocks[index] = self.blocks[index].model_copy(update=fields)
         self.save()
 
     def finish_model(self) -> None:

@@ -200,9 +200,9 @@ class DamagedFileError(Exception):
 
 def refuse_other_format(path: Path) -> None:
     """Raise UserError where another version of this program wrote a journal."""
-    found = parse(Version, path).format
-    if found != FORMAT:
-        other = "a newer" if found > FORMAT else "an older"
+    version = parse(Version, path).format
+    if version != FORMAT:
+        other = "a newer" if version > FORMAT else "an older"
         raise UserError(
             f"{path} was written by {other} version of aespa-pl: use that version, or start a new run"
         )

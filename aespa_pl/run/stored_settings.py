@@ -28,7 +28,7 @@ def read_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         content["quantization"] = _over(content["quantization"], _of_journal(fingerprint))
-        found: Settings = _typed(Settings, content)
+        settings: Settings = _typed(Settings, content)
     except (
         OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError, yaml.YAMLError
     ) as error:  # fmt: skip
@@ -36,21 +36,21 @@ def read_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
             f"{path} cannot be read ({' '.join(repr(error).split())}): give the folder of a run "
             "(NAME/version_N)"
         ) from error
-    return found
+    return settings
 
 
 def stored_quantization(run: Run) -> QuantizationSettings:
     """Return the section ``quantization`` as the journal has it, without the number of iterations."""
     try:
-        found: QuantizationSettings = _typed(QuantizationSettings, _of_journal(run.fingerprint))
+        settings: QuantizationSettings = _typed(QuantizationSettings, _of_journal(run.fingerprint))
     except (ValueError, TypeError, ArgumentError) as error:
         raise UserError(f"{run.journal_file} is damaged ({error}): start a new run") from error
-    return found
+    return settings
 
 
 def _of_journal(fingerprint: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = fingerprint.get("quantization", {})
-    return found if isinstance(found, Mapping) else {}
+    section = fingerprint.get("quantization", {})
+    return section if isinstance(section, Mapping) else {}
 
 
 def _over(lower: Any, upper: Any) -> Any:
