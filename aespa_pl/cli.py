@@ -67,7 +67,7 @@ COMMANDS = {
         section="compare",
     ),
     "plan": Command(
-        "plan",
+        "application",
         "Estimate the memory, disk space and time that fit needs; nothing is written.",
         configured=True,
     ),

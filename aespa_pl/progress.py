@@ -39,6 +39,8 @@ class WalkProgress:
     def __init__(self, console: Console) -> None:
         """Draw on ``console``."""
         self.console = console
+        # rich needs another package to draw bars in a notebook
+        in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None
         self._bars = Progress(
             TextColumn("{task.description:<34}", markup=False),
             BarColumn(bar_width=30),
@@ -48,7 +50,7 @@ class WalkProgress:
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not (console.is_terminal or _shows_widgets(console)),
+            disable=not (console.is_terminal or in_notebook),
         )
         self._outer = self._bars.add_task("", visible=False)
         self._inner = self._bars.add_task("", visible=False)
@@ -94,11 +96,6 @@ class WalkProgress:
         self._bars.update(
             self._inner, description=description, completed=done, total=total, visible=True
         )
-
-
-def _shows_widgets(console: Console) -> bool:
-    """Return whether bars can be drawn in a notebook, for which rich needs another package."""
-    return console.is_jupyter and find_spec("ipywidgets") is not None
 
 
 class IterationProgress(Callback):

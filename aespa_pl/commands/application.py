@@ -1,47 +1,60 @@
-"""Run ``aespa-pl fit`` and ``aespa-pl test``, which work through Lightning's Trainer.
+"""Run ``aespa-pl fit``, ``test`` and ``plan``, which begin with Lightning's Trainer.
 
 The Python call quantizes by :func:`quantize` as well.
 """
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from rich.console import Console
+from rich.table import Table
 
 from aespa_pl.commands import evaluate, fit
-from aespa_pl.commands.arguments import Arguments
+from aespa_pl.commands.arguments import PLAN_DEVICE, Arguments, Option
 from aespa_pl.commands.exported import measure_exported, quantized_folder
-from aespa_pl.commands.job import Job
+from aespa_pl.commands.job import Job, checked, find_model
+from aespa_pl.commands.limits import shortages, tuning_shortages
 from aespa_pl.commands.loggers import Loggers
 from aespa_pl.commands.output import PipeConsole, print_results, quiet_libraries, quiet_writers
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.trainers import BlockTrainers, check_tuning, first_trainer
 from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
 from aespa_pl.distributed.processes import PeerLostError, World
-from aespa_pl.errors import EndedError
+from aespa_pl.errors import EndedError, UserError
+from aespa_pl.models.headers import read_config
+from aespa_pl.planning.arithmetic import product_rate
 from aespa_pl.planning.shape import Devices
+from aespa_pl.planning.table import needs_of, rows_of
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import LAST
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 
+MEASURING_SECONDS = 2.0
+"""Seconds in which the rate of the device is measured."""
+MACHINE = re.compile(r"\s*(\d+\.?\d*)\s*GB\s*,\s*(\d+\.?\d*)\s*TFLOPS\s*")
 PEER_LOST = 1
 """Status of a process whose peers have ended; if a mistake was made, another process reports it."""
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:
-    """Run ``fit`` or ``test``. Raises EndedError where another process of the run has ended."""
+    """Run ``fit``, ``test`` or ``plan``. Raises EndedError where another process of the run has ended."""
     quiet_libraries()
     quiet_writers()
     end_with_launcher()
     torch.set_float32_matmul_precision("highest")  # whatever the environment says
     try:
-        parsed = AespaCLI(Arguments.read(words[1:]), words[0])
+        arguments = Arguments.read(words[1:])
+        if words[0] == "plan":
+            _plan(arguments)
+            return
+        parsed = AespaCLI(arguments, words[0])
         if words[0] == "test":
             _test(parsed)
         elif parsed.config.print_config:
@@ -114,6 +127,45 @@ def _test(parsed: AespaCLI) -> None:
         )
     print_results(console, metrics, evaluate.method_of(run))
     console.print(str(run.folder), soft_wrap=True)
+
+
+def _plan(arguments: Arguments) -> None:
+    """Print what ``fit`` needs, and what of it this machine has too little of."""
+    rented = _rented(arguments.last(PLAN_DEVICE))
+    if rented:  # this machine need not have the device
+        arguments = arguments.without("plan").then(Option("trainer.accelerator", "cpu"))
+    parsed = AespaCLI(arguments, "plan")
+    trainer = first_trainer(parsed)
+    device = torch.device("cuda") if rented else trainer.strategy.root_device
+    settings = parsed.settings
+    if rented:
+        settings = replace(settings, data=replace(settings.data, memory_gb=rented[0]))
+    config = read_config(find_model(settings, device, weights=False))
+    job = checked(settings, device, config)
+    check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
+    setup = job.setup(Devices(trainer.world_size, trainer.num_nodes))
+    refused = tuning_shortages(setup)
+    rate = rented[1] if rented else product_rate(device, job.shape.hidden, MEASURING_SECONDS)
+    needs = needs_of(setup, stored_bytes=job.stored.itemsize, rate=rate)
+    console, table = PipeConsole(), Table(show_header=False, box=None)
+    for row in rows_of(needs):
+        table.add_row(*row)
+    console.print(table)
+    lines = [f"fit refuses this: {words}" for words in refused]
+    if not rented:
+        lines += [f"too little here: {words}" for words in shortages(job.runs_folder, needs)]
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _rented(words: str | None) -> tuple[float, float] | None:
+    """Return the GB and the operations a second of a device that a user describes; None: this machine's."""
+    if words is None:
+        return None
+    parts = MACHINE.fullmatch(words)
+    if parts is None or not float(parts[1]) * float(parts[2]):
+        raise UserError(f"{PLAN_DEVICE} is {words}: expected such as '24 GB, 80 TFLOPS'")
+    return float(parts[1]), 1e12 * float(parts[2])
 
 
 def _launch(trainer: Trainer, console: Console) -> World:

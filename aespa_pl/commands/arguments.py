@@ -30,25 +30,18 @@ PLAN_DEVICE = "plan.device"
 """The key that only plan takes."""
 
 
-@dataclass(frozen=True)
-class Option:
-    """Holds one ``--key value``; the value is None where none follows."""
+class Option(NamedTuple):
+    """Holds the value of a key; None is a key of the command line that no value follows."""
 
     key: str
-    value: str | None
+    value: Any
+    file: str = ""
+    """Configuration that has the key; empty for the command line."""
 
     @property
     def words(self) -> list[str]:
         """Return the option as it is typed."""
         return [f"--{self.key}"] if self.value is None else [f"--{self.key}={self.value}"]
-
-
-class Given(NamedTuple):
-    """Holds the value of a key, and the configuration that has it: empty for the command line."""
-
-    key: str
-    value: Any
-    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,15 +79,15 @@ class Arguments:
         """Return the value that was given to a key, None if there is none."""
         return next((o.value for o in reversed(self.options) if o.key == key), None)
 
-    def given(self) -> list[Given]:
+    def given(self) -> list[Option]:
         """Return all keys in their order, those of a configuration in its place; the last one counts."""
-        keys: list[Given] = []
+        keys: list[Option] = []
         for option in self.options:
             if option.key == "config" and option.value:
                 content = read_configuration(Path(option.value))
-                keys += [Given(key, value, option.value) for key, value in leaves(content)]
+                keys += [Option(key, value, option.value) for key, value in leaves(content)]
             else:
-                keys.append(Given(option.key.removesuffix("+"), option.value))
+                keys.append(Option(option.key.removesuffix("+"), option.value))
         return keys
 
     def setting(self, key: str, default: str) -> str:

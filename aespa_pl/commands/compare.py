@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, Option, read_configuration
@@ -23,9 +22,8 @@ from aespa_pl.commands.compare_section import (
     split_options,
 )
 from aespa_pl.commands.mistakes import refuse_other_methods
-from aespa_pl.commands.output import PipeConsole, print_whole
+from aespa_pl.commands.output import PipeConsole, print_table
 from aespa_pl.errors import EndedError, UserError
-from aespa_pl.evaluation.table import TextTable
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.find import last_run
 from aespa_pl.run.interruption import Interruption, RunInterrupted
@@ -77,7 +75,7 @@ def compare(
             if failure:
                 console.print(f"{cell.name}: {failure}", soft_wrap=True)
         _write(folder, cells)
-    _show(console, summary(cells))
+    print_table(console, summary(cells))
     _draw(folder, cells, console)
     if failed := [cell.name for cell in cells if cell.metrics is None]:
         raise EndedError(
@@ -209,13 +207,6 @@ def _write(folder: Path, cells: Sequence[Cell]) -> None:
     """Write the table so far: it can be read while the rest is under way."""
     write_text(folder / "compare.csv", cells_csv(cells))
     write_text(folder / "compare.md", summary(cells).markdown())
-
-
-def _show(console: Console, table: TextTable) -> None:
-    shown = Table(*table.head)
-    for row in table.rows:
-        shown.add_row(*row)
-    print_whole(console, shown)
 
 
 def _draw(folder: Path, cells: Sequence[Cell], console: Console) -> None:

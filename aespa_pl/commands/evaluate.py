@@ -34,6 +34,8 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import TaskSettings
 
+GRIDS = ("format", "types", "bits", "bits_of", "symmetric", "group_size")
+"""Settings that decide the size of a model and its nearest rounding."""
 MENDED_BY = {
     "original": "check model.pretrained",
     "quantized": "quantize with another method or more bits",
@@ -62,7 +64,9 @@ def test(
         )
     world.from_first(run.refuse_damaged)
     PretrainedFolder.open(model)  # such as an index that names other files
-    job = _with_grids_of(job, run)
+    stored = stored_quantization(run)  # the run's grids, whatever the settings of this command are
+    grids = {key: getattr(stored, key) for key in GRIDS}
+    job = replace(job, quantization=replace(job.quantization, **grids))
     texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
         raise UserError(
@@ -89,14 +93,6 @@ def test(
     if world.is_first:
         store(folder, metrics, method_of(run))
     return run, metrics
-
-
-def _with_grids_of(job: Job, run: Run) -> Job:
-    """Return the job with the bits and groups of the run, whatever the settings of this command are."""
-    stored = stored_quantization(run)
-    keys = ("format", "types", "bits", "bits_of", "symmetric", "group_size")
-    grids = {key: getattr(stored, key) for key in keys}
-    return replace(job, quantization=replace(job.quantization, **grids))
 
 
 def method_of(run: Run) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.table import result_table
+from aespa_pl.evaluation.table import TextTable, result_table
 from aespa_pl.progress import PlainConsole
 from aespa_pl.run.interruption import interrupted_by_closed_pipe
 from aespa_pl.storage.files import write_json, write_text
@@ -44,14 +44,9 @@ def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> 
     results = result_table(metrics, method)
     if not results.rows:
         return
-    table = Table()
-    for number, head in enumerate(results.head):
-        table.add_column(head, justify="right" if number else "left")
-    for row in results.rows:
-        table.add_row(*row)
     if metrics.get("perplexity"):
         console.print("perplexity (lower is better)", soft_wrap=True)
-    print_whole(console, table)
+    print_table(console, results)
 
 
 def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
@@ -67,9 +62,13 @@ def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
         log.warning("the results are printed but not stored: %s", error)
 
 
-def print_whole(console: Console, table: Table) -> None:
+def print_table(console: Console, text: TextTable) -> None:
     """Print a table, each row on one line however narrow the terminal is."""
-    width = console.width
+    table, width = Table(), console.width
+    for number, head in enumerate(text.head):
+        table.add_column(head, justify="right" if number else "left")
+    for row in text.rows:
+        table.add_row(*row)
     console.width = max(
         width, console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
     )

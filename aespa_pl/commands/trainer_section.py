@@ -13,7 +13,7 @@ from jsonargparse import ArgumentError
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
-from aespa_pl.commands.arguments import FREE, Arguments, Given, read_configuration
+from aespa_pl.commands.arguments import FREE, Arguments, Option, read_configuration
 from aespa_pl.commands.mistakes import nearest
 from aespa_pl.errors import UserError
 
@@ -77,7 +77,7 @@ def _names_given(arguments: Arguments) -> list[str]:
     return names
 
 
-def _names_in(whole: Given) -> list[str]:
+def _names_in(whole: Option) -> list[str]:
     """Return the keys in a section that is given whole: in JSON, or in a file beside the configuration."""
     content = _value(whole.value)
     if isinstance(content, str):
