@@ -4,7 +4,6 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -37,15 +36,6 @@ PARTIAL = ".partial"
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
     """Read the words of the command line, and export. Raises UserError where :func:`export` does."""
     auto_cli(export, args=list(words[1:]), prog="aespa-pl export", exit_on_error=False)
-
-
-@dataclass(frozen=True)
-class Exported:
-    """Describes what an export has made."""
-
-    folder: Path
-    sizes: Mapping[str, ClassSize]
-    answers: Asked
 
 
 def export(
@@ -100,16 +90,16 @@ def export(
         command += f" --embedding {embedding}"
     console = PipeConsole()
     with WalkProgress(console) as progress:
-        exported = write_model(
+        sizes, answers = write_model(
             model, chosen, target, questions=questions, command=command, progress=progress
         )
-    _show(console, chosen, exported, chosen.rounded(model))
+    _show(console, chosen, target, sizes, answers, rounded=chosen.rounded(model))
     if remark := chosen.remark(model):
         console.print(remark, soft_wrap=True)
     if push_to_hub is not None:
-        push(exported.folder, push_to_hub)
+        push(target, push_to_hub)
         console.print(f"pushed to https://huggingface.co/{push_to_hub}", soft_wrap=True)
-    console.print(str(exported.folder), soft_wrap=True)
+    console.print(str(target), soft_wrap=True)
 
 
 def write_model(
@@ -120,7 +110,7 @@ def write_model(
     questions: Asked,
     command: str,
     progress: WalkProgress,
-) -> Exported:
+) -> tuple[Mapping[str, ClassSize], Asked]:
     """Write, prove, and only then give the folder its name. Raises UserError where that fails."""
     model_card(model, chosen, command, {})  # what can't be described is said before hours of work
     with _growing(target) as partial:
@@ -131,7 +121,7 @@ def write_model(
         answers = ask(model, chosen, partial, questions)
         verified = {agreement.engine: agreement.text for agreement in answers.agreements}
         write_text(partial / "README.md", model_card(model, chosen, command, verified))
-    return Exported(target, sizes, answers)
+    return sizes, answers
 
 
 @contextmanager
@@ -218,34 +208,38 @@ def _refuse_no_login(name: str) -> None:
         ) from error
 
 
-def _show(console: Console, chosen: Format, exported: Exported, rounded: str | None) -> None:
-    table = Table(title=f"{chosen.name}: {exported.folder.name}", title_justify="left")
+def _show(
+    console: Console,
+    chosen: Format,
+    folder: Path,
+    sizes: Mapping[str, ClassSize],
+    answers: Asked,
+    *,
+    rounded: str | None,
+) -> None:
+    table = Table(title=f"{chosen.name}: {folder.name}", title_justify="left")
     for heading in ("tensors", "weights", "bits a weight", "size", "original"):
         table.add_column(heading, justify="left" if heading == "tensors" else "right")
-    for kind, size in exported.sizes.items():
+    files = ClassSize(
+        weights=sum(size.weights for size in sizes.values()),
+        size=sum(f.stat().st_size for f in folder.iterdir() if f.suffix in WEIGHT_FILES),
+        original=sum(size.original for size in sizes.values()),
+    )
+    for kind, size in {**sizes, "files": files}.items():
         table.add_row(
             kind,
             f"{size.weights:,}",
             f"{8 * size.size / max(1, size.weights):.3f}",
             human(size.size, "B"),
             human(size.original, "B"),
+            end_section=kind == [*sizes][-1],
         )
-    weights = sum(size.weights for size in exported.sizes.values())
-    original = sum(size.original for size in exported.sizes.values())
-    total = sum(
-        file.stat().st_size for file in exported.folder.iterdir() if file.suffix in WEIGHT_FILES
-    )
-    table.add_section()
-    table.add_row(
-        "files", f"{weights:,}", f"{8 * total / weights:.3f}",
-        human(total, "B"), human(original, "B"),
-    )  # fmt: skip
     console.print(table)
     exactly = (
         f"equal to the run, bit for bit{'' if rounded is None else f', except that {rounded}'}"
     )
     console.print(f"read back by {chosen.reader}: {exactly}", soft_wrap=True)
-    for agreement in exported.answers.agreements:
+    for agreement in answers.agreements:
         console.print(f"{agreement.engine}: {agreement.text}", soft_wrap=True)
-    for engine, reason in exported.answers.unchecked.items():
+    for engine, reason in answers.unchecked.items():
         console.print(f"{engine}: not checked, {reason}", soft_wrap=True)

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from aespa_pl.commands.arguments import (
     FLAGS,
@@ -152,7 +152,10 @@ def _takes(parser: ArgumentParser, values: Sequence[tuple[str, Any]], where: str
     given = [(REQUIRED, "any"), *values]  # of two values the second counts
     try:
         if where:
-            parser.parse_object(_nested(dict(given)))
+            content = Namespace()  # type: ignore[no-untyped-call]
+            for key, value in given:
+                content[key] = value
+            parser.parse_object(content.as_dict())
         else:
             parser.parse_args([f"--{key}={value}" for key, value in given])
     except (ArgumentError, TypeError, ValueError):
@@ -168,14 +171,3 @@ def _parser() -> ArgumentParser:
     parser.add_argument(f"--{PLAN_DEVICE}", type=str)
     parser.add_argument("--seed_everything", type=KEYS["seed_everything"])
     return parser
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *sections, name = key.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-    return nested

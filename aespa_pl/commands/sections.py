@@ -95,9 +95,6 @@ class AespaCLI(LightningCLI):
             self.config = parser.parse_args(self.arguments.words)
         except ArgumentError as error:
             raise UserError(value_refused(error, self.arguments, self.command)) from error
-
-    def before_instantiate_classes(self) -> None:
-        """Make a smoke test of the configuration where the user asks for one."""
         if self.config.trainer.fast_dev_run:
             _shrink(self.config)
 

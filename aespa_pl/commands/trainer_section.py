@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError
+from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
@@ -86,7 +86,7 @@ def _names_in(whole: Option) -> list[str]:
     return [*content] if isinstance(content, Mapping) else []
 
 
-def check_trainer(trainer: Mapping[str, Any]) -> None:
+def check_trainer(trainer: Namespace) -> None:
     """Raise UserError where the trainer section asks for something that a walk can't do."""
     for callback in listed(trainer["callbacks"]):
         if isinstance(callback, ProgressBar):

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from aespa_pl.commands.loggers import Loggers
 from aespa_pl.commands.resuming import note_own
 from aespa_pl.commands.sections import AespaCLI
-from aespa_pl.commands.trainer_section import TRAINER_KEYS, check_trainer, listed
+from aespa_pl.commands.trainer_section import check_trainer, listed
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
@@ -119,7 +119,7 @@ class BlockTrainers:
 
 def first_trainer(parsed: AespaCLI) -> Trainer:
     """Return a Trainer that knows the processes and the device, none of which is started."""
-    check_trainer({**TRAINER_KEYS, **parsed.trainer_section})
+    check_trainer(parsed.trainer_section)
     trainer = _made(parsed)
     _check_processes(trainer, parsed.trainer_section)
     if isinstance(trainer.strategy, DDPStrategy):

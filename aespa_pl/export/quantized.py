@@ -69,7 +69,7 @@ class QuantizedModel:
         damaged or missing, or the original can't be found or is another model.
         """
         run = Run.open(folder)
-        settings = stored_settings(run)
+        settings = stored_settings(run.folder, run.fingerprint)
         if not run.model:
             raise UserError(
                 f"the run {folder} is not finished: continue it with {how_to_continue(folder)}"

@@ -25,7 +25,7 @@ from aespa_pl.run.schema import (
     first_problem,
     parse,
 )
-from aespa_pl.run.stored_settings import read_settings
+from aespa_pl.run.stored_settings import stored_settings
 from aespa_pl.settings import QuantizationSettings
 
 
@@ -172,7 +172,7 @@ def _settings(
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         shown = {}
     try:
-        return shown, read_settings(folder, fingerprint).quantization
+        return shown, stored_settings(folder, fingerprint).quantization
     except UserError as error:
         reason, lost = type(error.__cause__).__name__, "bits per weight" if shown else "settings"
         notes.append(f"config.yaml cannot be read ({reason}), so no {lost} are shown.")

@@ -14,16 +14,11 @@ from aespa_pl.run.journal import Run
 from aespa_pl.settings import QuantizationSettings, Settings
 
 
-def stored_settings(run: Run) -> Settings:
-    """Return the settings of a run; where config.yaml was edited later, the journal counts.
+def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
+    """Return the settings of the run in a folder; its fingerprint counts where config.yaml was edited later.
 
     Keys that this version does not know are left out. Raises UserError where a value is none that is allowed.
     """
-    return read_settings(run.folder, run.fingerprint)
-
-
-def read_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
-    """Return the settings of the run in a folder, whose journal has a fingerprint; as ``stored_settings``."""
     path = folder / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
