@@ -42,8 +42,8 @@ TRAINER_DEFAULTS = {
     "log_every_n_steps": 20,
 }
 """Defaults that differ from Lightning's."""
-TRAINER_KEYS = {key: p.default for key, p in inspect.signature(Trainer).parameters.items()}
-"""Lightning's own defaults, by key of the ``trainer`` section."""
+TRAINER_KEYS = tuple(inspect.signature(Trainer).parameters)
+"""Keys that Lightning's Trainer takes."""
 EXAMPLES = {
     "callbacks": "lightning.pytorch.callbacks.LearningRateMonitor",
     "logger": "lightning.pytorch.loggers.CSVLogger",

@@ -77,24 +77,23 @@ class World:
 
     def sum(self, number: float) -> float:
         """Return the sum of a number over the processes."""
-        if self.alone:
-            return number
-        total = torch.tensor(number, dtype=torch.float64, device=self.device)
-        self.sum_(total)
-        return float(total)
+        return self._reduced(number, "SUM")
 
     def largest(self, number: float) -> float:
         """Return the largest of the processes' numbers."""
-        if self.alone:
-            return number
-        largest = torch.tensor(number, dtype=torch.float64, device=self.device)
-        with _peers():
-            distributed.all_reduce(largest, distributed.ReduceOp.MAX)
-        return float(largest)
+        return self._reduced(number, "MAX")
 
     def smallest(self, number: float) -> float:
         """Return the smallest of the processes' numbers."""
-        return -self.largest(-number)
+        return self._reduced(number, "MIN")
+
+    def _reduced(self, number: float, operation: str) -> float:
+        if self.alone:
+            return number
+        result = torch.tensor(number, dtype=torch.float64, device=self.device)
+        with _peers():
+            distributed.all_reduce(result, getattr(distributed.ReduceOp, operation))
+        return float(result)
 
     def gather(self, part: Tensor, count: int) -> Tensor:
         """Return the tensor ``[count, ...]`` of which each process has the rows ``indices(count)``."""

@@ -39,7 +39,7 @@ def existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` make a file under a temporary name, and rename it to ``path`` once it is on disk.
 
     Raises UserError where the disk is full or the folder not writable; nothing is left behind.
@@ -78,11 +78,7 @@ def move_whole(source: Path, target: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    write_whole(path, write)
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
