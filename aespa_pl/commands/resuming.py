@@ -44,18 +44,15 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
     runs = Path(arguments.last("output.folder") or OutputSettings().folder).expanduser()
     name = arguments.last("output.name")
     is_last = which in (*UNNAMED, LAST)
-    if is_last and (
-        # the name may stand in that configuration, which is read later
-        arguments.last("config")
-        or arguments.last(REQUIRED)
-        or (command != "test" and last_run(runs, name) is None)
-    ):
+    has_settings = arguments.last("config") or arguments.last(REQUIRED)
+    # the name may stand in that configuration, which is read later
+    if is_last and (has_settings or (command != "test" and last_run(runs, name) is None)):
         return arguments
     folder = find_run(LAST if is_last else str(which), runs, name)
     # by its folder: last may be another run by the time that the command asks
     named = arguments.then(Option(CKPT_PATH, str(folder)))
     configuration = folder / CONFIGURATION
-    if arguments.last("config") or arguments.last(REQUIRED) or not configuration.is_file():
+    if has_settings or not configuration.is_file():
         return named
     if not (trusts or is_own(folder)):
         _refuse_code_and_places(configuration)

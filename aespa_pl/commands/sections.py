@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from aespa_pl.commands.arguments import KEYS, Arguments
+from aespa_pl.commands.arguments import KEYS, TASK_KEYS, Arguments
 from aespa_pl.commands.help import add_general
 from aespa_pl.commands.job import checked
 from aespa_pl.commands.trainer_section import (
@@ -99,25 +99,11 @@ class AespaCLI(LightningCLI):
             _shrink(self.config)
 
     def instantiate_classes(self) -> None:
-        """Make the settings; each block gets a Trainer of its own later."""
-        self.config_init = self.made(self.config)
-
-    @property
-    def settings(self) -> Settings:
-        """Return our sections."""
-        return Settings(**{name: self.config_init[name] for name in SECTIONS})
-
-    @property
-    def tasks(self) -> TaskSettings:
-        """Return the keys that only test takes."""
-        return TaskSettings(
-            **{key.name: self.config_init[key.name] for key in fields(TaskSettings)}
-        )
-
-    @property
-    def trainer_section(self) -> Namespace:
-        """Return Lightning's section."""
-        return cast(Namespace, self.config_init.trainer)
+        """Make our sections, the keys that only test takes, and Lightning's section."""
+        made = self.config_init = self.made(self.config)
+        self.settings = Settings(**{name: made[name] for name in SECTIONS})
+        self.tasks = TaskSettings(**{key: made[key] for key in TASK_KEYS if key in made})
+        self.trainer_section = cast(Namespace, made.trainer)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return a Trainer of the section with other values for some keys."""
