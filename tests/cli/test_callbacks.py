@@ -107,7 +107,7 @@ def test_a_logger_that_fails_at_its_end_costs_a_warning(
     assert (status, err) == (0, "")
     assert (Path(out.splitlines()[-1]) / "metrics.json").is_file()
     said = [m for m in caplog.messages if "the server of curves is gone" in m]
-    assert len(said) == 3  # of two blocks and of the walk
+    assert len(said) == 5  # of two blocks, of the passes of the descent in each, and of the walk
 
 
 class Removing(Callback):
