@@ -190,7 +190,10 @@ def test_mini_batches_of_blocks_on_disk_are_summed_segment_by_segment(tmp_path: 
     memory = walk("llama-grouped", tmp_path / "memory", pairs).exported().state_dict()
     pairs |= {"tuning.model.blocks": "disk"}
     disk = walk("llama-grouped", tmp_path / "disk", pairs).exported().state_dict()
-    for key, tensor in memory.items():  # Adam makes a step of a rounding error where a gradient is nearly 0
+    for (
+        key,
+        tensor,
+    ) in memory.items():  # Adam makes a step of a rounding error where a gradient is nearly 0
         assert torch.allclose(disk[key], tensor, rtol=0.02, atol=1e-3)
 
 
