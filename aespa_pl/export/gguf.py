@@ -33,6 +33,7 @@ from aespa_pl.export.gguf_model import (
     file_type,
     gguf_name,
     ideal_type,
+    norm_offset,
     row_order,
 )
 from aespa_pl.export.quantized import QuantizedModel
@@ -114,7 +115,7 @@ class Gguf(Format):
         if self._rounds(model, name):
             kind = GGMLQuantizationType.Q8_0
             return torch.from_numpy(dequantized(gguf.quantize(_float32(value), kind), kind))
-        return value.float()
+        return value.float() + norm_offset(model, name)
 
     def rounded(self, model: QuantizedModel) -> str | None:
         """Name embedding and head, where they are rounded."""
@@ -171,7 +172,7 @@ class Gguf(Format):
         if kind is GGMLQuantizationType.Q8_0:
             return gguf.quantize(_float32(value), kind)
         if kind is GGMLQuantizationType.F32:
-            return _float32(value)
+            return _float32(value) + np.float32(norm_offset(model, name))
         return value.contiguous().view(torch.uint8).numpy()
 
     def _type(self, model: QuantizedModel, name: str) -> GGMLQuantizationType:

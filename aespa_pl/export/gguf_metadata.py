@@ -6,6 +6,7 @@ refused, because another rule would split some texts differently without a word.
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,23 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aespa_pl.errors import UserError
 from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
-from aespa_pl.models.llama_cpp import context_length, rope_type
+from aespa_pl.models.llama_cpp import (
+    architecture_of,
+    context_length,
+    rope_parameters,
+    rope_type,
+    window_period,
+)
+
+MULTIPLIERS: dict[str, Callable[[GGUFWriter, float], None]] = {
+    "attention_multiplier": GGUFWriter.add_attention_scale,
+    "embedding_multiplier": GGUFWriter.add_embedding_scale,
+    "residual_multiplier": GGUFWriter.add_residual_scale,
+    "logits_scaling": GGUFWriter.add_logit_scale,
+    "attn_logit_softcapping": GGUFWriter.add_attn_logit_softcapping,
+    "final_logit_softcapping": GGUFWriter.add_final_logit_softcapping,
+}
+"""Functions that write multipliers and caps, by their names in config.json."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -55,15 +72,42 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    rope = getattr(config, "rope_parameters", None)
+    for field, add in MULTIPLIERS.items():
+        if (value := getattr(config, field, None)) is not None:
+            add(writer, value)
+    _add_windows(writer, config)
+    rope = rope_parameters(config)
     if rope:
-        writer.add_rope_freq_base(rope["rope_theta"])
-        writer.add_rope_dimension_count(layout.head_dim)
-        writer.add_key_length(layout.head_dim)
-        writer.add_value_length(layout.head_dim)
-        if rope_type(config) == "linear":
-            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(rope["factor"])
+        _add_rope(writer, config, layout.head_dim)
+
+
+def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:
+    """Write sliding windows, where llama.cpp has them."""
+    period = window_period(config)
+    if architecture_of(config).windows and period is not None and period != 1:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern(period)
+
+
+def _add_rope(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> None:
+    rope, kind = rope_parameters(config), rope_type(config)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_freq_base_swa(rope_parameters(config, "sliding_attention")["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        writer.add_rope_scaling_orig_ctx_len(length)
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
+        if (share := rope.get("mscale_all_dim")) is not None:
+            writer.add_rope_scaling_yarn_log_mul(share)
+    if (beta := rope.get("llama_4_scaling_beta")) is not None:
+        writer.add_attn_temperature_scale(beta)
 
 
 def _add_provenance(writer: GGUFWriter, model: QuantizedModel) -> None:
@@ -88,7 +132,7 @@ def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     head_dim = 2 * len(scaled)
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
-    plain = config.rope_parameters["rope_theta"] ** -exponents
+    plain = rope_parameters(config)["rope_theta"] ** -exponents
     factors: npt.NDArray[Any] = (plain / scaled).float().numpy()
     return factors
 

@@ -35,6 +35,12 @@ def row_order(model: QuantizedModel, name: str) -> Tensor | None:
     return None
 
 
+def norm_offset(model: QuantizedModel, name: str) -> float:
+    """Return what llama.cpp's tensor has in addition to the model's: norms that add 1 have it there."""
+    of_norm = name.endswith("norm.weight")
+    return architecture_of(model.pretrained.config).norm_offset if of_norm else 0.0
+
+
 def gguf_name(model: QuantizedModel, name: str) -> str:
     """Return the name of a tensor in llama.cpp."""
     names = _name_map(architecture_of(model.pretrained.config).name, model.block_count)

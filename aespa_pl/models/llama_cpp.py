@@ -3,9 +3,13 @@
 Source: llama.cpp's ``src/llama-arch.cpp`` and ``src/models``; each entry was run (docs/export.md).
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedConfig
+
+from aespa_pl.models.llama import attention_kinds
 
 
 @dataclass(frozen=True)
@@ -17,20 +21,48 @@ class Architecture:
     """RoPE turns columns 2i and 2i + 1 of a head; in transformers' weights the pair is i and i + d_h/2."""
     activation: str = "silu"
     """Name in config.json of the only activation that llama.cpp has for this architecture."""
+    windows: bool = False
+    """Whether llama.cpp has sliding windows for it."""
+    window_blocks: int | None = None
+    """Number of blocks of the only model in which it has them; None: of all."""
+    norm_offset: float = 0.0
+    """What the weights of all norms are stored with in addition to transformers' (Gemma: 1)."""
+    tied: bool | None = None
+    """Whether the head must be the embedding, or a matrix of its own; None: it may be either."""
+    caps: tuple[str, ...] = ()
+    """Caps of scores and logits in config.json that it has; each must be a number."""
 
 
+GEMMA = Architecture(
+    "gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, tied=True
+)
+OLMO = Architecture("olmo2", windows=True, tied=False)
 ARCHITECTURES = {
     "llama": Architecture("llama", rotates_neighbours=True),
     "mistral": Architecture("llama", rotates_neighbours=True),
+    "ministral3": Architecture("mistral3", rotates_neighbours=True),
+    "granite": Architecture("granite", rotates_neighbours=True),
+    "smollm3": Architecture("smollm3", rotates_neighbours=True),
+    "phi3": Architecture("phi3"),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "gemma2": replace(GEMMA, name="gemma2", caps=("attn_logit", "final_logit")),
+    "gemma3_text": GEMMA,
+    "olmo2": OLMO,
+    "olmo3": OLMO,
+    "exaone4": Architecture("exaone4", windows=True, window_blocks=64),
     "bloom": Architecture("bloom", activation="gelu"),
 }
 """llama.cpp's architectures by ``model_type``; a type that is missing has none."""
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of RoPE's frequencies that are written exactly."""
 
+ROPE_STEP = 4
+"""The SmolLM3 of llama.cpp has no RoPE in each block whose number, from 1, is a multiple of this."""
+
+LARGEST = {"gemma2": 46, "gemma3_text": 62}
+"""Blocks of the model whose queries llama.cpp divides by the root of ``d / n_h``, not of ``d_h``."""
 
 ANY_LENGTH = 2048
 """Context length that is written for a model without a limit of positions (ALiBi)."""
@@ -46,29 +78,86 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         return f"llama.cpp has no architecture for model_type {config.model_type}"
-    activation = getattr(config, "hidden_act", architecture.activation)
-    if activation != architecture.activation:
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if activation not in (None, architecture.activation):
         return f"llama.cpp runs {architecture.activation} where hidden_act is {activation}"
     if getattr(config, "apply_residual_connection_post_layernorm", False):
         return "llama.cpp ignores apply_residual_connection_post_layernorm"
-    kind = rope_type(config)
+    if architecture.tied not in (None, config.tie_word_embeddings):
+        return (
+            f"llama.cpp has no {config.model_type} with tie_word_embeddings {not architecture.tied}"
+        )
+    return _unsupported_rope(config) or _unsupported_attention(config, architecture)
+
+
+def _unsupported_rope(config: PreTrainedConfig) -> str | None:
+    rope, kind = rope_parameters(config), rope_type(config)
     if kind not in ROPE_TYPES:
         return f"rope_type {kind} is none of {', '.join(ROPE_TYPES)}"
+    if kind == "yarn":
+        usual = 1 + 0.1 * math.log(rope["factor"])
+        given = rope.get("attention_factor") or usual
+        if abs(given - usual) > 1e-5 or rope.get("mscale") != rope.get("mscale_all_dim"):
+            return "llama.cpp computes the attention_factor of yarn from its factor alone"
+    of_windows = rope_parameters(config, "sliding_attention")
+    if of_windows.get("rope_type", "default") != "default" and of_windows != rope:
+        return "llama.cpp scales no frequencies in blocks with a sliding window"
+    every = [int((i + 1) % ROPE_STEP != 0) for i in range(config.num_hidden_layers)]
+    if getattr(config, "no_rope_layers", every) != every:
+        return f"llama.cpp leaves RoPE out of every {ROPE_STEP}th block, no_rope_layers of others"
     return None
+
+
+def _unsupported_attention(config: PreTrainedConfig, architecture: Architecture) -> str | None:
+    kinds = attention_kinds(config)
+    if not architecture.windows and len(set(kinds)) > 1:
+        return f"llama.cpp has no sliding windows in some blocks of a {config.model_type}"
+    only = architecture.window_blocks
+    if "sliding_attention" in kinds and only not in (None, len(kinds)):
+        return f"llama.cpp has sliding windows in a {config.model_type} of {only} blocks alone"
+    if architecture.windows and window_period(config) is None:
+        return "llama.cpp has windows in all blocks but every n-th, layer_types in others"
+    for cap in ("attn_logit", "final_logit"):
+        if (getattr(config, f"{cap}_softcapping", None) is not None) != (cap in architecture.caps):
+            return f"llama.cpp runs {config.model_type} with another {cap}_softcapping"
+    if (squared := getattr(config, "query_pre_attn_scalar", None)) is not None:
+        large = LARGEST[config.model_type] == config.num_hidden_layers
+        expected = config.hidden_size // config.num_attention_heads if large else config.head_dim
+        if squared != expected:
+            return f"llama.cpp runs query_pre_attn_scalar {expected}, not {squared}"
+    return None
+
+
+def window_period(config: PreTrainedConfig) -> int | None:
+    """Return the n of a model in which every n-th block has no window; None: it is not such a model.
+
+    It is 0 where all blocks have a window, and 1 where none has.
+    """
+    windows = [kind == "sliding_attention" for kind in attention_kinds(config)]
+    period = windows.index(False) + 1 if False in windows else 0
+    expected = [period == 0 or (i + 1) % period != 0 for i in range(len(windows))]
+    return period if windows == expected else None
+
+
+def rope_parameters(config: PreTrainedConfig, kind: str = "full_attention") -> dict[str, Any]:
+    """Return the parameters of RoPE in blocks of a kind; empty without RoPE."""
+    stated: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    found: dict[str, Any] = stated.get(kind, stated)
+    return found
 
 
 def rope_type(config: PreTrainedConfig) -> str:
     """Return the scaling of RoPE's frequencies."""
-    return str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    return str(rope_parameters(config).get("rope_type", "default"))
 
 
 def context_length(config: PreTrainedConfig) -> int:
     """Return the longest context that llama.cpp runs as transformers does.
 
-    llama.cpp has no sliding window for these architectures; within the first window there is none.
+    Where llama.cpp has no sliding window, it is the window: within the first window there is none.
     """
-    stated = (
-        getattr(config, name, None)
-        for name in ("max_position_embeddings", "seq_length", "sliding_window")
-    )
+    names = ["max_position_embeddings", "seq_length"]
+    if not architecture_of(config).windows and "sliding_attention" in attention_kinds(config):
+        names.append("sliding_window")
+    stated = (getattr(config, name, None) for name in names)
     return min((int(length) for length in stated if length), default=ANY_LENGTH)

@@ -7,7 +7,7 @@ because those are the rows that packers get wrong. Norms differ from the origina
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
 
-VOCABULARY = 280
-HEADS = 4
+from tests.export.configurations import CONFIGS, HEADS, VOCABULARY
+
+__all__ = ["CONFIGS", "HEADS", "VOCABULARY"]
 
 LLAMA_LAYERS = {
     "q_proj": "self_attn.q_proj",
@@ -54,66 +49,17 @@ BLOOM_LAYERS = {
     "dense_h_to_4h": "mlp.dense_h_to_4h",
     "dense_4h_to_h": "mlp.dense_4h_to_h",
 }
-FUSED = "self_attention.query_key_value"
+PHI3_LAYERS = {name: LLAMA_LAYERS[name] for name in ("o_proj", "down_proj")}
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "bloom": {"self_attention.query_key_value": ("query", "key", "value")},
+    "phi3": {
+        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    },
+}
+"""Projections of the layers that hold several, by model type."""
 PATHS = {"opt": "model.decoder.layers", "bloom": "transformer.h"}
-LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS}
-
-
-def llama(kind: type[PreTrainedConfig] = LlamaConfig, **options: Any) -> PreTrainedConfig:
-    settings = {
-        "vocab_size": VOCABULARY, "hidden_size": 128, "num_attention_heads": HEADS,
-        "intermediate_size": 256, "num_hidden_layers": 2, "num_key_value_heads": 2,
-        "max_position_embeddings": 128, "tie_word_embeddings": True, "bos_token_id": 256,
-        "eos_token_id": 257, "pad_token_id": 257,
-    }  # fmt: skip
-    return kind(**{**settings, **options})
-
-
-def opt(**options: Any) -> PreTrainedConfig:
-    settings = {
-        "vocab_size": VOCABULARY, "hidden_size": 128, "num_attention_heads": HEADS, "ffn_dim": 256,
-        "num_hidden_layers": 2, "max_position_embeddings": 128, "word_embed_proj_dim": 128,
-    }  # fmt: skip
-    return OPTConfig(**{**settings, **options})
-
-
-def bloom(**options: Any) -> PreTrainedConfig:
-    settings = {"vocab_size": VOCABULARY, "hidden_size": 128, "n_head": HEADS, "n_layer": 2}
-    return BloomConfig(**{**settings, **options})
-
-
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": llama,
-    "opt": opt,
-    "bloom": bloom,
-    "llama-block": lambda: llama(num_hidden_layers=1),  # one block: for the many combinations
-    "opt-block": lambda: opt(num_hidden_layers=1),
-    "bloom-block": lambda: bloom(n_layer=1),
-    "llama-untied": lambda: llama(tie_word_embeddings=False),
-    "llama-biased": lambda: llama(
-        attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False
-    ),
-    "llama-wide": lambda: llama(hidden_size=256, intermediate_size=512),
-    "llama-uneven": lambda: llama(hidden_size=96, intermediate_size=160),
-    "llama-odd": lambda: llama(hidden_size=40, intermediate_size=72),
-    "llama3": lambda: llama(
-        rope_parameters={
-            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-        },
-    ),
-    "llama-linear": lambda: llama(
-        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    ),
-    "llama-yarn": lambda: llama(
-        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
-    ),
-    "mistral": lambda: llama(MistralConfig, sliding_window=100),
-    "qwen2": lambda: llama(Qwen2Config),
-    "qwen3": lambda: llama(Qwen3Config, head_dim=32),
-    "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),
-    "bloom-post-residual": lambda: bloom(apply_residual_connection_post_layernorm=True),
-}  # fmt: skip
+LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS, "phi3": PHI3_LAYERS}
 
 
 @dataclass(frozen=True)
@@ -170,10 +116,11 @@ def save_original(config: PreTrainedConfig, folder: Path, max_shard_size: str = 
     """Write a model with random weights, biases and norms, in float16."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config)
+    one = 0 if config.model_type.startswith("gemma") else 1  # whose norms add 1 themselves
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
-            parameter.copy_(noise * 0.06 if parameter.dim() > 1 else 1 + 0.2 * noise)
+            parameter.copy_(noise * 0.06 if parameter.dim() > 1 else one + 0.2 * noise)
     model.half().save_pretrained(folder, max_shard_size=max_shard_size)
     save_tokenizer(folder)
     return folder
@@ -206,14 +153,15 @@ def make_run(
             )  # fmt: skip
             matrices[f"{block}.{layer}.weight"] = found
             tensors |= named(name, found)
-        if kind == "bloom":
+        for layer, names in FUSED.get(kind, {}).items():
             found = round_to_nearest(
-                state[f"{block}.{FUSED}.weight"], bits, group_size,
+                state[f"{block}.{layer}.weight"], bits, group_size,
                 symmetric=symmetric, forced=forced,
             )  # fmt: skip
-            matrices[f"{block}.{FUSED}.weight"] = found
-            for part, name in enumerate(("query", "key", "value")):
-                tensors |= named(name, tuple(heads_of(tensor, part) for tensor in found))
+            matrices[f"{block}.{layer}.weight"] = found
+            for part, name in enumerate(names):
+                rows = rows_of(kind, name, part, len(found[0]))
+                tensors |= named(name, tuple(tensor[rows] for tensor in found))
         save_file(tensors, folder / "blocks" / f"block_{index:03}.safetensors")
         shards.append({n: t for n, t in state.items() if n.startswith(f"{block}.")})
         for name, tensor in shards[-1].items():
@@ -234,11 +182,15 @@ def named(name: str, found: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {f"{name}.{w}": t.contiguous() for w, t in zip(what, found, strict=True)}
 
 
-def heads_of(tensor: Tensor, part: int) -> Tensor:
-    """Return the rows of one of query, key, value, which alternate from head to head."""
-    size = len(tensor) // (3 * HEADS)
-    rows = [(3 * head + part) * size + i for head in range(HEADS) for i in range(size)]
-    return tensor[rows]
+def rows_of(kind: str, name: str, part: int, count: int) -> list[int]:
+    """Return the rows of one projection of a layer with ``count`` rows."""
+    if kind == "bloom":  # which alternate from head to head
+        size = count // (3 * HEADS)
+        return [(3 * head + part) * size + i for head in range(HEADS) for i in range(size)]
+    if name.startswith(("gate", "up")):
+        return list(range(part * count // 2, (part + 1) * count // 2))
+    ends = [0, count // 2, 3 * count // 4, count]  # two query heads for each key and value head
+    return list(range(ends[part], ends[part + 1]))
 
 
 def write_run(

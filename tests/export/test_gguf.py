@@ -150,7 +150,11 @@ def test_symmetric_grids_need_one_bit_less(
     [
         ("opt", 4, 32, "no architecture for model_type opt. Use --format compressed-tensors"),
         ("bloom-post-residual", 4, 32, "ignores apply_residual_connection_post_layernorm. Use"),
-        ("llama-yarn", 4, 32, "rope_type yarn is none of default, linear, llama3. Use --format"),
+        ("llama-dynamic", 4, 32, "rope_type dynamic is none of default, linear, llama3, yarn. Use"),
+        ("smollm3-other", 4, 32, "llama.cpp leaves RoPE out of every 4th block, no_rope_layers of"),
+        ("gemma3-scaled", 4, 32, "llama.cpp runs query_pre_attn_scalar 32, not 20"),
+        ("olmo3-odd", 4, 32, "windows in all blocks but every n-th, layer_types in others"),
+        ("exaone4-mixed", 4, 32, "llama.cpp has sliding windows in a exaone4 of 64 blocks alone"),
         (
             "llama",
             8,

@@ -17,7 +17,8 @@ from aespa_pl.export.gguf import Gguf, dequantized
 from aespa_pl.export.proof import prove
 from aespa_pl.export.quantized import QuantizedModel
 from tests.cli.commands import CommandLine
-from tests.export.runs import llama, save_original
+from tests.export.configurations import llama
+from tests.export.runs import save_original
 
 TYPES = {
     "token_embd": "Q2_K",

@@ -34,6 +34,9 @@ from tests.export.runs import VOCABULARY, Known
         ("qwen2", 4, 32),
         ("qwen3", 4, 32),
         ("bloom", 4, 32),
+        ("llama-yarn", 4, 32),
+        *((name, 4, 32) for name in ("granite", "smollm3", "ministral3", "fused", "fused-partial")),
+        *((name, 4, 32) for name in ("gemma2", "gemma3", "olmo2", "olmo3", "exaone4")),
     ],
 )
 def test_llama_cpp_gives_the_same_distributions(

@@ -1,0 +1,133 @@
+"""Configurations of the tiny models that are exported."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import (
+    BloomConfig,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+VOCABULARY = 280
+HEADS = 4
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def llama(kind: type[PreTrainedConfig] = LlamaConfig, **options: Any) -> PreTrainedConfig:
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 128, "num_attention_heads": HEADS,
+        "intermediate_size": 256, "num_hidden_layers": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": 128, "tie_word_embeddings": True, "bos_token_id": 256,
+        "eos_token_id": 257, "pad_token_id": 257,
+    }  # fmt: skip
+    return kind(**{**settings, **options})
+
+
+def opt(**options: Any) -> PreTrainedConfig:
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 128, "num_attention_heads": HEADS, "ffn_dim": 256,
+        "num_hidden_layers": 2, "max_position_embeddings": 128, "word_embed_proj_dim": 128,
+    }  # fmt: skip
+    return OPTConfig(**{**settings, **options})
+
+
+def bloom(**options: Any) -> PreTrainedConfig:
+    settings = {"vocab_size": VOCABULARY, "hidden_size": 128, "n_head": HEADS, "n_layer": 2}
+    return BloomConfig(**{**settings, **options})
+
+
+# llama.cpp asks a model with phi3 in its name for special tokens: so it is "fused" here.
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": llama,
+    "opt": opt,
+    "bloom": bloom,
+    "llama-block": lambda: llama(num_hidden_layers=1),  # one block: for the many combinations
+    "opt-block": lambda: opt(num_hidden_layers=1),
+    "bloom-block": lambda: bloom(n_layer=1),
+    "llama-untied": lambda: llama(tie_word_embeddings=False),
+    "llama-biased": lambda: llama(
+        attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=False
+    ),
+    "llama-wide": lambda: llama(hidden_size=256, intermediate_size=512),
+    "llama-uneven": lambda: llama(hidden_size=96, intermediate_size=160),
+    "llama-odd": lambda: llama(hidden_size=40, intermediate_size=72),
+    "llama3": lambda: llama(
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        },
+    ),
+    "llama-linear": lambda: llama(
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "llama-yarn": lambda: llama(
+        rope_parameters=YARN
+    ),
+    "mistral": lambda: llama(MistralConfig, sliding_window=100),
+    "llama-dynamic": lambda: llama(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "granite": lambda: llama(
+        GraniteConfig,
+        embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.05,
+        logits_scaling=8.0,
+    ),
+    "smollm3": lambda: llama(SmolLM3Config, num_hidden_layers=4),
+    "smollm3-other": lambda: llama(SmolLM3Config, no_rope_layers=[0, 1]),
+    "ministral3": lambda: llama(
+        Ministral3Config, head_dim=32,
+        rope_parameters={**YARN, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "fused": lambda: llama(Phi3Config),
+    "fused-partial": lambda: llama(Phi3Config, partial_rotary_factor=0.75),
+    "gemma2": lambda: llama(
+        Gemma2Config, head_dim=32, query_pre_attn_scalar=32, sliding_window=12,
+        attn_logit_softcapping=0.5, final_logit_softcapping=2.0,
+    ),
+    "gemma3": lambda: llama(
+        Gemma3TextConfig, num_hidden_layers=3, head_dim=32, query_pre_attn_scalar=32,
+        sliding_window=12, sliding_window_pattern=3,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "gemma3-scaled": lambda: llama(Gemma3TextConfig, head_dim=32, query_pre_attn_scalar=20),
+    "olmo2": lambda: llama(Olmo2Config, tie_word_embeddings=False, num_key_value_heads=4),
+    "olmo3": lambda: llama(
+        Olmo3Config, tie_word_embeddings=False, num_hidden_layers=4, sliding_window=12,
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "exaone4": lambda: llama(
+        Exaone4Config, sliding_window=None, layer_types=["full_attention"] * 2
+    ),
+    "exaone4-mixed": lambda: llama(Exaone4Config, num_hidden_layers=4, sliding_window=12),
+    "olmo3-odd": lambda: llama(
+        Olmo3Config, tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "qwen2": lambda: llama(Qwen2Config),
+    "qwen3": lambda: llama(Qwen3Config, head_dim=32),
+    "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),
+    "bloom-post-residual": lambda: bloom(apply_residual_connection_post_layernorm=True),
+}  # fmt: skip
