@@ -110,7 +110,13 @@ def measure_tasks(
         torch_random_seed=settings.task_seed,
         fewshot_random_seed=settings.task_seed,
     )
-    return {name: _score(name, results) for name in _reported(tasks, results)}
+    scores = {}
+    for asked in tasks.names:
+        # a tag has no mean: its tasks are reported
+        known = asked in results["results"]
+        for name in [asked] if known else tasks.manager.load([asked])["tasks"]:
+            scores[name] = _score(name, results)
+    return scores
 
 
 class _TaskLoader(yaml.SafeLoader):
@@ -159,15 +165,6 @@ def _load(manager: "TaskManager", name: str) -> None:
     else:
         for task, content in loaded["tasks"].items():
             _accuracy(task, content.aggregation())
-
-
-def _reported(tasks: Tasks, results: Mapping[str, Any]) -> list[str]:
-    """Return the tasks and groups that were asked for; of a tag, which has no mean, its tasks."""
-    names: list[str] = []
-    for name in tasks.names:
-        known = name in results["results"]
-        names += [name] if known else list(tasks.manager.load([name])["tasks"])
-    return names
 
 
 def _score(name: str, results: Mapping[str, Any]) -> TaskScore:

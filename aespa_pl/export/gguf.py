@@ -145,9 +145,7 @@ class Gguf(Format):
         if factors is not None:
             writer.write_tensor_data(factors)
         for name in model.stem_names():
-            typed = model.stem_weight(name)
-            tensor = model.pretrained.tensor(name) if typed is None else typed
-            writer.write_tensor_data(self._encoded(model, name, tensor))
+            writer.write_tensor_data(self._encoded(model, name, model.stem(name)))
         for index in range(model.block_count):
             block = model.block(index)
             for name in model.block_names(index):

@@ -183,19 +183,19 @@ class QuantizedModel:
         parts = {name: part for part, name in self.parts.items()}
         return self.settings.quantization.types.get(parts.get(name, ""))
 
-    def stem_weight(self, name: str) -> TypedWeight | None:
-        """Return the numbers that a run stored of embedding or head in a block type; else None."""
+    def stem(self, name: str) -> Tensor | TypedWeight:
+        """Return a tensor that lies outside the blocks as stored: in a block type or as it was."""
         kind = self.stem_type(name)
         if kind is None:
-            return None
+            return self.pretrained.tensor(name)
         with opened(self.run.stem_file) as file:
             keys = [key for key in file.keys() if key.startswith(f"{name}.")]  # noqa: SIM118 - no mapping
             return TypedWeight.read({key: file.get_tensor(key) for key in keys}, name, TYPES[kind])
 
     def stem_value(self, name: str) -> Tensor:
         """Return a tensor that lies outside the blocks: dequantized, or as stored."""
-        typed = self.stem_weight(name)
-        return self.pretrained.tensor(name) if typed is None else typed.weight()
+        stored = self.stem(name)
+        return stored if isinstance(stored, Tensor) else stored.weight()
 
     def block(self, index: int) -> StoredBlock:
         """Read one block."""

@@ -82,8 +82,7 @@ def differences(runs: Sequence[StoredRun]) -> TextTable:
 
 def cost_table(runs: Sequence[StoredRun]) -> TextTable:
     """Return size, time by phase and memory, a column for each run."""
-    table = by_key(runs, [_costs(run) for run in runs])
-    return TextTable(table.head, table.rows)
+    return by_key(runs, [_costs(run) for run in runs], numbers=True)
 
 
 def _costs(run: StoredRun) -> dict[str, str]:
@@ -138,8 +137,10 @@ def _block(index: int, record: Mapping[str, Any], ratios: Ratios) -> dict[str, s
     return row
 
 
-def by_key(runs: Sequence[StoredRun], columns: Sequence[Mapping[str, Any]]) -> TextTable:
+def by_key(
+    runs: Sequence[StoredRun], columns: Sequence[Mapping[str, Any]], *, numbers: bool = False
+) -> TextTable:
     """Return a row for each key of any run, a column for each run."""
     keys = list(dict.fromkeys(key for column in columns for key in column))
     rows = [[key, *(str(column.get(key, ABSENT)) for column in columns)] for key in keys]
-    return TextTable(["", *(run.name for run in runs)], rows, numbers=False)
+    return TextTable(["", *(run.name for run in runs)], rows, numbers)
