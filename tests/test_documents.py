@@ -13,6 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
+from aespa_pl.models import FAMILIES
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 SCRIPTS = sorted(
@@ -115,6 +117,11 @@ def test_every_option_that_a_text_names_alone_exists(name: str) -> None:
     programs = {*COMMANDS, *(p for p, _ in commands(text)), *({name} & {*SCRIPTS})}
     named = lone_options(text)
     assert named - set().union(*(options_of(p) for p in sorted(programs) if named)) == set()
+
+
+def test_readme_lists_the_families() -> None:
+    titles = ", ".join(family.title for family in FAMILIES)
+    assert f"* **Models**: {titles};" in " ".join(text_of("README.md").split())
 
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, *SCRIPTS])

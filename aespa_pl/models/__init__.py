@@ -33,6 +33,21 @@ FAMILIES: tuple[Family, ...] = (
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)
 """The ``model_type`` values in config.json that can be quantized."""
 
+MISSING = {
+    "gemma3": "its image encoder; the text model alone, gemma3_text, is supported",
+    "gemma3n": "per-layer embeddings",
+    "gemma3n_text": "per-layer embeddings",
+    "gemma4": "per-layer embeddings",
+    "gemma4_text": "per-layer embeddings",
+    "gemma4_unified": "per-layer embeddings",
+    "mistral3": "its image encoder; the text model alone, ministral3, is supported",
+    "phi4_multimodal": "its encoders of images and sound",
+    "exaone4_5": "its image encoder",
+    "olmo_hybrid": "linear attention",
+    "granitemoehybrid": "Mamba layers",
+}
+"""Parts that no family here has, by the ``model_type`` of models that a user may take for supported."""
+
 
 def family_of(config: PreTrainedConfig) -> Family:
     """Return the family of a model.
@@ -49,7 +64,8 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 def unknown_model_type(given: object) -> UserError:
     """Return the error for a ``model_type`` that no family has."""
+    part = f" ({MISSING[given]})" if isinstance(given, str) and given in MISSING else ""
     return UserError(
-        f"model.pretrained: model_type {given!r} in config.json is not supported: "
+        f"model.pretrained: model_type {given!r} in config.json is not supported{part}: "
         f"expected one of {', '.join(MODEL_TYPES)}"
     )

@@ -27,6 +27,7 @@ FUSED = "self_attention.query_key_value"
 class BloomFamily(Family):
     """Adapts BLOOM."""
 
+    title = "BLOOM"
     model_types = ("bloom",)
     blocks_path = "transformer.h"
     forms_probabilities = True

@@ -203,6 +203,8 @@ class Attention:
 class Family(ABC):
     """Adapts one family. It has no state: each method takes the model, a block or the configuration."""
 
+    title: ClassVar[str]
+    """Names of the models in README's list."""
     model_types: ClassVar[tuple[str, ...]]
     """The ``config.model_type`` values that this family stands for."""
     blocks_path: ClassVar[str]

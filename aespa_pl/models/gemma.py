@@ -18,6 +18,7 @@ from aespa_pl.models.llama import LlamaFamily
 class Gemma3Family(LlamaFamily):
     """Adapts the text models of Gemma 3."""
 
+    title = "Gemma 3 (text)"
     model_types = ("gemma3_text",)
     starts: ClassVar[tuple[str, str]] = ("input_layernorm", "pre_feedforward_layernorm")
     norms_after = True
@@ -51,5 +52,6 @@ class Gemma3Family(LlamaFamily):
 class Gemma2Family(Gemma3Family):
     """Adapts Gemma 2."""
 
+    title = "Gemma 2"
     model_types = ("gemma2",)
     forms_probabilities = True  # no fused kernel caps scores

@@ -11,6 +11,7 @@ from aespa_pl.models.llama import LlamaFamily
 class GraniteFamily(LlamaFamily):
     """Adapts Granite; the multiplier of the scores comes with each call of the attention."""
 
+    title = "Granite"
     model_types = ("granite",)
 
     def residual_factor(self, config: PreTrainedConfig) -> float:

@@ -47,6 +47,7 @@ QKV = (Role.QUERY, Role.KEY, Role.VALUE)
 class LlamaFamily(Family):
     """Adapts models of LLaMA's structure, with and without grouped query heads."""
 
+    title = "LLaMA 1 to 3, Mistral, Ministral 3, Qwen2, Qwen3, SmolLM3"
     model_types: ClassVar[tuple[str, ...]] = (
         "llama",
         "mistral",

@@ -60,6 +60,7 @@ class MixtureFamily(LlamaFamily):
 class Qwen3MoeFamily(MixtureFamily):
     """Adapts Qwen3-MoE."""
 
+    title = "Qwen3-MoE"
     model_types = ("qwen3_moe",)
 
     def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
@@ -80,6 +81,7 @@ class Qwen3MoeFamily(MixtureFamily):
 class MixtralFamily(MixtureFamily):
     """Adapts Mixtral, whose files have other names than the library's modules."""
 
+    title = "Mixtral"
     model_types = ("mixtral",)
 
     def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:

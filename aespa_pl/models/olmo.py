@@ -13,6 +13,7 @@ from aespa_pl.models.llama import LlamaFamily
 class OlmoFamily(LlamaFamily):
     """Adapts OLMo 2 and 3, whose norms of queries and keys run over all heads together, and EXAONE 4."""
 
+    title = "OLMo 2, OLMo 3, EXAONE 4"
     model_types = ("olmo2", "olmo3", "exaone4")
     starts: ClassVar[tuple[str, str]] = ("self_attn.q_proj", "mlp.gate_proj")
     norms_before = False

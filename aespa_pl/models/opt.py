@@ -26,6 +26,7 @@ from aespa_pl.models.family import (
 class OptFamily(Family):
     """Adapts OPT, with LayerNorm before (pre-LN) or after (post-LN) each sublayer."""
 
+    title = "OPT"
     model_types = ("opt",)
     blocks_path = "model.decoder.layers"
 

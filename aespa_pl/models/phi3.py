@@ -12,6 +12,7 @@ from aespa_pl.models.llama import QKV, LlamaFamily
 class Phi3Family(LlamaFamily):
     """Adapts Phi-3 and Phi-4: the rows of a fused matrix are one projection after the other."""
 
+    title = "Phi-3, Phi-4"
     model_types = ("phi3",)
 
     def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:

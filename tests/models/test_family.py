@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, PreTrainedModel
+from transformers import Gemma4TextConfig, GPT2Config, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import FAMILIES, family_of
@@ -155,6 +155,20 @@ def test_unknown_model_type_is_refused_with_those_that_work() -> None:
         UserError, match=r"model_type 'gpt2' in config.json .* one of opt, bloom, llama"
     ):
         family_of(GPT2Config())
+
+
+def test_part_that_a_model_has_and_no_family_is_named() -> None:
+    with pytest.raises(
+        UserError, match=r"'gemma4_text' in .* supported \(per-layer embeddings\): "
+    ):
+        family_of(Gemma4TextConfig())
+
+
+def test_attention_in_both_directions_is_refused() -> None:
+    settings: Any = EXAMPLES["gemma3"]()
+    settings.use_bidirectional_attention = True
+    with pytest.raises(UserError, match="use_bidirectional_attention in config"):
+        family_of(settings)
 
 
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama"])
