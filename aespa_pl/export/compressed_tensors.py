@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.folder import PackedFormat
-from aespa_pl.export.format import uniform
+from aespa_pl.export.format import impossible, uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 
@@ -34,7 +34,7 @@ class CompressedTensors(PackedFormat):
         middle = 2 ** (bits - 1)
         integers = (matrix.integers.short() - middle).to(torch.int8)
         zero_point = (matrix.zero_point.short() - middle).to(torch.int8)
-        return {
+        packed = {
             "weight_packed": pack_to_int32(integers, bits),
             # float32: transformers computes scale * (q - z) in the type of the scale, and in float16
             # the product would be rounded
@@ -42,6 +42,21 @@ class CompressedTensors(PackedFormat):
             "weight_zero_point": pack_to_int32(zero_point, bits, packed_dim=0),
             "weight_shape": torch.tensor(matrix.integers.shape),
         }
+        if model.has_experts:
+            del packed["weight_zero_point"]  # it is 0
+        return packed
+
+    def refuse_experts(self, model: QuantizedModel) -> None:
+        """Refuse zero points of experts, and experts that transformers keeps in one tensor on disk."""
+        if any(
+            part is not None for name in model.matrices for _, part in model.family.places(name)[:1]
+        ):
+            why = "files of this model have all experts in one tensor, which the format has no name for"
+            raise impossible(model, self.name, why, "Use --format hf")
+        if not model.symmetric:
+            why = "transformers and vLLM read no zero points of experts"
+            instead = "Use --format hf, or quantize with quantization.symmetric true"
+            raise impossible(model, self.name, why, instead)
 
     def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
         """Return the weight that the library makes of the tensors."""
@@ -66,7 +81,7 @@ class CompressedTensors(PackedFormat):
             "weights": {
                 "num_bits": self.bits(model),
                 "type": "int",
-                "symmetric": False,
+                "symmetric": model.has_experts,
                 "strategy": "group" if model.group_size else "channel",
                 "group_size": model.group_size,
                 "dynamic": False,

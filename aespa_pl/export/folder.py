@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.format import Format, ReadTensor, impossible
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.headers import opened
+from aespa_pl.models.parts import Part
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.storage.files import write_json
@@ -46,11 +47,15 @@ class FolderFormat(Format):
         names = {0: tuple(stem)}
         for index in range(model.block_count):
             block = model.block(index)
-            tensors = dict(block.others)
+            plain, packed = dict(block.others), dict[str, Tensor]()
             for name, matrix in block.matrices.items():
-                layer = name.removesuffix("weight")
-                packed = self.pack(model, name, matrix)
-                tensors |= {layer + suffix: tensor for suffix, tensor in packed.items()}
+                layer = model.family.places(name)[0][0].removesuffix("weight")
+                for suffix, tensor in self.pack(model, name, matrix).items():
+                    if suffix == "weight":
+                        plain[name] = tensor
+                    else:
+                        packed[layer + suffix] = tensor
+            tensors = model.family.as_stored(plain) | packed
             writer.write_block(index, tensors)
             names[index + 1] = tuple(tensors)
             after_block()
@@ -63,23 +68,34 @@ class FolderFormat(Format):
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
         """Read the shards as a user of the format would."""
         writer = ModelWriter(folder, model.block_count)
-        for path in (writer.stem_file, *map(writer.block_file, range(model.block_count))):
-            yield from self._read_shard(model, path)
+        yield from self._read_shard(model, writer.stem_file, model.stem_names())
+        for index in range(model.block_count):
+            yield from self._read_shard(model, writer.block_file(index), model.block_names(index))
 
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return the value itself; of an embedding in a block type what the original's type holds."""
         return value if model.stem_type(name) is None else value.to(model.dtype(name))
 
-    def _read_shard(self, model: QuantizedModel, path: Path) -> Iterator[ReadTensor]:
+    def _read_shard(
+        self, model: QuantizedModel, path: Path, names: Sequence[str]
+    ) -> Iterator[ReadTensor]:
+        places: dict[str, list[tuple[str, Part | None]]] = {}
+        for name in names:
+            place, part = model.family.places(name)[0]
+            places.setdefault(place, []).append((name, part))
         packed: dict[str, dict[str, Tensor]] = {}
         with opened(path) as file:
-            for name in file.keys():  # noqa: SIM118 - no Mapping
-                tensor = file.get_tensor(name)
-                layer, _, suffix = name.rpartition(".")
-                if f"{layer}.weight" in model.matrices and suffix != "bias":
-                    packed.setdefault(f"{layer}.weight", {})[suffix] = tensor
-                else:
-                    yield ReadTensor(name, tensor, tensor.nbytes)
+            for key in file.keys():  # noqa: SIM118 - no Mapping
+                tensor, place, suffix = file.get_tensor(key), key, "weight"
+                if key not in places:
+                    layer, _, suffix = key.rpartition(".")
+                    place = f"{layer}.weight"
+                for name, part in places.get(place, [(key, None)]):
+                    value = tensor if part is None else part.of(tensor)
+                    if name in model.matrices:
+                        packed.setdefault(name, {})[suffix] = value
+                    else:
+                        yield ReadTensor(name, value, value.nbytes)
         for name, tensors in packed.items():
             size = sum(tensor.nbytes for tensor in tensors.values())
             yield ReadTensor(name, self.unpack(model, tensors), size)
@@ -124,7 +140,10 @@ class PackedFormat(FolderFormat):
         return self.container_bits or model.bits
 
     def refuse(self, model: QuantizedModel) -> None:
-        """Refuse llama.cpp's types, integers of several bits without a container, and too small ones."""
+        """Refuse llama.cpp's types, integers of several bits without a container, and too small ones.
+
+        Experts are refused as well, unless the format says that engines run them in it.
+        """
         if model.settings.quantization.format != "uniform":
             why = "its weights are stored as only llama.cpp reads them"
             raise impossible(
@@ -139,9 +158,16 @@ class PackedFormat(FolderFormat):
                 f"Add --container_bits {bits}, in which all integers take {bits} bits, or use --format gguf, "
                 "which has a type for each matrix",
             )
+        if model.has_experts:
+            self.refuse_experts(model)
         if self.bits(model) < model.bits:
             why = f"integers of {model.bits} bits do not fit {self.container_bits}"
             raise impossible(model, self.name, why, "Leave --container_bits out")
+
+    def refuse_experts(self, model: QuantizedModel) -> None:
+        """Refuse a model with mixtures of experts."""
+        why = "no engine was seen to run a mixture of experts in it"
+        raise impossible(model, self.name, why, "Use --format hf or compressed-tensors")
 
 
 def packed_words(values: Tensor, bits: int) -> Tensor:

@@ -171,12 +171,24 @@ class QuantizedModel:
         return self.pretrained.block_names(self.family, index)
 
     def unquantized_linears(self) -> list[str]:
-        """Return the names of the linear layers that keep their weights, such as the head."""
-        return [
+        """Return the names of the linear layers that keep their weights, such as the head and routers."""
+        linears = [
             name
             for name, module in self.pretrained.skeleton().named_modules()
             if isinstance(module, nn.Linear) and f"{name}.weight" not in self.matrices
         ]
+        # the library's are no linear layers, but other engines' are
+        routers = [
+            self.family.places(self.family.block_prefix(index) + mixture.router)[0][0]
+            for index in range(self.block_count)
+            if (mixture := self.layout(index).mixture) is not None
+        ]
+        return linears + routers
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether blocks have mixtures of experts."""
+        return any(self.layout(i).mixture is not None for i in range(self.block_count))
 
     def stem_type(self, name: str) -> str | None:
         """Return the block type that a run with a format of llama.cpp gave embedding or head; else None."""
