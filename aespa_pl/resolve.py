@@ -84,7 +84,9 @@ def _filled(section: T, decided: Mapping[str, Any]) -> T:
 def _usual_bits(settings: QuantizationSettings) -> int:
     """Return the bits of most projections, for which learning rates are; without types the format's."""
     bits = Counter(int(kind[1]) for key, kind in settings.types.items() if "." in key)
-    return bits.most_common(1)[0][0] if bits else int(settings.format[1])
+    if bits:
+        return bits.most_common(1)[0][0]
+    return settings.bits if settings.format == "auto" else int(settings.format[1])
 
 
 def _refuse_with_types(settings: QuantizationSettings) -> None:

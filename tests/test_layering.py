@@ -36,6 +36,7 @@ ORDER = (
     "walk",
     "evaluation",
     "export",
+    "sizing",
     "report",
     "commands",
     "api",

@@ -23,6 +23,7 @@ from aespa_pl.commands.limits import shortages, tuning_shortages
 from aespa_pl.commands.loggers import Loggers
 from aespa_pl.commands.output import PipeConsole, print_results, quiet_libraries, quiet_writers
 from aespa_pl.commands.sections import AespaCLI
+from aespa_pl.commands.target import for_target, settings_for_target
 from aespa_pl.commands.trainers import BlockTrainers, check_tuning, first_trainer
 from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
 from aespa_pl.distributed.processes import PeerLostError, World
@@ -79,7 +80,7 @@ def quantize(
     trainer, smoke_test = first_trainer(parsed), parsed.trainer_section.fast_dev_run
     job = Job.prepare(parsed.settings, trainer.strategy.root_device)
     # all of this before other processes start: most mistakes are noticed here
-    saved, loggers = parsed.text(job.quantization), Loggers(parsed)
+    loggers = Loggers(parsed)
     check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:
@@ -87,10 +88,15 @@ def quantize(
             progress.say(
                 "smoke test (trainer.fast_dev_run): one block, few segments and steps, no model"
             )
+        resume = parsed.config.ckpt_path
+        job, mixture = for_target(job, parsed.settings, resume, progress, world)
+        saved = parsed.text(job.quantization)
         run, metrics = fit.fit(
             job,
-            parsed.config.ckpt_path,
-            trainers=BlockTrainers(parsed, saved, trainer, loggers, interruption, progress, world),
+            resume,
+            trainers=BlockTrainers(
+                parsed, saved, trainer, loggers, interruption, progress, world, mixture
+            ),
             progress=progress,
             one_block=smoke_test,
             devices=Devices(trainer.world_size, trainer.num_nodes),
@@ -137,7 +143,8 @@ def _plan(arguments: Arguments) -> None:
     parsed = AespaCLI(arguments, "plan")
     trainer = first_trainer(parsed)
     device = torch.device("cuda") if rented else trainer.strategy.root_device
-    settings = parsed.settings
+    console = PipeConsole()
+    settings = settings_for_target(parsed.settings, trainer.strategy.root_device, console)
     if rented:
         settings = replace(settings, data=replace(settings.data, memory_gb=rented[0]))
     config = read_config(find_model(settings, device, weights=False))
@@ -147,7 +154,7 @@ def _plan(arguments: Arguments) -> None:
     refused = tuning_shortages(setup)
     rate = rented[1] if rented else product_rate(device, job.shape.hidden, MEASURING_SECONDS)
     needs = needs_of(setup, stored_bytes=job.stored.itemsize, rate=rate)
-    console, table = PipeConsole(), Table(show_header=False, box=None)
+    table = Table(show_header=False, box=None)
     for row in rows_of(needs):
         table.add_row(*row)
     console.print(table)

@@ -17,14 +17,17 @@ from aespa_pl.models.llama_cpp_types import (
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.settings.quantization import names_projection
+from aespa_pl.sizing.target import Target
 
-UNIFORM = "uniform"
+UNIFORM, AUTO = "uniform", "auto"
+BEFORE_CHOICE = "Q4_K"
+"""What stands for the types that quantization.target chooses, until it has."""
 ENDS = ("embedding", "head")
 
 
 def check_format(settings: QuantizationSettings) -> None:
     """Raise UserError where a format or a type is unknown, or types are set for a uniform format."""
-    known = (UNIFORM, *dict.fromkeys((*MIXTURES, *TYPES)))
+    known = (UNIFORM, AUTO, *dict.fromkeys((*MIXTURES, *TYPES)))
     if settings.format not in known:
         raise UserError(
             f"quantization.format is {settings.format}: expected one of {', '.join(known)}"
@@ -34,11 +37,29 @@ def check_format(settings: QuantizationSettings) -> None:
             raise UserError(
                 f"quantization.types has {key}: {kind}: expected one of {', '.join(TYPES)}"
             )
+    _check_target(settings)
     others = ", ".join(key for key in settings.types if key not in ENDS)
     if settings.format == UNIFORM and others:
         raise UserError(
             f"quantization.types has {others} and quantization.format is uniform: choose a format of "
             "GGUF, or quantization.bits_of"
+        )
+
+
+def _check_target(settings: QuantizationSettings) -> None:
+    """Refuse a target that is no size, or that doesn't go with the format."""
+    if settings.target is None:
+        if settings.format == AUTO:
+            raise UserError(
+                "quantization.format is auto, which chooses types for a size: set quantization.target, such "
+                "as '3.5 GB' or 2.75 (bits a weight)"
+            )
+        return
+    Target.of(settings.target)
+    if settings.format not in (UNIFORM, AUTO):
+        raise UserError(
+            f"quantization.format is {settings.format} and quantization.target is {settings.target}, which "
+            "chooses the types itself: set quantization.format auto, or uniform for bits_of"
         )
 
 
@@ -58,7 +79,7 @@ def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dic
         columns |= widths
     tied = bool(config.tie_word_embeddings)
     for key, kind in settings.types.items():
-        named = [name for name in columns if _is_named(key, name)]
+        named = [name for name in columns if is_named(key, name)]
         if not named or (key == "head" and tied):
             raise UserError(
                 f"quantization.types has {key}, which "
@@ -94,6 +115,7 @@ def _mixture(name: str, config: PreTrainedConfig) -> tuple[dict[str, str], dict[
     model = MixtureModel.of(config, shape.layout, architecture_of(config).name)
     tied = bool(config.tie_word_embeddings)
     types, columns = {}, {}
+    name = BEFORE_CHOICE if name == AUTO else name
     for block, layout in enumerate(family.layouts(config)):
         for p in layout.projections:
             key, matrix = f"{block}.{p.name}", shape.of_blocks[block][p.name]
@@ -105,7 +127,7 @@ def _mixture(name: str, config: PreTrainedConfig) -> tuple[dict[str, str], dict[
     return types, columns
 
 
-def _is_named(key: str, name: str) -> bool:
+def is_named(key: str, name: str) -> bool:
     """Return whether a key of ``quantization.types`` names a matrix."""
     block, _, projection = name.partition(".")
     return names_projection(key, int(block), projection) if projection else key == name
@@ -122,4 +144,5 @@ def types_in_words(settings: QuantizationSettings) -> str:
         f"{kind} for {count} {'matrix' if count == 1 else 'matrices'}"
         for kind, count in sorted(counts.items())
     )
-    return f"Format {settings.format} of llama.cpp ({types}), instead of bits, group_size and symmetric."
+    name = "of llama.cpp" if settings.format == AUTO else f"{settings.format} of llama.cpp"
+    return f"Format {name} ({types}), instead of bits, group_size and symmetric."

@@ -1,7 +1,7 @@
 """Make the Trainers of blocks and tunings from the user's section and what the walk adds to it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.run.training import Training
 from aespa_pl.settings import TuningSettings
-from aespa_pl.storage.files import write_text
+from aespa_pl.sizing.mixture import Mixture
+from aespa_pl.storage.files import write_json, write_text
 from aespa_pl.tuning.data import held_back_and_steps
 
 
@@ -46,10 +47,14 @@ class BlockTrainers:
     interruption: Interruption
     progress: WalkProgress
     world: World
+    mixture: Mixture | None = None
+    """What was chosen for a size, by this process."""
 
     def begin(self, run: Run) -> Sequence[Logger]:
         """Store the configuration in the run's folder; return the loggers of the curves over the blocks."""
         write_text(run.folder / "config.yaml", self.saved)
+        if self.mixture is not None:
+            write_json(run.mixture_file, asdict(self.mixture))
         note_own(run.folder)
         self.interruption.run_folder = run.folder
         self.interruption.how_to_continue = how_to_continue(run.folder)

@@ -123,7 +123,8 @@ class Gguf(Format):
             return None
         return "embedding and head are rounded to Q8_0 (8.5 bits a weight)"
 
-    def _write(self, model: QuantizedModel, after_block: Callable[[], None], path: Path) -> None:
+    def begin(self, model: QuantizedModel, path: Path) -> GGUFWriter:
+        """Write all that stands before the data: metadata, vocabulary, and what each tensor is."""
         writer = GGUFWriter(path, architecture_of(model.pretrained.config).name)
         add_metadata(writer, model, file_type(model))
         add_vocabulary(writer, model.original, int(model.pretrained.config.vocab_size))
@@ -142,6 +143,11 @@ class Gguf(Format):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
+        return writer
+
+    def _write(self, model: QuantizedModel, after_block: Callable[[], None], path: Path) -> None:
+        writer = self.begin(model, path)
+        factors = rope_factors(model.pretrained.config)
         if factors is not None:
             writer.write_tensor_data(factors)
         for name in model.stem_names():

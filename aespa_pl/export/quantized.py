@@ -126,7 +126,8 @@ class QuantizedModel:
     def granularity(self) -> str:
         """Return bits and groups in words, for messages."""
         if self.settings.quantization.format != "uniform":
-            return f"{self.settings.quantization.format} of llama.cpp"
+            name = self.settings.quantization.format
+            return "types of llama.cpp" if name == "auto" else f"{name} of llama.cpp"
         groups = f"groups of {self.group_size}" if self.group_size else "per channel"
         kind = "symmetric" if self.symmetric else "asymmetric"
         bits = " and ".join(map(str, self.matrix_bits))

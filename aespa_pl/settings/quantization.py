@@ -110,7 +110,12 @@ class QuantizationSettings:
     aespa-fast and trains blocks and model; the others are what the paper compares with."""
     format: str = "uniform"
     """Grids of the weights: uniform (bits, group_size and symmetric below), or what llama.cpp stores: a
-    mixture (Q2_K, Q3_K_M, Q4_K_M ...) or a block type (Q3_K, Q4_0 ...), which go before these three."""
+    mixture (Q2_K, Q3_K_M, Q4_K_M ...), a block type (Q3_K, Q4_0 ...) or auto, the types that target
+    chooses; all of these go before those three."""
+    target: float | str | None = None
+    """Size that the model may have: of the whole file (3.5 GB, 300 MB), or mean bits of a quantized weight
+    (2.75). Types (format auto) or bits_of (uniform) are chosen for it, so that the end loss suffers least;
+    those that types and bits_of name stay. null: nothing is chosen."""
     types: dict[str, str] = field(default_factory=dict)
     """Block types of some projections by name, block and pattern (v_proj: Q4_K, 0.*: Q6_K), where the format
     is none that is uniform, and of embedding and head, which uniform formats otherwise leave as they are."""

@@ -1,0 +1,81 @@
+"""Predict the rise of a model's end loss from the rounding errors of one matrix.
+
+With g the gradient of the end loss at the outputs ``y = W x``, of labels drawn from the model's distribution,
+the KL divergence rises by ``1/2 E[(g^T dW x)^2]``, which is nearly ``1/2 sum_i E[g_i^2] dW_i H dW_i^T``.
+
+A method that compensates rounding errors leaves less than the dW of nearest rounding. With ``H = L D L^T``,
+L unit triangular in the order in which columns are rounded, a row's loss is then ``sum_j D_j e_j^2``, where
+the errors e_j are as large as nearest rounding's: D_j is what the later columns can't make up for.
+
+Source: Chee et al., "QuIP: 2-Bit Quantization of Large Language Models With Guarantees" (NeurIPS 2023),
+Section 3, for ``tr(D)`` in the place of ``tr(H)``.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from aespa_pl.algorithm.grid import search_grid
+from aespa_pl.algorithm.hessian import damp
+from aespa_pl.algorithm.optq import factor_columns
+from aespa_pl.algorithm.quantizer import GridFormat, dequantize, quantize
+
+
+def uncompensated(H: Float[Tensor, "d_in d_in"], damping: float) -> Float[Tensor, " d_in"]:
+    """Return D: the variance of each column, given the columns that are rounded after it.
+
+    Args:
+        H: Second moment of the inputs.
+        damping: Share of the mean diagonal that is added to the diagonal.
+    """
+    damped = H.clone()
+    damped.diagonal().copy_(damp(H.diagonal()[None], damping)[0])
+    columns = factor_columns(damped[None])
+    variances = columns.upper[0].diagonal() ** -2
+    return torch.empty_like(variances).index_copy_(0, columns.order[0], variances)
+
+
+def row_losses(
+    W: Float[Tensor, "rows d_in"], D: Float[Tensor, " d_in"], form: GridFormat
+) -> Float[Tensor, "rows d_in"]:
+    """Return ``D_j e_j^2`` of each weight, with the errors e of nearest rounding on good grids."""
+    ones = torch.ones_like(D)
+    grid = search_grid(W[None], torch.diag(D)[None], ones, form)
+    errors = dequantize(quantize(W[None], grid), grid)[0] - W
+    return errors.square_().mul_(D)
+
+
+def sampled_rows(mass: Float[Tensor, " rows"], count: int) -> Int[Tensor, " count"]:
+    """Return rows so that the mean over them stands for the mean weighted by mass.
+
+    They are drawn at equal distances in the cumulated mass, so a row can occur more than once.
+    """
+    cumulated = mass.double().cumsum(0)
+    places = (torch.arange(count, device=mass.device) + 0.5) / count * cumulated[-1]
+    return torch.searchsorted(cumulated, places).clamp_(max=len(mass) - 1)
+
+
+def predicted(
+    W: Float[Tensor, "rows d_in"],
+    gradients: Float[Tensor, "rows columns"],
+    D: Float[Tensor, " d_in"],
+    form: GridFormat,
+    count: int,
+) -> float:
+    """Return the predicted rise of the end loss, in nats per token.
+
+    Args:
+        W: The matrix.
+        gradients: Second moments of the gradient, of each row (one column) or of each weight.
+        D: Of its columns.
+        form: Bits and groups, or the block type, of its grid.
+        count: Rows that are rounded at most; they stand for all.
+    """
+    mass = gradients.sum(1)
+    if len(W) <= count:
+        return 0.5 * float((row_losses(W, D, form) * gradients).sum())
+    rows = sampled_rows(mass, count)
+    rows, times = rows.unique(return_counts=True)
+    shares = gradients[rows] / mass[rows, None] * times[:, None]
+    mean = (row_losses(W[rows], D, form) * shares).sum() / count
+    return 0.5 * float(mean * mass.sum())

@@ -1,0 +1,207 @@
+"""See how the loss at the end of a model depends on the output of each of its matrices.
+
+The label of every position is drawn from the model's own distribution. The expected gradient of its cross
+entropy is then 0, and the second moment of the gradient is the curvature of the KL divergence from the model:
+``KL ~ 1/2 E[(g^T dW x)^2]``, with g the gradient at a matrix's output and x its input (Fisher information).
+Forward passes keep the hidden states before each block; the backward pass then takes one block at a time.
+
+Source: Amari, "Natural gradient works efficiently in learning" (1998); the second moments of both sides of a
+matrix are those of Martens and Grosse, "Optimizing neural networks with Kronecker-factored approximate
+curvature" (ICML 2015), with the diagonal of the gradients' one.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.streamed import StreamedModel
+from aespa_pl.models.weights import projection_rows, projection_weight
+from aespa_pl.storage.batches import Batches
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Holds what the end loss says of one matrix."""
+
+    block: int | None
+    """Number of the block; None of ``embedding`` and ``head``."""
+    name: str
+    """Name of the projection, ``embedding`` or ``head``."""
+    weight: Tensor
+    """The weight ``[rows, d_in]`` in its own type, only until the next one is asked for."""
+    gradients: Tensor
+    """Second moments of the gradient per token: of each output ``[rows]``; of an embedding's each input
+    ``[rows, d]``."""
+    inputs: Tensor | None
+    """``E[x x^T]`` ``[d_in, d_in]``, which matrices with one input share; None of an embedding."""
+
+
+@dataclass
+class _Moments:
+    """Adds up second moments over batches."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, kept: dict[str, Tensor], name: str, value: Tensor) -> None:
+        kept[name] = kept[name] + value if name in kept else value
+
+
+def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Seen]:
+    """Yield every matrix, from the head back to the embedding; a tied one comes as both.
+
+    Args:
+        source: The original model.
+        tokens: Segments ``[segments, L]``, each of which is a batch.
+        seed: Seed of the labels.
+    """
+    with source.stem():
+        before = [source.embed_with_stem(tokens, 1)]
+        for block in source.blocks():
+            last = before[-1]
+            outputs = (source.run_block(block, last[i]) for i in range(len(last)))
+            before.append(source.keep(outputs))
+        after, head = _through_head(source, before.pop(), seed)
+        count = tokens.numel()
+        yield _of_head(source, head, count)
+        for index in reversed(range(source.block_count)):
+            with source.block(index) as block:
+                layout = source.family.layout(source.pretrained.config, index)
+                moments = _through_block(source, layout, block, before[index], after)
+                yield from _of_block(index, layout, block, moments, count)
+            before.pop()
+        yield _of_embedding(source, tokens, after)
+
+
+def _through_head(
+    source: StreamedModel, hidden: Batches, seed: int
+) -> tuple[list[Tensor], _Moments]:
+    """Return the gradients at the last block's output, and the moments of the head."""
+    moments, gradients = _Moments(), []
+    module = source.model.get_output_embeddings()
+    generator = torch.Generator().manual_seed(seed)
+    for i in range(len(hidden)):
+        inputs = _leaf(source, hidden[i])
+        with torch.enable_grad(), _watching({"head": module}) as seen:
+            logits = source.family.head(source.model, inputs).float()
+            chosen = _drawn(logits[0].detach(), generator)
+            loss = nn.functional.cross_entropy(logits[0], chosen, reduction="sum")
+            watched = seen.outputs["head"]
+            gradient, of_head = torch.autograd.grad(loss, [inputs, watched])
+        moments.add(moments.inputs, "head", _second_moment(seen.inputs["head"]))
+        moments.add(moments.outputs, "head", _squares(of_head))
+        gradients.append(gradient)
+    return gradients, moments
+
+
+def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a token of each position ``[L]``, drawn from its distribution."""
+    return torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].to(
+        logits.device
+    )
+
+
+def _through_block(
+    source: StreamedModel,
+    layout: BlockLayout,
+    block: nn.Module,
+    hidden: Batches,
+    gradients: list[Tensor],
+) -> _Moments:
+    """Take the gradients from a block's output to its input, in place; return the moments in it."""
+    moments = _Moments()
+    modules = {p.module: block.get_submodule(p.module) for p in layout.projections}
+    of_group = {group.name: group.projections[0].module for group in layout.groups}
+    for parameter in block.parameters():
+        parameter.requires_grad = False
+    for i in range(len(hidden)):
+        inputs = _leaf(source, hidden[i])
+        arguments = source.family.arguments(source.model, inputs.detach())
+        with torch.enable_grad(), _watching(modules) as seen:
+            output = source.family.run_block(block, inputs, arguments)
+            wanted = [inputs, *(seen.outputs[name] for name in modules)]
+            gradients[i], *of_outputs = torch.autograd.grad(output, wanted, gradients[i])
+        for name, value in zip(modules, of_outputs, strict=True):
+            moments.add(moments.outputs, name, _squares(value))
+        for group, name in of_group.items():
+            moments.add(moments.inputs, group, _second_moment(seen.inputs[name]))
+    return moments
+
+
+def _leaf(source: StreamedModel, hidden: Tensor) -> Tensor:
+    """Return hidden states that a gradient is wanted of; those of inference mode take none."""
+    return hidden.to(source.device).clone().requires_grad_()
+
+
+@dataclass
+class _Watched:
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def _watching(modules: Mapping[str, nn.Module]) -> Iterator[_Watched]:
+    """Keep input and output of each module in this context."""
+    seen = _Watched()
+    with ExitStack() as stack:
+        for name, module in modules.items():
+
+            def keep(
+                _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str = name
+            ) -> None:
+                seen.inputs[name], seen.outputs[name] = inputs[0].detach(), output
+
+            stack.callback(module.register_forward_hook(keep).remove)
+        yield seen
+
+
+def _second_moment(x: Tensor) -> Tensor:
+    flat = x.flatten(0, -2).float()
+    return flat.T @ flat
+
+
+def _squares(g: Tensor) -> Tensor:
+    """Return the sums ``[rows]`` of squares over all tokens."""
+    return g.flatten(0, -2).float().square().sum(0)
+
+
+def _of_head(source: StreamedModel, moments: _Moments, count: int) -> Seen:
+    weight = source.model.get_output_embeddings().weight.detach()
+    return Seen(
+        None, "head", weight, moments.outputs["head"] / count, moments.inputs["head"] / count
+    )
+
+
+def _of_block(
+    index: int, layout: BlockLayout, block: nn.Module, moments: _Moments, count: int
+) -> Iterator[Seen]:
+    for group in layout.groups:
+        H = moments.inputs[group.name] / count
+        for p in group.projections:
+            rows = projection_rows(moments.outputs[p.module], layout, p).flatten()
+            weight = projection_weight(block, layout, p)
+            yield Seen(index, p.name, weight, rows / count, H)
+
+
+def _of_embedding(source: StreamedModel, tokens: Tensor, gradients: list[Tensor]) -> Seen:
+    """Return the embedding; a row's error is the same at all places of its token in a segment."""
+    module: Any = source.model.get_input_embeddings()
+    weight = module.weight
+    sums = torch.zeros(weight.shape, device=weight.device)
+    module.sparse, weight.requires_grad = (
+        True,
+        True,
+    )  # a dense gradient would be as large as the weight
+    for ids, gradient in zip(tokens.to(source.device), gradients, strict=True):
+        with torch.enable_grad():
+            hidden, _ = source.family.embed(source.model, ids[None])
+            (of_rows,) = torch.autograd.grad(hidden, [weight], gradient)
+        of_rows = of_rows.coalesce()
+        sums.index_add_(0, of_rows.indices()[0], of_rows.values().float().square())
+    module.sparse, weight.requires_grad = False, False
+    return Seen(None, "embedding", weight.detach(), sums / tokens.numel(), None)

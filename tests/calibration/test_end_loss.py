@@ -1,0 +1,109 @@
+"""Moments of the end loss are those of the library's whole model, and predict its KL divergence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, log_softmax
+from transformers import PreTrainedModel
+
+from aespa_pl.calibration.end_loss import Seen, end_loss
+from aespa_pl.models import family_of
+from aespa_pl.models.pretrained import PretrainedFolder
+from aespa_pl.models.streamed import StreamedModel
+from tests.models.examples import make_ids, make_model, save
+
+SEED = 3
+
+
+def seen(model: PreTrainedModel, ids: Tensor, folder: Path) -> dict[str, Seen]:
+    """Return all matrices; their weights are copied, because the next one takes their place."""
+    pretrained = PretrainedFolder.open(save(model, folder))
+    source = StreamedModel.open(
+        pretrained, family_of(model.config), torch.device("cpu"), torch.float32
+    )
+    found = end_loss(source, ids, seed=SEED)
+    return {f"{s.block}.{s.name}": s for s in found}
+
+
+def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    logits: Tensor = model(ids, use_cache=False).logits
+    return logits.float()
+
+
+def _whole_model(
+    model: PreTrainedModel, ids: Tensor
+) -> tuple[dict[str, list[Tensor]], Tensor | None]:
+    """Return the gradients at the output of each linear layer, and the squares of an untied embedding's."""
+    embedding = model.get_input_embeddings().weight
+    leaves = [] if model.config.tie_word_embeddings else [embedding]
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    generator = torch.Generator().manual_seed(SEED)
+    inner: dict[str, list[Tensor]] = {}
+    squares = torch.zeros_like(embedding)
+    outputs: dict[str, Tensor] = {}
+    for name, module in modules.items():
+        module.register_forward_hook(lambda _m, _x, y, n=name: outputs.update({n: y}))
+    embedding.requires_grad = True
+    for segment in ids:
+        with torch.enable_grad():
+            logits = logits_of(model, segment[None])[0]
+            labels = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+            loss = cross_entropy(logits, labels, reduction="sum")
+            gradients = torch.autograd.grad(loss, [*outputs.values(), *leaves])
+        for name, gradient in zip(outputs, gradients, strict=False):
+            inner.setdefault(name, []).append(gradient.flatten(0, -2))
+        squares += gradients[-1].square() if leaves else 0
+    return inner, squares if leaves else None
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-grouped", "opt", "bloom", "granite", "qwen3"])
+def test_moments_are_those_of_one_backward_pass_of_the_whole_model(
+    name: str, tmp_path: Path
+) -> None:
+    model, ids = make_model(name, torch.float32), make_ids(3)
+    found = seen(model, ids, tmp_path)
+    inner, squares = _whole_model(model, ids)
+    family, count = family_of(model.config), ids.numel()
+    for block, layout in enumerate(family.layouts(model.config)):
+        for p in layout.projections:
+            whole = torch.cat(inner[f"{family.block_prefix(block)}{p.module}"])  # [tokens, rows]
+            parts = whole.square().sum(0) / count
+            if p.fused[1] > 1:
+                parts = parts.view(-1, p.fused[1], layout.head_dim)[:, p.fused[0]].flatten()
+            torch.testing.assert_close(
+                found[f"{block}.{p.name}"].gradients, parts, rtol=1e-3, atol=1e-9
+            )
+    if squares is not None:
+        torch.testing.assert_close(
+            found["None.embedding"].gradients, squares / count, rtol=1e-3, atol=1e-9
+        )
+
+
+@pytest.mark.parametrize("key", ["0.down_proj", "1.v_proj", "2.q_proj", "None.head"])
+def test_prediction_is_near_the_divergence_of_a_model_with_that_error(
+    key: str, tmp_path: Path
+) -> None:
+    """It is 0.9 to 1.4 of it, because inputs and gradients, and those of two tokens, are not independent."""
+    model, ids = make_model("llama", torch.float32), make_ids(100)
+    found = seen(model, ids, tmp_path)[key]
+    assert found.inputs is not None
+    block, _, name = key.partition(".")
+    paths = {"down_proj": "mlp", "v_proj": "self_attn", "q_proj": "self_attn"}
+    path = "lm_head" if name == "head" else f"model.layers.{block}.{paths[name]}.{name}"
+    weight = model.get_parameter(f"{path}.weight")
+    with torch.no_grad():
+        expected = log_softmax(logits_of(model, ids), -1)
+        ratios = []
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            dW = 0.01 * weight.std() * torch.randn(weight.shape, generator=generator)
+            H, g = found.inputs, found.gradients
+            predicted = 0.5 * float((g * torch.einsum("ri,ij,rj->r", dW, H, dW)).sum())
+            weight += dW
+            got = log_softmax(logits_of(model, ids).double(), -1)
+            weight -= dW
+            measured = float((expected.exp() * (expected - got)).sum(-1).mean())
+            ratios.append(measured / predicted)
+    assert sum(ratios) / len(ratios) == pytest.approx(1.1, abs=0.5)

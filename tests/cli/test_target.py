@@ -1,0 +1,120 @@
+"""quantization.target chooses types or bits for a size, which the file then has."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.commands import NO_TEXTS, CommandLine
+
+BASE = (
+    "--model.pretrained", "embedded:llama", "--data.calibration.source", "embedded",
+    "--data.calibration.segments", 4, "--data.calibration.segment_length", 32,
+    *NO_TEXTS, "--quantization.method", "rtn", "--trainer.accelerator", "cpu",
+)  # fmt: skip
+TYPED = ("--quantization.format", "auto")
+
+
+def test_a_file_has_the_size_that_was_predicted_and_asked_for(aespa: CommandLine) -> None:
+    words = (*BASE, *TYPED, "--quantization.types", "{'0.q_proj': Q8_0}")
+    status, out, err = aespa("fit", *words, "--quantization.target", "420 kB")
+    assert (status, err) == (0, "")
+    assert "predicted KL divergence" in out
+    run = Path(out.splitlines()[-1])
+    status, _, err = aespa("export", run, "--format", "gguf", "--verify", "bytes")
+    assert (status, err) == (0, "")
+    size = (run / "export" / "gguf" / "model.gguf").stat().st_size
+    mixture = json.loads((run / "mixture.json").read_text())
+    assert size == mixture["bytes"]
+    assert 0.99 * 420_000 < size <= 420_000
+    types = yaml.safe_load((run / "config.yaml").read_text())["quantization"]["types"]
+    assert types == mixture["chosen"]
+    assert types["0.q_proj"] == "Q8_0"
+    assert {"embedding", "2.down_proj"} <= types.keys()
+    assert len(set(types.values())) > 2
+
+
+def test_uniform_grids_get_bits_for_a_mean(aespa: CommandLine) -> None:
+    status, out, err = aespa("fit", *BASE, "--quantization.target", 3.5)
+    assert (status, err) == (0, "")
+    run = Path(out.splitlines()[-1])
+    bits_of = yaml.safe_load((run / "config.yaml").read_text())["quantization"]["bits_of"]
+    assert len(bits_of) == 21
+    assert min(bits_of.values()) < 3.5 < max(bits_of.values())
+    status, _, err = aespa("test", "--ckpt_path", run, "--data.evaluation.texts", "[embedded]")
+    assert (status, err) == (0, "")
+    size = json.loads((run / "test.json").read_text())["size"]["quantized"]
+    assert 3.4 < size["bits_per_weight"] <= 3.5
+    assert size["bytes"] == pytest.approx(
+        json.loads((run / "mixture.json").read_text())["bytes"], abs=30
+    )
+    status, _, err = aespa("export", run, "--format", "compressed-tensors")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--container_bits" in err
+
+
+def test_plan_shows_the_types_of_each_projection(aespa: CommandLine) -> None:
+    status, out, err = aespa("plan", *BASE, *TYPED, "--quantization.target", "400 kB")
+    assert (status, err) == (0, "")
+    assert "down_proj: " in out
+    assert "a file of 0.40 MB" in out
+    assert not list(Path().rglob("journal.json"))
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "message"),
+    [
+        ("3 apples", TYPED, "quantization.target is 3 apples: expected a size such as 3.5 GB"),
+        ("40 kB", TYPED, "quantization.target is 40 kB, and this model can have 0.265 to "),
+        ("1.5", (), "quantization.target is 1.5, and this model can have 2."),
+        ("400 kB", ("--quantization.format", "Q4_0"), "set quantization.format auto"),
+        (None, TYPED, "quantization.format is auto, which chooses types for a size"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused_in_one_line(
+    aespa: CommandLine, target: str | None, words: tuple[object, ...], message: str
+) -> None:
+    given = () if target is None else ("--quantization.target", target)
+    status, _, err = aespa("fit", *BASE, *words, *given)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert message in err
+    assert not list(Path().rglob("journal.json"))
+
+
+def test_a_killed_run_goes_on_with_the_types_that_were_chosen(
+    aespa: CommandLine, tmp_path: Path
+) -> None:
+    words = [str(word) for word in (*BASE, *TYPED, "--quantization.target", "400 kB")]
+    method = ["--quantization.method", "optq"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aespa_pl", "fit", *words, *method],
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    run = Path("lightning_logs/aespa/version_0")
+    while process.poll() is None and not list(run.glob("blocks/block_000*")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = (run / "config.yaml").read_text()
+    # with the settings of the first command, in which nothing is chosen, and with the run alone
+    for arguments in ([*words, *method, "--ckpt_path", "last"], ["--ckpt_path", run]):
+        status, out, err = aespa("fit", *arguments)
+        assert (status, err) == (0, "")
+        assert "Choosing" not in out
+        assert "predicted KL" not in out
+    assert (
+        yaml.safe_load(before)["quantization"]
+        == (yaml.safe_load((run / "config.yaml").read_text())["quantization"])
+    )
+    status, _, err = aespa(
+        "fit", *words, *method, "--quantization.target", 5, "--ckpt_path", "last"
+    )
+    assert (status, err.count("\n")) == (2, 1)
+    assert "target" in err
