@@ -1,42 +1,92 @@
-"""List the methods of quantization, which have a file each; ``METHODS`` has them by name.
+"""List the methods of quantization; ``METHODS`` has them by name.
 
-A new method is a file here and a line below. What a method decides can be set to something else with the
-setting of that meaning; :func:`aespa_pl.resolve.resolved` brings both together.
+What a method decides can be set to something else with the setting of that meaning;
+:func:`aespa_pl.resolve.resolved` brings both together.
 """
 
-from aespa_pl.methods import (
-    adaround,
-    aespa,
-    aespa_fast,
-    aespa_hybrid,
-    aespa_tuned,
-    affinequant,
-    awq,
-    boa,
-    brecq,
-    omniquant,
-    optq,
-    rtn,
-    zfold,
-)
+from dataclasses import replace
+
 from aespa_pl.methods.method import Method
 
+# nearest rounding on min-max grids takes no step at all
+_RTN = Method(name="rtn", source="Section 4.2 of the aespa paper")
+# columns are rounded in turn, and the later ones make up for the error; grids are searched with the Hessian,
+# as in the aespa paper's comparison (the OPTQ paper's min-max grids: quantization.grid.search false)
+_OPTQ = Method(name="optq", source="arXiv 2210.17323", search=True, optq=True)
+# grids with a column factor that is folded away, then OPTQ's integers; with quantization.objective.value
+# attention the value projection takes its attention-wise Hessian
+_ZFOLD = replace(_OPTQ, name="zfold", source="EMNLP 2023 main 892", zfold=True)
+# columns with large inputs are rounded more finely, by a factor that is folded away, and then clipped; the
+# grids are searched with the Hessian, where the AWQ paper searches the clip alone, and not for Q and K
+_AWQ = Method(name="awq", source="arXiv 2306.00978", search=True, awq=True)
+# the rounding of each layer is learned, for the error of the layer's own output
+_ADAROUND = Method(name="adaround", source="arXiv 2004.10568", search=True, learn="all")
+# up or down is learned by forward passes of a whole sublayer: first attention, then the feed-forward network
+_BRECQ = Method(
+    name="brecq",
+    source="arXiv 2102.05426",
+    search=True,
+    tune_blocks=True,
+    parametrization="rounding",
+    unit="sublayer",
+    epochs=24,
+)
+# the range of each grid and a factor of each column are learned; every integer is the nearest one
+_OMNIQUANT = Method(
+    name="omniquant",
+    source="arXiv 2308.13137",
+    tune_blocks=True,
+    parametrization="clipping",
+    epochs=10,
+)
+# an invertible matrix stands in place of OmniQuant's factors between values and output
+_AFFINEQUANT = replace(
+    _OMNIQUANT, name="affinequant", source="arXiv 2403.12544", parametrization="affine"
+)
+# OPTQ that knows the attention scores, so that rows of a head make up for each other; the output projection's
+# share in the paper's loss of V, which couples its rows, is left out as in aespa's
+_BOA = replace(
+    _OPTQ,
+    name="boa",
+    source="arXiv 2406.13474",
+    optq_rows=True,
+    query_key="attention",
+    value="attention",
+)
+# grids, start and learned rounding know the attention; three additions are ours (keep_best, polish and
+# input_correction), and configs/paper.yaml switches them off
+_AESPA = replace(
+    _ZFOLD,
+    name="aespa",
+    source="NeurIPS 2024, Towards Next-Level Post-Training Quantization of Hyper-Scale Transformers",
+    query_key="attention",
+    value="attention",
+    learn="all",
+    keep_best=True,
+    polish=True,
+    input_correction=0.5,  # docs/correction.md
+)
+# nothing is learned: aespa's grids and OPTQ's update, then coordinate descent
+_AESPA_FAST = replace(_AESPA, name="aespa-fast", learn="none")
+
 METHODS: dict[str, Method] = {
-    module.METHOD.name: module.METHOD
-    for module in (
-        rtn,
-        optq,
-        zfold,
-        awq,
-        adaround,
-        brecq,
-        omniquant,
-        affinequant,
-        boa,
-        aespa_fast,
-        aespa_hybrid,
-        aespa,
-        aespa_tuned,
+    method.name: method
+    for method in (
+        _RTN,
+        _OPTQ,
+        _ZFOLD,
+        _AWQ,
+        _ADAROUND,
+        _BRECQ,
+        _OMNIQUANT,
+        _AFFINEQUANT,
+        _BOA,
+        _AESPA_FAST,
+        # the rounding of Q, K and V alone is learned: their attention-wise loss differs from the layer's
+        replace(_AESPA, name="aespa-hybrid", learn="attention"),
+        _AESPA,
+        # after aespa-fast, blocks as a whole and the model end to end are trained
+        replace(_AESPA_FAST, name="aespa-tuned", tune_blocks=True, tune_model=True),
     )
 }
 """Each method by the value of quantization.method, in the order of tables."""

@@ -215,12 +215,6 @@ def test_unresolved_settings_do_not_pass_for_a_method_that_learns_nothing() -> N
         QuantizationSettings().learns(attention=True)
 
 
-def test_every_declaration_is_in_the_registry() -> None:
-    folder = Path(__file__).parents[2] / "aespa_pl" / "methods"
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "method"}
-    assert {name.replace("-", "_") for name in METHODS} == files
-
-
 def test_only_what_a_method_decides_may_be_null_in_addition() -> None:
     nullable = {
         k
