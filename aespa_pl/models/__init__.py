@@ -10,6 +10,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.models.bloom import BloomFamily
 from aespa_pl.models.family import Family
 from aespa_pl.models.gemma import Gemma2Family, Gemma3Family
+from aespa_pl.models.gpt_oss import GptOssFamily
 from aespa_pl.models.granite import GraniteFamily
 from aespa_pl.models.llama import LlamaFamily
 from aespa_pl.models.moe import MixtralFamily, Qwen3MoeFamily
@@ -28,6 +29,7 @@ FAMILIES: tuple[Family, ...] = (
     OlmoFamily(),
     Qwen3MoeFamily(),
     MixtralFamily(),
+    GptOssFamily(),
 )
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)

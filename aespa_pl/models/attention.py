@@ -15,6 +15,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+from transformers.models.gpt_oss.modeling_gpt_oss import (
+    eager_attention_forward as attention_with_sinks,
+)
 
 from aespa_pl.models.family import Attention
 
@@ -58,16 +61,19 @@ def observed_attention(
     *,
     scaling: float,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     report: AttentionReport | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output ``[B, L, n_h, d_h]``, and no probabilities."""
     if report is not None:
-        report(Attention(query, key, scaling, attention_mask, softcap=softcap))
+        report(Attention(query, key, scaling, attention_mask, softcap=softcap, sinks=s_aux))
     function: Any = sdpa_attention_forward
     if softcap is not None:  # no fused kernel has it, so the library runs such a model without them
         function, others = eager_attention_forward, others | {"softcap": softcap}
         attention_mask = _added(attention_mask, query)
+    if s_aux is not None:  # nor sinks, which the module has
+        function, attention_mask = attention_with_sinks, _added(attention_mask, query)
     output, _ = function(module, query, key, value, attention_mask, scaling=scaling, **others)
     return output, None
 

@@ -161,6 +161,8 @@ class Attention:
     """Values ``[B, n_h, 1, L]`` that ALiBi adds to the scores; None without ALiBi."""
     softcap: float | None = None
     """The c of a score s that becomes ``c tanh(s / c)`` before masks and softmax; None: it stays."""
+    sinks: Tensor | None = None
+    """Scores ``[n_h]`` that each row has beside those of its keys (gpt-oss); None: it has no others."""
     rotation: tuple[Tensor, Tensor] | None = None
     """``cos, sin``, each ``[L, r]``, of the rotation ``x * cos + rotate_half(x) * sin`` of the first r
     columns of a head; None without RoPE."""
@@ -178,7 +180,8 @@ class Attention:
         those of the queries, the rows their positions.
 
         Returns:
-            ``[B, heads, rows, end of rows]``: after the softmax, with ALiBi and all masks.
+            ``[B, heads, rows, end of rows]``: after the softmax, with ALiBi and all masks. Beside sinks they
+            add up to less than 1.
         """
         exact = torch.promote_types(self.query.dtype, torch.float32)
         _, n_h, L, _ = self.query.shape
@@ -197,7 +200,10 @@ class Attention:
             square = scores[..., start:]  # all columns before are in the past of all rows
             later = torch.ones(end - start, end - start, dtype=torch.bool, device=scores.device)
             square.masked_fill_(later.triu_(1), -torch.inf)
-        return scores.softmax(-1)
+        if self.sinks is None:
+            return scores.softmax(-1)
+        sinks = self.sinks[heads, None, None].to(exact).expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 class Family(ABC):

@@ -36,7 +36,7 @@ MASKS = {
 }
 """Function that makes the mask of each kind of block, by the kind's name in ``config.layer_types``."""
 
-LISTED_KINDS = ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3", "exaone4")
+LISTED_KINDS = ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3", "exaone4", "gpt_oss")
 """Model types whose blocks have the kinds that ``config.layer_types`` lists."""
 ONE_WINDOW = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe")
 """Model types with one sliding window in all blocks, or in none; all others have none."""
@@ -63,6 +63,8 @@ class LlamaFamily(Family):
     """Whether these are norms, which nothing but the projections reads."""
     norms_after: ClassVar[bool] = False
     """Whether the outputs of the sublayers pass a norm before they are added."""
+    half_rotations: ClassVar[bool] = False
+    """Whether cos and sin have one column for each pair of columns that is rotated (gpt-oss)."""
     norm_offset: ClassVar[float] = 0.0
     """What a norm adds to its weight."""
 
@@ -186,6 +188,8 @@ class LlamaFamily(Family):
 
         def keep_rotation(_module: nn.Module, _inputs: object, keywords: dict[str, Any]) -> None:
             cos, sin = keywords["position_embeddings"]  # [1, L, r]
+            if self.half_rotations:
+                cos, sin = (torch.cat((half, half), -1) for half in (cos, sin))
             seen["rotation"] = (cos[0], sin[0])
             seen["query_factor"] = self.query_factor(model.config, keywords["position_ids"][0])
 

@@ -23,6 +23,8 @@ class MixtureFamily(LlamaFamily):
     fused: ClassVar = Fused()
     """How transformers keeps the experts in memory."""
     router: ClassVar = "mlp.gate"
+    linear_in_up: ClassVar = True
+    """Whether a factor of an output of up is one of an input of down."""
 
     def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
         """Return whether a block has experts; the others are dense."""
@@ -40,7 +42,8 @@ class MixtureFamily(LlamaFamily):
         norm = "post_attention_layernorm"
         count, chosen = self.experts_of(config), int(config.num_experts_per_tok)
         mixture = Mixture("mlp", self.router, "mlp.experts", count, chosen, residual=norm)
-        groups = (*dense.groups[:2], *expert_groups(mixture, norm, (self.router,)))
+        experts = expert_groups(mixture, norm, (self.router,), linear_in_up=self.linear_in_up)
+        groups = (*dense.groups[:2], *experts)
         return replace(dense, groups=groups, mixture=mixture)
 
     def unfuse(self, model: PreTrainedModel) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -203,6 +204,26 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "mixtral": lambda: config(
         MixtralConfig, LLAMA, {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "gpt-oss": lambda: config(
+        GptOssConfig,
+        LLAMA,
+        PLAIN,
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": MIXED,
+            "swiglu_limit": 1.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "truncate": False,
+            },
+        },
     ),
 }
 

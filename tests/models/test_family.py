@@ -38,6 +38,7 @@ def test_residual_is_what_the_output_is_added_to(name: str) -> None:
     def keep(key: str, path: str, *, output: bool = False) -> None:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], *outputs: Tensor) -> None:
             tensor = outputs[0] if output else inputs[0]
+            tensor = tensor[0] if isinstance(tensor, tuple) else tensor  # beside its routing
             seen[key] = tensor.reshape(-1, tensor.shape[-1])
 
         module = block.get_submodule(path)

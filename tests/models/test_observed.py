@@ -1,5 +1,6 @@
 """What is observed of an attention gives the library's probabilities and changes nothing."""
 
+import math
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def explicit_probabilities(
     slope: float = 0.0,
     scale: float | None = None,
     cap: float | None = None,
+    sink: float | None = None,
 ) -> Tensor:
     """Return the probabilities ``[L, L]`` of one head, entry by entry."""
     length, size = query.shape
@@ -53,7 +55,9 @@ def explicit_probabilities(
         for j in range(max(0, i - window + 1), i + 1):
             score = query[i] @ key[j] * (scale or size**-0.5)
             scores[i, j] = (score if cap is None else cap * (score / cap).tanh()) - slope * (i - j)
-    return scores.softmax(-1)
+    if sink is None:
+        return scores.softmax(-1)
+    return scores.exp() / (scores.exp().sum(-1, keepdim=True) + math.exp(sink))
 
 
 @every_example
@@ -77,7 +81,8 @@ def test_probabilities_follow_from_the_observed_queries_and_keys(name: str) -> N
     scale = {"granite": 0.7, "gemma2": 5**-0.5, "gemma3": 5**-0.5}.get(name)
     cap = model.config.attn_logit_softcapping if name == "gemma2" else None
     shared = layout.heads // layout.key_value_heads
-    for attention, window in zip(observe(model, ids), windows(model), strict=True):
+    blocks = model.get_submodule(family_of(model.config).blocks_path)
+    for block, attention, window in zip(blocks, observe(model, ids), windows(model), strict=True):
         assert attention.query.shape == (1, layout.heads, LENGTH, layout.head_dim)
         assert attention.key.shape == (1, layout.key_value_heads, LENGTH, layout.head_dim)
         for head in range(layout.heads):
@@ -89,6 +94,7 @@ def test_probabilities_follow_from_the_observed_queries_and_keys(name: str) -> N
                 slope,
                 scale,
                 cap,
+                block.self_attn.sinks[head].item() if name == "gpt-oss" else None,
             )
             torch.testing.assert_close(attention.probabilities()[0, head], expected, **SINGLE)
 
