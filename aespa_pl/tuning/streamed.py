@@ -8,8 +8,10 @@ Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language 
 E2E-QP: integers stay, scales are trained; "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from aespa_pl.models.family import Family
 
 Run = Callable[[Tensor], Tensor]
 """Runs hidden states ``[B, L, d]`` through a block."""
+Opened = AbstractContextManager[tuple[Run, list[Tensor]]]
+"""Holds a block in memory: what runs it, and its learned parameters."""
 OpenBlock = Callable[[int], nn.Module]
 """Reads the block of a number, parametrized; what requires a gradient is learned."""
 
@@ -40,7 +44,15 @@ class TrainableStream(nn.Module):
         self._whole = (model, family)  # no submodule: what is on the meta device can't be moved
         self._read = read
         self.outside = _holder(trained(model))
-        self.blocks = nn.ModuleList(_holder(trained(read(index))) for index in range(blocks))
+        self.blocks = nn.ModuleList(self._learned(index) for index in range(blocks))
+
+    def _learned(self, index: int) -> nn.Module:
+        """Return a module that has the parameters of a block that are learned."""
+        block = self._read(index)
+        held = _holder(trained(block))
+        for parameter in held.parameters():
+            parameter.data = parameter.data.clone()
+        return held
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the hidden states ``[B, L, d]`` after the last block, of token ids ``[B, L]``."""
@@ -49,8 +61,8 @@ class TrainableStream(nn.Module):
         # each segment runs alone, so a block's activations are those of one
         segment = family.arguments(model, hidden[:1]) if len(ids) > 1 else arguments
         for index, learned in enumerate(self.blocks):
-            open_block = partial(self._open, index, segment)
-            hidden = _Block.apply(open_block, hidden, *learned.parameters())  # type: ignore[no-untyped-call]
+            opened = partial(self._opened, index, segment)
+            hidden = _Block.apply(opened, hidden, *learned.parameters())  # type: ignore[no-untyped-call]
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -58,20 +70,26 @@ class TrainableStream(nn.Module):
         model, family = self._whole
         return family.head(model, hidden)
 
-    def block(self, index: int) -> nn.Module:
-        """Return a block with the numbers that it has learned so far."""
+    @contextmanager
+    def block(self, index: int) -> Iterator[nn.Module]:
+        """Hold a block, with the numbers that it has learned, in memory for the time of this context."""
         block, learned = self._read(index), self.blocks[index]
         for name, own in trained(block).items():
             own.data = learned.get_parameter(name).detach()
-        return block
+        try:
+            yield block
+        finally:
+            _empty(block)
 
-    def _open(self, index: int, arguments: Mapping[str, Any]) -> tuple[Run, list[Tensor]]:
-        """Return what runs a segment through a block, and its parameters in the order of ``self.blocks``."""
-        block = self.block(index)
-        own: list[Tensor] = [
-            block.get_parameter(name) for name, _ in self.blocks[index].named_parameters()
-        ]
-        return partial(self._whole[1].run_block, block, arguments=arguments), own
+    @contextmanager
+    def _opened(
+        self, index: int, arguments: Mapping[str, Any]
+    ) -> Iterator[tuple[Run, list[Tensor]]]:
+        """Hold what runs a segment through a block, and its parameters in the order of ``self.blocks``."""
+        names = [name for name, _ in self.blocks[index].named_parameters()]
+        with self.block(index) as block:
+            run = partial(self._whole[1].run_block, block, arguments=arguments)
+            yield run, [block.get_parameter(name) for name in names]
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -79,30 +97,34 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
+def _empty(block: nn.Module) -> None:
+    """Free a block's memory now: its modules refer to each other, so that they wait for the collector."""
+    for tensor in chain(block.parameters(), block.buffers()):
+        tensor.data = torch.empty(0)
+
+
 class _Block(torch.autograd.Function):
     """Runs a block that is in memory only for the time of a pass; its input waits in host memory."""
 
     @staticmethod
-    def forward(
-        ctx: Any, open_block: Callable[[], tuple[Run, list[Tensor]]], hidden: Tensor, *_: Tensor
-    ) -> Tensor:
-        ctx.open_block, ctx.device = open_block, hidden.device
+    def forward(ctx: Any, opened: Callable[[], Opened], hidden: Tensor, *_: Tensor) -> Tensor:
+        ctx.opened, ctx.device = opened, hidden.device
         ctx.save_for_backward(hidden.cpu())
-        run, _learned = open_block()
-        return torch.cat([run(segment) for segment in hidden.split(1)])
+        with opened() as (run, _learned):
+            return torch.cat([run(segment) for segment in hidden.split(1)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        run, learned = ctx.open_block()
-        to_hidden, to_learned = [], [torch.zeros_like(parameter) for parameter in learned]
-        segments = ctx.saved_tensors[0].split(1)
-        for segment, gradient in zip(segments, gradients[0].split(1), strict=True):
-            own = segment.to(ctx.device).detach().requires_grad_()
-            with torch.enable_grad():
-                output = run(own)
-            first, *others = torch.autograd.grad(output, [own, *learned], gradient)
-            to_hidden.append(first)
-            torch._foreach_add_(to_learned, others)
+        segments, to_hidden = ctx.saved_tensors[0].split(1), []
+        with ctx.opened() as (run, learned):
+            to_learned = [torch.zeros_like(parameter) for parameter in learned]
+            for segment, gradient in zip(segments, gradients[0].split(1), strict=True):
+                own = segment.to(ctx.device).detach().requires_grad_()
+                with torch.enable_grad():
+                    output = run(own)
+                first, *others = torch.autograd.grad(output, [own, *learned], gradient)
+                to_hidden.append(first)
+                torch._foreach_add_(to_learned, others)
         return None, torch.cat(to_hidden), *to_learned
 
 

@@ -142,15 +142,16 @@ class ModelTuner:
         found = train(streamed)
         learned: dict[str, Tensor] = {}
         for index in range(source.block_count):
-            block, prefix = streamed.block(index), source.family.block_prefix(index)
-            stored = record.weight_tensors(quantized_weights(block, self.context.layout(index)))
+            prefix = source.family.block_prefix(index)
+            with streamed.block(index) as block:
+                weights = quantized_weights(block, self.context.layout(index))
+                remove_parametrizations(block)
+                learned |= self._vectors(block, prefix)
             learned |= {
                 _key(index, name): tensor
-                for name, tensor in stored.items()
+                for name, tensor in record.weight_tensors(weights).items()
                 if not name.endswith(".integers")
             }
-            remove_parametrizations(block)
-            learned |= self._vectors(block, prefix)
         remove_parametrizations(model)
         return found, learned | self._vectors(model)
 
@@ -214,7 +215,7 @@ class ModelTuner:
         """Return the norms and biases of a model, or of a block, by their names and as they are stored."""
         types = self._types()
         vectors = {prefix + name: p for name, p in module.named_parameters() if p.dim() == 1}
-        return {name: p.to(types[name]) for name, p in vectors.items() if not p.is_meta}
+        return {n: p.detach().to(types[n]) for n, p in vectors.items() if not p.is_meta}
 
     def _rewrite_block(self, index: int, learned: Mapping[str, Tensor]) -> None:
         """Replace the two files of a block by new ones, both at once."""
