@@ -10,6 +10,7 @@ matrix are those of Martens and Grosse, "Optimizing neural networks with Kroneck
 curvature" (ICML 2015), with the diagonal of the gradients' one.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,10 +36,11 @@ class Seen:
     weight: Tensor
     """The weight ``[rows, d_in]`` in its own type, only until the next one is asked for."""
     gradients: Tensor
-    """Second moments of the gradient per token: of each output ``[rows]``; of an embedding's each input
-    ``[rows, d]``."""
+    """Second moments of the gradient per token of the text: of each output ``[rows]``; of an embedding of
+    each weight ``[rows, d]``."""
     inputs: Tensor | None
-    """``E[x x^T]`` ``[d_in, d_in]``, which matrices with one input share; None of an embedding."""
+    """``E[x x^T]`` ``[d_in, d_in]`` of the tokens that it has seen, which matrices with one input share; None
+    of an embedding."""
 
 
 @dataclass
@@ -47,13 +49,25 @@ class _Moments:
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens that an input has had."""
 
     def add(self, kept: dict[str, Tensor], name: str, value: Tensor) -> None:
         kept[name] = kept[name] + value if name in kept else value
 
+    def add_inputs(self, name: str, x: Tensor) -> None:
+        flat = x.flatten(0, -2).float()
+        self.tokens[name] += len(flat)
+        self.add(self.inputs, name, flat.T @ flat)
+
+    def mean_input(self, name: str) -> Tensor:
+        return self.inputs[name] / self.tokens[name]
+
 
 def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Seen]:
     """Yield every matrix, from the head back to the embedding; a tied one comes as both.
+
+    Experts that no token has chosen are left out.
 
     Args:
         source: The original model.
@@ -93,7 +107,7 @@ def _through_head(
             loss = nn.functional.cross_entropy(logits[0], chosen, reduction="sum")
             watched = seen.outputs["head"]
             gradient, of_head = torch.autograd.grad(loss, [inputs, watched])
-        moments.add(moments.inputs, "head", _second_moment(seen.inputs["head"]))
+        moments.add_inputs("head", seen.inputs["head"])
         moments.add(moments.outputs, "head", _squares(of_head))
         gradients.append(gradient)
     return gradients, moments
@@ -124,12 +138,13 @@ def _through_block(
         arguments = source.family.arguments(source.model, inputs.detach())
         with torch.enable_grad(), _watching(modules) as seen:
             output = source.family.run_block(block, inputs, arguments)
-            wanted = [inputs, *(seen.outputs[name] for name in modules)]
+            wanted = [inputs, *seen.outputs.values()]
             gradients[i], *of_outputs = torch.autograd.grad(output, wanted, gradients[i])
-        for name, value in zip(modules, of_outputs, strict=True):
+        for name, value in zip(seen.outputs, of_outputs, strict=True):
             moments.add(moments.outputs, name, _squares(value))
         for group, name in of_group.items():
-            moments.add(moments.inputs, group, _second_moment(seen.inputs[name]))
+            if name in seen.inputs:  # no token of the segment may have chosen an expert
+                moments.add_inputs(group, seen.inputs[name])
     return moments
 
 
@@ -160,11 +175,6 @@ def _watching(modules: Mapping[str, nn.Module]) -> Iterator[_Watched]:
         yield seen
 
 
-def _second_moment(x: Tensor) -> Tensor:
-    flat = x.flatten(0, -2).float()
-    return flat.T @ flat
-
-
 def _squares(g: Tensor) -> Tensor:
     """Return the sums ``[rows]`` of squares over all tokens."""
     return g.flatten(0, -2).float().square().sum(0)
@@ -172,16 +182,16 @@ def _squares(g: Tensor) -> Tensor:
 
 def _of_head(source: StreamedModel, moments: _Moments, count: int) -> Seen:
     weight = source.model.get_output_embeddings().weight.detach()
-    return Seen(
-        None, "head", weight, moments.outputs["head"] / count, moments.inputs["head"] / count
-    )
+    return Seen(None, "head", weight, moments.outputs["head"] / count, moments.mean_input("head"))
 
 
 def _of_block(
     index: int, layout: BlockLayout, block: nn.Module, moments: _Moments, count: int
 ) -> Iterator[Seen]:
     for group in layout.groups:
-        H = moments.inputs[group.name] / count
+        if group.name not in moments.inputs:  # experts that no token has chosen
+            continue
+        H = moments.mean_input(group.name)
         for p in group.projections:
             rows = projection_rows(moments.outputs[p.module], layout, p).flatten()
             weight = projection_weight(block, layout, p)

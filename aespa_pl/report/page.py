@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from aespa_pl import __version__
-from aespa_pl.report import maps, results
+from aespa_pl.report import maps, mixture, results
 from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, style
 from aespa_pl.report.stored import StoredRun
 
@@ -41,6 +41,7 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
     moved = maps.limits_of([*map(maps.moved_integers, runs)])
     with style():
         return [
+            *_of_sizes(runs, width),
             Section(
                 "Where the model suffers: the loss that steps 2 to 4 minimize, with the descent's integers "
                 "(before a tuning), divided by its value with nearest rounding on the same grid. Brighter "
@@ -52,6 +53,24 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
                 [maps.moved_map(run, width, moved) for run in runs],
             ),
         ]
+
+
+def _of_sizes(runs: Sequence[StoredRun], width: float) -> list[Section]:
+    """Draw what was chosen for a size; nothing where no run has a target."""
+    sized = [run for run in runs if run.mixture is not None]
+    if not sized:
+        return []
+    return [
+        Section(
+            "What quantization.target has chosen, so that the end loss suffers least: the bits that a weight "
+            "takes.",
+            [mixture.width_map(run, width) for run in sized],
+        ),
+        Section(
+            "What more bytes would buy: the least divergence that is predicted at each size of the file.",
+            [mixture.size_curve(run, width) for run in sized],
+        ),
+    ]
 
 
 def render(runs: Sequence[StoredRun], drawn: Sequence[Section]) -> str:

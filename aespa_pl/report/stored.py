@@ -22,6 +22,7 @@ from aespa_pl.run.schema import (
     ShownBlock,
     ShownDescription,
     ShownJournal,
+    ShownMixture,
     first_problem,
     parse,
 )
@@ -45,6 +46,8 @@ class StoredRun:
     """The seconds of the end-to-end tuning, by phase, under ``seconds``."""
     shape: Mapping[str, float] = field(default_factory=dict)
     """``weights`` (number) and ``bits_per_weight``, of the projections of the finished blocks."""
+    mixture: ShownMixture | None = None
+    """What was chosen for ``quantization.target``; None where there is none."""
     notes: tuple[str, ...] = ()
     """Sentences about what is missing or damaged, and what to do about it."""
 
@@ -107,6 +110,7 @@ def read_run(folder: Path) -> StoredRun:
         versions=_versions(folder / "model" / DESCRIPTION, notes),
         tuned=tuned,
         shape=_shape(folder, blocks, quantization, notes),
+        mixture=_mixture(folder / "mixture.json", notes),
         notes=(*notes, *of_metrics),
     )
 
@@ -140,6 +144,14 @@ def _versions(path: Path, notes: list[str]) -> dict[str, Any]:
     except (OSError, DamagedFileError) as error:
         notes.append(f"{path.name} cannot be read ({error}).")
         return {}
+
+
+def _mixture(path: Path, notes: list[str]) -> ShownMixture | None:
+    try:
+        return parse(ShownMixture, path) if path.exists() else None
+    except (OSError, DamagedFileError) as error:
+        notes.append(f"{path.name} cannot be read ({error}), so its map and curve are not shown.")
+        return None
 
 
 def _listed(damaged: list[str], most: int = 3) -> str:

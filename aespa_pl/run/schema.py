@@ -170,6 +170,16 @@ class ShownDescription(Strict):
     versions: dict[str, Any] = {}
 
 
+class ShownMixture(Strict):
+    """Defines mixture.json: what was chosen for a size, and what is predicted of it."""
+
+    chosen: dict[str, str]
+    predicted: Number
+    bytes: int
+    curve: list[tuple[int, Number]]
+    others: dict[str, tuple[int, Number]]
+
+
 class Version(Strict):
     """Defines what is read of a journal first: its format, which says whether the rest can be read."""
 

@@ -23,11 +23,9 @@ class Mixture:
     @property
     def words(self) -> str:
         """Return types, size and prediction in words."""
-        counts = Counter(self.chosen.values())
-        kinds = ", ".join(f"{count} x {_kind(c)}" for c, count in sorted(counts.items()))
         return (
-            f"{kinds}: a file of {self.bytes / 1e6:.2f} MB, predicted KL divergence {self.predicted:.3g} "
-            "nats per token"
+            f"{counted(self.chosen)}: a file of {self.bytes / 1e6:.2f} MB, predicted KL divergence "
+            f"{self.predicted:.3g} nats per token"
         )
 
     def lines(self) -> list[str]:
@@ -44,6 +42,12 @@ class Mixture:
             )
             for name, kinds in of_name.items()
         ]
+
+
+def counted(chosen: Mapping[str, str]) -> str:
+    """Return how many projections have each type, or bits, in words."""
+    counts = Counter(chosen.values())
+    return ", ".join(f"{count} x {_kind(c)}" for c, count in sorted(counts.items()))
 
 
 def _kind(chosen: str) -> str:

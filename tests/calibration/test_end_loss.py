@@ -47,6 +47,7 @@ def _whole_model(
         module.register_forward_hook(lambda _m, _x, y, n=name: outputs.update({n: y}))
     embedding.requires_grad = True
     for segment in ids:
+        outputs.clear()
         with torch.enable_grad():
             logits = logits_of(model, segment[None])[0]
             labels = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
@@ -58,23 +59,30 @@ def _whole_model(
     return inner, squares if leaves else None
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-grouped", "opt", "bloom", "granite", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-grouped", "opt", "bloom", "granite", "mixtral"])
 def test_moments_are_those_of_one_backward_pass_of_the_whole_model(
     name: str, tmp_path: Path
 ) -> None:
     model, ids = make_model(name, torch.float32), make_ids(3)
     found = seen(model, ids, tmp_path)
-    inner, squares = _whole_model(model, ids)
     family, count = family_of(model.config), ids.numel()
+    family.unfuse(model)
+    inner, squares = _whole_model(model, ids)
+    compared = 0
     for block, layout in enumerate(family.layouts(model.config)):
         for p in layout.projections:
-            whole = torch.cat(inner[f"{family.block_prefix(block)}{p.module}"])  # [tokens, rows]
+            path = f"{family.block_prefix(block)}{p.module}"
+            if path not in inner:  # an expert that no token has chosen
+                continue
+            whole = torch.cat(inner[path])  # [tokens, rows]
+            compared += 1
             parts = whole.square().sum(0) / count
             if p.fused[1] > 1:
                 parts = parts.view(-1, p.fused[1], layout.head_dim)[:, p.fused[0]].flatten()
             torch.testing.assert_close(
                 found[f"{block}.{p.name}"].gradients, parts, rtol=1e-3, atol=1e-9
             )
+    assert compared >= 15
     if squares is not None:
         torch.testing.assert_close(
             found["None.embedding"].gradients, squares / count, rtol=1e-3, atol=1e-9
