@@ -24,7 +24,10 @@ families = pytest.mark.parametrize("name", ["llama-block", "opt-block", "bloom-b
 grids = pytest.mark.parametrize("group_size", [None, 32, 128])
 ends = pytest.mark.parametrize(
     "name",
-    ["llama-untied", "llama-biased", "llama-uneven", "opt-350m", "qwen2", "qwen3", "mistral"],
+    [
+        *("llama-untied", "llama-biased", "llama-uneven", "opt-350m", "qwen2", "qwen3", "mistral"),
+        *("granite", "smollm3", "ministral3", "fused", "gemma2", "gemma3", "olmo3", "exaone4"),
+    ],
 )
 
 

@@ -17,7 +17,7 @@ from tests.export.conftest import MakeRun
 from tests.export.runs import CONFIGS, Known, dequantized, save_original
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom", "fused"])
 def test_matrices_of_a_block_are_the_runs(name: str, known: MakeRun) -> None:
     run = known(name, 3, 32)
     model = QuantizedModel.open(run.folder)
