@@ -177,12 +177,19 @@ def refuse_tokenizer(folder: Path) -> None:
     content = _tokenizer(folder)
     if not content["model"].get("byte_fallback"):
         splitting_rule(content, folder)
-    elif unknown := {step["type"] for step in _steps(content)} - SENTENCEPIECE_STEPS:
+    elif unknown := {step["type"] for step in _acting(_steps(content))} - SENTENCEPIECE_STEPS:
         raise UserError(
             f"--format gguf: llama.cpp's SentencePiece does not change or split text as "
             f"{folder / 'tokenizer.json'} does ({', '.join(sorted(unknown))}): use --format "
             "compressed-tensors"
         )
+
+
+def _acting(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the steps but for a split at spaces behind a step that replaces them all (Gemma)."""
+    spaces = {"String": " "}
+    replaced = any(s["type"] == "Replace" and s["pattern"] == spaces for s in steps)
+    return [s for s in steps if not (replaced and s["type"] == "Split" and s["pattern"] == spaces)]
 
 
 def _steps(content: dict[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.normalizers import Replace
+from tokenizers.pre_tokenizers import Metaspace, Split
 from transformers import AutoTokenizer
 
 from aespa_pl.export.agreement import compare
@@ -90,14 +91,24 @@ def tokenized(file: Path, text: str) -> list[int]:
 
 
 @llama_cpp
-def test_llama_cpp_splits_text_as_sentencepiece_does(fresh: Known, tmp_path: Path) -> None:
-    """As transformers 5 writes a tokenizer.model: spaces are Metaspace's, bytes stand for the unknown."""
+@pytest.mark.parametrize("space_first", [True, False])
+def test_llama_cpp_splits_text_as_sentencepiece_does(
+    *, space_first: bool, fresh: Known, tmp_path: Path
+) -> None:
+    """As transformers 5 writes a tokenizer.model: spaces are Metaspace's, bytes stand for the unknown.
+
+    Gemma's spaces are replaced, and a split at spaces behind that finds none.
+    """
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("a", "t"), ("▁", "c"), ("▁c", "at")]
     pieces = ["<unk>", *byte_tokens, *"▁theca", *map("".join, merges)]
     bpe = BPE({t: i for i, t in enumerate(pieces)}, merges, byte_fallback=True, unk_token="<unk>")
     tokenizer = Tokenizer(bpe)
-    tokenizer.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)
+    if space_first:
+        tokenizer.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = Replace(" ", "▁")
+        tokenizer.pre_tokenizer = Split(" ", "merged_with_previous")
     tokenizer.save(str(fresh.original / "tokenizer.json"))
     write(fresh, tmp_path / "out")
     text = "the cat's hats  at the\n theatre, naïve 日本 "
