@@ -112,8 +112,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
             "logits_scaling": 5.0,
         },
     ),
-    "smollm3": lambda: config(SmolLM3Config, LLAMA, PLAIN, {"no_rope_layers": [1, 0, 1]}),
-    "smollm3-window": lambda: config(
+    "smollm3": lambda: config(
         SmolLM3Config,
         LLAMA,
         PLAIN,
@@ -138,7 +137,6 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
             },
         },
     ),
-    "phi3": lambda: config(Phi3Config, LLAMA, PLAIN),
     "phi3-partial": lambda: config(
         Phi3Config,
         LLAMA,
@@ -148,6 +146,21 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
             "num_key_value_heads": 3,
             "partial_rotary_factor": 0.5,
             "sliding_window": WINDOW,
+        },
+    ),
+    "phi3": lambda: config(
+        Phi3Config,
+        LLAMA,
+        PLAIN,
+        {
+            "original_max_position_embeddings": 6,  # a segment is longer, and takes the long factors
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2],
+                "long_factor": [1.0, 2.0, 4.0],
+                "original_max_position_embeddings": 6,
+            },
         },
     ),
     "gemma2": lambda: config(
