@@ -177,3 +177,15 @@ def test_roles_by_name_are_the_layouts() -> None:
     for name in EXAMPLES:
         for p in example(name)[1].projections:
             assert p.role is Role(role(p.name))
+
+
+def test_weights_beyond_what_scales_in_float16_reach_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    block, layout = example("opt")
+    with torch.no_grad():
+        linear(block, "self_attn.q_proj").weight[0, 0] = 1e8
+    quantized = begin(block, layout, make_statistics(block, layout))
+    assert [m for m in caplog.messages if "block 0, q_proj: weights up to 1e+08" in m]
+    assert len(caplog.messages) == 1
+    assert quantized.projections["q_proj"].folded_grid.scale.isfinite().all()
