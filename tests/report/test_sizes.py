@@ -4,6 +4,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from aespa_pl.report.stored import read_run
@@ -41,7 +42,7 @@ def test_widths_and_curve_are_those_of_the_choice(tmp_path: Path) -> None:
     assert numbers == {"2.62", "4.50", "8.50"}  # 84, 144 bytes of 256 weights, 34 of 32
     assert curve.figure is not None
     (axes,) = curve.figure.axes
-    assert axes.lines[0].get_xydata()[:, 0].tolist() == [0.8, 1.0, 1.1]
+    assert np.asarray(axes.lines[0].get_xdata()).tolist() == [0.8, 1.0, 1.1]
     assert [text.get_text() for text in axes.texts] == ["Q3_K_S"]
     assert "0.02 nats per token are predicted for 1,000,000 bytes" in curve.caption
     assert "Measured are 0.025 on wiki" in curve.caption
