@@ -135,8 +135,8 @@ def main(
     job = Job.prepare(settings, torch.device("cpu"))
     if partial:
         job = replace(job, quantization=replace(job.quantization, types={}))
-    sets = [_calibration(job, name)[:segments] for name in calibration]
-    ids = _evaluation(job, evaluation)
+    sets = [calibration_ids(job, name)[:segments] for name in calibration]
+    ids = evaluation_ids(job, evaluation)
     bars = {}
     if nearest:
         bars["original"] = evaluate(job, job.pretrained, {"": ids})[""]
@@ -156,7 +156,8 @@ def main(
             file.write(json.dumps(row) + "\n")
 
 
-def _calibration(job: Job, name: str) -> Tensor:
+def calibration_ids(job: Job, name: str) -> Tensor:
+    """Return the calibration segments of a file, or of ``SOURCE@SEED``."""
     if name.endswith(".safetensors"):
         return load_file(name)["ids"].long()
     source, _, seed = name.partition("@")
@@ -164,7 +165,8 @@ def _calibration(job: Job, name: str) -> Tensor:
     return replace(job, data=replace(job.data, calibration=settings)).calibration()
 
 
-def _evaluation(job: Job, name: str) -> Tensor:
+def evaluation_ids(job: Job, name: str) -> Tensor:
+    """Return the segments of a file, or of a text, that is measured on."""
     if name.endswith(".safetensors"):
         return load_file(name)["ids"].long().view(-1, job.segment_length)
     settings = replace(job.data.evaluation, texts=[name])

@@ -65,7 +65,7 @@ def predicted(
     """Return the predicted rise of the end loss, in nats per token.
 
     Args:
-        W: The matrix.
+        W: The matrix, in any type.
         gradients: Second moments of the gradient, of each row (one column) or of each weight.
         D: Of its columns.
         form: Bits and groups, or the block type, of its grid.
@@ -73,9 +73,11 @@ def predicted(
     """
     mass = gradients.sum(1)
     if len(W) <= count:
-        return 0.5 * float((row_losses(W, D, form) * gradients).sum())
+        return 0.5 * float((row_losses(W.float(), D, form) * gradients).sum())
+    if not bool(mass.any()):
+        return 0.0
     rows = sampled_rows(mass, count)
     rows, times = rows.unique(return_counts=True)
     shares = gradients[rows] / mass[rows, None] * times[:, None]
-    mean = (row_losses(W[rows], D, form) * shares).sum() / count
+    mean = (row_losses(W[rows].float(), D, form) * shares).sum() / count
     return 0.5 * float(mean * mass.sum())

@@ -21,6 +21,7 @@ COMMON = {
     "quantization.method": "aespa-tuned, aespa, aespa-fast, rtn ... (docs/methods.md)",
     "quantization.bits": "bits of a weight, 2 to 8",
     "quantization.group_size": "columns that share a scale; null: the whole row",
+    "quantization.target": "file size (3.5 GB) or bits a weight to choose types or bits for",
     "output.name": "name of the run, whose folder is output.folder/NAME/version_N",
     "trainer.accelerator": "auto, cpu or gpu",
     "trainer.devices": "number of devices",

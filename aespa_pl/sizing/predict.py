@@ -70,4 +70,4 @@ def _columns(seen: Seen, damping: float) -> Tensor:
 
 def _predicted(seen: Seen, D: Tensor, candidate: str, settings: QuantizationSettings) -> float:
     gradients = seen.gradients if seen.gradients.dim() > 1 else seen.gradients[:, None]
-    return predicted(seen.weight.float(), gradients, D, form_of(candidate, settings), ROWS)
+    return predicted(seen.weight, gradients, D, form_of(candidate, settings), ROWS)

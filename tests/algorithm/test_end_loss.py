@@ -61,3 +61,8 @@ def test_few_rows_predict_nearly_what_all_do() -> None:
     whole = predicted(W, gradients, D, form, 400)
     # the losses of rows scatter by about a quarter, and the mean of 100 by a tenth of that
     assert predicted(W, gradients, D, form, 100) == pytest.approx(whole, rel=0.1)
+
+
+def test_a_matrix_without_influence_costs_nothing() -> None:
+    W, D = torch.randn(40, 32), torch.ones(32)
+    assert predicted(W, torch.zeros(40, 1), D, GridFormat(2), 10) == 0
