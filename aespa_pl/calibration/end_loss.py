@@ -143,7 +143,7 @@ def _through_block(
         for name, value in zip(seen.outputs, of_outputs, strict=True):
             moments.add(moments.outputs, name, _squares(value))
         for group, name in of_group.items():
-            if name in seen.inputs:  # no token of the segment may have chosen an expert
+            if name in seen.inputs and seen.inputs[name].numel():  # an expert may have got no token
                 moments.add_inputs(group, seen.inputs[name])
     return moments
 

@@ -8,7 +8,7 @@ from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.evaluation.size import SCALE_BITS
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES
 from aespa_pl.export.gguf_size import padded
-from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.family import BlockLayout, Projection
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 
@@ -94,14 +94,22 @@ def form_of(candidate: str, settings: QuantizationSettings) -> GridFormat:
 def _in_blocks(
     layouts: tuple[BlockLayout, ...], shape: Shape
 ) -> list[tuple[tuple[str, ...], int, int]]:
-    """Return keys, rows and columns of the matrices of all blocks."""
+    """Return keys, rows and columns of the matrices of all blocks; all experts of one have the same."""
     found = []
     for block, layout in enumerate(layouts):
         of_module: dict[str, list[str]] = {}
         for p in layout.projections:
-            of_module.setdefault(p.module, []).append(p.name)
+            of_module.setdefault(_matrix_of(p, layout), []).append(p.name)
         for names in of_module.values():
             each = [shape.of_blocks[block][name] for name in names]
             keys = tuple(f"{block}.{name}" for name in names)
             found.append((keys, sum(m.rows for m in each), each[0].columns))
     return found
+
+
+def _matrix_of(projection: Projection, layout: BlockLayout) -> str:
+    """Return what projections with one candidate share: their module; of experts the name in theirs."""
+    mixture = layout.mixture
+    if mixture is not None and projection.module.startswith(f"{mixture.experts}."):
+        return projection.module.rpartition(".")[2]
+    return projection.module

@@ -3,9 +3,13 @@
 import pytest
 
 from aespa_pl.errors import UserError
+from aespa_pl.models import family_of
+from aespa_pl.planning.shape import Shape
+from aespa_pl.settings import QuantizationSettings
 from aespa_pl.sizing.choose import Choices, limit_of
-from aespa_pl.sizing.matrices import SizedMatrix, fitting_types
+from aespa_pl.sizing.matrices import SizedMatrix, fitting_types, uniform_matrices
 from aespa_pl.sizing.target import Target
+from tests.models.examples import EXAMPLES
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,20 @@ def test_limits_are_named_with_what_else_the_file_holds() -> None:
         limit_of(Target(None, 1.9), 1.9, found, 0)
     with pytest.raises(UserError, match=r"can have 2.001 to 2.000 MB"):
         limit_of(Target(1e3, None), "1 kB", found, 2_000_000)
+
+
+def test_all_experts_of_a_block_get_the_same_bits() -> None:
+    config = EXAMPLES["mixtral"]()
+    family = family_of(config)
+    shape, layouts = Shape.of(config, family), family.layouts(config)
+    found = uniform_matrices(layouts, shape, QuantizationSettings(), {})
+    experts = int(config.num_local_experts)
+    assert sorted(len(m.keys) for m in found) == sorted(3 * ([1] * 4 + [experts] * 3))
+    every = [matrix for of_block in shape.of_blocks for matrix in of_block.values()]
+    assert sum(m.weights for m in found) == sum(matrix.rows * matrix.columns for matrix in every)
+    # 2 bits a weight; a scale of 16 bits and a zero point of 2 for each row
+    least = sum(matrix.rows * (2 * matrix.columns + 18) for matrix in every) / 8
+    assert sum(m.costs["2"] for m in found) == pytest.approx(least, abs=len(found))
 
 
 def test_rows_of_whole_large_blocks_have_types_of_llama_cpp_with_sub_scales() -> None:
