@@ -6,7 +6,7 @@ with the objectives of aespa (Eq. 27 and 28 of the paper).
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -25,6 +25,8 @@ from aespa_pl.algorithm.soft_kernels import (
 )
 from aespa_pl.algorithm.workspace import Workspace, chunk_elements
 
+Chunks = list[tuple[Tensor, ...]]
+"""Parts of rounding variables, base, gain, error and gradient."""
 CPU_CHUNK = 2**16
 """Elements for each thread; 2**15 to 2**17 were the fastest of 2**12 to 2**24."""
 
@@ -73,11 +75,8 @@ def start(
 ) -> tuple[SoftRounding, Float[Tensor, "heads rows d_in"]]:
     """Return the fixed part and the rounding variables B to start from.
 
-    Args:
-        W: Original weights: the loss is always measured against them.
-        updated: OPTQ's W': it decides which two integers each weight chooses between, and
-            ``h(B)`` starts as the fraction of ``W' / step``.
-        grid: Grid of the projection.
+    The loss is measured against the original weights W. OPTQ's W' (``updated``) decides which two integers
+    each weight chooses between, and ``h(B)`` starts as the fraction of ``W' / step``.
     """
     step, zero = grid.step(), grid.zero()
     whole, rest = split_zero(zero)
@@ -137,56 +136,61 @@ def rounding_loss(
 ) -> RoundingLoss:
     """Return loss and gradient of the soft rounding, with one product ``G dW H`` for both.
 
-    Args:
-        B: Rounding variables, contiguous, without autograd.
-        rounding: Numbers of the projection that stay fixed while B is learned.
-        H: Damped Hessian, an ``operand``.
-        G: Second moment of the other side (query and key projections), or None.
-        weight: lambda, the weight of the rounding loss ``sum(1 - |2 h(B) - 1| ** beta)``.
-        beta: Its exponent; None: no rounding loss.
-        workspace: Memory of intermediate results.
-        gradient: Tensor that the gradient is written to.
+    B is contiguous, H an ``operand``. The rounding loss ``lambda sum(1 - |2 h(B) - 1| ** beta)`` has the
+    ``weight`` lambda; there is none where beta is None. The gradient is written to ``gradient``.
     """
     workspace = workspace or Workspace()
     gradient = torch.empty_like(B) if gradient is None else gradient
-    losses = _loss_in_two_kernels if rounding.gain is None else _loss_in_chunks
-    reconstruction, penalty = losses(
-        B, rounding, H, G, weight=weight, beta=beta, workspace=workspace, gradient=gradient
-    )
+    dW = workspace.like("error", B)
+    chunks = []
+    if rounding.gain is None:
+        soft_error(B, rounding.base, **rounding.kernel_arguments(), out=dW)
+    else:
+        chunks = _chunks(B, rounding.base, rounding.gain, dW, gradient)
+        _error_in_chunks(chunks, workspace)
+    if G is None:
+        error_product(dW, H, out=gradient)
+    else:
+        multiply(G, operand(error_product(dW, H, out=workspace.like("product", dW))), out=gradient)
+    if rounding.gain is None:
+        reconstruction = torch.dot(dW.view(-1), gradient.view(-1))
+        # a tensor, because a kernel is compiled for each value of a number, and for None
+        exponent = B.new_full((), beta or 2)
+        penalty = soft_penalty(B, exponent) if beta else B.new_zeros(())
+        pushing: dict[str, Any] = {"exponent": exponent, "weight": weight if beta else 0.0}
+        soft_gradient(B, **rounding.kernel_arguments(), **pushing, gradient=gradient)
+    else:
+        reconstruction, penalty = _gradient_in_chunks(chunks, weight, beta, workspace)
     if beta is not None:
         penalty = weight * (penalty + B.numel())
     return RoundingLoss(reconstruction, penalty, gradient)
 
 
-def _loss_in_chunks(
-    B: Tensor,
-    rounding: SoftRounding,
-    H: Tensor,
-    G: Tensor | None,
-    *,
-    weight: float,
-    beta: float | None,
-    workspace: Workspace,
-    gradient: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Write the gradient; return the loss, and the penalty over its weight less the number of weights.
+def _chunks(*tensors: Tensor) -> Chunks:
+    """Return tensors of one shape in parts that stay in a processor's cache."""
+    size = chunk_elements(tensors[0], cpu=CPU_CHUNK, accelerator=tensors[0].numel())
+    return list(zip(*(x.view(-1).split(size) for x in tensors), strict=True))
 
-    Element by element in chunks that stay in the processor's cache.
-    """
-    gain = cast(Tensor, rounding.gain)
-    dW = workspace.like("error", B)
-    size = chunk_elements(B, cpu=CPU_CHUNK, accelerator=B.numel())
-    flat = (x.view(-1).split(size) for x in (B, rounding.base, gain, dW, gradient))
-    chunks = list(zip(*flat, strict=True))
-    for b, base, step, error, _ in chunks:
+
+def _error_in_chunks(chunks: Chunks, workspace: Workspace) -> None:
+    """Write the error ``base + gain h(B)``."""
+    for b, base, gain, error, _ in chunks:
         h = workspace.like("h", b)
         torch.sigmoid(b, out=h).mul_(STRETCH).sub_((STRETCH - 1) / 2).clamp_(0, 1)
-        torch.addcmul(base, step, h, out=error)
-    _product(dW, H, G, workspace, gradient)
-    reconstruction, penalty = torch.zeros_like(B[0, 0, 0]), torch.zeros_like(B[0, 0, 0])
-    for b, _, step, error, g in chunks:
+        torch.addcmul(base, gain, h, out=error)
+
+
+def _gradient_in_chunks(
+    chunks: Chunks, weight: float, beta: float | None, workspace: Workspace
+) -> tuple[Tensor, Tensor]:
+    """Turn ``G dW H``, half of d reconstruction / d dW, into the gradient with respect to B, in place.
+
+    It returns the loss, and the penalty over its weight less the number of weights.
+    """
+    reconstruction, penalty = (chunks[0][0].new_zeros(()) for _ in range(2))
+    for b, _, gain, error, g in chunks:
         reconstruction += torch.dot(error, g)
-        g.mul_(step)  # half of d reconstruction / d h
+        g.mul_(gain)  # half of d reconstruction / d h
         sigmoid, centred = workspace.like("sigmoid", b), workspace.like("centred", b)
         torch.sigmoid(b, out=sigmoid)
         torch.mul(sigmoid, 2 * STRETCH, out=centred).sub_(STRETCH)  # 2 h - 1 before the clamp
@@ -202,45 +206,6 @@ def _loss_in_chunks(
         torch.ops.aten.sigmoid_backward.grad_input(g, sigmoid, grad_input=g)
         g.mul_(2 * STRETCH)
     return reconstruction, penalty
-
-
-def _loss_in_two_kernels(
-    B: Tensor,
-    rounding: SoftRounding,
-    H: Tensor,
-    G: Tensor | None,
-    *,
-    weight: float,
-    beta: float | None,
-    workspace: Workspace,
-    gradient: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Do the same as ``_loss_in_chunks`` with one kernel before the product and one after it.
-
-    The exponent is a tensor, because a kernel is compiled for each value of a number.
-    """
-    dW = workspace.like("error", B)
-    soft_error(B, rounding.base, **rounding.kernel_arguments(), out=dW)
-    _product(dW, H, G, workspace, gradient)
-    reconstruction = torch.dot(dW.view(-1), gradient.view(-1))
-    # None in its place would be one more kernel
-    exponent, weight = B.new_full((), beta or 2), weight if beta else 0.0
-    penalty = soft_penalty(B, exponent) if beta else B.new_zeros(())
-    soft_gradient(
-        B, **rounding.kernel_arguments(), exponent=exponent, weight=weight, gradient=gradient
-    )
-    return reconstruction, penalty
-
-
-def _product(
-    dW: Tensor, H: Tensor, G: Tensor | None, workspace: Workspace, gradient: Tensor
-) -> None:
-    """Write ``G dW H``, half of d reconstruction / d dW, to where the gradient goes."""
-    if G is None:
-        error_product(dW, H, out=gradient)
-    else:
-        P = error_product(dW, H, out=workspace.like("product", dW))
-        multiply(G, operand(P), out=gradient)
 
 
 def decide(

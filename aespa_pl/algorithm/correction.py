@@ -30,9 +30,6 @@ def corrected_weights(
     """Return ``W + alpha shift H^-1``, and the extra damping of each H.
 
     The shift is ``E[(Y_fp - Y) X^T]``, scaled as H; without a residual stream it is ``W E[(X_fp - X) X^T]``.
-
-    Raises:
-        NumericalError: H cannot be factored even with 100 times its mean diagonal added.
     """
     # where heads share H, there is one problem with the rows of all
     solved, added = solve(H, shift.flatten(0, 1)[None] if len(H) == 1 else shift)

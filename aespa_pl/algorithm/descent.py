@@ -12,7 +12,7 @@ problem; Eq. 17, 21 and 22 of the paper are its quadratic forms). Tiles of colum
 Here a *unit* is what can be minimized alone: a row, or a head where G couples its rows or its H is its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -74,41 +74,29 @@ def descend(
     """
     small = G is not None and len(W) * COUPLED_ROWS * W.shape[-1] <= ONE_THREAD
     with one_thread(where=small and W.device.type == "cpu"):
-        return _descend(integers, W, grid, H, G, passes=passes, heads_alone=heads_alone)
-
-
-def _descend(
-    integers: Real[Tensor, "heads rows d_in"],
-    W: Float[Tensor, "heads rows d_in"],
-    grid: Grid,
-    H: Float[Tensor, "#heads d_in d_in"],
-    G: Float[Tensor, "heads rows rows"] | None,
-    *,
-    passes: int,
-    heads_alone: bool,
-) -> Descent:
-    units = _Units.of(integers, W, grid, H, G)
-    if G is None and H.shape[0] == 1 and not heads_alone:
-        units = units.rows_alone()
-    before = units.loss()  # [units, separable]
-    current, loss = units.integers.clone(), before.sum(-1)
-    taken, left = torch.zeros_like(loss, dtype=torch.long), torch.arange(len(loss), device=W.device)
-    losses = [loss]
-    for done in range(1, passes + 1):
-        units.visit()
-        current.index_copy_(0, left, units.integers)
-        taken[left] = done
-        now = units.loss().sum(-1)
-        losses.append(losses[-1].index_copy(0, left, now))
-        going = ((now < loss) & (now <= (1 - LEAST_GAIN) * loss)).nonzero()[:, 0]
-        if not going.numel():
-            break
-        left, loss, units = left[going], now[going], units.some(going)
-    current = current.view_as(integers)
-    after = reconstruction_loss(dequantize(current, grid) - W, H, G)
-    kept = keep_better(integers, before.view_as(after), current.to(integers.dtype), after)
-    by_head = torch.stack(losses).view(len(losses), len(W), -1).sum(-1).T
-    return Descent(kept, taken.view(len(W), -1).amax(-1), before.view_as(after), by_head)
+        units = _Units.of(integers, W, grid, H, G)
+        if G is None and H.shape[0] == 1 and not heads_alone:
+            units = units.rows_alone()
+        before = units.loss()  # [units, separable]
+        current, loss = units.integers.clone(), before.sum(-1)
+        taken = torch.zeros_like(loss, dtype=torch.long)
+        left = torch.arange(len(loss), device=W.device)
+        losses = [loss]
+        for done in range(1, passes + 1):
+            units.visit()
+            current.index_copy_(0, left, units.integers)
+            taken[left] = done
+            now = units.loss().sum(-1)
+            losses.append(losses[-1].index_copy(0, left, now))
+            going = ((now < loss) & (now <= (1 - LEAST_GAIN) * loss)).nonzero()[:, 0]
+            if not going.numel():
+                break
+            left, loss, units = left[going], now[going], units.some(going)
+        current = current.view_as(integers)
+        after = reconstruction_loss(dequantize(current, grid) - W, H, G)
+        kept = keep_better(integers, before.view_as(after), current.to(integers.dtype), after)
+        by_head = torch.stack(losses).view(len(losses), len(W), -1).sum(-1).T
+        return Descent(kept, taken.view(len(W), -1).amax(-1), before.view_as(after), by_head)
 
 
 def _diagonal(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"]:
@@ -186,23 +174,24 @@ class _Units:
 
     def rows_alone(self) -> "_Units":
         """Return the same weights with each row as a unit."""
-        q, errors, step, newton, R = (x.flatten(0, 1)[:, None] for x in self._weights())
-        return _Units(q, errors, step, newton, R, self.H, self.groups, None, self.largest)
+        return self._with_weights(lambda x: x.flatten(0, 1)[:, None])
 
     def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
         """Return some of the units, in their order."""
         if len(chosen) == len(self.errors):
             return self
-        q, errors, step, newton, R = (x.index_select(0, chosen) for x in self._weights())
-        H, groups = self.H, self.groups
-        if len(H) > 1:
-            H, groups = H[chosen], [[columns.some(chosen) for columns in group] for group in groups]
-        G = None if self.G is None else self.G[chosen]
-        return _Units(q, errors, step, newton, R, H, groups, G, self.largest)
+        units = self._with_weights(lambda x: x.index_select(0, chosen))
+        if len(self.H) > 1:
+            units.H = self.H[chosen]
+            units.groups = [[columns.some(chosen) for columns in group] for group in self.groups]
+        units.G = None if self.G is None else self.G[chosen]
+        return units
 
-    def _weights(self) -> tuple[Tensor, ...]:
-        """Return the fields that have a number for each weight."""
-        return self.integers, self.errors, self.step, self.newton, self.R
+    def _with_weights(self, change: Callable[[Tensor], Tensor]) -> "_Units":
+        """Return the same with the fields changed that have a number for each weight."""
+        weights = (self.integers, self.errors, self.step, self.newton, self.R)
+        q, errors, step, newton, R = map(change, weights)
+        return _Units(q, errors, step, newton, R, self.H, self.groups, self.G, self.largest)
 
     def loss(self) -> Float[Tensor, "units separable"]:
         """Return the objective of each unit in its independent parts: rows, or with G the head."""

@@ -30,14 +30,9 @@ def inverse_factor(
 ) -> tuple[Float[Tensor, "heads d_in d_in"], Float[Tensor, " heads"]]:
     """Return the upper Cholesky factor of ``H^-1`` and the damping that each head took.
 
-    Each head is damped on its own, so that its factor does not depend on the heads beside it.
-
-    Returns:
-        U with ``U^T U = H^-1``, and by head the fraction of the mean diagonal that was added to make the
-        factorization work: 0 where none was needed.
-
-    Raises:
-        NumericalError: A head cannot be factored even with 100 times its mean diagonal added.
+    U has ``U^T U = H^-1``. The damping is the fraction of the mean diagonal that was added to make the
+    factorization work, 0 where none was needed. Each head has its own, so that its factor does not depend on
+    the heads beside it; a NumericalError says that 100 times the mean diagonal was not enough.
     """
     added = H.new_zeros(len(H))
     upper, usable = _inverse_upper(H)
@@ -51,12 +46,9 @@ def inverse_factor(
 def solve(
     H: Float[Tensor, "heads d_in d_in"], B: Float[Tensor, "heads rows d_in"]
 ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, " heads"]]:
-    """Return ``B H^-1`` and the damping that each head took, one head after the other.
+    """Return ``B H^-1`` and the damping of each head, found as in ``inverse_factor``.
 
-    A factor takes as much memory as H.
-
-    Raises:
-        NumericalError: A head cannot be solved even with 100 times its mean diagonal added.
+    The heads are solved one after the other, because a factor takes as much memory as H.
     """
     solved, added = torch.empty_like(B), H.new_zeros(len(H))
     for h in range(len(H)):
@@ -92,11 +84,7 @@ def _damped(H: Tensor, added: Tensor) -> Tensor:
 
 
 def _raise_damping(added: Tensor, failed: Tensor) -> None:
-    """Raise, in place, the damping of the heads that failed, tenfold.
-
-    Raises:
-        NumericalError: There is no more to try.
-    """
+    """Raise, in place, the damping of the heads that failed, tenfold, while there is more to try."""
     if bool((added[failed] >= LAST_EXTRA_DAMPING / 2).any()):
         raise NumericalError(
             f"a matrix cannot be factored even with {LAST_EXTRA_DAMPING:g} times its mean diagonal added"

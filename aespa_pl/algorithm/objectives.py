@@ -22,12 +22,8 @@ def error_product(
 ) -> Float[Tensor, "heads rows d_in"]:
     """Return ``G dW H``, or ``dW H`` without G.
 
-    Args:
-        dW: Quantization error, split into heads.
-        H: Hessian, an ``operand``; one for all heads, or one a head (the value projection).
-        G: Second moment of the *other* side of the attention score, keys for the query projection
-            and queries for the key projection; None for every other projection.
-        out: Contiguous tensor that ``dW H`` is written to; None: new memory.
+    H is an ``operand``, one for all heads or one a head (the value projection). Query and key projection have
+    a G, of the *other* side of the attention score. ``dW H`` is written to ``out``, which is contiguous.
     """
     if H.shape[0] == 1:  # one large product instead of a batch of small ones
         flat = None if out is None else out.view(-1, out.shape[-1])
@@ -42,12 +38,7 @@ def reconstruction_loss(
     H: Float[Tensor, "#heads d_in d_in"],
     G: Float[Tensor, "heads rows rows"] | None = None,
 ) -> Float[Tensor, "heads separable"]:
-    """Return ``tr(G dW H dW^T)`` in its independent parts.
-
-    Returns:
-        ``[heads, rows]`` without G, where each row's loss depends on that row alone, and
-        ``[heads, 1]`` with G, which couples the rows of a head.
-    """
+    """Return ``tr(G dW H dW^T)`` in its independent parts: rows, or with G, which couples rows, heads."""
     parts = (dW * error_product(dW, H, G)).sum(-1)  # [heads, rows]
     return parts if G is None else parts.sum(-1, keepdim=True)
 

@@ -5,13 +5,14 @@ Source: Frantar et al., "OPTQ: Accurate Quantization for Generative Pre-trained 
 """
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from aespa_pl.algorithm.hessian import inverse_factor
-from aespa_pl.algorithm.quantizer import Grid, split_zero
+from aespa_pl.algorithm.quantizer import Grid, dequantize, split_zero
 from aespa_pl.algorithm.workspace import chunk_elements
 
 LAZY_COLUMNS = 128
@@ -31,12 +32,8 @@ def update_weights(
 ]:
     """Visit the columns in order of decreasing ``H_jj``, round each, compensate in those to come.
 
-    Returns:
-        The value that each weight had at the moment it was about to be rounded, the integer that it
-        was rounded to, and the extra damping that the factorization of each H took (0: none).
-
-    Raises:
-        NumericalError: An H cannot be factored.
+    It returns the value that each weight had when it was about to be rounded, the integer that it was rounded
+    to, and the extra damping that the factorization of each H took (0: none).
     """
     elements = chunk_elements(W, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
     size = max(1, elements // W.shape[-1] ** 2) if H.shape[0] > 1 else W.shape[0]
@@ -47,6 +44,39 @@ def update_weights(
         parts.append((*round_columns(W[i : i + size], columns, grid.heads(i, size)), columns.added))
     visited, integers, added = zip(*parts, strict=True)
     return torch.cat(visited), torch.cat(integers), torch.cat(added)
+
+
+def update_rows(
+    W: Float[Tensor, "heads rows d_in"],
+    H: Float[Tensor, "1 d_in d_in"],
+    G: Float[Tensor, "heads rows rows"],
+    grid: Grid,
+) -> tuple[
+    Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]
+]:
+    """Round row after row of every head, and compensate in the rows to come.
+
+    With ``U^T U = G^-1`` and the row ``w_i`` as it was before its first column was rounded to ``q_i``, row
+    k > i moves by ``- (w_i - q_i) U_ik / U_ii``: the sum of OPTQ's updates over the columns of row i.
+
+    It returns what ``update_weights`` does; the extra damping is the largest that H and G took. This is BoA
+    ("BoA: Attention-aware Post-training Quantization without Backpropagation", arXiv 2406.13474). The loss of
+    a query or key projection is ``tr(G dW H dW^T)``: its Hessian is the Kronecker product of ``G`` and ``H``,
+    and so is the factor of its inverse. The errors of a row are compensated in its own later columns, through
+    H, and in the later rows, through both.
+    """
+    U, added = inverse_factor(G)
+    columns = factor_columns(H)
+    pending, visited, integers = W.clone(), torch.empty_like(W), torch.empty_like(W)
+    for i in range(W.shape[1]):
+        row = slice(i, i + 1)
+        of_row = grid.merged(itemgetter((slice(None), row)))
+        visited[:, row], integers[:, row] = round_columns(pending[:, row], columns, of_row)
+        # before the row's own compensation: that moved the error to later columns, it didn't undo it
+        lost = pending[:, row] - dequantize(integers[:, row], of_row)  # [heads, 1, d_in]
+        ratio = (U[:, i, i + 1 :] / U[:, i, i, None])[..., None]  # [heads, later rows, 1]
+        pending[:, i + 1 :] -= ratio * lost
+    return visited, integers, torch.maximum(columns.added, added.max())
 
 
 @dataclass(frozen=True)
@@ -61,15 +91,9 @@ class FactoredColumns:
 
 
 def factor_columns(H: Float[Tensor, "heads d_in d_in"]) -> FactoredColumns:
-    """Order the columns by decreasing ``H_jj``, and factor the inverse.
-
-    Raises:
-        NumericalError: An H cannot be factored.
-    """
+    """Order the columns by decreasing ``H_jj``, and factor the inverse."""
     d_in = H.shape[-1]
-    order = H.diagonal(dim1=-2, dim2=-1).argsort(
-        dim=-1, descending=True, stable=True
-    )  # [#heads, d]
+    order = H.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
     by_row = order[:, :, None].expand(-1, -1, d_in)
     ordered = H.gather(1, by_row).gather(2, by_row.transpose(1, 2))
     U, added = inverse_factor(ordered)

@@ -141,11 +141,7 @@ class QuantizedWeight:
     bits: int
 
     def __post_init__(self) -> None:
-        """Refuse integers and zero points that the bits don't hold.
-
-        Raises:
-            ValueError: One is too large.
-        """
+        """Refuse integers and zero points that the bits don't hold."""
         largest = max(
             (int(x.max()) for x in (self.integers, self.zero_point) if x.numel()), default=0
         )

@@ -19,11 +19,35 @@ import torch
 from jaxtyping import Float, Real
 from torch import Tensor
 
-from aespa_pl.algorithm.grid_types import Factors, round_to_half
+from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.grid_types import Factors, GridType, TypedWeight, round_to_half
 from aespa_pl.algorithm.objectives import reconstruction_loss
-from aespa_pl.algorithm.parabola import Parabola
-from aespa_pl.algorithm.quantizer import Grid, dequantize
+from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from aespa_pl.algorithm.tile import times
+from aespa_pl.algorithm.typed_grid import Parabola
+
+REFITS = 2
+"""Times that scales and minimums of a matrix without statistics are fitted to the integers, and these rounded
+again."""
+
+
+def rounded_rows(W: Float[Tensor, "rows d_in"], kind: GridType) -> TypedWeight:
+    """Return a matrix without statistics of its inputs, such as an embedding, in a type.
+
+    Each row is rounded by its own least squares. A row of an embedding has scales of its own, so how often
+    its token occurs changes nothing.
+    """
+    H = torch.eye(W.shape[1], device=W.device)[None]
+    zeta, factor = torch.ones(W.shape[1], device=W.device), torch.ones(1, len(W), device=W.device)
+    values = W[None].float()
+    grid: Grid = min_max_grid(values, zeta, GridFormat.of(kind)).in_half(factor)
+    q = quantize(values, grid)
+    for _ in range(REFITS):
+        grid = refit(q, values, grid, H, row_factor=factor)
+        q = quantize(values, grid)
+    if grid.factors is None:
+        raise ValueError(f"{kind.name} makes no grid")
+    return grid.factors.stored(q[0].to(torch.uint8))
 
 
 def refit(
@@ -35,15 +59,9 @@ def refit(
     *,
     row_factor: Float[Tensor, "heads rows"],
 ) -> Grid:
-    """Return a grid of the same type on which the integers have a loss that is not higher.
+    """Return a grid of the same type on which the integers, which stay, have a loss that is not higher.
 
-    Args:
-        integers: Integers, which stay.
-        W: Original weights.
-        grid: Grid so far.
-        H: Damped Hessian.
-        G: Second moment of the other side (query and key projections), or None.
-        row_factor: Factor of each row, with which d and d_min are stored.
+    H is damped. The ``row_factor`` is what d and d_min of each row are stored with.
     """
     factors = grid.factors
     if factors is None:

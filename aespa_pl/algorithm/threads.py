@@ -19,22 +19,15 @@ def keep_threads() -> None:
 
 @contextmanager
 def one_thread(*, where: bool) -> Iterator[None]:
-    """Let torch's operations on the CPU use one thread within the block, if ``where`` is true."""
-    with threads_limited_to(1 if where else torch.get_num_threads()):
-        yield
-
-
-@contextmanager
-def threads_limited_to(count: int) -> Iterator[None]:
-    """Let torch's operations on the CPU use so many threads at most within the block.
+    """Let torch's operations on the CPU use one thread within the block, if ``where`` is true.
 
     The number of threads that torch had comes back afterwards, also after an error.
     """
     threads = torch.get_num_threads()
-    if count >= threads:
+    if not where or threads == 1:
         yield
         return
-    torch.set_num_threads(count)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -87,13 +87,10 @@ def find_coupled_moves(
 ) -> Float[Tensor, "units rows columns"]:
     """Return the moves of a visit of weight after weight, where G couples the rows.
 
-    They are 0 behind the first that is not settled after all rounds.
-
-    Args:
-        tile: Rows and columns to visit.
-        both: What a move by 1 adds to the wanted moves of all these columns, and beside it the part above
-            the diagonal, ``later`` of ``find_moves``.
-        below: How much of that a move of a row adds to each row to come; 0 on the diagonal and above.
+    They are 0 behind the first that is not settled after all rounds. A move by 1 adds the first half of
+    ``both`` to the wanted moves of all these columns; the second half is the part of it above the diagonal,
+    ``later`` of ``find_moves``. A move of a row adds ``below`` of that to each row to come; it is 0 on the
+    diagonal and above.
     """
     on_cpu = tile.wanted.device.type == "cpu"
     rounds = CPU_COUPLED_ROUNDS if on_cpu else COUPLED_ROUNDS

@@ -9,6 +9,7 @@ fit with a weight for each column where this has H.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -16,12 +17,51 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from aespa_pl.algorithm.grid_types import Factors, GridType, round_to_half
-from aespa_pl.algorithm.parabola import TINY, Parabola
 
 STARTS = [k / 20 for k in range(-18, 19)]
 """What the largest integer is taken for less or more in each start, where there are minimums."""
 SIGNED_STARTS = [k / 10 for k in range(-16, 17)]
 """The same for a fixed zero point, whose largest weight meets the integer farthest from it."""
+TINY = 1e-30
+"""Least divisor: below it all weights of a group are 0."""
+SINGULAR = 1e-6
+"""Least determinant beside ``A C``, below which x and y are too much alike for a scale and a minimum."""
+
+
+@dataclass(frozen=True)
+class Parabola:
+    """Holds the loss of each group as a function of its scale S and its minimum M.
+
+    It is ``A S^2 - 2 B S M + C M^2 - 2 D S + 2 E M``, less the constant ``v H v``. The group's weights are
+    ``S x - M y``, so with its weights v and its Hessian H the numbers are ``A = x H x``, ``B = x H y``,
+    ``C = y H y``, ``D = x H v`` and ``E = y H v``.
+    """
+
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    E: Tensor
+
+    def at(self, S: Tensor, M: Tensor) -> Tensor:
+        """Return the loss."""
+        return S * (self.A * S - 2 * self.B * M - 2 * self.D) + M * (self.C * M + 2 * self.E)
+
+    def lowest_scale(self) -> Tensor:
+        """Return the best scale beside the minimum 0."""
+        return self.D / self.A.clamp(min=TINY)
+
+    def lowest_minimum(self, S: Tensor) -> Tensor:
+        """Return the best minimum beside a scale."""
+        return (self.B * S - self.E) / self.C.clamp(min=TINY)
+
+    def lowest(self) -> tuple[Tensor, Tensor]:
+        """Return scale and minimum of the lowest point; where there is no single one the minimum is 0."""
+        determinant = self.A * self.C - self.B.square()
+        scale = (self.C * self.D - self.B * self.E) / determinant.clamp(min=TINY)
+        single = determinant > SINGULAR * self.A * self.C
+        scale = torch.where(single, scale, self.lowest_scale())
+        return scale, torch.where(single, self.lowest_minimum(scale), 0)
 
 
 def fit_factors(
@@ -31,10 +71,7 @@ def fit_factors(
 ) -> Factors:
     """Return the numbers of a block type with nearly the least loss of each group under nearest rounding.
 
-    Args:
-        V: Weights over zeta.
-        H: Hessian of each group.
-        kind: The type; its last block may be incomplete.
+    V is the weights over zeta. The last block of a row may be incomplete.
     """
     VH = V @ H
     best = torch.full_like(VH[..., 0], torch.inf)

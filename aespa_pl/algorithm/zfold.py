@@ -39,19 +39,12 @@ def fit_grids(
 ) -> list[Grid]:
     """Return the grids of all projections that share one input.
 
-    Args:
-        weights: Weights of each projection.
-        problems: Argument of ``search_one`` for each projection.
-        formats: Format of each projection.
-        with_zeta: Alternate between zeta and the search; otherwise zeta is 1 and one search is made.
-        max_rounds: Alternations at most. They end when the loss of all projections together,
-            ``tr(dW H dW^T)`` under nearest rounding, falls by less than a thousandth; the best zeta is
-            kept. From 3 bits on zeta's steps are longer than least squares says, as long as that lowers
-            the loss.
-        search_one: Returns the best grid of one projection for a zeta, and its loss. Only the last search
-            is thorough, whose grids are returned: that with the best zeta of all, which may be 1.
-        exhaustive: All searches try each candidate instead, and plain alternations go on while the loss
-            falls.
+    Zeta and the search alternate ``with_zeta``, otherwise zeta is 1 and one search is made. The alternations,
+    ``max_rounds`` at most, end when the loss of all projections together, ``tr(dW H dW^T)`` under nearest
+    rounding, falls by less than a thousandth. From 3 bits on zeta's steps are longer than least squares says,
+    as long as that lowers the loss. The last search has the best zeta of all, which may be 1; it alone is
+    thorough, and its grids are returned. With ``exhaustive`` all searches try each candidate instead, and
+    plain alternations go on while the loss falls.
     """
     quick, last = (EXHAUSTIVE, EXHAUSTIVE) if exhaustive else (QUICK, THOROUGH)
     least_gain = 0.0 if exhaustive else LEAST_GAIN

@@ -6,9 +6,8 @@ Source: docs/algorithm.md, step 3.
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.boa import update_rows
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
-from aespa_pl.algorithm.optq import update_weights
+from aespa_pl.algorithm.optq import update_rows, update_weights
 from aespa_pl.algorithm.quantizer import Grid, dequantize, joined
 from aespa_pl.algorithm.refit import refit
 from aespa_pl.block.errors import naming

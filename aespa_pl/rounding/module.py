@@ -38,13 +38,9 @@ class BlockRounding(LightningModule):
         label: str,
         precision: Precision = "float32",
     ) -> None:
-        """Take the projections of one block.
+        """Take the soft rounding of the projections of one block, by name.
 
-        Args:
-            projections: Soft rounding by projection name.
-            settings: Learning rate, iterations, schedule of the rounding loss.
-            label: Name of the block in messages: ``block 3``.
-            precision: Precision of the products with the statistics, which are operands in it.
+        The ``label`` names the block in messages: ``block 3``. The statistics are operands in ``precision``.
         """
         super().__init__()
         self.projections = nn.ModuleDict(projections)

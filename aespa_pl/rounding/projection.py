@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.adaround import (
     RoundingLoss,
-    SoftRounding,
     decide,
     rounding_loss,
     start,
@@ -23,14 +22,6 @@ class ProjectionRounding(nn.Module):
     Only the variables are stored in checkpoints; the fixed tensors follow from weights and grid.
     """
 
-    lower: Tensor
-    base: Tensor
-    gain: Tensor | None
-    scale: Tensor
-    zeta: Tensor
-    nearest: Tensor
-    gradient: Tensor
-
     def __init__(
         self,
         weight: Tensor,
@@ -40,47 +31,26 @@ class ProjectionRounding(nn.Module):
         penalty: float,
         share: RowShare | None = None,
     ) -> None:
-        """Begin with a hard choice between the two integers beside each updated weight.
+        """Begin between the two integers beside each weight ``[heads, rows, d_in]`` of OPTQ's ``updated``.
 
-        Args:
-            weight: Weight that is aimed at, ``[heads, rows, d_in]``.
-            updated: OPTQ's W', which decides the two integers, in the same shape.
-            grid: Grid of these rows.
-            penalty: Weight lambda of the rounding loss.
-            share: Which rows of the projection these are; None: all of them.
+        The ``penalty`` is the weight lambda of the rounding loss; ``share`` says which rows of the projection
+        these are, None: all of them.
         """
         super().__init__()
-        fixed, variables = start(weight, updated, grid)
-        self.largest = fixed.largest
+        # no buffers: they are where the block was run, on the device, and stay there
+        self.fixed, variables = start(weight, updated, grid)
+        self.nearest = quantize(weight, grid).to(torch.uint8)
+        # memory that lives as long as the variables: new memory each iteration costs a CPU more
+        self.gradient = torch.empty_like(variables)
         self.penalty = penalty
         self.share = share or RowShare(weight.shape[0], weight.shape[1], by_heads=True)
         self.variables = nn.Parameter(variables)
-        nearest = quantize(weight, grid).to(torch.uint8)
-        for name, tensor in (
-            ("lower", fixed.lower), ("base", fixed.base), ("gain", fixed.gain), ("scale", fixed.scale),
-            ("zeta", fixed.zeta), ("nearest", nearest),
-        ):  # fmt: skip
-            self.register_buffer(name, tensor, persistent=False)
-        # memory that lives as long as the variables: new memory each iteration costs a CPU more
-        self.register_buffer("gradient", torch.empty_like(variables), persistent=False)
-
-    @property
-    def fixed(self) -> SoftRounding:
-        """Return everything that stays fixed while the variables are learned."""
-        return SoftRounding(self.lower, self.base, self.gain, self.scale, self.zeta, self.largest)
 
     @torch.no_grad()
     def loss(
         self, H: Tensor, G: Tensor | None, beta: float | None, workspace: Workspace
     ) -> RoundingLoss:
-        """Return the loss; its gradient is in ``gradient``.
-
-        Args:
-            H: Damped Hessian, an operand of the context's precision, ``[heads or 1, d_in, d_in]``.
-            G: Second moment of the other side ``[heads, rows, rows]``, or None.
-            beta: Exponent of the rounding loss; None: there is none yet.
-            workspace: Memory for intermediate results.
-        """
+        """Return ``rounding_loss`` with the damped H, an ``operand``; its gradient is in ``gradient``."""
         return rounding_loss(
             self.variables,
             self.fixed,

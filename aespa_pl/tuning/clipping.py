@@ -36,14 +36,10 @@ class Clipped(WeightParametrization):
         symmetric: bool,
         transform: nn.Module | None = None,
     ) -> None:
-        """Start at nearly the min-max grid.
+        """Start at nearly the min-max grid of ``target``, with bits and groups of ``start``.
 
-        Args:
-            start: The weight so far, of which bits and groups are taken.
-            target: ``[rows, d_in]``, the weight that it stands for.
-            symmetric: The zero point stays in the middle, and there is one strength, of the largest
-                absolute weight.
-            transform: Module that transforms the weight before it is rounded.
+        A symmetric grid has its zero point in the middle, and one strength, of the largest absolute weight.
+        ``transform`` changes the weight before it is rounded.
         """
         super().__init__()
         self.bits = start.bits

@@ -54,14 +54,10 @@ class EpochOrder(Sampler[int]):
         *,
         visits: int | None = None,
     ) -> None:
-        """Take the segments.
+        """Take the segments, of which an epoch has the first ``visits`` of its order (None: all).
 
-        Args:
-            segments: Segments that are put into an order in each epoch.
-            seed: Seed of the order.
-            visited: Tells how many visits there were in all epochs; it is asked when one begins,
-                because Lightning makes its loaders before it knows where a training goes on.
-            visits: Number of segments that an epoch visits, the first ones of its order; None: all.
+        ``visited`` tells how many visits there were in all epochs. It is asked when an epoch begins, because
+        Lightning makes its loaders before it knows where a training goes on.
         """
         self.segments = segments
         self.visits = len(segments) if visits is None else visits
@@ -110,19 +106,10 @@ class SegmentPairs(LightningDataModule):
         seed: int,
         world: World = ALONE,
     ) -> None:
-        """Divide the segments.
+        """Take the tuned module's inputs, and the outputs that it should have.
 
-        Args:
-            inputs: Inputs of the tuned module.
-            targets: Outputs that it should have.
-            batch_size: Segments in a mini-batch.
-            held_back: Share of the segments, the last ones, that is only validated on.
-            seed: Seed of the order.
-            world: The processes that train together, each on segments of its own; all of them take as many
-                steps as the one with the fewest segments.
-
-        Raises:
-            UserError: There is less than one mini-batch to train on.
+        The share ``held_back`` of the segments, the last ones, is only validated on. Several processes train
+        together, each on segments of its own, and all take as many steps as the one with the fewest.
         """
         super().__init__()
         self.pairs = Pairs(inputs, targets)
@@ -155,13 +142,7 @@ class SegmentPairs(LightningDataModule):
 def held_back_and_steps(segments: int, batch_size: int, held_back: float) -> tuple[int, int]:
     """Return how many segments are held back, and the number of mini-batches that the others make.
 
-    Args:
-        segments: Number of segments of the calibration text.
-        batch_size: Segments in a mini-batch.
-        held_back: Share of the segments that is only validated on, above 0.
-
-    Raises:
-        UserError: There is less than one mini-batch to train on.
+    Less than one mini-batch to train on is refused.
     """
     kept = min(segments, math.ceil(held_back * segments))
     steps = (segments - kept) // batch_size

@@ -44,12 +44,9 @@ class ChannelFactors(Transformation):
     """Learns a positive factor for each channel, 1 at the start."""
 
     def __init__(self, heads: int, size: int, shared: int = 1) -> None:
-        """Begin with 1.
+        """Begin with 1, for heads of ``size`` channels.
 
-        Args:
-            heads: Heads that the channels are divided into.
-            size: Channels of a head.
-            shared: Heads of the columns, one after the other, that see the same head of channels.
+        So many heads of the columns, one after the other, see the same head of channels: ``shared``.
         """
         super().__init__()
         self.shared = shared
@@ -131,13 +128,9 @@ class OfLayer(nn.Module):
         rows: Mapping[str, Transformation],
         columns: Transformation | None,
     ) -> None:
-        """Take the transformations.
+        """Take transformations of the rows of projections, and the one whose inverse the columns get.
 
-        Args:
-            layout: Layout of the block, which knows where the rows of a projection lie in the layer.
-            projections: Projections that make up the layer, by name.
-            rows: Transformation of the rows of a projection, by its name.
-            columns: Transformation whose inverse the columns get; None: they stay.
+        The projections, by name, make up the layer.
         """
         super().__init__()
         self.layout = layout
@@ -164,11 +157,7 @@ def transformations_of(
 ) -> dict[str, nn.Module]:
     """Return what each parameter of a block becomes, by its name, wherever something can be folded.
 
-    Args:
-        block: The block, whose shapes are needed.
-        layout: The groups that are transformed, and where their factors can be folded.
-        matrices: Whether a value head gets a matrix instead of factors.
-        epochs: Epochs of the training, over which the matrices fill.
+    With ``matrices`` a value head gets a matrix instead of factors, which fills over the epochs.
     """
     names = dict(block.named_parameters())
     found: dict[str, nn.Module] = {}

@@ -49,12 +49,9 @@ def divergence(head: OriginalHead, *, one_by_one: bool = False) -> Loss:
     """Return a model's loss: the Kullback-Leibler divergence from the original at each position, in nats.
 
     A pair is the token ids ``[L]`` of a segment and the original's hidden states ``[L, d]`` after its last
-    block. The original's logits are computed from them, so that only its head is in memory.
-
-    Args:
-        head: The original's head.
-        one_by_one: The model is a ``TrainableStream``: logits of one segment at a time are in memory, and are
-            computed once more in the backward pass.
+    block. The original's logits are computed from them, so that only its head is in memory. With
+    ``one_by_one`` the model is a ``TrainableStream``: logits of one segment at a time are in memory, and are
+    computed once more in the backward pass.
     """
 
     def summed(logits: Tensor, hidden: Tensor) -> Tensor:

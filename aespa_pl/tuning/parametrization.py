@@ -78,13 +78,7 @@ class StraightThrough(OnGrid):
     learns_latent = True
 
     def __init__(self, start: QuantizedWeight, target: Tensor) -> None:
-        """Start at given integers.
-
-        Args:
-            start: The weight so far.
-            target: ``[rows, d_in]``, the weight that it stands for: how near each latent value is to
-                the next integer.
-        """
+        """Start at given integers; ``target`` tells how near each latent value is to the next."""
         super().__init__(start)
         self._start = near_integers(start, target)
 
@@ -124,12 +118,7 @@ class FixedIntegers(OnGrid):
 
 
 def near_integers(start: QuantizedWeight, target: Tensor) -> Tensor:
-    """Return what each integer of a weight is rounded from, ``[rows, d_in]``.
-
-    Args:
-        start: The weight so far; its integers are the nearest to the returned values.
-        target: ``[rows, d_in]``, the weight that it stands for: how near the next integer is.
-    """
+    """Return what the integers of a weight, which stands for ``target [rows, d_in]``, are rounded from."""
     steps = target.float() / start.each_column(start.scale)
     offset = steps + start.each_column(start.zero_point) - start.integers
     return start.integers + offset.clamp_(-MARGIN, MARGIN)

@@ -54,13 +54,7 @@ SCALES = Recipe(_scales, learns_vectors=True)
 
 
 def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout) -> Recipe:
-    """Return what the settings want to be learned.
-
-    Args:
-        settings: Settings without any null.
-        block: The block, whose shapes are needed.
-        layout: Layout of the projections that are trained together.
-    """
+    """Return what the settings, without any null, want to be learned of projections that train together."""
     tuning, rounding = settings.tuning.blocks, settings.rounding
     match tuning.parametrization:
         case "rounding":

@@ -32,10 +32,7 @@ class UpOrDown(OnGrid):
     def __init__(self, start: QuantizedWeight, target: Tensor) -> None:
         """Start at given integers, which h would be decided for.
 
-        Args:
-            start: The weight so far.
-            target: ``[rows, d_in]``, the weight that it stands for; h begins as its place between the two
-                next integers.
+        It begins as the place of ``target [rows, d_in]`` between the two next integers.
         """
         super().__init__(start)
         self.log_scale.requires_grad = False
@@ -70,13 +67,7 @@ class RoundingPenalty:
     """Exponent at the last step."""
 
     def of(self, module: nn.Module, step: int, steps: int) -> Tensor | float:
-        """Return the mean of ``1 - |2 h(B) - 1| ** beta``, weighted; 0 in the warm-up and without any B.
-
-        Args:
-            module: Module with the parametrized weights.
-            step: Number of the step, from 0.
-            steps: Number of all steps.
-        """
+        """Return the mean of ``1 - |2 h(B) - 1| ** beta``, weighted; 0 in the warm-up and without any B."""
         beta = penalty_exponent(
             step, steps, warmup=self.warmup, start=self.beta_start, end=self.beta_end
         )

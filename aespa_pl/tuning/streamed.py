@@ -31,14 +31,10 @@ class TrainableStream(nn.Module):
     """Runs a model block by block; its parameters are the learned numbers of all blocks."""
 
     def __init__(self, model: Any, family: Family, blocks: int, read: OpenBlock) -> None:
-        """Read each block once.
+        """Read each block once, in the state before the training.
 
-        Args:
-            model: Model whose blocks are on the meta device; what lies outside of them is loaded, and what
-                of it requires a gradient is learned too.
-            family: Family of the model.
-            blocks: Number of blocks.
-            read: Reads a block in the state before the training.
+        The model has its blocks on the meta device. What lies outside of them is loaded, and what of it
+        requires a gradient is learned too.
         """
         super().__init__()
         self._whole = (model, family)  # no submodule: what is on the meta device can't be moved

@@ -69,12 +69,8 @@ class Tuning(LightningModule):
     ) -> None:
         """Take the module with its parametrizations; all that requires a gradient is trained.
 
-        Args:
-            module: Module in evaluation mode, because the quantized model has no dropout.
-            loss: Error of a mini-batch.
-            rates: Largest learning rates.
-            label: Name in messages: ``block 3``.
-            penalty: Rounding loss that is added to the error, where rounding variables are learned.
+        It is in evaluation mode, because the quantized model has no dropout. The ``label`` names it in
+        messages: ``block 3``. The penalty is added to the error, where rounding variables are learned.
         """
         super().__init__()
         self.module = module
@@ -265,13 +261,9 @@ class Tuning(LightningModule):
 def fit(
     module: Tuning, pairs: SegmentPairs, trainer: Trainer, checkpoint: Path | None = None
 ) -> None:
-    """Train a module, or go on with its training, and leave it with the parameters of its best epoch.
+    """Train a module, or go on from a checkpoint, and leave it with the parameters of its best epoch.
 
-    Args:
-        module: Module that is trained.
-        pairs: Segments that it is trained and validated on.
-        trainer: Trainer with ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
-        checkpoint: Checkpoint of an earlier training that goes on.
+    The Trainer has ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
     """
     device = next(module.parameters()).device
     module.world = pairs.world

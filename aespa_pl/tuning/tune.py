@@ -67,20 +67,10 @@ def tune(
 ) -> Tuned:
     """Tune a block, the projections of it that are in its layout, or all blocks of a model.
 
-    Args:
-        blocks: They get the tuned weights, norms and biases.
-        pairs: Segments that are trained on.
-        loss: Error of a mini-batch.
-        rates: Largest learning rates.
-        trainer: Trainer with ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
-        label: Name of the block in messages.
-        recipe: Parameters that are learned.
-        checkpoint: Checkpoint of an earlier training that continues.
-        model: Model that the blocks are part of; None: the one block.
-        outside: Types that the model's norms and biases outside of its blocks are stored in, by name; they
-            are trained as well.
-        recompute: Keep only the inputs of blocks for the backward pass, and run each block once more in
-            it: a third more time for the memory of one block's activations and weights.
+    The blocks get the tuned weights, norms and biases; trainer and checkpoint are as in ``fit``. Norms and
+    biases of the model outside of its blocks are trained as well: ``outside`` has the types that they are
+    stored in, by name. To ``recompute`` keeps only the inputs of blocks for the backward pass, which runs
+    each block once more: a third more time for the memory of one block's activations and weights.
     """
     module = blocks[0].block if model is None else model
     module.requires_grad_(requires_grad=False)

@@ -25,12 +25,7 @@ class TypedStraightThrough(WeightParametrization):
     learns_latent = True
 
     def __init__(self, start: TypedWeight, target: Tensor) -> None:
-        """Start at a stored weight.
-
-        Args:
-            start: The weight so far.
-            target: ``[rows, d_in]``, the weight that it stands for.
-        """
+        """Start at a stored weight, which stands for ``target [rows, d_in]``."""
         super().__init__()
         self.kind, self.bits = start.kind, start.bits
         scale, minimum = (x.repeat_interleave(self.kind.group, 1) for x in start.grid(self.kind))

@@ -66,13 +66,9 @@ def parametrize_vectors(
     learned: bool = True,
     transforms: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Let norms and biases be rounded to their stored types.
+    """Let norms and biases of a block or model, by name, be rounded to the types that they are stored in.
 
-    Args:
-        module: A block, or a model.
-        dtypes: Types that they are stored in, by name.
-        learned: Whether they are trained.
-        transforms: Modules that transform norms and biases before they are rounded, by name.
+    Modules in ``transforms`` change them before that.
     """
     for name, dtype in dtypes.items():
         path, _, kind = name.rpartition(".")
@@ -110,13 +106,7 @@ def remove_parametrizations(block: nn.Module) -> None:
 
 
 def merged(parts: Mapping[str, Tensor], layout: BlockLayout, path: str) -> Tensor:
-    """Return the rows of all projections of a linear layer, in the order of the layer's rows.
-
-    Args:
-        parts: ``[rows, ...]`` by projection.
-        layout: The block's projections.
-        path: Path of the layer in the block.
-    """
+    """Return the parts ``[rows, ...]`` of all projections of a linear layer, in the order of its rows."""
     projections = _layers(layout)[path]
     first = parts[projections[0].name]
     whole = first.new_empty(sum(len(parts[p.name]) for p in projections), *first.shape[1:])

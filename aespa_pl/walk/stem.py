@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from aespa_pl.algorithm.grid_types import TYPES, TypedMatrix, TypedWeight
-from aespa_pl.algorithm.typed_rows import rounded_rows
+from aespa_pl.algorithm.refit import rounded_rows
 from aespa_pl.run.context import Context
 from aespa_pl.storage.files import write_tensors
 

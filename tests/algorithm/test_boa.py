@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.boa import update_rows
 from aespa_pl.algorithm.grid import min_max_grid
-from aespa_pl.algorithm.optq import update_weights
+from aespa_pl.algorithm.optq import update_rows, update_weights
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize
 
 HEADS, ROWS, COLUMNS = 2, 3, 4

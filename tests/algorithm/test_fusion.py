@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from aespa_pl.algorithm import fusion
+from aespa_pl.algorithm import soft_kernels
 from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss, start
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat
@@ -64,8 +64,7 @@ import json
 import torch
 from torch._inductor import config, metrics
 from aespa_pl.algorithm.adaround import start
-from aespa_pl.algorithm.soft_kernels import soft_error, soft_gradient
-from aespa_pl.algorithm.fusion import compiled
+from aespa_pl.algorithm.soft_kernels import compiled, soft_error, soft_gradient
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat
 
@@ -144,7 +143,7 @@ def test_where_nothing_can_be_compiled_the_plain_path_goes_on(
 ) -> None:
     calls = []
 
-    @fusion.fused
+    @soft_kernels.fused
     def double(A: Tensor) -> Tensor:
         calls.append(A.device.type)
         return 2 * A

@@ -19,7 +19,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from aespa_pl.algorithm import fusion
+from aespa_pl.algorithm import soft_kernels
 from tests.device.operations import tree_leaves
 from tests.device.streams import NAME, device
 from tests.device.tally import tallies
@@ -65,7 +65,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Have the device for the time of a test."""
     where = device()
     monkeypatch.setattr(torch, "compile", compiled)
-    fusion.compiled.cache_clear()
+    soft_kernels.compiled.cache_clear()
     monkeypatch.setattr(torch.Tensor, "pin_memory", _pin)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t, *_: address(t) in pinned)
     only = torch._C._only_lift_cpu_tensors()
@@ -75,7 +75,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
         with torch.autograd.set_multithreading_enabled(mode=False), mode():
             yield where
     finally:
-        fusion.compiled.cache_clear()
+        soft_kernels.compiled.cache_clear()
         torch._C._set_only_lift_cpu_tensors(only)
         KEPT.clear()
         pinned.clear()
