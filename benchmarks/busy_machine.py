@@ -104,7 +104,7 @@ def work(threads: int, seconds: float) -> None:
         "learning": lambda: rounding_loss(
             B, rounding, H, None, weight=0.01, beta=10.0, workspace=workspace
         ),
-        "grid": lambda: search_grid(W, H, torch.ones(COLUMNS), two_bits),
+        "grid": lambda: search_grid(W, H, torch.ones(COLUMNS), two_bits)[0],
         "statistics": lambda: add_gram(total, X),
         "descent": _descent(two_bits),
     }

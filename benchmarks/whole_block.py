@@ -71,7 +71,7 @@ def _measure(p: Problem, repeats: int) -> list[list[float]]:
             [
                 lambda: search_grid(
                     p.W, p.H, zeta, GridFormat(2, symmetric=False, group_size=None)
-                ),
+                )[0],
                 lambda: plain_search(p.W, p.H, zeta, 2),
             ],
             repeats,

@@ -160,10 +160,5 @@ def _chunks(
             # a quarter of the time of clamp with tensors
             torch.maximum(Q, lowest, out=Q)
             torch.minimum(Q, highest, out=Q)
-            yield (
-                rows,
-                scale,
-                Q,
-                products[: shape.numel() * outputs].view(groups, -1, outputs),
-                place,
-            )
+            product = products[: shape.numel() * outputs].view(groups, -1, outputs)
+            yield rows, scale, Q, product, place

@@ -42,10 +42,6 @@ class Effort:
         """Return the distance of the farthest neighbours on either side; all between were not compared."""
         return self.stride // 2
 
-    def first(self, candidates: int) -> int:
-        """Return the index of the first candidate of so many that is compared."""
-        return min(self.reach, candidates - 1)
-
 
 THOROUGH = Effort(shortlist=8)
 """Compares all candidates, because the loss may be rough in the scale."""
@@ -91,7 +87,7 @@ def _compare(V: Tensor, H: Tensor, candidates: Candidates, effort: Effort) -> tu
     """Return place and approximate loss of candidates, among them the best of those that are compared."""
     A, D = leading_part(H)
     count = candidates.scale.shape[-1]
-    index = torch.arange(effort.first(count), count, effort.stride, device=V.device)
+    index = torch.arange(min(effort.reach, count - 1), count, effort.stride, device=V.device)
     index = index.expand(*candidates.scale.shape[:2], -1)  # [groups, rows, compared]
     if not effort.reach:
         return index, approximate_losses(V, A, D, candidates)

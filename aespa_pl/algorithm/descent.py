@@ -22,7 +22,6 @@ from torch import Tensor
 
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize
-from aespa_pl.algorithm.threads import one_thread
 from aespa_pl.algorithm.tile import (
     Tile,
     add_times,
@@ -31,6 +30,7 @@ from aespa_pl.algorithm.tile import (
     moving,
     times,
 )
+from aespa_pl.algorithm.workspace import one_thread
 
 COLUMNS = 64
 """Columns of a tile, whose moves are found together and reach the other columns with one product."""
@@ -174,24 +174,29 @@ class _Units:
 
     def rows_alone(self) -> "_Units":
         """Return the same weights with each row as a unit."""
-        return self._with_weights(lambda x: x.flatten(0, 1)[:, None])
+        return self._with(lambda x: x.flatten(0, 1)[:, None], self.H, self.groups, None)
 
     def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
         """Return some of the units, in their order."""
         if len(chosen) == len(self.errors):
             return self
-        units = self._with_weights(lambda x: x.index_select(0, chosen))
-        if len(self.H) > 1:
-            units.H = self.H[chosen]
-            units.groups = [[columns.some(chosen) for columns in group] for group in self.groups]
-        units.G = None if self.G is None else self.G[chosen]
-        return units
+        H, groups = self.H, self.groups
+        if len(H) > 1:
+            H, groups = H[chosen], [[columns.some(chosen) for columns in group] for group in groups]
+        G = None if self.G is None else self.G[chosen]
+        return self._with(lambda x: x.index_select(0, chosen), H, groups, G)
 
-    def _with_weights(self, change: Callable[[Tensor], Tensor]) -> "_Units":
-        """Return the same with the fields changed that have a number for each weight."""
+    def _with(
+        self,
+        change: Callable[[Tensor], Tensor],
+        H: Tensor,
+        groups: list[list[_Columns]],
+        G: Tensor | None,
+    ) -> "_Units":
+        """Return other units, with the fields changed that have a number for each weight."""
         weights = (self.integers, self.errors, self.step, self.newton, self.R)
         q, errors, step, newton, R = map(change, weights)
-        return _Units(q, errors, step, newton, R, self.H, self.groups, self.G, self.largest)
+        return _Units(q, errors, step, newton, R, H, groups, G, self.largest)
 
     def loss(self) -> Float[Tensor, "units separable"]:
         """Return the objective of each unit in its independent parts: rows, or with G the head."""

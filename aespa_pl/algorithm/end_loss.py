@@ -40,7 +40,7 @@ def row_losses(
 ) -> Float[Tensor, "rows d_in"]:
     """Return ``D_j e_j^2`` of each weight, with the errors e of nearest rounding on good grids."""
     ones = torch.ones_like(D)
-    grid = search_grid(W[None], torch.diag(D)[None], ones, form)
+    grid = search_grid(W[None], torch.diag(D)[None], ones, form)[0]
     errors = dequantize(quantize(W[None], grid), grid)[0] - W
     return errors.square_().mul_(D)
 

@@ -50,25 +50,13 @@ def search_grid(
     grid_format: GridFormat,
     *,
     effort: Effort = THOROUGH,
-) -> Grid:
-    """Return a grid with nearly the least ``dw H dw^T`` for each row under nearest rounding.
+) -> tuple[Grid, Float[Tensor, ""]]:
+    """Return a grid with nearly the least ``dw H dw^T`` for each row under nearest rounding, and its loss.
 
     Every clip ratio is compared with the floor and the ceiling of the zero point; how, and how near
     the least loss that comes, stands in ``candidates.py``. With groups of columns each group is
     searched on its own diagonal block of H.
     """
-    return search_with_loss(W, H, zeta, grid_format, effort=effort)[0]
-
-
-def search_with_loss(
-    W: Float[Tensor, "heads rows d_in"],
-    H: Float[Tensor, "#heads d_in d_in"],
-    zeta: Float[Tensor, " d_in"],
-    grid_format: GridFormat,
-    *,
-    effort: Effort = THOROUGH,
-) -> tuple[Grid, Float[Tensor, ""]]:
-    """Return what ``search_grid`` returns, and ``tr(dW H dW^T)`` under nearest rounding on it."""
     if grid_format.kind is not None:
         return _search_typed(W, H, zeta, grid_format.kind)
     parts = W.reshape(H.shape[0], -1, W.shape[-1])  # rows that share a Hessian

@@ -88,11 +88,11 @@ TYPES: dict[str, GridType] = {
 
 
 @dataclass(frozen=True)
-class TypedMatrix:
+class TypedWeight:
     """Holds a weight ``[rows, d_in]`` by the numbers that a block type stores.
 
-    In a run's ``blocks/*.safetensors`` each field that is not None is the tensor ``PROJECTION.FIELD``. A last
-    block of a row may have fewer columns; only such matrices are no file of llama.cpp.
+    In a run's ``blocks/*.safetensors`` each tensor of it is ``PROJECTION.FIELD``. A last block of a row may
+    have fewer columns; only such matrices are no file of llama.cpp.
     """
 
     integers: UInt8[Tensor, "rows d_in"]
@@ -105,22 +105,28 @@ class TypedMatrix:
     """a, int8 where it can be negative and uint8 otherwise; Q3_K's file has a + 32. None where it is 1."""
     sub_min: UInt8[Tensor, "rows groups"] | None = None
     """c; None where there is none or it is 1."""
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the fields by ``NAME.FIELD``."""
-        values = {f.name: getattr(self, f.name) for f in fields(TypedMatrix)}
-        return {f"{name}.{key}": value for key, value in values.items() if value is not None}
+    kind: GridType = field(kw_only=True)
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], name: str) -> "TypedMatrix":
-        """Return what ``tensors`` has under a name."""
-        return TypedMatrix(**_fields_of(tensors, name))
+    def read(cls, tensors: Mapping[str, Tensor], name: str, kind: GridType) -> "TypedWeight":
+        """Return what ``tensors`` has by ``NAME.FIELD``, of a type."""
+        keys = {part: f"{name}.{part}" for part in TENSORS}
+        parts = {part: tensors[key] for part, key in keys.items() if key in tensors}
+        return cls(**parts, kind=kind)
 
-    def grid(
-        self, kind: GridType
-    ) -> tuple[Float32[Tensor, "rows groups"], Float32[Tensor, "rows groups"]]:
+    @property
+    def bits(self) -> int:
+        """Return the bits of an integer."""
+        return self.kind.bits
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that there are, by the names of their fields."""
+        values = {part: getattr(self, part) for part in TENSORS}
+        return {part: value for part, value in values.items() if value is not None}
+
+    def grid(self) -> tuple[Float32[Tensor, "rows groups"], Float32[Tensor, "rows groups"]]:
         """Return scale and minimum of each group: the weight is ``scale * q - minimum``; both are exact."""
-        groups = -(-self.integers.shape[1] // kind.group)
+        kind, groups = self.kind, -(-self.integers.shape[1] // self.kind.group)
 
         def product(d: Tensor, factor: Tensor | None) -> Tensor:
             value = kind.each_group(d.float(), groups)
@@ -131,44 +137,19 @@ class TypedMatrix:
             return scale, scale * kind.zero_point
         return scale, product(cast(Tensor, self.d_min), self.sub_min)
 
-    def dequantized(self, kind: GridType) -> Float[Tensor, "rows d_in"]:
-        """Return the weight in float32, as llama.cpp computes it to the bit."""
-        scale, minimum = self.grid(kind)
-        q = self.integers.to(torch.float32)
-        columns = [x.repeat_interleave(kind.group, 1)[:, : q.shape[1]] for x in (scale, minimum)]
-        return columns[0] * q - columns[1]
-
-
-def _fields_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    keys = {f.name: f"{name}.{f.name}" for f in fields(TypedMatrix)}
-    return {part: tensors[key] for part, key in keys.items() if key in tensors}
-
-
-@dataclass(frozen=True)
-class TypedWeight(TypedMatrix):
-    """Holds the same with the type."""
-
-    kind: GridType = field(kw_only=True)
-
-    @property
-    def bits(self) -> int:
-        """Return the bits of an integer."""
-        return self.kind.bits
-
-    @classmethod
-    def read(cls, tensors: Mapping[str, Tensor], name: str, kind: GridType) -> "TypedWeight":
-        """Return what ``tensors`` has under a name, of a type."""
-        return cls(**_fields_of(tensors, name), kind=kind)
-
     def weight(self) -> Float[Tensor, "rows d_in"]:
-        """Return the weight in float32."""
-        return self.dequantized(self.kind)
+        """Return the weight in float32, as llama.cpp computes it to the bit."""
+        q = self.integers.to(torch.float32)
+        columns = [x.repeat_interleave(self.kind.group, 1)[:, : q.shape[1]] for x in self.grid()]
+        return columns[0] * q - columns[1]
 
     def rows(self, order: Tensor) -> "TypedWeight":
         """Return some rows of the weight, or all of them in another order."""
-        values = {f.name: getattr(self, f.name) for f in fields(TypedMatrix)}
-        parts = {key: value[order] for key, value in values.items() if value is not None}
-        return TypedWeight(**parts, kind=self.kind)
+        return TypedWeight(**{k: v[order] for k, v in self.tensors().items()}, kind=self.kind)
+
+
+TENSORS = tuple(f.name for f in fields(TypedWeight) if f.name != "kind")
+"""Fields of a weight that are tensors."""
 
 
 @dataclass(frozen=True)

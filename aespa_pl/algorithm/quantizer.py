@@ -88,18 +88,17 @@ class Grid:
     def in_half(self, row_factor: Float[Tensor, "heads rows"]) -> "Grid":
         """Return the grid whose scales, times a factor of each row, are numbers that float16 holds."""
         factor = row_factor[..., None]
-        if self.factors is not None:
-            return Grid.of(
-                self.factors.scaled(lambda d: round_to_half(d * factor) / factor), self.zeta
-            )
-        return replace(self, scale=round_to_half(self.scale * factor) / factor)
+        return self._scaled(lambda d: round_to_half(d * factor) / factor, self.zeta)
 
     def folded(self, row_factor: Float[Tensor, "heads rows"]) -> "Grid":
         """Return the grid as it is stored: zeta is 1, rows have their factor, float16 holds every scale."""
-        factor, ones = row_factor[..., None], torch.ones_like(self.zeta)
+        factor = row_factor[..., None]
+        return self._scaled(lambda d: round_to_half(d * factor), torch.ones_like(self.zeta))
+
+    def _scaled(self, change: Callable[[Tensor], Tensor], zeta: Tensor) -> "Grid":
         if self.factors is not None:
-            return Grid.of(self.factors.scaled(lambda d: round_to_half(d * factor)), ones)
-        return replace(self, scale=round_to_half(self.scale * factor), zeta=ones)
+            return Grid.of(self.factors.scaled(change), zeta)
+        return replace(self, scale=change(self.scale), zeta=zeta)
 
     def _each_column(self, value: Tensor) -> Tensor:
         return value.repeat_interleave(self.zeta.numel() // value.shape[-1], dim=-1)
@@ -170,12 +169,8 @@ class QuantizedWeight:
 
     def rows(self, order: Tensor) -> "QuantizedWeight":
         """Return some rows of the weight, or all of them in another order."""
-        integers, scale, zero_point = (
-            self.integers[order],
-            self.scale[order],
-            self.zero_point[order],
-        )
-        return QuantizedWeight(integers, scale, zero_point, self.bits)
+        integers, scale, zero = (x[order] for x in (self.integers, self.scale, self.zero_point))
+        return QuantizedWeight(integers, scale, zero, self.bits)
 
 
 StoredWeight = QuantizedWeight | TypedWeight

@@ -113,10 +113,8 @@ def _starts(V: Tensor, kind: GridType) -> Iterator[tuple[Tensor, Tensor]]:
         yield from (((high - low) / (kind.largest + x), -low) for x in STARTS)
     else:
         largest = V.gather(-1, V.abs().argmax(-1, keepdim=True))[..., 0]
-        none, farthest = (
-            torch.zeros_like(largest),
-            max(kind.zero_point, kind.largest - kind.zero_point),
-        )
+        none = torch.zeros_like(largest)
+        farthest = max(kind.zero_point, kind.largest - kind.zero_point)
         sign = -1 if kind.zero_point == farthest else 1
         yield from ((sign * largest / (farthest + x), none) for x in SIGNED_STARTS)
 

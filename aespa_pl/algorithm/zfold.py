@@ -24,7 +24,7 @@ differs from the last one: at 4 bits the loss still fell by a percent in the thi
 Problem = TypeVar("Problem")
 """Type of all that a search needs of a projection: weights and Hessian, or an object that has them."""
 Search = Callable[[Problem, Tensor, GridFormat, Effort], tuple[Grid, float]]
-"""Returns the grid of a problem for a zeta, and its loss (see ``grid.search_with_loss``)."""
+"""Returns the grid of a problem for a zeta, and its loss (see ``grid.search_grid``)."""
 
 
 def fit_grids(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.awq import candidate_zetas, nearest_loss
 from aespa_pl.algorithm.candidates import EXHAUSTIVE, THOROUGH, Effort
-from aespa_pl.algorithm.grid import min_max_grid, search_with_loss
+from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, joined
 from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, grid_format
@@ -55,7 +55,7 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
     ) -> tuple[Grid, float]:
         share = p.share(world)
         searched = [
-            search_with_loss(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)
+            search_grid(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)
         ]
         whole = share.whole_grid(joined([grid for grid, _ in searched]))
         return whole, share.sum(float(sum(loss for _, loss in searched)))

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.massive import token_weights
 from aespa_pl.algorithm.products import Precision, multiplying_in, operand
-from aespa_pl.algorithm.rotation import rotate_back, through_norm
-from aespa_pl.algorithm.second_moments import add_gram, mirror
+from aespa_pl.algorithm.second_moments import add_gram, mirror, rotate_back, through_norm
 from aespa_pl.calibration.attention_weighted import attention_weighted_inputs
 from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.hessian import Hessian

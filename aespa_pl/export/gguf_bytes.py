@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedMatrix
+from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 
 Bytes = npt.NDArray[Any]
@@ -73,7 +73,7 @@ class BlockType:
         """Return the name of the type with its bits, for messages."""
         return f"{self.name} ({self.bits:g} bits a weight)"
 
-    def encode(self, matrix: TypedMatrix) -> Bytes:
+    def encode(self, matrix: TypedWeight) -> Bytes:
         """Return the bytes ``[rows, bytes of a row]`` of a matrix, whose rows are whole blocks."""
         none = torch.empty(0)
         d_min = none if matrix.d_min is None else matrix.d_min
@@ -226,19 +226,20 @@ def smallest_type(
     return None
 
 
-def as_typed(kind: GridType, matrix: QuantizedWeight) -> TypedMatrix:
+def as_typed(kind: GridType, matrix: QuantizedWeight) -> TypedWeight:
     """Return a matrix, which a type holds exactly, as that type stores it."""
     blocks = matrix.group_size // kind.block
     bits = matrix.bits
     d, zero = (x.repeat_interleave(blocks, 1) for x in (matrix.scale.half(), matrix.zero_point))
     one = torch.ones(len(d), d.shape[1] * kind.groups, dtype=torch.uint8)
     if kind.zero_point is None:
-        return TypedMatrix(matrix.integers, d, d, one, zero.repeat_interleave(kind.groups, 1))
+        offset = zero.repeat_interleave(kind.groups, 1)
+        return TypedWeight(matrix.integers, d, d, one, offset, kind=kind)
     direct = torch.tensor([_fits(kind, 2**bits - 1, z) for z in range(2**bits)])
     sign = torch.where(direct[zero.int()], 1, -1)  # [rows, blocks]
     steps = matrix.integers.unflatten(1, (-1, kind.block)).int() - zero[..., None].int()
     stored = (steps * sign[..., None] + kind.zero_point).flatten(1).to(torch.uint8)
-    return TypedMatrix(stored, d * sign, sub_scale=one if kind.groups > 1 else None)
+    return TypedWeight(stored, d * sign, sub_scale=one if kind.groups > 1 else None, kind=kind)
 
 
 def _holds(kind: GridType, largest: int, zero: int) -> bool:

@@ -4,7 +4,7 @@ Notation: rows are output channels, d_in input channels, G groups of d_in / G co
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.grid_types import TYPES, TypedMatrix, TypedWeight
+from aespa_pl.algorithm.grid_types import TENSORS, TYPES, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
@@ -29,8 +29,7 @@ from aespa_pl.storage.cache import cache_folder
 from aespa_pl.tuning.weights import merged
 
 UNIFORM = ("integers", "scale", "zero_point")
-TYPED = tuple(field.name for field in fields(TypedMatrix))
-"""Tensors of a quantized matrix in a block file; of a block type those that it has."""
+"""Tensors of a quantized matrix in a block file, where its grid is uniform."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ class QuantizedModel:
                 layout,
                 projections[0].module,
             )
-            for key in (UNIFORM if kind is None else TYPED)
+            for key in (UNIFORM if kind is None else TENSORS)
             if f"{projections[0].name}.{key}" in stored
         }
         if kind is not None:

@@ -5,7 +5,6 @@ of them, and ``StatisticsDataModule`` delivers the statistics that their losses 
 """
 
 from aespa_pl.rounding.data import StatisticsBatch, StatisticsDataModule
-from aespa_pl.rounding.module import BlockRounding
-from aespa_pl.rounding.projection import ProjectionRounding
+from aespa_pl.rounding.module import BlockRounding, ProjectionRounding
 
 __all__ = ["BlockRounding", "ProjectionRounding", "StatisticsBatch", "StatisticsDataModule"]

@@ -8,20 +8,85 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.adaround import RoundingLoss, penalty_exponent
+from aespa_pl.algorithm.adaround import (
+    RoundingLoss,
+    decide,
+    penalty_exponent,
+    rounding_loss,
+    start,
+    undecided,
+)
 from aespa_pl.algorithm.products import Precision, multiplying_in
+from aespa_pl.algorithm.quantizer import Grid, quantize
 from aespa_pl.algorithm.workspace import Workspace
-from aespa_pl.curve_names import PENALTY, RECONSTRUCTION, tag
+from aespa_pl.curve_names import NOT_NEAREST, PENALTY, RECONSTRUCTION, UNDECIDED, tag
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import NumericalError
 from aespa_pl.rounding.data import StatisticsBatch
-from aespa_pl.rounding.projection import ProjectionRounding
 from aespa_pl.settings import RoundingSettings
 
 SUMS = (RECONSTRUCTION, PENALTY)
 """Curves that are sums over the weights; the others are means. TensorBoard sorts by name: losses first."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's moments, which have the shape of the rounding variables."""
+
+
+class ProjectionRounding(nn.Module):
+    """Rounds a projection softly, or the rows of it that this process learns.
+
+    Only the variables are stored in checkpoints; the fixed tensors follow from weights and grid.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        updated: Tensor,
+        grid: Grid,
+        *,
+        penalty: float,
+        share: RowShare | None = None,
+    ) -> None:
+        """Begin between the two integers beside each weight ``[heads, rows, d_in]`` of OPTQ's ``updated``.
+
+        The ``penalty`` is the weight lambda of the rounding loss; ``share`` says which rows of the projection
+        these are, None: all of them.
+        """
+        super().__init__()
+        # no buffers: they are where the block was run, on the device, and stay there
+        self.fixed, variables = start(weight, updated, grid)
+        self.nearest = quantize(weight, grid).to(torch.uint8)
+        # memory that lives as long as the variables: new memory each iteration costs a CPU more
+        self.gradient = torch.empty_like(variables)
+        self.penalty = penalty
+        self.share = share or RowShare(weight.shape[0], weight.shape[1], by_heads=True)
+        self.variables = nn.Parameter(variables)
+
+    @torch.no_grad()
+    def loss(
+        self, H: Tensor, G: Tensor | None, beta: float | None, workspace: Workspace
+    ) -> RoundingLoss:
+        """Return ``rounding_loss`` with the damped H, an ``operand``; its gradient is in ``gradient``."""
+        return rounding_loss(
+            self.variables,
+            self.fixed,
+            H,
+            G,
+            weight=self.penalty,
+            beta=beta,
+            workspace=workspace,
+            gradient=self.gradient,
+        )
+
+    @torch.no_grad()
+    def integers(self) -> Tensor:
+        """Return the integers that the variables stand for, uint8, ``[heads, rows, d_in]``."""
+        return decide(self.variables, self.fixed)
+
+    @torch.no_grad()
+    def decisions(self) -> dict[str, Tensor]:
+        """Return the share of variables still undecided, and of integers that are not the nearest."""
+        differs = (self.integers() != self.nearest).count_nonzero() / self.variables.numel()
+        return {UNDECIDED: undecided(self.variables), NOT_NEAREST: differs}
 
 
 class BlockRounding(LightningModule):
@@ -59,8 +124,7 @@ class BlockRounding(LightningModule):
     def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
         """Return the loss of all projections together; their gradients are made on the way.
 
-        Raises:
-            NumericalError: A loss is not finite; this is looked at whenever curves are logged.
+        A NumericalError says that a loss is not finite, which is looked at whenever curves are logged.
         """
         s = self.settings
         beta = penalty_exponent(
@@ -115,8 +179,7 @@ class BlockRounding(LightningModule):
     def integers(self) -> dict[str, Tensor]:
         """Return what has been learned once training has ended, ``[heads, rows, d_in]`` by projection.
 
-        Raises:
-            NumericalError: A rounding variable was not a finite number.
+        A NumericalError says that a rounding variable was not a finite number.
         """
         if not self._decided:  # after a checkpoint of the last iteration Lightning trains nothing
             self._decide()

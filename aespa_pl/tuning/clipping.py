@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.grid import min_max_range
 from aespa_pl.algorithm.grid_types import round_to_half
-from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.algorithm.quantizer import QuantizedWeight, scaled_steps
 from aespa_pl.tuning.parametrization import WeightParametrization, straight_through
 
 START = 4.0
@@ -51,22 +51,21 @@ class Clipped(WeightParametrization):
 
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight of the nearest integers."""
-        q, scale, zero_point = self._rounded(latent)
-        return ((q - zero_point[..., None]) * scale[..., None]).flatten(1)
+        return scaled_steps(*self._rounded(latent))
 
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> QuantizedWeight:
         """Return the nearest integers, and the grid."""
         q, scale, zero_point = self._rounded(latent)
-        return QuantizedWeight(q.flatten(1).to(torch.uint8), scale, zero_point, self.bits)
+        return QuantizedWeight(q.to(torch.uint8), scale, zero_point, self.bits)
 
     def _rounded(self, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return integers ``[rows, groups, columns]``, and scale and zero point ``[rows, groups]``."""
+        """Return integers ``[rows, d_in]``, and scale and zero point ``[rows, groups]``."""
         W = self.transform(latent).unflatten(1, (self.strengths.shape[-1], -1))
         scale, zero_point = self._grid(W)
         steps = W / scale[..., None]
         q = straight_through(steps.round(), steps) + zero_point[..., None]
-        return q.clamp(0, 2**self.bits - 1), scale, zero_point
+        return q.clamp(0, 2**self.bits - 1).flatten(1), scale, zero_point
 
     def _grid(self, W: Tensor) -> tuple[Tensor, Tensor]:
         largest = 2**self.bits - 1

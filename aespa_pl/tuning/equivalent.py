@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.models.family import BlockLayout, FoldIntoNorm, FoldIntoRows, Projection
+from aespa_pl.models.family import BlockLayout, FoldIntoRows, Projection
 from aespa_pl.models.weights import projection_rows
 
 STABILITY = 0.1
@@ -163,36 +163,24 @@ def transformations_of(
     found: dict[str, nn.Module] = {}
     rows: dict[str, Transformation] = {}
     columns: dict[str, Transformation] = {}
+    made: Transformation
     for group in layout.groups:
         values = layout.values_before(group)
         if values is not None:
-            made = _of_heads(layout, matrices=matrices, epochs=epochs)
+            heads = layout.key_value_heads, layout.head_dim, layout.heads // layout.key_value_heads
+            made = HeadMatrices(*heads, epochs) if matrices else ChannelFactors(*heads)
             rows[values.name] = made
         elif group.fold is not None:
             made = ChannelFactors(1, names[f"{group.projections[0].module}.weight"].shape[1])
             if isinstance(group.fold, FoldIntoRows):
                 rows[group.fold.projection] = made
             else:
-                found |= _of_norm(group.fold, made, names)
+                both = (f"{group.fold.module}.{kind}" for kind in ("weight", "bias"))
+                found |= {n: OfVector(made, group.fold.offset) for n in both if n in names}
         else:
             continue
         columns |= dict.fromkeys((p.module for p in group.projections), made)
     return found | _of_layers(layout, rows, columns, names)
-
-
-def _of_heads(layout: BlockLayout, *, matrices: bool, epochs: int) -> Transformation:
-    heads, size = layout.key_value_heads, layout.head_dim
-    shared = layout.heads // heads
-    if matrices:
-        return HeadMatrices(heads, size, shared, epochs)
-    return ChannelFactors(heads, size, shared)
-
-
-def _of_norm(
-    fold: FoldIntoNorm, made: Transformation, names: Mapping[str, Tensor]
-) -> dict[str, nn.Module]:
-    both = (f"{fold.module}.{kind}" for kind in ("weight", "bias"))
-    return {name: OfVector(made, fold.offset) for name in both if name in names}
 
 
 def _of_layers(

@@ -10,6 +10,7 @@ distribution).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -64,17 +65,12 @@ def divergence(head: OriginalHead, *, one_by_one: bool = False) -> Loss:
         ids, hidden = batch
         if one_by_one:
             streamed = cast(TrainableStream, model)
-            total = torch.stack(
-                [
-                    checkpoint(
-                        lambda mine, wanted: summed(streamed.head(mine), wanted),
-                        last[None],
-                        states[None],
-                        use_reentrant=False,
-                    )
-                    for last, states in zip(streamed(ids), hidden, strict=True)
-                ]
-            ).sum()
+
+            def of_segment(last: Tensor, states: Tensor) -> Tensor:
+                return summed(streamed.head(last[None]), states[None])
+
+            of_each = partial(checkpoint, of_segment, use_reentrant=False)
+            total = torch.stack(list(map(of_each, streamed(ids), hidden))).sum()
         else:
             total = summed(model(input_ids=ids, use_cache=False).logits, hidden)
         return torch.stack([total, total.new_tensor(ids.numel())])

@@ -192,8 +192,10 @@ class Tuning(LightningModule):
     def _groups(self) -> list[tuple[list[nn.Parameter], float]]:
         """Return the trained parameters with their learning rates; weights with other bits have their own."""
         latent = {
-            id(original): self.rates.of_latent(weight.bits)
-            for weight, original in parametrized_weights(self.module)
+            id(inner.original): self.rates.of_latent(inner[0].bits)
+            for inner in self.module.modules()
+            if isinstance(inner, ParametrizationList)
+            and isinstance(inner[0], WeightParametrization)
         }
         transforming = {
             id(p)
@@ -277,12 +279,3 @@ def fit(
         trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
     module.to(device)  # Lightning leaves it on the CPU
     module.restore_best()
-
-
-def parametrized_weights(
-    module: nn.Module,
-) -> Iterator[tuple[WeightParametrization, nn.Parameter]]:
-    """Yield the parametrization of each weight, with its latent values."""
-    for inner in module.modules():
-        if isinstance(inner, ParametrizationList) and isinstance(inner[0], WeightParametrization):
-            yield inner[0], cast(nn.Parameter, inner.original)

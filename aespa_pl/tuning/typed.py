@@ -28,7 +28,7 @@ class TypedStraightThrough(WeightParametrization):
         """Start at a stored weight, which stands for ``target [rows, d_in]``."""
         super().__init__()
         self.kind, self.bits = start.kind, start.bits
-        scale, minimum = (x.repeat_interleave(self.kind.group, 1) for x in start.grid(self.kind))
+        scale, minimum = (x.repeat_interleave(self.kind.group, 1) for x in start.grid())
         offset = (target.float() + minimum) / scale - start.integers
         self._start = start.integers + offset.clamp_(-MARGIN, MARGIN)
         groups, none = scale.shape[1] // self.kind.group, start.d.new_zeros(())

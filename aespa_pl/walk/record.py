@@ -93,7 +93,7 @@ def weight_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, q in weights.items():
         if isinstance(q, TypedWeight):
-            tensors |= q.tensors(name)
+            tensors |= {f"{name}.{field}": value for field, value in q.tensors().items()}
             continue
         tensors[f"{name}.integers"] = q.integers
         tensors[f"{name}.scale"] = q.scale.to(torch.float16)

@@ -1,12 +1,10 @@
 """Quantize embedding and head where a format of llama.cpp has a block type for them."""
 
-from dataclasses import fields
-
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from aespa_pl.algorithm.grid_types import TYPES, TypedMatrix, TypedWeight
+from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
 from aespa_pl.algorithm.refit import rounded_rows
 from aespa_pl.run.context import Context
 from aespa_pl.storage.files import write_tensors
@@ -34,7 +32,7 @@ def stem_tensors(context: Context) -> dict[str, Tensor]:
             parts = [
                 rounded_rows(W, grid_type) for W in tensors[name].to(context.device).split(ROWS)
             ]
-            numbers |= _joined(parts).tensors(name)
+            numbers |= {f"{name}.{field}": value for field, value in _joined(parts).items()}
         write_tensors(run.stem_file, {key: value.cpu() for key, value in numbers.items()}, {})
     if types:
         stored = load_file(run.stem_file)
@@ -44,8 +42,7 @@ def stem_tensors(context: Context) -> dict[str, Tensor]:
     return tensors
 
 
-def _joined(parts: list[TypedWeight]) -> TypedWeight:
-    """Return the rows of several parts as one matrix."""
-    names = [f.name for f in fields(TypedMatrix) if getattr(parts[0], f.name) is not None]
-    values = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-    return TypedWeight(**values, kind=parts[0].kind)
+def _joined(parts: list[TypedWeight]) -> dict[str, Tensor]:
+    """Return the tensors of the rows of several parts, by field."""
+    tensors = [part.tensors() for part in parts]
+    return {field: torch.cat([part[field] for part in tensors]) for field in tensors[0]}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.quantizer import StoredWeight
-from aespa_pl.algorithm.threads import keep_threads
+from aespa_pl.algorithm.workspace import keep_threads
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.measure import peak_bytes, release_memory
 from aespa_pl.run.context import Context

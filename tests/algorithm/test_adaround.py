@@ -27,7 +27,7 @@ def problem(heads: int, rows: int, columns: int, bits: int = 2) -> tuple[Tensor,
     W = torch.randn(heads, rows, columns, dtype=torch.float64)
     H = (X @ X.T)[None] / 50
     zeta = torch.ones(columns, dtype=torch.float64)
-    return W, H, search_grid(W, H, zeta, GridFormat(bits, symmetric=False, group_size=None))
+    return W, H, search_grid(W, H, zeta, GridFormat(bits, symmetric=False, group_size=None))[0]
 
 
 def autograd_loss(

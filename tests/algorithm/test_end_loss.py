@@ -21,7 +21,7 @@ def test_the_loss_of_optq_is_the_sum_of_its_rounding_errors_weighted_by_d() -> N
     H, damping = second_moment(12), 0.01
     damped = H + damping * H.diagonal().mean() * torch.eye(12, dtype=torch.float64)
     W = torch.randn(1, 5, 12, dtype=torch.float64)
-    grid = search_grid(W, damped[None], torch.ones(12, dtype=torch.float64), GridFormat(2))
+    grid = search_grid(W, damped[None], torch.ones(12, dtype=torch.float64), GridFormat(2))[0]
     visited, integers, _ = update_weights(W, damped[None], grid)
     rounded = dequantize(integers, grid)
     errors = (visited - rounded)[0]

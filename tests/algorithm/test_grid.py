@@ -55,7 +55,7 @@ def assert_as_good(loss: float, least: float) -> None:
 @pytest.mark.parametrize("bits", [2, 4])
 def test_search_is_as_good_as_trying_every_candidate(bits: int, *, symmetric: bool) -> None:
     W, H, zeta = problem(heads=2)
-    found = search_grid(W, H, zeta, GridFormat(bits, symmetric=symmetric, group_size=None))
+    found = search_grid(W, H, zeta, GridFormat(bits, symmetric=symmetric, group_size=None))[0]
     for head in range(2):
         for row in range(3):
             scale, zero = grid_of(found, row, 0, head)
@@ -66,7 +66,7 @@ def test_search_is_as_good_as_trying_every_candidate(bits: int, *, symmetric: bo
 
 def test_groups_are_searched_on_their_own_columns() -> None:
     W, H, zeta = problem()
-    found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=4))
+    found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=4))[0]
     assert found.scale.shape == (1, 3, 2)
     for row in range(3):
         for g, part in enumerate((slice(0, 4), slice(4, 8))):
@@ -77,20 +77,20 @@ def test_groups_are_searched_on_their_own_columns() -> None:
 
 def test_chunks_of_candidates_do_not_change_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     W, H, zeta = problem(heads=2)
-    whole = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
+    whole = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))[0]
     monkeypatch.setattr(candidate_losses, "CPU_CHUNK", 1)
     monkeypatch.setattr(candidate_losses, "LEAST_ERRORS", 1)
-    single = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
+    single = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))[0]
     torch.testing.assert_close(whole.scale, single.scale)
     assert torch.equal(whole.zero_point, single.zero_point)
 
 
 def test_shared_hessian_equals_one_for_each_head() -> None:
     W, H, zeta = problem(heads=3)
-    shared = search_grid(W, H[:1], zeta, GridFormat(2, symmetric=False, group_size=None))
+    shared = search_grid(W, H[:1], zeta, GridFormat(2, symmetric=False, group_size=None))[0]
     copied = search_grid(
         W, H[:1].repeat(3, 1, 1), zeta, GridFormat(2, symmetric=False, group_size=None)
-    )
+    )[0]
     torch.testing.assert_close(shared.scale, copied.scale)
 
 
@@ -99,7 +99,7 @@ def test_a_row_of_zeros_gets_a_usable_grid() -> None:
     W[0, 1] = 0
     for g in (
         min_max_grid(W, zeta, GridFormat(2, symmetric=False, group_size=None)),
-        search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None)),
+        search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))[0],
     ):
         assert bool((g.scale > 0).all())
         assert bool(g.scale.isfinite().all())
@@ -128,7 +128,7 @@ def test_rows_of_one_sign_are_searched_like_all_others(sign: int) -> None:
     """Floor and ceiling of their zero point are the same, but not those of the other rows."""
     W, H, zeta = problem(rows=12)
     W[0, :4] = sign * W[0, :4].abs() - sign * 0.1 * W[0, :4].abs().amin(-1, keepdim=True)
-    found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
+    found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))[0]
     for row in range(12):
         loss = loss_on(W[0, row], H[0], zeta, *grid_of(found, row, 0), 2)
         assert_as_good(loss, by_hand(W[0, row], H[0], zeta, 2, symmetric=False))
@@ -140,7 +140,7 @@ def test_zero_points_are_integers_of_the_range() -> None:
     low = W.amin(-1)
     assert bool((low / (low / 7) > 7).any())
     H, zeta = torch.eye(4)[None], torch.ones(4)
-    found = search_grid(W, H, zeta, GridFormat(3, symmetric=False, group_size=None))
+    found = search_grid(W, H, zeta, GridFormat(3, symmetric=False, group_size=None))[0]
     assert bool((found.zero_point <= 7).all())
 
 
@@ -149,5 +149,5 @@ def test_the_whole_range_and_a_hundredth_of_it_can_be_the_best() -> None:
     H = torch.eye(4, dtype=torch.float64)[None]
     H[0, 0, 0] = 1e-9  # the second row's outlier is of no matter
     zeta = torch.ones(4, dtype=torch.float64)
-    found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))
+    found = search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=None))[0]
     torch.testing.assert_close(found.scale.flatten().tolist(), [1.0, 1 / 3])

@@ -20,7 +20,7 @@ def problem(
     H = X @ X.transpose(1, 2)
     W = torch.randn(heads, rows, columns, dtype=torch.float64)
     zeta = torch.rand(columns, dtype=torch.float64) + 0.5
-    return W, H, search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=group_size))
+    return W, H, search_grid(W, H, zeta, GridFormat(2, symmetric=False, group_size=group_size))[0]
 
 
 @pytest.mark.parametrize("group_size", [None, 5])

@@ -13,7 +13,7 @@ from aespa_pl.algorithm import descent
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import GridFormat, quantize
-from aespa_pl.algorithm.threads import one_thread
+from aespa_pl.algorithm.workspace import one_thread
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_a_descent_of_small_coupled_tiles_uses_one_thread(
 
 
 GRADIENTS = """
-from aespa_pl.algorithm.threads import keep_threads, one_thread
+from aespa_pl.algorithm.workspace import keep_threads, one_thread
 import torch
 keep_threads()
 generator = torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm import zfold
 from aespa_pl.algorithm.candidates import EXHAUSTIVE, Effort
-from aespa_pl.algorithm.grid import min_max_grid, search_with_loss
+from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from aespa_pl.algorithm.zfold import fit_grids, least_squares_zeta
 from tests import reference
@@ -57,7 +57,7 @@ def fit(
         grid_format: GridFormat,
         effort: Effort,
     ) -> tuple[Grid, float]:
-        grid, loss = search_with_loss(*pair, zeta, grid_format, effort=effort)
+        grid, loss = search_grid(*pair, zeta, grid_format, effort=effort)
         seen.append((*pair, grid))
         if efforts is not None:
             efforts.append(effort)
@@ -78,7 +78,7 @@ def test_loss_of_a_search_is_that_of_nearest_rounding_on_its_grid() -> None:
     weights, hessians = problem()
     zeta = torch.rand(12, dtype=torch.float64) + 0.5
     for W, H in zip(weights, hessians, strict=True):
-        grid, loss = search_with_loss(W, H, zeta, FORM)
+        grid, loss = search_grid(W, H, zeta, FORM)
         expected = 0.0
         for row, (s,), (z,) in zip(W[0], grid.scale[0], grid.zero_point[0], strict=True):
             step = s * zeta

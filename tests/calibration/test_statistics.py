@@ -11,7 +11,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from aespa_pl.algorithm.rotation import rotate_back, through_norm
+from aespa_pl.algorithm.second_moments import rotate_back, through_norm
 from tests import reference
 from tests.calibration.collected import (
     HEAD_SIZE,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedMatrix
+from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.gguf import dequantized, library_type
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, Bytes, as_typed, smallest_type, zero_points
@@ -19,7 +19,7 @@ from tests.export.runs import dequantized as uniform
 COLUMNS = 512
 
 
-def random_matrix(kind: GridType) -> TypedMatrix:
+def random_matrix(kind: GridType) -> TypedWeight:
     """Return integers, factors and minimums over all of their ranges."""
     generator = torch.Generator().manual_seed(0)
 
@@ -32,16 +32,17 @@ def random_matrix(kind: GridType) -> TypedMatrix:
         return torch.randn(5, COLUMNS // kind.block, generator=generator).half()
 
     minimums, groups = kind.zero_point is None, COLUMNS // kind.group
-    return TypedMatrix(
+    return TypedWeight(
         between(0, kind.largest, COLUMNS),
         halves(),
         halves() if minimums else None,
         between(*kind.scales, groups) if kind.groups > 1 else None,
         between(*kind.minimums, groups) if kind.groups > 1 and minimums else None,
+        kind=kind,
     )
 
 
-def by_loops(kind: GridType, matrix: TypedMatrix) -> Tensor:
+def by_loops(kind: GridType, matrix: TypedWeight) -> Tensor:
     """Compute each weight by the formula of its type in float64, rounded to float32 once per term."""
     result = torch.empty(matrix.integers.shape)
     for row, values in enumerate(matrix.integers.tolist()):

@@ -40,7 +40,7 @@ def problems() -> dict[str, Problem]:
         W = torch.randn(heads, 4, 6)
         X = torch.randn(6, 50)
         H = (X @ X.T)[None] / 25
-        grid = search_grid(W, H, torch.ones(6), GridFormat(2))
+        grid = search_grid(W, H, torch.ones(6), GridFormat(2))[0]
         K = torch.randn(heads, 9, 4)
         G = K.transpose(1, 2) @ K if name == "query" else None
         found[name] = Problem(W, grid, 0.1 * heads, H, G)

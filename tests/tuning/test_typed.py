@@ -20,7 +20,7 @@ def stored(name: str) -> tuple[Tensor, TypedWeight]:
     torch.manual_seed(0)
     W = torch.randn(1, ROWS, COLUMNS)
     form = GridFormat.of(TYPES[name])
-    grid = search_grid(W, torch.eye(COLUMNS)[None], torch.ones(COLUMNS), form)
+    grid = search_grid(W, torch.eye(COLUMNS)[None], torch.ones(COLUMNS), form)[0]
     grid = grid.folded(torch.ones(1, ROWS))
     assert grid.factors is not None
     return W[0], grid.factors.stored(quantize(W, grid)[0].to(torch.uint8))
