@@ -194,8 +194,8 @@ def test_the_descent_takes_few_kernels_and_waits_once_a_pass(
     def tallies(passes: int) -> Tally:
         with counting() as found:
             descend(nearest, given.W, given.grid, given.H, G, passes=passes)
-        assert list(found.waits) == ["nonzero in aespa_pl.algorithm.descent._descend"]
-        assert found.waits["nonzero in aespa_pl.algorithm.descent._descend"] == passes
+        assert list(found.waits) == ["nonzero in aespa_pl.algorithm.descent.descend"]
+        assert found.waits["nonzero in aespa_pl.algorithm.descent.descend"] == passes
         return found
 
     with simulated(monkeypatch) as device:
