@@ -1,6 +1,7 @@
 """Measure the peak resident memory of ``aespa-pl fit`` on LLaMA-type models with random weights.
 
 python benchmarks/memory.py --blocks [12,24,48]                       # a narrow model, minutes
+python benchmarks/memory.py --hidden 512 --intermediate 256 --blocks [2] --experts 64   # Qwen3-MoE
 python benchmarks/memory.py --hidden 2048 --intermediate 5504 --heads 16 --blocks [24]    # 1.3B
 
 Each run is a process of its own; the operating system's maximum for it is printed beside what
@@ -16,11 +17,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from jsonargparse import auto_cli
 from safetensors.torch import save_file
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.models import family_of
@@ -46,6 +48,7 @@ def main(
     intermediate: int = 1376,
     heads: int = 8,
     blocks: list[int] | None = None,
+    experts: int = 0,
     vocabulary: int = 32_000,
     segments: int = 8,
     length: int = 512,
@@ -64,6 +67,7 @@ def main(
         intermediate: Width of the feed-forward part.
         heads: Query and key/value heads.
         blocks: Numbers of blocks.
+        experts: Experts of a block, of which each token has 8; 0: it is dense.
         vocabulary: Rows of the embedding and of the head.
         segments: Calibration segments.
         length: Tokens in each.
@@ -79,11 +83,16 @@ def main(
         peak, seconds = _run(["fit", "--print_config", "--model.pretrained", "."], threads)
         print(json.dumps({"baseline_gb": peak / 1e9, "seconds": round(seconds)}), flush=True)
     for count in blocks or [12]:
-        config = LlamaConfig(
-            hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-            num_key_value_heads=heads, num_hidden_layers=count, vocab_size=vocabulary,
-            max_position_embeddings=max(length, 512), dtype=dtype,
-        )  # fmt: skip
+        sizes: dict[str, Any] = {
+            "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
+            "num_key_value_heads": heads, "num_hidden_layers": count, "vocab_size": vocabulary,
+            "max_position_embeddings": max(length, 512), "dtype": dtype,
+        }  # fmt: skip
+        config: PreTrainedConfig = LlamaConfig(**sizes)
+        if experts:
+            config = Qwen3MoeConfig(
+                **sizes, num_experts=experts, moe_intermediate_size=intermediate
+            )
         with tempfile.TemporaryDirectory() as folder:
             _make_model(config, Path(folder) / "model")
             arguments: dict[str, str | int | float] = {

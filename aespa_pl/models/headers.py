@@ -58,7 +58,8 @@ class StoredTensor:
         """Return the values from the file that is open."""
         if self.part is None:
             return cast(Tensor, file.get_tensor(self.name))
-        return self.part.of(file.get_slice(self.name))
+        # as a block has it that was quantized: products with other strides round in another way
+        return self.part.of(file.get_slice(self.name)).contiguous()
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
