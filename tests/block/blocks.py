@@ -124,11 +124,18 @@ def rows_by_hand(block: nn.Module, layout: BlockLayout, name: str, module: str) 
     size = layout.head_dim
     heads = {"query": layout.heads, "key": layout.key_value_heads, "value": layout.key_value_heads}
     if role(name) not in heads:
+        if module.endswith("gate_up_proj"):
+            gate, up = weight.chunk(2)
+            weight = gate if name == "gate_proj" else up
         return weight[None].float()
     fused = module.endswith("query_key_value")
     parts, part = (3, ["query", "key", "value"].index(name)) if fused else (1, 0)
+    first = 0
+    if module.endswith("qkv_proj"):  # all queries, then all keys, then all values
+        before = {"query": 0, "key": layout.heads, "value": layout.heads + layout.key_value_heads}
+        first = before[role(name)] * size
     rows = [
-        weight[(head * parts + part) * size + i] for head in range(heads[role(name)])
+        weight[first + (head * parts + part) * size + i] for head in range(heads[role(name)])
         for i in range(size)
     ]  # fmt: skip
     return torch.stack(rows).view(heads[role(name)], size, -1).float()
