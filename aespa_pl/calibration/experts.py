@@ -4,7 +4,7 @@ The output of a mixture is ``sum_e g_e E_e(x)``, so an error of expert e counts 
 its Hessian is the mean of ``2 x x^T`` over its tokens with the weights ``g_e^2``. An expert that has seen
 fewer tokens T than its input has columns c takes the share ``1 - T / c`` of its Hessian from all tokens.
 
-Source: docs/algorithm.md, "Mixtures of experts"; not in the paper.
+Source: docs/families.md, "Mixtures of experts"; not in the paper.
 """
 
 from collections.abc import Callable
