@@ -31,8 +31,8 @@ DECIDED = {
     key
     for key, kind in KEYS.items()
     if key.startswith("quantization.") and NoneType in get_args(kind) and not key.endswith("_rate")
-} - {"quantization.group_size"}
-"""Keys that a method alone decides where they are null; null means something else for group_size."""
+} - {"quantization.group_size", "quantization.target"}
+"""Keys that a method alone decides where they are null; null means something else for the last two."""
 
 
 def refuse_mistakes(arguments: Arguments, command: str) -> None:

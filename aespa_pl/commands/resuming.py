@@ -18,7 +18,6 @@ from aespa_pl.commands.arguments import (
 from aespa_pl.errors import UserError
 from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.settings import OutputSettings
-from aespa_pl.storage.cache import default_cache
 
 UNNAMED = (None, "null")
 """Values of ``--ckpt_path`` that name no run."""
@@ -78,6 +77,8 @@ def note_own(run: Path) -> None:
 
 
 def _mark(configuration: Path) -> Path:
+    from aespa_pl.storage.cache import default_cache  # noqa: PLC0415 - torch takes seconds
+
     try:
         name = hashlib.sha256(configuration.read_bytes()).hexdigest()
     except OSError:

@@ -25,7 +25,7 @@ def test_shipped_configurations_are_valid_and_the_paper_changes_the_algorithm_al
         key for key, value in flat(yaml.safe_load(out)["quantization"]).items() if value is None
     ]
     assert all(
-        key == "group_size" or key.endswith("_rate") for key in nulls
+        key in ("group_size", "target") or key.endswith("_rate") for key in nulls
     )  # the model isn't here
     given = ("--config", path.name, "--quantization.method", "aespa", "--print_config")
     printed = yaml.safe_load(aespa("fit", *given)[1])

@@ -223,6 +223,7 @@ def test_only_what_a_method_decides_may_be_null_in_addition() -> None:
     }
     assert nullable == {f".{key}" for key, _ in OVERRIDES.values()} | {
         ".group_size",
+        ".target",
         *(f".{key}" for key in RATES),
     }
 
