@@ -64,6 +64,11 @@ class Grid:
         """Return the largest integer."""
         return int(2**self.bits - 1)
 
+    @property
+    def form(self) -> tuple[int, GridType | None]:
+        """Return bits and block type; grids of one form can be joined."""
+        return self.bits, None if self.factors is None else self.factors.kind
+
     def step(self) -> Float[Tensor, "heads rows d_in"]:
         """Return the distance of two neighbouring values of each weight."""
         return self._each_column(self.scale) * self.zeta
@@ -77,8 +82,13 @@ class Grid:
         return self.merged(lambda x: x[first : first + count])
 
     def merged(self, merge: Callable[..., Tensor], *others: "Grid") -> "Grid":
-        """Return what ``merge`` makes of each tensor ``[heads, rows, ...]`` and of other grids' same one."""
+        """Return what ``merge`` makes of each tensor ``[heads, rows, ...]`` and of other grids' same one.
+
+        Raises ValueError where the grids have several forms.
+        """
         grids = (self, *others)
+        if any(grid.form != self.form for grid in others):
+            raise ValueError("grids of several bits or block types cannot be joined")
         if self.factors is not None:
             rest = [grid.factors for grid in others if grid.factors is not None]
             return Grid.of(self.factors.merged(merge, *rest), self.zeta)

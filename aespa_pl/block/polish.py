@@ -25,8 +25,8 @@ def polish(block: QuantizedBlock, passes: int, world: World) -> None:
     """
     projections = block.projections.values()
     coupled = [p for p in projections if p.other_side is not None]
-    for bits in dict.fromkeys(p.grid.bits for p in coupled):  # each visit has one range of integers
-        _polish_coupled([p for p in coupled if p.grid.bits == bits], passes, world)
+    for form in dict.fromkeys(p.grid.form for p in coupled):  # each visit has one range of integers
+        _polish_coupled([p for p in coupled if p.grid.form == form], passes, world)
     for p in projections:
         if p.other_side is None:
             found = [
@@ -37,7 +37,7 @@ def polish(block: QuantizedBlock, passes: int, world: World) -> None:
 
 
 def _polish_coupled(projections: list[QuantizedProjection], passes: int, world: World) -> None:
-    """Polish query and key of the same bits together: their heads are independent, and they share H.
+    """Polish query and key of the same form together: their heads are independent, and they share H.
 
     Their rows are visited a few at a time, so twice the heads take hardly longer.
     """

@@ -133,3 +133,24 @@ def test_a_uniform_run_has_an_embedding_in_a_type(tmp_path: Path) -> None:
     with safe_open(next((tmp_path / "uniform/version_0/model").glob("model-00001*")), "pt") as file:
         held = torch.tensor(dequantized(embedding.data, embedding.tensor_type)).half()
         assert torch.equal(held, file.get_tensor("model.embed_tokens.weight"))
+
+
+def test_query_and_key_of_two_types_with_the_same_bits_keep_their_own_grids(tmp_path: Path) -> None:
+    original = save_original(llama(hidden_size=256, intermediate_size=256), tmp_path / "original")
+    status, _, err = CommandLine()(
+        "fit", "--model.pretrained", original, "--quantization.format", "Q5_0",
+        "--quantization.types", "{k_proj: Q5_1}", "--quantization.method", "aespa-fast",
+        "--data.calibration.source", "embedded", "--data.calibration.segments", 8,
+        "--data.calibration.segment_length", 64, "--data.evaluation.texts", "[]",
+        "--output.folder", tmp_path, "--output.name", "typed",
+    )  # fmt: skip
+    assert (status, err) == (0, ""), err
+    model = QuantizedModel.open(tmp_path / "typed" / "version_0")
+    Gguf().write(model, tmp_path, lambda: None)
+    prove(model, Gguf(), tmp_path)
+    with safe_open(next(original.glob("*.safetensors")), "pt") as file:
+        for name in ("q_proj", "k_proj"):
+            key = f"model.layers.0.self_attn.{name}.weight"
+            weight, found = file.get_tensor(key).float(), model.block(0).matrices[key].weight()
+            # zeta moves columns between the norm and the weights; the size of the error stays
+            assert (found / found.norm(dim=0) - weight / weight.norm(dim=0)).norm() < 0.1 * 256**0.5
