@@ -272,5 +272,5 @@ def nearest_weight(
 
 def _other_side(projection: Projection, statistics: BlockStatistics) -> Tensor | None:
     if projection.role is Role.QUERY:
-        return statistics.keys
-    return statistics.queries if projection.role is Role.KEY else None
+        return statistics.g_query
+    return statistics.g_key if projection.role is Role.KEY else None

@@ -58,9 +58,9 @@ class BlockStatistics:
     """``H`` by input of the layout's groups."""
     attended: Hessian | None
     """``H_V``; the mean over the query heads that share a value head. None: not collected."""
-    keys: Tensor | None
+    g_query: Tensor | None
     """``G_Q [n_h, d_h, d_h]``, as each query head sees its keys. None: not collected."""
-    queries: Tensor | None
+    g_key: Tensor | None
     """``G_K [n_kv, d_h, d_h]``; the mean over the query heads that share a key head."""
     shifts: Shifts | None = None
     """Shifts; None: the original model's stream was not watched, or equals the quantized one (block 0)."""
@@ -76,7 +76,7 @@ class BlockStatistics:
         for group, hessian in self.inputs.items():
             yield f"H of {group}", hessian[:]
         named: dict[str, Hessian | Matrices | None]
-        named = {"H_V": self.attended, "G_Q": self.keys, "G_K": self.queries}
+        named = {"H_V": self.attended, "G_Q": self.g_query, "G_K": self.g_key}
         if self.shifts is not None:
             named |= {f"the shift of {k}": v for k, v in self.shifts.inputs.items()}
             named |= {f"the output's shift of {k}": v for k, v in self.shifts.outputs.items()}

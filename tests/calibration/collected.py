@@ -188,8 +188,8 @@ def attention_statistics(statistics: BlockStatistics) -> dict[str, Tensor]:
     """Return H_V, G_Q and G_K by name."""
     return {
         "attended": whole(statistics.attended),
-        "keys": statistics.keys,
-        "queries": statistics.queries,
+        "keys": statistics.g_query,
+        "queries": statistics.g_key,
     }
 
 

@@ -62,7 +62,7 @@ def test_statistics_of_a_model_in_half_precision_are_summed_in_float32(
     found = {name: whole(H) for name, H in statistics.inputs.items()}
     found["attended"] = whole(statistics.attended)
     if seen[0].rotation is None:
-        found |= {"keys": statistics.keys, "queries": statistics.queries}
+        found |= {"keys": statistics.g_query, "queries": statistics.g_key}
         for name, heads in (("keys", seen[0].key), ("queries", seen[0].query)):
             rows = heads.double().transpose(0, 1).flatten(1, 2)
             expected = 2 / N * torch.stack([x.T @ x for x in rows])

@@ -116,12 +116,12 @@ def test_query_and_key_objectives_are_the_squared_error_of_the_scores(
     K = seen[0].key.transpose(0, 1).flatten(1, 2)  # [n_kv, tokens, d_h]
     Q = seen[0].query.transpose(0, 1).flatten(1, 2)
     for h in range(HEADS):
-        G = statistics.keys[h].double()
+        G = statistics.g_query[h].double()
         expected = 4 * scores_by_hand(K[h // shared], dW, X, rotations) / N**2
         assert float(torch.trace(G @ dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-4)
     rotations = rotations_of(model, queries=False)
     for h in range(HEADS // shared):
-        G = statistics.queries[h].double()
+        G = statistics.g_key[h].double()
         group = range(h * shared, (h + 1) * shared)
         expected = sum(4 * scores_by_hand(Q[g], dW, X, rotations) / N**2 for g in group) / shared
         assert float(torch.trace(G @ dW @ H @ dW.T)) == pytest.approx(expected, rel=1e-4)
@@ -152,7 +152,7 @@ def test_norm_on_heads_scales_the_error_of_each_token() -> None:
     model = make(qwen3)
     statistics, seen, _ = collect(model, tokens(), 8)
     assert seen[0].query_inverse_square is not None
-    assert statistics.keys.shape == (HEADS, HEAD_SIZE, HEAD_SIZE)
+    assert statistics.g_query.shape == (HEADS, HEAD_SIZE, HEAD_SIZE)
     weight, x = torch.randn(6, dtype=torch.float64), torch.randn(30, 6, dtype=torch.float64)
     K = torch.randn(9, 6, dtype=torch.float64)
     d = torch.randn(6, dtype=torch.float64)
@@ -179,8 +179,8 @@ def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
     N, H = X.shape[0], shared_by_all(statistics.inputs["attention_input"]).double()
     dW = torch.randn(HEAD_SIZE, WIDTH, dtype=torch.float64)
     sides = (
-        (statistics.keys, seen[0].key, attention.q_proj, attention.q_norm),
-        (statistics.queries, seen[0].query, attention.k_proj, attention.k_norm),
+        (statistics.g_query, seen[0].key, attention.q_proj, attention.q_norm),
+        (statistics.g_key, seen[0].query, attention.k_proj, attention.k_norm),
     )
     for G, other_side, projection, norm in sides:
         heads = G.shape[0]
@@ -194,7 +194,7 @@ def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
         for h in range(heads):
             rotations = [
                 R @ torch.diag(weights[h])
-                for R in rotations_of(model, queries=G is statistics.keys)
+                for R in rotations_of(model, queries=G is statistics.g_query)
             ]
             group = [h // 2] if heads == HEADS else [2 * h, 2 * h + 1]
             error = sum(scores_by_hand(others[g], dW, X, rotations) for g in group) / len(group)
