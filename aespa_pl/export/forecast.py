@@ -42,6 +42,8 @@ def _in_gguf(settings: QuantizationSettings, shape: Shape, config: PreTrainedCon
 
 
 def _in_folders(settings: QuantizationSettings, shape: Shape) -> str:
+    if shape.layout.mixture is not None and not settings.symmetric:
+        return "no compressed-tensors, which has no zero points of experts: set quantization.symmetric true"
     weights = total = 0.0
     for bits, columns, size in _matrices(settings, shape):
         weights += size

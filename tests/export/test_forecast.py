@@ -7,6 +7,7 @@ from aespa_pl.export.forecast import forecast
 from aespa_pl.models import family_of
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
+from tests.models.examples import make_model
 
 
 def words(width: int, intermediate: int, **options: object) -> str:
@@ -68,3 +69,12 @@ def test_a_family_that_llama_cpp_lacks_has_no_gguf() -> None:
     )  # fmt: skip
     said = forecast(QuantizationSettings(), Shape.of(config, family_of(config)), config)
     assert "no GGUF file, because llama.cpp has no architecture for model_type opt" in said
+
+
+def test_experts_with_zero_points_have_no_folder_of_integers() -> None:
+    config = make_model("qwen3-moe").config
+    shape = Shape.of(config, family_of(config))
+    said = forecast(QuantizationSettings(bits=4), shape, config)
+    assert "no compressed-tensors, which has no zero points of experts" in said
+    symmetric = forecast(QuantizationSettings(bits=4, symmetric=True), shape, config)
+    assert "in compressed-tensors" in symmetric
