@@ -21,7 +21,7 @@ from aespa_pl.calibration.statistics import Reached
 from aespa_pl.calibration.sums import INPUT, MAGNITUDE, OUTPUT_SHIFT, SHIFT, Sums, rows, stream
 from aespa_pl.models.experts import Expert, routed
 from aespa_pl.models.family import BlockLayout, Projection
-from aespa_pl.models.parts import Mixture
+from aespa_pl.models.parts import ExpertMixture
 
 WEIGHT, COUNT = "weight ", "count "
 """Prefixes of the sum of an input's squared weights, and of the number of its tokens."""
@@ -38,7 +38,7 @@ class ExpertSums:
             sums: Sums of the block.
             magnitudes: Whether the mean absolute value of each input is collected.
         """
-        self.mixture = cast(Mixture, layout.mixture)
+        self.mixture = cast(ExpertMixture, layout.mixture)
         self.sums = sums
         self.magnitudes = magnitudes
         self.first = layout.groups[0].name

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from aespa_pl.models.family import Attention, InputGroup, Projection
-from aespa_pl.models.parts import Mixture
+from aespa_pl.models.parts import ExpertMixture
 
 ObserveAttention = Callable[[Callable[[Attention], None]], AbstractContextManager[None]]
 """Opens a context in which its argument is called with what the block's attention does."""
@@ -52,7 +52,7 @@ class Residual:
 def observing(
     block: nn.Module,
     groups: Sequence[InputGroup],
-    mixture: Mixture | None = None,
+    mixture: ExpertMixture | None = None,
     *,
     residuals: bool = False,
     experts: bool = True,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.models.family import FoldIntoNorm, FoldIntoRows, InputGroup, Projection
-from aespa_pl.models.parts import Fused, Mixture
+from aespa_pl.models.parts import ExpertMixture, Fused
 
 Gated = Callable[[Tensor, Tensor], Tensor]
 """Returns the input of the last matrix from the outputs of gate and up."""
@@ -88,7 +88,7 @@ def taken_apart(module: nn.Module, fused: Fused, gated: Gated) -> Experts:
 
 
 def expert_groups(
-    mixture: Mixture, norm: str, readers: tuple[str, ...], *, linear_in_up: bool = True
+    mixture: ExpertMixture, norm: str, readers: tuple[str, ...], *, linear_in_up: bool = True
 ) -> tuple[InputGroup, ...]:
     """Return the groups of a mixture's experts: one input for gate and up of all, one for each down.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.models.parts import Mixture, Part, as_stored
+from aespa_pl.models.parts import ExpertMixture, Part, as_stored
 
 
 class Role(StrEnum):
@@ -106,12 +106,12 @@ class BlockLayout:
     heads: int
     key_value_heads: int
     head_dim: int
-    mixture: Mixture | None = None
+    mixture: ExpertMixture | None = None
     """Mixture of experts; None where the block has none."""
 
     @classmethod
     def of(
-        cls, config: PreTrainedConfig, *groups: InputGroup, mixture: Mixture | None = None
+        cls, config: PreTrainedConfig, *groups: InputGroup, mixture: ExpertMixture | None = None
     ) -> "BlockLayout":
         """Return the layout of a block with these groups; the heads are the configuration's."""
         heads = config.num_attention_heads

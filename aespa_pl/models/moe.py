@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from aespa_pl.models.experts import expert_groups, taken_apart
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.llama import LlamaFamily
-from aespa_pl.models.parts import NAME, Fused, Mixture, Part
+from aespa_pl.models.parts import NAME, ExpertMixture, Fused, Part
 
 
 class MixtureFamily(LlamaFamily):
@@ -41,7 +41,7 @@ class MixtureFamily(LlamaFamily):
             return dense
         norm = "post_attention_layernorm"
         count, chosen = self.experts_of(config), int(config.num_experts_per_tok)
-        mixture = Mixture("mlp", self.router, "mlp.experts", count, chosen, residual=norm)
+        mixture = ExpertMixture("mlp", self.router, "mlp.experts", count, chosen, residual=norm)
         experts = expert_groups(mixture, norm, (self.router,), linear_in_up=self.linear_in_up)
         groups = (*dense.groups[:2], *experts)
         return replace(dense, groups=groups, mixture=mixture)

@@ -11,7 +11,7 @@ NAME = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 @dataclass(frozen=True)
-class Mixture:
+class ExpertMixture:
     """Describes the mixture of experts of a block."""
 
     module: str

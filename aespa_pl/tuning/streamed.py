@@ -96,7 +96,7 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
 def _empty(block: nn.Module) -> None:
     """Free a block's memory now: its modules refer to each other, so that they wait for the collector."""
     for tensor in chain(block.parameters(), block.buffers()):
-        tensor.data = torch.empty(0)
+        tensor.data = tensor.new_empty(0)
 
 
 class _Block(torch.autograd.Function):
