@@ -150,9 +150,7 @@ def _option(key: str, value: Any) -> Option:
 def _runs_folder(given: Arguments) -> Path:
     """Return the folder of the runs of this name, which inputs lie beside."""
     default = OutputSettings()
-    folder, name = (
-        given.setting(f"output.{key}", getattr(default, key)) for key in ("folder", "name")
-    )
+    folder, name = (given.setting(f"output.{key}", getattr(default, key)) for key in ("folder", "name"))
     return Path(folder).expanduser() / name
 
 

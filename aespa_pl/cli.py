@@ -24,17 +24,13 @@ from aespa_pl.run.interruption import Interruption, RunInterrupted, interrupted_
 
 MISTAKE = 2
 """Status of a mistake that the user can mend."""
-LESS_MEMORY = (
-    "set data.memory_gb below what is free, data.hidden_states to disk, or lower data.batch_size"
-)
+LESS_MEMORY = "set data.memory_gb below what is free, data.hidden_states to disk, or lower data.batch_size"
 MORE_MEMORY = "end other programs, or take a machine with more memory"
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 """Words of torch in a RuntimeError where the host has no memory; it has no class for that error."""
 NO_THREAD = "can't start new thread"
 """Words of Python in a RuntimeError where the system refuses a thread."""
-MORE_THREADS = (
-    "end other programs, or raise the limit of processes (ulimit -u, or that of the container)"
-)
+MORE_THREADS = "end other programs, or raise the limit of processes (ulimit -u, or that of the container)"
 
 
 @dataclass(frozen=True)
@@ -52,9 +48,7 @@ class Command:
 
 
 COMMANDS = {
-    "fit": Command(
-        "application", "Quantize a model block by block, or continue a run.", configured=True
-    ),
+    "fit": Command("application", "Quantize a model block by block, or continue a run.", configured=True),
     "test": Command(
         "application",
         "Measure the perplexity of the original and of the quantized model.",

@@ -25,8 +25,7 @@ def paid_for(cgroup: Path = CGROUP) -> float | None:
     except (OSError, ValueError):
         try:
             quota, period = (
-                (cgroup / "cpu" / name).read_text()
-                for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                (cgroup / "cpu" / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             )
         except OSError:
             return None

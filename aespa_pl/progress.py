@@ -93,9 +93,7 @@ class WalkProgress:
         if self._step != ROUNDING_STEPS:
             self._step = ROUNDING_STEPS
             self._bars.reset(self._inner, total=total)  # a bar that was full stands still otherwise
-        self._bars.update(
-            self._inner, description=description, completed=done, total=total, visible=True
-        )
+        self._bars.update(self._inner, description=description, completed=done, total=total, visible=True)
 
 
 class IterationProgress(Callback):

@@ -139,9 +139,7 @@ def _rates(
 ) -> dict[str, dict[str, float]]:
     """Return the learning rates of integers and of scales in the tuning of blocks, and of the model."""
     narrow = min(1.0, max(LEAST_FACTOR, RATE_WIDTH / width))
-    step = 3 / (
-        2.0**settings.bits - 1
-    )  # distance of two integers beside that at 2 bits, of the same range
+    step = 3 / (2.0**settings.bits - 1)  # distance of two integers beside that at 2 bits, of the same range
     error = step**2  # rounding's error beside that at 2 bits
     integers, scales = BLOCK_RATES[learned]
     if settings.format != "uniform":

@@ -146,9 +146,7 @@ def main(
     values = [result.perplexity for result in results]
     spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     phases = {k: round(v, 1) for k, v in results[0].seconds.items()}
-    print(
-        f"{label} {[round(v, 3) for v in values]} mean {statistics.mean(values):.3f}{spread} {phases}"
-    )
+    print(f"{label} {[round(v, 3) for v in values]} mean {statistics.mean(values):.3f}{spread} {phases}")
     if output:
         with Path(output).open("a", encoding="utf-8") as file:
             row = {"label": label, "command": sys.argv[1:], "perplexity": values, **bars}

@@ -76,9 +76,7 @@ def _run(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tenso
     family.run_block(block, hidden, family.arguments(model, hidden))
 
 
-def _forward(
-    model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]
-) -> None:
+def _forward(model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]) -> None:
     for hidden in batches:
         _run(model, family, block, hidden)
 
@@ -93,9 +91,7 @@ def _ours(model: PreTrainedModel, family: Family, block: nn.Module, batches: lis
     collector.finish()
 
 
-def _corrected(
-    model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]
-) -> None:
+def _corrected(model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]) -> None:
     collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
     attention = partial(family.observe_attention, model, block)
     for hidden in batches:
@@ -114,9 +110,7 @@ def _plain(model: PreTrainedModel, family: Family, block: nn.Module, batches: li
         sums = [total + part for total, part in zip(sums, found, strict=True)] if sums else found
 
 
-def _plain_batch(
-    model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor
-) -> list[Tensor]:
+def _plain_batch(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> list[Tensor]:
     layout = family.layout(model.config)
     found: list[Tensor] = []
     seen: list[Attention] = []

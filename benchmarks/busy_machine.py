@@ -101,9 +101,7 @@ def work(threads: int, seconds: float) -> None:
     B, workspace, total = torch.randn_like(W), Workspace(), torch.zeros_like(H[0])
     two_bits = GridFormat(2, symmetric=False, group_size=None)
     works: dict[str, Callable[[], object]] = {
-        "learning": lambda: rounding_loss(
-            B, rounding, H, None, weight=0.01, beta=10.0, workspace=workspace
-        ),
+        "learning": lambda: rounding_loss(B, rounding, H, None, weight=0.01, beta=10.0, workspace=workspace),
         "grid": lambda: search_grid(W, H, torch.ones(COLUMNS), two_bits)[0],
         "statistics": lambda: add_gram(total, X),
         "descent": _descent(two_bits),

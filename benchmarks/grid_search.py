@@ -73,9 +73,7 @@ def main(
         found: dict[str, Grid] = {}
 
         def ours(p: Problem = p, zeta: Tensor = zeta, found: dict[str, Grid] = found) -> None:
-            found["ours"] = search_grid(
-                p.W, p.H, zeta, GridFormat(bits, symmetric=False, group_size=None)
-            )[0]
+            found["ours"] = search_grid(p.W, p.H, zeta, GridFormat(bits, symmetric=False, group_size=None))[0]
 
         def plain(p: Problem = p, zeta: Tensor = zeta, found: dict[str, Grid] = found) -> None:
             found["plain"] = plain_search(p.W, p.H, zeta, bits)

@@ -90,9 +90,7 @@ def main(
         }  # fmt: skip
         config: PreTrainedConfig = LlamaConfig(**sizes)
         if experts:
-            config = Qwen3MoeConfig(
-                **sizes, num_experts=experts, moe_intermediate_size=intermediate
-            )
+            config = Qwen3MoeConfig(**sizes, num_experts=experts, moe_intermediate_size=intermediate)
         with tempfile.TemporaryDirectory() as folder:
             _make_model(config, Path(folder) / "model")
             arguments: dict[str, str | int | float] = {

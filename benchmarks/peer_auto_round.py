@@ -121,9 +121,7 @@ def perplexity(model: torch.nn.Module, segments: Tensor) -> float:
     for batch in segments.split(4):
         logits = model(input_ids=batch).logits[:, :-1].float()
         total += float(
-            torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
-            )
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
         )
     return math.exp(total / (segments.shape[0] * (segments.shape[1] - 1)))
 

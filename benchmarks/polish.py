@@ -79,9 +79,7 @@ def _measure(
     """Return seconds of rounding and descent, what it found, shares of integers changed and of the loss."""
     W = torch.randn(shape.heads, shape.rows, shape.columns)
     H, G = _statistics(shape)
-    grid = min_max_grid(
-        W, torch.ones(shape.columns), GridFormat(bits, symmetric=False, group_size=None)
-    )
+    grid = min_max_grid(W, torch.ones(shape.columns), GridFormat(bits, symmetric=False, group_size=None))
     updated, integers, _ = update_weights(W, H, grid)
     rounding, B = start(W, updated, grid)
     B.requires_grad_()

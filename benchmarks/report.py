@@ -15,9 +15,7 @@ def median_seconds(work: Callable[[], object], repeats: int, device: torch.devic
     return median_of_each([work], repeats, device)[0]
 
 
-def median_of_each(
-    works: Sequence[Callable[[], object]], repeats: int, device: torch.device
-) -> list[float]:
+def median_of_each(works: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[float]:
     """Return the median of each; they take turns, so that other work of the machine meets all."""
     seconds: list[list[float]] = [[] for _ in works]
     for turn in range(repeats + 1):

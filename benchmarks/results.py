@@ -118,9 +118,7 @@ def orders_table(bits: str) -> TextTable:
     ]
     for method in METHODS:
         measured = [
-            shown(
-                column((row for row in rows if row["method"] == method), "perplexity"), spread=True
-            )
+            shown(column((row for row in rows if row["method"] == method), "perplexity"), spread=True)
             for rows in runs.values()
         ]
         lines.append([method, *measured, paper.get(method, UNKNOWN)])

@@ -57,9 +57,7 @@ def main(options: RoundingOptions) -> None:
             columns=p.shape[1],
             **dict(zip(KINDS, seconds, strict=True)),
         )
-    report.row(
-        ["block", "", *_cells(total)], projection="block", **dict(zip(KINDS, total, strict=True))
-    )
+    report.row(["block", "", *_cells(total)], projection="block", **dict(zip(KINDS, total, strict=True)))
 
 
 def _cells(seconds: list[float]) -> list[str]:
@@ -70,9 +68,7 @@ def _cells(seconds: list[float]) -> list[str]:
     ]  # fmt: skip
 
 
-def steps(
-    rounding: SoftRounding, B: Tensor, H: Tensor, G: Tensor | None
-) -> Iterator[Callable[[], object]]:
+def steps(rounding: SoftRounding, B: Tensor, H: Tensor, G: Tensor | None) -> Iterator[Callable[[], object]]:
     """Yield the works to measure, one after the other."""
     yield _ours(rounding, B.clone(), H, G)
     yield _autograd(rounding, B.clone(), H, G, trace=True)
@@ -88,9 +84,7 @@ def _ours(rounding: SoftRounding, B: Tensor, H: Tensor, G: Tensor | None) -> Cal
     def step() -> None:
         b = parameter.detach()
         gradient = workspace.like("gradient", b)
-        rounding_loss(
-            b, rounding, H, G, weight=WEIGHT, beta=BETA, workspace=workspace, gradient=gradient
-        )
+        rounding_loss(b, rounding, H, G, weight=WEIGHT, beta=BETA, workspace=workspace, gradient=gradient)
         parameter.grad = gradient
         adam.step()
 

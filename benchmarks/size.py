@@ -133,8 +133,7 @@ def _measured(job: Job, types: Mapping[str, str], tokens: Tensor, ids: Tensor) -
             )
         ).quantize(tokens)
         original, quantized = (
-            job.stream(folder)
-            for folder in (job.pretrained, PretrainedFolder.open(run.model_folder))
+            job.stream(folder) for folder in (job.pretrained, PretrainedFolder.open(run.model_folder))
         )
         return divergence(original, quantized, {"": ids}, batch_size=8)[""].mean
 

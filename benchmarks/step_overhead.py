@@ -68,9 +68,7 @@ def main(
         torch.manual_seed(0)
         block = list(problems(model, rows, where))
         with tempfile.TemporaryDirectory() as folder:
-            works = list(
-                _works(block, RoundingSettings(iterations=iterations), Path(folder), device)
-            )
+            works = list(_works(block, RoundingSettings(iterations=iterations), Path(folder), device))
             turns = [[work() for work in works] for _ in range(repeats + 1)][1:]
         # [turns, works, 2] to the medians [works, 2]
         medians = torch.tensor(turns, dtype=torch.float64).median(0).values

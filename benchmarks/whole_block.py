@@ -69,9 +69,7 @@ def _measure(p: Problem, repeats: int) -> list[list[float]]:
     return [
         median_of_each(
             [
-                lambda: search_grid(
-                    p.W, p.H, zeta, GridFormat(2, symmetric=False, group_size=None)
-                )[0],
+                lambda: search_grid(p.W, p.H, zeta, GridFormat(2, symmetric=False, group_size=None))[0],
                 lambda: plain_search(p.W, p.H, zeta, 2),
             ],
             repeats,

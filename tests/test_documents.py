@@ -60,9 +60,7 @@ def lone_options(text: str) -> set[str]:
     return {name for s in spans if s.startswith("--") for name in OPTION.findall(s)} - FOREIGN
 
 
-COMMANDS = sorted(
-    {program for name in DOCUMENTS for program, _ in commands(text_of(name))} - set(SCRIPTS)
-)
+COMMANDS = sorted({program for name in DOCUMENTS for program, _ in commands(text_of(name))} - set(SCRIPTS))
 """Commands of aespa-pl that a document names."""
 
 

@@ -55,9 +55,7 @@ def test_embedded_models_differ_in_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embedded_model_continues_a_text(family: str) -> None:
     folder = str(EMBEDDED / family)
-    model, tokenizer = (
-        kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer)
-    )
+    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
     prompt = tokenizer("Return a string", return_tensors="pt")["input_ids"]
     ids = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=3)
     assert tokenizer.decode(ids[0]).startswith("Return a string")

@@ -59,9 +59,7 @@ def test_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert free_bytes(CPU) > 5000
 
 
-def test_limit_of_a_container_of_version_1_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limit_of_a_container_of_version_1_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aespa_pl.measure.CGROUP", tmp_path)
     (tmp_path / "memory").mkdir()
     for name, text in (

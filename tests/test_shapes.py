@@ -17,9 +17,7 @@ def product(x: Float[Tensor, "a b"], y: Float[Tensor, "b c"]) -> Float[Tensor, "
 @pytest.mark.parametrize(
     ("x", "y"), [((2, 3), (4, 3)), ((2,), (2, 3)), ((5, 4), (4, 3))], ids=["b", "x", "result"]
 )
-def test_wrong_shapes_are_refused_before_and_after_right_ones(
-    x: tuple[int, ...], y: tuple[int, ...]
-) -> None:
+def test_wrong_shapes_are_refused_before_and_after_right_ones(x: tuple[int, ...], y: tuple[int, ...]) -> None:
     function = jaxtyped(product, typechecker=shapes.checked)
     for _ in range(2):
         with pytest.raises(TypeCheckError):

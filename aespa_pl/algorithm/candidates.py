@@ -57,9 +57,7 @@ def best_grids(
     candidates: Candidates,
     *,
     effort: Effort = THOROUGH,
-) -> tuple[
-    Float[Tensor, "groups rows"], Float[Tensor, "groups rows"], Float[Tensor, "groups rows"]
-]:
+) -> tuple[Float[Tensor, "groups rows"], Float[Tensor, "groups rows"], Float[Tensor, "groups rows"]]:
     """Return a scale and a zero point with nearly the least ``dv H dv^T`` for each row, and its loss.
 
     V is the weights over zeta. Neighbouring candidates differ little. The scale leaves the candidates unless
@@ -77,9 +75,7 @@ def best_grids(
     moved = lowest_point(V, H, chosen)
     moved_loss = exact_losses(V, H, moved)
     better = moved_loss < loss
-    scale, loss = (
-        torch.where(better, *pair) for pair in ((moved.scale, chosen.scale), (moved_loss, loss))
-    )
+    scale, loss = (torch.where(better, *pair) for pair in ((moved.scale, chosen.scale), (moved_loss, loss)))
     return scale[..., 0], chosen.zero[..., 0], loss[..., 0]
 
 

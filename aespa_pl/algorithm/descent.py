@@ -119,9 +119,7 @@ class _Columns:
         return _Columns(self.here, self.effects[chosen])
 
 
-def _groups(
-    H: Float[Tensor, "#units d_in d_in"], grid: Grid, *, coupled: bool
-) -> list[list[_Columns]]:
+def _groups(H: Float[Tensor, "#units d_in d_in"], grid: Grid, *, coupled: bool) -> list[list[_Columns]]:
     """Return the columns of the tiles of each group, in which the scale of a row is the same."""
     # so it cancels out: it is that of the column that moves and of the one that wants to
     own = grid.zeta * H.diagonal(dim1=1, dim2=2)

@@ -109,9 +109,7 @@ def _range(V: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
     return scale, (-low / scale).clamp(max=largest)  # the quotient may be a rounding error above
 
 
-def _search(
-    V: Tensor, H: Tensor, grid_format: GridFormat, effort: Effort
-) -> tuple[Tensor, Tensor, Tensor]:
+def _search(V: Tensor, H: Tensor, grid_format: GridFormat, effort: Effort) -> tuple[Tensor, Tensor, Tensor]:
     """Return the best scales, zero points and losses ``[rows, groups]`` for ``V [rows, groups, columns]``."""
     scale, zero_point = _range(V, grid_format)
     ratios = torch.arange(CLIP_RATIOS, 0, -1, dtype=V.dtype, device=V.device) / CLIP_RATIOS

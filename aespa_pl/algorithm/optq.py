@@ -27,9 +27,7 @@ def update_weights(
     W: Float[Tensor, "heads rows d_in"],
     H: Float[Tensor, "#heads d_in d_in"],
     grid: Grid,
-) -> tuple[
-    Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]
-]:
+) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]]:
     """Visit the columns in order of decreasing ``H_jj``, round each, compensate in those to come.
 
     It returns the value that each weight had when it was about to be rounded, the integer that it was rounded
@@ -51,9 +49,7 @@ def update_rows(
     H: Float[Tensor, "1 d_in d_in"],
     G: Float[Tensor, "heads rows rows"],
     grid: Grid,
-) -> tuple[
-    Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]
-]:
+) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]]:
     """Round row after row of every head, and compensate in the rows to come.
 
     With ``U^T U = G^-1`` and the row ``w_i`` as it was before its first column was rounded to ``q_i``, row

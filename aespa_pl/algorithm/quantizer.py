@@ -131,9 +131,7 @@ def split_zero(zero: Float[Tensor, "..."]) -> tuple[Float[Tensor, "..."], Float[
     return whole, zero - whole
 
 
-def dequantize(
-    integers: Real[Tensor, "heads rows d_in"], grid: Grid
-) -> Float[Tensor, "heads rows d_in"]:
+def dequantize(integers: Real[Tensor, "heads rows d_in"], grid: Grid) -> Float[Tensor, "heads rows d_in"]:
     """Return the weights that the integers stand for."""
     return grid.step() * (integers - grid.zero())
 
@@ -151,13 +149,9 @@ class QuantizedWeight:
 
     def __post_init__(self) -> None:
         """Refuse integers and zero points that the bits don't hold."""
-        largest = max(
-            (int(x.max()) for x in (self.integers, self.zero_point) if x.numel()), default=0
-        )
+        largest = max((int(x.max()) for x in (self.integers, self.zero_point) if x.numel()), default=0)
         if largest >= 2**self.bits:
-            raise ValueError(
-                f"integers or zero points up to {largest} do not have {self.bits} bits"
-            )
+            raise ValueError(f"integers or zero points up to {largest} do not have {self.bits} bits")
 
     @property
     def groups(self) -> int:

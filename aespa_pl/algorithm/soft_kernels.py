@@ -85,9 +85,7 @@ def soft_error(
 
 
 @fused
-def soft_penalty(
-    B: Float[Tensor, "heads rows d_in"], exponent: Float[Tensor, ""]
-) -> Float[Tensor, ""]:
+def soft_penalty(B: Float[Tensor, "heads rows d_in"], exponent: Float[Tensor, ""]) -> Float[Tensor, ""]:
     """Return ``-sum(|2 h(B) - 1| ** exponent)``: the penalty over its weight less the number of weights."""
     centred = (2 * STRETCH * torch.sigmoid(B) - STRETCH).clamp(-1, 1)
     return -centred.abs().pow(exponent).sum()

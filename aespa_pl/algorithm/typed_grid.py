@@ -82,8 +82,7 @@ def fit_factors(
         loss = parabola.at(*fitted)
         better = loss < best
         best, scale, minimum = (
-            torch.where(better, *pair)
-            for pair in ((loss, best), (fitted[0], scale), (fitted[1], minimum))
+            torch.where(better, *pair) for pair in ((loss, best), (fitted[0], scale), (fitted[1], minimum))
         )
     parabola = _parabola(_nearest(V, scale, minimum, kind), VH, H)
     return _rounded(parabola, scale, minimum, kind)

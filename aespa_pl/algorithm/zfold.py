@@ -52,8 +52,7 @@ def fit_grids(
 
     def search(zeta: Tensor, effort: Effort) -> tuple[list[Grid], float]:
         searched = [
-            search_one(problem, zeta, form, effort)
-            for problem, form in zip(problems, formats, strict=True)
+            search_one(problem, zeta, form, effort) for problem, form in zip(problems, formats, strict=True)
         ]
         return [grid for grid, _ in searched], sum(loss for _, loss in searched)
 

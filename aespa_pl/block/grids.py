@@ -54,9 +54,7 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
         effort: Effort,
     ) -> tuple[Grid, float]:
         share = p.share(world)
-        searched = [
-            search_grid(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)
-        ]
+        searched = [search_grid(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)]
         whole = share.whole_grid(joined([grid for grid, _ in searched]))
         return whole, share.sum(float(sum(loss for _, loss in searched)))
 
@@ -66,9 +64,7 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
         if settings.grid.awq:
             zeta = _zeta_of_inputs(block, group, forms, world)
             effort = EXHAUSTIVE if settings.grid.exhaustive else THOROUGH
-            fitted = [
-                search(p, zeta, form, effort)[0] for p, form in zip(projections, forms, strict=True)
-            ]
+            fitted = [search(p, zeta, form, effort)[0] for p, form in zip(projections, forms, strict=True)]
         else:
             fitted = fit_grids_of_group(
                 [p.weight for p in projections],

@@ -56,15 +56,12 @@ class Learner:
         """
         learned = {name: p for name, p in block.projections.items() if self._learns(p)}
         divisible = [
-            Divisible(name, p.heads, p.weight.numel(), not p.hessian.in_memory)
-            for name, p in learned.items()
+            Divisible(name, p.heads, p.weight.numel(), not p.hessian.in_memory) for name, p in learned.items()
         ]
         context, run = self.context, self.context.run
         integers: dict[str, list[Tensor]] = {name: [] for name in learned}
         for portion in learning_portions(block.index, divisible, context.partition):
-            training = Training(
-                block.index, portion.name, block_curves(block.index), portion.number
-            )
+            training = Training(block.index, portion.name, block_curves(block.index), portion.number)
             of_portion = context.world.from_first(partial(self._learned_before, training))
             if of_portion is None:
                 release_memory()
@@ -73,9 +70,7 @@ class Learner:
                 trainer.fit(
                     module,
                     datamodule=StatisticsDataModule(self._statistics(portion, block)),
-                    ckpt_path=context.world.from_first(
-                        partial(run.checkpoint_to_continue, training)
-                    ),
+                    ckpt_path=context.world.from_first(partial(run.checkpoint_to_continue, training)),
                 )
                 self._refuse_early_end(trainer, f"block {block.index}")
                 of_portion = self._integers(module, portion, block)
@@ -95,13 +90,9 @@ class Learner:
     def _module(self, portion: Portion, block: QuantizedBlock) -> BlockRounding:
         projections = {heads.key: self._rounding(heads, block) for heads in portion.ranges}
         settings = self.context.settings
-        return BlockRounding(
-            projections, settings.rounding, f"block {block.index}", settings.precision
-        )
+        return BlockRounding(projections, settings.rounding, f"block {block.index}", settings.precision)
 
-    def _integers(
-        self, module: BlockRounding, portion: Portion, block: QuantizedBlock
-    ) -> dict[str, Tensor]:
+    def _integers(self, module: BlockRounding, portion: Portion, block: QuantizedBlock) -> dict[str, Tensor]:
         """Return the integers of all processes' rows, by head range."""
         with self.context.world.failing_together():
             own = module.integers()

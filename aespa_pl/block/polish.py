@@ -30,8 +30,7 @@ def polish(block: QuantizedBlock, passes: int, world: World) -> None:
     for p in projections:
         if p.other_side is None:
             found = [
-                _descend(rows, passes, heads_alone=len(p.hessian) > 1)
-                for rows in p.rows(p.share(world))
+                _descend(rows, passes, heads_alone=len(p.hessian) > 1) for rows in p.rows(p.share(world))
             ]
             _take(p, found, world)
 

@@ -17,9 +17,7 @@ from aespa_pl.run.context import Context
 
 DAMPING_GROWTH = 10
 """Factor of the damping in the second attempt at a block whose loss was not finite."""
-ADVICE = (
-    "check the model and data.calibration.source, or try another quantization.damping in a new run"
-)
+ADVICE = "check the model and data.calibration.source, or try another quantization.damping in a new run"
 """What to do about a NumericalError that a second attempt doesn't mend."""
 
 log = logging.getLogger(__name__)

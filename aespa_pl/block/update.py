@@ -46,9 +46,7 @@ def _updated(part: Rows, *, rows: bool) -> tuple[Tensor, Tensor, Grid, Tensor]:
     updated, integers, added = _update(part, part.grid, rows=rows)
     grid = part.grid
     for _ in range(REFITS if grid.factors is not None else 0):
-        grid = refit(
-            integers, part.weight, grid, part.hessian, part.other_side, row_factor=part.row_factor
-        )
+        grid = refit(integers, part.weight, grid, part.hessian, part.other_side, row_factor=part.row_factor)
         again = _update(part, grid, rows=rows)
         losses = [
             reconstruction_loss(dequantize(q, grid) - part.weight, part.hessian, part.other_side)

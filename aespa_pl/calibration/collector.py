@@ -151,9 +151,7 @@ class StatisticsCollector:
 
     def _add_values(self, seen: Observation, original: Observation | None) -> None:
         d = seen.inputs[self.layout.groups[0].name].shape[-1]
-        mean = (
-            self.layout.key_value_heads / self.layout.heads
-        )  # over the query heads of a value head
+        mean = self.layout.key_value_heads / self.layout.heads  # over the query heads of a value head
         outputs = None if original is None else self._attention_shifts(seen, original)
         for i, AX in enumerate(self._weighted_inputs(seen)):
             factor = operand(AX)

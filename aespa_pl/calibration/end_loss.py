@@ -92,9 +92,7 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
         yield _of_embedding(source, tokens, after)
 
 
-def _through_head(
-    source: StreamedModel, hidden: Batches, seed: int
-) -> tuple[list[Tensor], _Moments]:
+def _through_head(source: StreamedModel, hidden: Batches, seed: int) -> tuple[list[Tensor], _Moments]:
     """Return the gradients at the last block's output, and the moments of the head."""
     moments, gradients = _Moments(), []
     module = source.model.get_output_embeddings()
@@ -115,9 +113,7 @@ def _through_head(
 
 def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
     """Return a token of each position ``[L]``, drawn from its distribution."""
-    return torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].to(
-        logits.device
-    )
+    return torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
 
 
 def _through_block(

@@ -73,9 +73,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
         raise
 
 
-def quantize(
-    parsed: AespaCLI, interruption: Interruption, console: Console
-) -> tuple[Run, dict[str, Any]]:
+def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics. Whatever is raised, finished blocks stay on disk."""
     trainer, smoke_test = first_trainer(parsed), parsed.trainer_section.fast_dev_run
     job = Job.prepare(parsed.settings, trainer.strategy.root_device)
@@ -85,18 +83,14 @@ def quantize(
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:
         if smoke_test:
-            progress.say(
-                "smoke test (trainer.fast_dev_run): one block, few segments and steps, no model"
-            )
+            progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
         resume = parsed.config.ckpt_path
         job, mixture = for_target(job, parsed.settings, resume, progress, world)
         saved = parsed.text(job.quantization)
         run, metrics = fit.fit(
             job,
             resume,
-            trainers=BlockTrainers(
-                parsed, saved, trainer, loggers, interruption, progress, world, mixture
-            ),
+            trainers=BlockTrainers(parsed, saved, trainer, loggers, interruption, progress, world, mixture),
             progress=progress,
             one_block=smoke_test,
             devices=Devices(trainer.world_size, trainer.num_nodes),
@@ -128,9 +122,7 @@ def _test(parsed: AespaCLI) -> None:
     job = Job.prepare(parsed.settings, trainer.strategy.root_device)
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:
-        run, metrics = evaluate.test(
-            job, parsed.config.ckpt_path or LAST, parsed.tasks, progress, world
-        )
+        run, metrics = evaluate.test(job, parsed.config.ckpt_path or LAST, parsed.tasks, progress, world)
     print_results(console, metrics, evaluate.method_of(run))
     console.print(str(run.folder), soft_wrap=True)
 

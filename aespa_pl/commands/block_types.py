@@ -29,14 +29,10 @@ def check_format(settings: QuantizationSettings) -> None:
     """Raise UserError where a format or a type is unknown, or types are set for a uniform format."""
     known = (UNIFORM, AUTO, *dict.fromkeys((*MIXTURES, *TYPES)))
     if settings.format not in known:
-        raise UserError(
-            f"quantization.format is {settings.format}: expected one of {', '.join(known)}"
-        )
+        raise UserError(f"quantization.format is {settings.format}: expected one of {', '.join(known)}")
     for key, kind in settings.types.items():
         if kind not in TYPES:
-            raise UserError(
-                f"quantization.types has {key}: {kind}: expected one of {', '.join(TYPES)}"
-            )
+            raise UserError(f"quantization.types has {key}: {kind}: expected one of {', '.join(TYPES)}")
     _check_target(settings)
     others = ", ".join(key for key in settings.types if key not in ENDS)
     if settings.format == UNIFORM and others:
@@ -85,11 +81,7 @@ def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dic
                 f"quantization.types has {key}, which "
                 + ("is the embedding in this model" if named else "names nothing in this model")
                 + f": expected {'embedding' if tied else 'embedding, head'}"
-                + (
-                    ""
-                    if settings.format == UNIFORM
-                    else f" or BLOCK.PROJECTION, such as {next(iter(types))}"
-                )
+                + ("" if settings.format == UNIFORM else f" or BLOCK.PROJECTION, such as {next(iter(types))}")
             )
         types |= dict.fromkeys(named, kind)
     types |= {key: kind for key, kind in settings.types.items() if key in columns}
@@ -107,9 +99,7 @@ def _mixture(name: str, config: PreTrainedConfig) -> tuple[dict[str, str], dict[
     """Return the types that a format gives the matrices of a model, and the lengths of their rows."""
     unsupported = unsupported_part(config)
     if unsupported is not None:
-        raise UserError(
-            f"quantization.format is {name}, but {unsupported}: set quantization.format uniform"
-        )
+        raise UserError(f"quantization.format is {name}, but {unsupported}: set quantization.format uniform")
     family = family_of(config)
     shape = Shape.of(config, family)
     model = MixtureModel.of(config, shape.layout, architecture_of(config).name)

@@ -56,9 +56,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     console.print(str(folder), soft_wrap=True)
 
 
-def compare(
-    settings: CompareSettings, given: Arguments, run_cell: RunCell, console: Console
-) -> Path:
+def compare(settings: CompareSettings, given: Arguments, run_cell: RunCell, console: Console) -> Path:
     """Run the cells and write their results; return the folder. Raises EndedError where some fail."""
     defaults = OutputSettings()
     folder = Path(

@@ -40,9 +40,7 @@ class CompareSettings:
         return list(dict.fromkeys(Cell(method, bits, seed) for bits, method, seed in every))
 
 
-ITEMS = {
-    f"{SECTION}.{name}": get_args(kind)[0] for name, kind in get_type_hints(CompareSettings).items()
-}
+ITEMS = {f"{SECTION}.{name}": get_args(kind)[0] for name, kind in get_type_hints(CompareSettings).items()}
 """Type of an item in the list of each key."""
 
 

@@ -59,9 +59,7 @@ def test(
             "model.pretrained, or another run with --ckpt_path"
         )
     if not run.metrics_file.is_file():
-        raise UserError(
-            f"the run {folder} is not finished: continue it with {how_to_continue(folder)}"
-        )
+        raise UserError(f"the run {folder} is not finished: continue it with {how_to_continue(folder)}")
     world.from_first(run.refuse_damaged)
     PretrainedFolder.open(model)  # such as an index that names other files
     stored = stored_quantization(run)  # the run's grids, whatever the settings of this command are
@@ -69,9 +67,7 @@ def test(
     job = replace(job, quantization=replace(job.quantization, **grids))
     texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
-        raise UserError(
-            "data.evaluation.texts is empty: name at least one text, or tasks with --tasks"
-        )
+        raise UserError("data.evaluation.texts is empty: name at least one text, or tasks with --tasks")
     chosen = None
     if tasks.tasks and world.is_first:  # before the perplexities, which may take hours
         refuse_too_large(job.pretrained.folder, job.device, job.dtype)
@@ -79,13 +75,9 @@ def test(
     kinds = ("original", "nearest", "quantized") if tasks.tasks else ("original", "quantized")
     metrics: dict[str, Any] = {"size": sizes(job, run, kinds)}
     if texts:
-        metrics["perplexity"] = compare_perplexities(
-            job, model, texts, kinds, progress=progress, world=world
-        )
+        metrics["perplexity"] = compare_perplexities(job, model, texts, kinds, progress=progress, world=world)
     if tasks.kld and texts:
-        metrics["divergence"] = {
-            "quantized": _divergences(job, model, texts, progress=progress, world=world)
-        }
+        metrics["divergence"] = {"quantized": _divergences(job, model, texts, progress=progress, world=world)}
     if chosen is not None:
         progress.phase("tasks")
         metrics |= _compare_tasks(job, model, chosen, tasks, kinds)

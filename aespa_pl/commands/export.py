@@ -155,9 +155,7 @@ def _growing(target: Path) -> Iterator[Path]:
             mark.unlink(missing_ok=True)
             if exists:
                 # the weights first: a folder that has config.json and README.md is complete
-                for file in sorted(
-                    partial.iterdir(), key=lambda file: file.suffix not in WEIGHT_FILES
-                ):
+                for file in sorted(partial.iterdir(), key=lambda file: file.suffix not in WEIGHT_FILES):
                     file.replace(target / file.name)
                 partial.rmdir()
             else:
@@ -182,9 +180,7 @@ def push(folder: Path, name: str) -> None:
 
 def _refuse_target(target: Path) -> None:
     if target.is_file() or (target.is_dir() and {p.name for p in target.iterdir()} - {PARTIAL}):
-        raise UserError(
-            f"--output: {target} exists and is not an empty folder: remove it, or choose another"
-        )
+        raise UserError(f"--output: {target} exists and is not an empty folder: remove it, or choose another")
 
 
 def _refuse_full_disk(model: QuantizedModel, target: Path) -> None:
@@ -235,9 +231,7 @@ def _show(
             end_section=kind == [*sizes][-1],
         )
     console.print(table)
-    exactly = (
-        f"equal to the run, bit for bit{'' if rounded is None else f', except that {rounded}'}"
-    )
+    exactly = f"equal to the run, bit for bit{'' if rounded is None else f', except that {rounded}'}"
     console.print(f"read back by {chosen.reader}: {exactly}", soft_wrap=True)
     for agreement in answers.agreements:
         console.print(f"{agreement.engine}: {agreement.text}", soft_wrap=True)

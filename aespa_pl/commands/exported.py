@@ -61,9 +61,7 @@ def measure_exported(
 ) -> dict[str, Any]:
     """Return metrics as in ``test.json``, and write them with their table into the folder."""
     if not tasks.tasks and not data.evaluation.names:
-        raise UserError(
-            "data.evaluation.texts is empty: name at least one text, or tasks with --tasks"
-        )
+        raise UserError("data.evaluation.texts is empty: name at least one text, or tasks with --tasks")
     if tasks.kld:
         raise UserError(
             f"--kld: {folder} has no original to compare with: test the run that it was exported from"

@@ -83,9 +83,7 @@ def fit(
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
         began_to_quantize, began_to_work = time.perf_counter(), time.process_time()
-        context = _context(
-            job, run, trainers=trainers, progress=progress, devices=devices, world=world
-        )
+        context = _context(job, run, trainers=trainers, progress=progress, devices=devices, world=world)
         Walk(replace(context, one_block=one_block)).quantize(start.tokens)
         for logger in context.loggers:
             logger.finalize("success")
@@ -118,9 +116,7 @@ def fit(
     return run, metrics
 
 
-def _start(
-    job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: Devices
-) -> Start:
+def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: Devices) -> Start:
     """Return the run, new or to be continued, locked, and its texts."""
     progress.phase("reading the model and the texts")
     earlier = _run_to_continue(job, resume, progress)

@@ -36,9 +36,7 @@ ONLY = {
         "trainer.fast_dev_run true": "smoke test: few segments and steps, no evaluation",
     },
     "test": {"tasks": "list of zero-shot tasks; also task_limit, task_examples ..."},
-    "plan": {
-        "plan.device 'GB, TFLOPS'": "a machine that isn't this one, such as '24 GB, 80 TFLOPS'"
-    },
+    "plan": {"plan.device 'GB, TFLOPS'": "a machine that isn't this one, such as '24 GB, 80 TFLOPS'"},
 }
 """Further keys of each command."""
 NAMES = (*SECTIONS, FREE)
@@ -83,9 +81,7 @@ def _overview(command: str, says: str) -> str:
 
 def add_general(parser: ArgumentParser, command: str) -> None:
     """Add the keys that belong to no section."""
-    parser.add_argument(
-        "--config", action="config", help="YAML file of keys; of several, the last counts."
-    )
+    parser.add_argument("--config", action="config", help="YAML file of keys; of several, the last counts.")
     parser.add_argument(
         "--ckpt_path",
         type=str | None,
@@ -96,15 +92,11 @@ def add_general(parser: ArgumentParser, command: str) -> None:
         "--trust_run true lets that of a run from somebody else name callbacks, loggers and data.cache.",
     )
     if command == "fit":
-        parser.add_argument(
-            "--print_config", action="store_true", help="Print what would be run, and exit."
-        )
+        parser.add_argument("--print_config", action="store_true", help="Print what would be run, and exit.")
 
 
 def _parser_of(command: str, path: str) -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=f"aespa-pl {command}", usage=f"aespa-pl {command} [--KEY VALUE ...]"
-    )
+    parser = ArgumentParser(prog=f"aespa-pl {command}", usage=f"aespa-pl {command} [--KEY VALUE ...]")
     if path == FREE:
         from aespa_pl.commands.sections import add_trainer  # noqa: PLC0415  (takes seconds to import)
 

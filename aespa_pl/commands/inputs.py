@@ -29,9 +29,7 @@ def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
             "model is stored with it"
         )
     if any(weight.is_meta for weight in model.parameters()):
-        raise UserError(
-            "model has weights on the meta device: load it whole, or give its name or folder"
-        )
+        raise UserError("model has weights on the meta device: load it whole, or give its name or folder")
 
     def write(made: Path) -> None:
         model.save_pretrained(made, max_shard_size="4GB")

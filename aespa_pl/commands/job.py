@@ -204,9 +204,7 @@ def checked(
         limits.check_groups(shape, quantization)
     limits.check_histograms(settings.output.histograms, layouts)
     bytes_ = block_dtype(settings.model, device, stored).itemsize
-    data = resolved_data(
-        settings.data, quantization, shape, device, length=length, dtype_bytes=bytes_
-    )
+    data = resolved_data(settings.data, quantization, shape, device, length=length, dtype_bytes=bytes_)
     found = Checked(settings.model, data, quantization, settings.output, device, config, stored)
     return replace(found, quantization=resolved_place(found.setup()))
 

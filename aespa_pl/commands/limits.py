@@ -55,9 +55,7 @@ def check_length(section: str, length: int, positions: int | None, model: str) -
     """Raise UserError if a segment is too short to predict anything or too long for the model."""
     key = f"data.{section}.segment_length"
     if length < 2:
-        raise UserError(
-            f"{key} is {length}: expected 2 or more, because each token predicts the next"
-        )
+        raise UserError(f"{key} is {length}: expected 2 or more, because each token predicts the next")
     if positions is not None and length > positions:
         raise UserError(
             f"{key} is {length}, but {model} has {positions} positions: choose {positions} or less"

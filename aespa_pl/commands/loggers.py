@@ -47,9 +47,7 @@ class Loggers:
         for each in named:
             for key, value in _names(each, parent.name, f"{version}/{curves}").items():
                 each.init_args[key] = value
-        return [
-            _forgiven(logger) for logger in self._parsed.new_trainer_section(logger=named).logger
-        ]
+        return [_forgiven(logger) for logger in self._parsed.new_trainer_section(logger=named).logger]
 
     def begin(self, run: Run, configuration: str) -> list[Logger]:
         """Return the loggers of the curves over the blocks; TensorBoard shows the configuration too."""

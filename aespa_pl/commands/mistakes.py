@@ -57,9 +57,7 @@ def refuse_mistakes(arguments: Arguments, command: str) -> None:
         kinds = KEYS if file else KEYS | own.get(command, {})
         mistakes += _mistakes(parser, kinds, given, f" ({file})" if file else "")
     if REQUIRED not in seen:
-        mistakes.append(
-            f"{REQUIRED} is missing: give --{REQUIRED} FOLDER, or a configuration with --config"
-        )
+        mistakes.append(f"{REQUIRED} is missing: give --{REQUIRED} FOLDER, or a configuration with --config")
     if mistakes:
         raise UserError("; ".join(dict.fromkeys(mistakes)))
 

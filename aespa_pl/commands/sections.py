@@ -127,9 +127,7 @@ class AespaCLI(LightningCLI):
             text = self.parser.dump(self.config, skip_unset=False)
         except ValueError as error:
             unheld = re.search(r"cannot represent an object', <(\w+)\.\w+: '(\w+)'>", str(error))
-            named, example = (
-                (f"the type {unheld[1]}", unheld[2]) if unheld else (first_cause(error), "")
-            )
+            named, example = (f"the type {unheld[1]}", unheld[2]) if unheld else (first_cause(error), "")
             raise UserError(
                 "trainer: a callback or logger has an argument that can't be saved in config.yaml "
                 f"({named}): give it as a text{f', such as {example}' if example else ''}"
@@ -164,9 +162,7 @@ class AespaCLI(LightningCLI):
         """Return a configuration's sections as objects. Raises UserError where one can't be made."""
         try:
             return cast(Namespace, self.parser.instantiate(config))
-        except (
-            Exception
-        ) as error:  # what the constructors of loggers and callbacks raise, of any class
+        except Exception as error:  # what the constructors of loggers and callbacks raise, of any class
             # of the reasons of all types that a key may have, the one of the class that was named
             reasons = re.findall(r"^ *- (?!Expected a <class)(.*[^:\n])$", str(error), re.MULTILINE)
             raise UserError(f"trainer: {reasons[0] if reasons else first_cause(error)}") from error

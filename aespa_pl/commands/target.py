@@ -114,9 +114,7 @@ def with_choice(job: Job, given: Settings, chosen: Mapping[str, Any]) -> Job:
 def _choices(job: Job, given: Settings, progress: WalkProgress) -> Choices:
     matrices = _matrices(job, given)
     layouts = job.family.layouts(job.config)
-    progress.begin(
-        "Choosing for the target, matrices", 2 + sum(len(x.projections) for x in layouts)
-    )
+    progress.begin("Choosing for the target, matrices", 2 + sum(len(x.projections) for x in layouts))
     losses = predicted_losses(
         job.stream(job.pretrained),
         job.calibration(),
@@ -134,10 +132,7 @@ def _matrices(job: Job, given: Settings) -> list[SizedMatrix]:
             key: str(settings.bits_for(int(block), name))
             for key in _keys(job)
             for block, _, name in [key.partition(".")]
-            if any(
-                names_projection(str(named), int(block), name)
-                for named in given.quantization.bits_of
-            )
+            if any(names_projection(str(named), int(block), name) for named in given.quantization.bits_of)
         }
         return uniform_matrices(layouts, job.shape, settings, fixed)
     fixed = {
@@ -180,9 +175,7 @@ def _other_bytes(job: Job, choices: Choices) -> int:
     return file_bytes(model) - choices.bytes(settings.types)
 
 
-def _llama_cpp(
-    job: Job, given: Settings, choices: Choices, other: int
-) -> dict[str, tuple[int, float]]:
+def _llama_cpp(job: Job, given: Settings, choices: Choices, other: int) -> dict[str, tuple[int, float]]:
     """Return size and predicted divergence of the mixtures that consist of candidates."""
     found: dict[str, tuple[int, float]] = {}
     settings = given.quantization

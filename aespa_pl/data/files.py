@@ -89,8 +89,7 @@ class TextFile:
     def too_large(self) -> UserError:
         """Return the error for a text that is longer than anyone needs, or never ends."""
         return UserError(
-            f"{self.key}: {self.path} has more than {LARGEST_TEXT / 1e9:.0f} GB of text; name a "
-            "part of it"
+            f"{self.key}: {self.path} has more than {LARGEST_TEXT / 1e9:.0f} GB of text; name a part of it"
         )
 
     def checksum(self) -> str:
@@ -201,9 +200,7 @@ class TextFile:
                 f"{self.key}: {self.path} is not a whole gzip file ({error}); fetch it again"
             ) from error
         except OSError as error:
-            raise UserError(
-                f"{self.key}: cannot read {self.path}: {error.strerror or error}"
-            ) from error
+            raise UserError(f"{self.key}: cannot read {self.path}: {error.strerror or error}") from error
 
 
 def _is_text(value: object) -> bool:

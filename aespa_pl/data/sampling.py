@@ -65,9 +65,7 @@ def draw_segments(
     room = sum(n // length for n in lengths)
     _refuse_short_text(room, settings, length, short=len(documents) > len(drawn))
     chosen = [*range(len(drawn))]
-    chosen += random.choices(
-        chosen, [n - length + 1 for n in lengths], k=settings.segments - len(drawn)
-    )
+    chosen += random.choices(chosen, [n - length + 1 for n in lengths], k=settings.segments - len(drawn))
     windows = [(i, random.randint(0, lengths[i] - length)) for i in chosen]
     if _overlap(windows, length):
         windows = _place_apart(lengths, settings.segments, length, random)
@@ -76,9 +74,7 @@ def draw_segments(
 
 def _overlap(windows: list[Window], length: int) -> bool:
     """Tell whether two windows have a token in common."""
-    return any(
-        a == b and end - start < length for (a, start), (b, end) in pairwise(sorted(windows))
-    )
+    return any(a == b and end - start < length for (a, start), (b, end) in pairwise(sorted(windows)))
 
 
 def _place_apart(lengths: list[int], count: int, length: int, random: Random) -> list[Window]:
@@ -133,9 +129,7 @@ def _draw_documents(
     return long
 
 
-def _refuse_short_text(
-    room: int, settings: CalibrationSettings, length: int, *, short: bool
-) -> None:
+def _refuse_short_text(room: int, settings: CalibrationSettings, length: int, *, short: bool) -> None:
     if room < settings.segments:
         raise UserError(
             f"{CALIBRATION_KEY}: {settings.source} is too short: {settings.segments} segments are to be "

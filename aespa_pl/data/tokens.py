@@ -183,9 +183,7 @@ def few_tokens(segments: int, length: int, inputs: int) -> str | None:
     )
 
 
-def cached_tokens(
-    cache: Path, made_from: Mapping[str, object], make: Callable[[], Tensor]
-) -> Tensor:
+def cached_tokens(cache: Path, made_from: Mapping[str, object], make: Callable[[], Tensor]) -> Tensor:
     """Return the tokens made from ``made_from`` (JSON), from the cache (``data.cache``) if they are there."""
     described = {"version": VERSION, **made_from}
     tokens = recalled(cache, TENSOR, described)

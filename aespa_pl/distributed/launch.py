@@ -134,9 +134,7 @@ def environment_plugins(trainer: Trainer) -> list[SLURMEnvironment]:
     When SLURM requeues, Lightning saves in the signal's handler, while other processes may wait elsewhere.
     """
     strategy = trainer.strategy
-    if isinstance(strategy, DDPStrategy) and isinstance(
-        strategy.cluster_environment, SLURMEnvironment
-    ):
+    if isinstance(strategy, DDPStrategy) and isinstance(strategy.cluster_environment, SLURMEnvironment):
         return [SLURMEnvironment(auto_requeue=False)]
     return []
 

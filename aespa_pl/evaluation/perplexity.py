@@ -50,9 +50,7 @@ def perplexity(
     with source.stem():
         for name, all_tokens in texts.items():
             tokens = world.segments(all_tokens, batch_size)
-            batches = last_hidden(
-                source, tokens, batch_size, change=change, after_block=after_block
-            )
+            batches = last_hidden(source, tokens, batch_size, change=change, after_block=after_block)
             perplexities[name] = _head_perplexity(source, batches, tokens, batch_size)
             del batches  # the next text's hidden states need the memory
     return perplexities
@@ -88,9 +86,7 @@ def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
     return _perplexity(float(mean.compute()))
 
 
-def refuse_diverged(
-    values: Mapping[str, float], model: str, dtype: torch.dtype, advice: str
-) -> None:
+def refuse_diverged(values: Mapping[str, float], model: str, dtype: torch.dtype, advice: str) -> None:
     """Raise UserError if a perplexity is not finite: the model is broken, or its type too narrow.
 
     ``model`` is the model in words, ``advice`` what the user can do where the type is wide enough. The
@@ -99,14 +95,10 @@ def refuse_diverged(
     for text, value in values.items():
         if not math.isfinite(value):
             do = advice if dtype == torch.float32 else "try --model.dtype float32"
-            raise UserError(
-                f"the perplexity of {model} on {text} is not a finite number in {dtype}: {do}"
-            )
+            raise UserError(f"the perplexity of {model} on {text} is not a finite number in {dtype}: {do}")
 
 
-def _head_perplexity(
-    source: StreamedModel, batches: Batches, tokens: Tensor, batch_size: int
-) -> float:
+def _head_perplexity(source: StreamedModel, batches: Batches, tokens: Tensor, batch_size: int) -> float:
     mean = _mean(source.device)
     for i, ids in zip(range(len(batches)), tokens.split(batch_size), strict=False):
         hidden = batches[i]

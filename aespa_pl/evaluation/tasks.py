@@ -132,9 +132,7 @@ def _name_in(path: Path) -> str:
         # a SafeLoader's subclass
         content = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)  # noqa: S506
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(
-            f"--tasks: {path} cannot be read: {' '.join(str(error).split())}"
-        ) from error
+        raise UserError(f"--tasks: {path} cannot be read: {' '.join(str(error).split())}") from error
     name = content.get("task") if isinstance(content, dict) else None
     if not isinstance(name, str):
         raise UserError(
@@ -149,9 +147,7 @@ def _load(manager: "TaskManager", name: str) -> None:
     if name not in manager.all_tasks:
         close = ", ".join(difflib.get_close_matches(name, manager.all_tasks))
         advice = f"did you mean {close}?" if close else "lm_eval ls tasks lists all names"
-        raise UserError(
-            f"--tasks: there is no task {name}; a local one is path/to/task.yaml; {advice}"
-        )
+        raise UserError(f"--tasks: there is no task {name}; a local one is path/to/task.yaml; {advice}")
     try:
         loaded = manager.load([name])
     except Exception as error:  # of the hub, the data library, or a function in the task file

@@ -134,14 +134,10 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
                 ) from error
             unchecked[engine.name] = f"it failed ({reason})"
         else:
-            rounded = (
-                None if engine.exact else reference_logits(model, chosen, tokens, engine.rounded)
-            )
+            rounded = None if engine.exact else reference_logits(model, chosen, tokens, engine.rounded)
             # the library adds up the outputs of experts in an order of its own
             order = model.has_experts
-            agreements.append(
-                compare(engine, reference, logits, tokens, rounded, other_order=order)
-            )
+            agreements.append(compare(engine, reference, logits, tokens, rounded, other_order=order))
     return replace(questions, unchecked=unchecked, agreements=agreements)
 
 

@@ -36,8 +36,7 @@ class Awq(PackedFormat):
         super().refuse(model)
         if self.bits(model) != BITS:
             advice = (
-                "Add --container_bits 4, or use --format compressed-tensors, which packs "
-                f"{model.bits} bits"
+                f"Add --container_bits 4, or use --format compressed-tensors, which packs {model.bits} bits"
             )
             raise impossible(model, self.name, "its integers take 4 bits", advice)
         for name in model.matrices:

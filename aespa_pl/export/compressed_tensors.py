@@ -48,9 +48,7 @@ class CompressedTensors(PackedFormat):
 
     def refuse_experts(self, model: QuantizedModel) -> None:
         """Refuse zero points of experts, and experts that transformers keeps in one tensor on disk."""
-        if any(
-            part is not None for name in model.matrices for _, part in model.family.places(name)[:1]
-        ):
+        if any(part is not None for name in model.matrices for _, part in model.family.places(name)[:1]):
             why = "files of this model have all experts in one tensor, which the format has no name for"
             raise impossible(model, self.name, why, "Use --format hf")
         if not model.symmetric:

@@ -115,9 +115,7 @@ class Vllm(Engine):
         request = vllm.SamplingParams(
             max_tokens=1, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False
         )
-        (answer,) = engine.generate(
-            [{"prompt_token_ids": tokens.tolist()}], request, use_tqdm=False
-        )
+        (answer,) = engine.generate([{"prompt_token_ids": tokens.tolist()}], request, use_tqdm=False)
         result = torch.full((len(tokens), vocabulary), -torch.inf)
         for row, values in enumerate([*answer.prompt_logprobs[1:], answer.outputs[0].logprobs[0]]):
             for token, value in values.items():

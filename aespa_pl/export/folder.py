@@ -76,9 +76,7 @@ class FolderFormat(Format):
         """Return the value itself; of an embedding in a block type what the original's type holds."""
         return value if model.stem_type(name) is None else value.to(model.dtype(name))
 
-    def _read_shard(
-        self, model: QuantizedModel, path: Path, names: Sequence[str]
-    ) -> Iterator[ReadTensor]:
+    def _read_shard(self, model: QuantizedModel, path: Path, names: Sequence[str]) -> Iterator[ReadTensor]:
         places: dict[str, list[tuple[str, Part | None]]] = {}
         for name in names:
             place, part = model.family.places(name)[0]
@@ -146,9 +144,7 @@ class PackedFormat(FolderFormat):
         """
         if model.settings.quantization.format != "uniform":
             why = "its weights are stored as only llama.cpp reads them"
-            raise impossible(
-                model, self.name, why, "Use --format gguf, or hf in the original's types"
-            )
+            raise impossible(model, self.name, why, "Use --format gguf, or hf in the original's types")
         if self.container_bits is None and len(model.matrix_bits) > 1:
             bits = 4 if model.bits <= 4 else 8
             raise impossible(

@@ -106,15 +106,12 @@ def make_format(
     library = LIBRARIES.get(name)
     if library is not None and find_spec(library) is None:
         raise UserError(
-            f"--format {name} needs the library {library.replace('_', '-')}: "
-            "pip install 'aespa-pl[export]'"
+            f"--format {name} needs the library {library.replace('_', '-')}: pip install 'aespa-pl[export]'"
         )
     if embedding == "q8_0" and name != "gguf":
         raise UserError(f"--embedding {embedding} is of --format gguf only: leave it out")
     if container_bits is not None and name not in PACKED:
-        raise UserError(
-            f"--container_bits is of {', '.join(PACKED)} only, not of {name}: leave it out"
-        )
+        raise UserError(f"--container_bits is of {', '.join(PACKED)} only, not of {name}: leave it out")
     module, _, kind = CLASSES[name].partition(":")
     options: dict[str, object]
     options = {"container_bits": container_bits} if name in PACKED else {}

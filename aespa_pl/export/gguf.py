@@ -137,9 +137,7 @@ class Gguf(Format):
             kind, shape = self._type(model, name), model.pretrained.tensors[name].shape
             columns, size = GGML_QUANT_SIZES[kind]
             nbytes = math.prod(shape) // columns * size
-            writer.add_tensor_info(
-                gguf_name(model, name), shape, np.dtype(np.float32), nbytes, kind
-            )
+            writer.add_tensor_info(gguf_name(model, name), shape, np.dtype(np.float32), nbytes, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -160,9 +158,7 @@ class Gguf(Format):
             after_block()
         writer.close()
 
-    def _encoded(
-        self, model: QuantizedModel, name: str, value: Tensor | StoredWeight
-    ) -> npt.NDArray[Any]:
+    def _encoded(self, model: QuantizedModel, name: str, value: Tensor | StoredWeight) -> npt.NDArray[Any]:
         """Return the bytes of a tensor."""
         order = row_order(model, name)
         if order is not None:

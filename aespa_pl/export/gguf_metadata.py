@@ -59,9 +59,7 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     writer.add_context_length(context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(model.block_count)
-    writer.add_feed_forward_length(
-        getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    )
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     writer.add_head_count(layout.heads)
     writer.add_head_count_kv(layout.key_value_heads)
     writer.add_vocab_size(config.vocab_size)
@@ -221,9 +219,7 @@ def splitting_rule(content: dict[str, Any], folder: Path) -> str:
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
         return "smollm"
-    if kinds == ["Split", "ByteLevel"] and (
-        rule := SPLITS.get(steps[0]["pattern"].get("Regex", ""))
-    ):
+    if kinds == ["Split", "ByteLevel"] and (rule := SPLITS.get(steps[0]["pattern"].get("Regex", ""))):
         return rule
     raise UserError(
         f"--format gguf: llama.cpp has no name for how {folder / 'tokenizer.json'} splits text "

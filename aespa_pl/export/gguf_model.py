@@ -100,7 +100,5 @@ def file_type(model: QuantizedModel) -> int:
         return number
     weights: Counter[int] = Counter()
     for name in model.matrices:
-        weights[exact_type(model, name).file_type] += math.prod(
-            model.pretrained.tensors[name].shape
-        )
+        weights[exact_type(model, name).file_type] += math.prod(model.pretrained.tensors[name].shape)
     return weights.most_common(1)[0][0]

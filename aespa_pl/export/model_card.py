@@ -36,9 +36,7 @@ USES = {
 """Code that loads a folder, and its language, by format and engine."""
 
 
-def model_card(
-    model: QuantizedModel, chosen: Format, command: str, verified: Mapping[str, str]
-) -> str:
+def model_card(model: QuantizedModel, chosen: Format, command: str, verified: Mapping[str, str]) -> str:
     """Return the text; ``verified`` says by its name what the check of each engine found."""
     pretrained = model.settings.model.pretrained
     licence = base_licence(model.original)

@@ -70,9 +70,7 @@ class QuantizedModel:
         run = Run.open(folder)
         settings = stored_settings(run.folder, run.fingerprint)
         if not run.model:
-            raise UserError(
-                f"the run {folder} is not finished: continue it with {how_to_continue(folder)}"
-            )
+            raise UserError(f"the run {folder} is not finished: continue it with {how_to_continue(folder)}")
         run.refuse_damaged()
         pretrained = PretrainedFolder.open(run.model_folder)
         place = cache_folder(settings.data.cache if trusts_places else None)

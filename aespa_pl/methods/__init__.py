@@ -40,9 +40,7 @@ _OMNIQUANT = Method(
     epochs=10,
 )
 # an invertible matrix stands in place of OmniQuant's factors between values and output
-_AFFINEQUANT = replace(
-    _OMNIQUANT, name="affinequant", source="arXiv 2403.12544", parametrization="affine"
-)
+_AFFINEQUANT = replace(_OMNIQUANT, name="affinequant", source="arXiv 2403.12544", parametrization="affine")
 # OPTQ that knows the attention scores, so that rows of a head make up for each other; the output projection's
 # share in the paper's loss of V, which couples its rows, is left out as in aespa's
 _BOA = replace(

@@ -28,9 +28,7 @@ AttentionReport = Callable[[Attention], None]
 
 
 @contextmanager
-def observed(
-    model: PreTrainedModel, attention: nn.Module, report: AttentionReport
-) -> Iterator[None]:
+def observed(model: PreTrainedModel, attention: nn.Module, report: AttentionReport) -> Iterator[None]:
     """Call ``report`` for each batch that runs through ``attention`` in this context.
 
     The block's arguments must be made in the context: the mask is the implementation's own.

@@ -66,9 +66,7 @@ class BloomFamily(Family):
         down = Projection("dense_4h_to_h", "mlp.dense_4h_to_h", residual=residuals[1])
         return BlockLayout.of(
             config,
-            InputGroup(
-                "attention_input", (query, key, value), FoldIntoNorm(before[0]) if norms else None
-            ),
+            InputGroup("attention_input", (query, key, value), FoldIntoNorm(before[0]) if norms else None),
             InputGroup("attention_output", (output,), FoldIntoRows("value")),
             InputGroup("mlp_input", (up,), FoldIntoNorm(before[1]) if norms else None),
             InputGroup("mlp_hidden", (down,), None),  # GELU(zeta x) is not zeta GELU(x)

@@ -105,12 +105,9 @@ def expert_groups(
     for number in range(mixture.count):
         path, name = f"{mixture.experts}.{number}", f"expert_{number}"
         ups += (
-            Projection(f"{name}_{kind}_proj", f"{path}.{kind}_proj", expert=number)
-            for kind in ("gate", "up")
+            Projection(f"{name}_{kind}_proj", f"{path}.{kind}_proj", expert=number) for kind in ("gate", "up")
         )
-        down = Projection(
-            f"{name}_down_proj", f"{path}.down_proj", residual=mixture.residual, expert=number
-        )
+        down = Projection(f"{name}_down_proj", f"{path}.down_proj", residual=mixture.residual, expert=number)
         fold = FoldIntoRows(f"{name}_up_proj") if linear_in_up else None
         downs.append(InputGroup(f"{name}_hidden", (down,), fold))
     return (InputGroup("mlp_input", tuple(ups), FoldIntoNorm(norm, readers=readers)), *downs)

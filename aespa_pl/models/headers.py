@@ -185,12 +185,8 @@ def opened(path: Path) -> Iterator[Any]:
     except SafetensorError as error:
         with path.open("rb") as file:
             is_pointer = file.read(len(POINTER)) == POINTER
-        fetch = (
-            "fetch its content with git lfs pull" if is_pointer else "copy it again from its origin"
-        )
-        raise UserError(
-            f"model.pretrained: {path} is truncated or damaged ({error}): {fetch}"
-        ) from error
+        fetch = "fetch its content with git lfs pull" if is_pointer else "copy it again from its origin"
+        raise UserError(f"model.pretrained: {path} is truncated or damaged ({error}): {fetch}") from error
 
 
 def locate(

@@ -108,9 +108,7 @@ def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
         if not weights:
             return Path(hf_hub_download(name, "config.json", revision=revision)).parent
         chosen, files = _best_weights(name, revision)
-        return Path(
-            snapshot_download(name, revision=chosen, allow_patterns=[*COMPANIONS, CARD, *files])
-        )
+        return Path(snapshot_download(name, revision=chosen, allow_patterns=[*COMPANIONS, CARD, *files]))
     except GatedRepoError as error:
         raise UserError(
             f"model.pretrained: {name} is gated: accept its licence at https://huggingface.co/{name}"

@@ -97,12 +97,9 @@ class LlamaFamily(Family):
     def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block."""
         folds = (
-            FoldIntoNorm(start, self.norm_offset) if self.norms_before else None
-            for start in self.starts
+            FoldIntoNorm(start, self.norm_offset) if self.norms_before else None for start in self.starts
         )
-        added = partial(
-            Projection, residual_factor=self.residual_factor(config), normed=self.norms_after
-        )
+        added = partial(Projection, residual_factor=self.residual_factor(config), normed=self.norms_after)
         output = added("o_proj", "self_attn.o_proj", residual=self.starts[0])
         down = added("down_proj", "mlp.down_proj", residual=self.starts[1])
         # A value row that several query heads share meets several columns of o_proj, each with a
@@ -111,9 +108,7 @@ class LlamaFamily(Family):
         return BlockLayout.of(
             config,
             InputGroup("attention_input", self.attention_inputs(config), next(folds)),
-            InputGroup(
-                "attention_output", (output,), FoldIntoRows("v_proj") if own_values else None
-            ),
+            InputGroup("attention_output", (output,), FoldIntoRows("v_proj") if own_values else None),
             InputGroup("mlp_input", self.mlp_inputs(config), next(folds)),
             # its input is act(gate) * up, linear in up
             InputGroup("mlp_hidden", (down,), FoldIntoRows("up_proj")),

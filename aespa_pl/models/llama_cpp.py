@@ -33,9 +33,7 @@ class Architecture:
     """Caps of scores and logits in config.json that it has; each must be a number."""
 
 
-GEMMA = Architecture(
-    "gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, tied=True
-)
+GEMMA = Architecture("gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, tied=True)
 OLMO = Architecture("olmo2", windows=True, tied=False)
 ARCHITECTURES = {
     "llama": Architecture("llama", rotates_neighbours=True),
@@ -84,9 +82,7 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
     if getattr(config, "apply_residual_connection_post_layernorm", False):
         return "llama.cpp ignores apply_residual_connection_post_layernorm"
     if architecture.tied not in (None, config.tie_word_embeddings):
-        return (
-            f"llama.cpp has no {config.model_type} with tie_word_embeddings {not architecture.tied}"
-        )
+        return f"llama.cpp has no {config.model_type} with tie_word_embeddings {not architecture.tied}"
     return _unsupported_rope(config) or _unsupported_attention(config, architecture)
 
 

@@ -85,9 +85,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     """
     try:
         # Pickles of torch before 1.6 are no zip archives, and can't be mapped into memory.
-        content: Any = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # damaged files raise almost any kind
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(

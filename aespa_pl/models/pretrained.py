@@ -244,15 +244,10 @@ class PretrainedFolder:
     def release_block(self, model: PreTrainedModel, family: Family, index: int) -> None:
         """Put a block back on the meta device; its memory is free unless others refer to it."""
         block = model.get_submodule(family.block_prefix(index).removesuffix("."))
-        empty = {
-            name: torch.empty_like(tensor, device="meta")
-            for name, tensor in block.state_dict().items()
-        }
+        empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in block.state_dict().items()}
         block.load_state_dict(empty, assign=True)
 
-    def _read(
-        self, names: Sequence[str], device: torch.device, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
+    def _read(self, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.tensors[name].file, []).append(name)

@@ -41,8 +41,7 @@ def refuse_unsound(config: PreTrainedConfig, family: Family) -> None:
     for name in COUNTS:
         if getattr(config, name) < 1:
             raise UserError(
-                f"model.pretrained: {name} in config.json is {getattr(config, name)}: expected 1 or "
-                "more"
+                f"model.pretrained: {name} in config.json is {getattr(config, name)}: expected 1 or more"
             )
     if config.num_hidden_layers > MOST_BLOCKS:
         raise UserError(
@@ -85,9 +84,7 @@ def _refuse_no_heads_or_weights(block: nn.Module, layout: BlockLayout) -> None:
         if not rows * columns:
             raise ValueError(f"{projection.name} is {rows} x {columns}")
     if layout.heads % layout.key_value_heads:
-        raise ValueError(
-            f"{layout.heads} query heads can't share {layout.key_value_heads} key/value heads"
-        )
+        raise ValueError(f"{layout.heads} query heads can't share {layout.key_value_heads} key/value heads")
 
 
 def _without_values(value: Any) -> Any:

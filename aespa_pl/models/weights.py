@@ -58,9 +58,7 @@ def fold(block: nn.Module, layout: BlockLayout, zeta: Mapping[str, Tensor]) -> N
                 raise ValueError(f"zeta of {name} has nowhere to go")
 
 
-def _scale_rows(
-    block: nn.Module, layout: BlockLayout, projection: Projection, factor: Tensor
-) -> None:
+def _scale_rows(block: nn.Module, layout: BlockLayout, projection: Projection, factor: Tensor) -> None:
     for parameter in _linear(block, projection).parameters(recurse=False):
         rows = projection_rows(parameter.detach(), layout, projection)  # [heads, d_head, ...]
         scale = factor.to(rows.device).view(rows.shape[:2])

@@ -78,8 +78,7 @@ def block_flops(
     factors = sum(3 * columns**3 for columns in shape.inputs.values())
     # an iteration of the rounding computes dW H, and of query and key also G dW
     step = sum(
-        2 * m.size * (m.columns + layout.head_dim * (m.role in (Role.QUERY, Role.KEY)))
-        + LEARNED * m.size
+        2 * m.size * (m.columns + layout.head_dim * (m.role in (Role.QUERY, Role.KEY))) + LEARNED * m.size
         for m in shape.learned(settings)
     )
     visits = LATER_PASSES * settings.polish.passes

@@ -53,9 +53,7 @@ def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
     return FLOAT * shape.hidden**2 if settings.objective.value == "attention" else 0
 
 
-def hessian_bytes(
-    shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE
-) -> int:
+def hessian_bytes(shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE) -> int:
     """Return the bytes of H for each input group, H_V of the heads at once, G_Q and G_K."""
     layout, numbers = shape.layout, sum(columns**2 for columns in shape.inputs.values())
     if settings.objective.query_key == "attention":
@@ -93,14 +91,10 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     # scores, scores with the mask, and A, where they are formed for all heads.
     if shape.forms_probabilities:
         formed = 3 * work.batch_size * layout.heads * work.length**2
-    return work.tokens * activations * work.dtype_bytes + FLOAT * max(
-        in_group, in_attention, formed
-    )
+    return work.tokens * activations * work.dtype_bytes + FLOAT * max(in_group, in_attention, formed)
 
 
-def device_bytes(
-    setup: Setup, partition: Partition = WHOLE, *, recompute: bool = True
-) -> dict[str, int]:
+def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = True) -> dict[str, int]:
     """Return the bytes on the device, by phase; the largest is what a run needs.
 
     An accelerator has larger chunks than a CPU. Blocks that ``recompute`` run once more in the end-to-end
@@ -122,9 +116,7 @@ def device_bytes(
     at_once = min(learning, partition.weights or learning)
     # beside integers, the weights; of those learned later W', which the learning begins with
     learned = LEARNED_BYTES * at_once + KEPT_BYTES * (weights - at_once)
-    learned += FLOAT * (learning - at_once) + (
-        WORKSPACE_BYTES[accelerator] * largest if learning else 0
-    )
+    learned += FLOAT * (learning - at_once) + (WORKSPACE_BYTES[accelerator] * largest if learning else 0)
     if settings.products == "bfloat16":
         learned += hessians // 2 if accelerator else hessians  # a CPU rounds a copy in float32
     shifted = FLOAT * shifts(shape, settings)
@@ -136,11 +128,7 @@ def device_bytes(
         "statistics": steady + shifted + batch_bytes(shape, work, settings),
         "correction": corrected if settings.input_correction else 0,
         "grid": steady + rounded + _search_bytes(shape, settings, accelerator=accelerator),
-        "OPTQ": steady
-        + rounded
-        + FLOAT * weights
-        + OPTQ_BYTES * largest
-        + FACTORED * FLOAT * factored,
+        "OPTQ": steady + rounded + FLOAT * weights + OPTQ_BYTES * largest + FACTORED * FLOAT * factored,
         "rounding": steady + learned,
         "polish": steady + rounded + FLOAT * weights + polished,
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
@@ -211,9 +199,7 @@ def host_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = 
     return devices.of_host * (PROCESS_BYTES + device) + hidden
 
 
-def hidden_bytes(
-    shape: Shape, work: Work, settings: QuantizationSettings, *, pinned: bool = False
-) -> int:
+def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, pinned: bool = False) -> int:
     """Return the bytes of the hidden states of all segments, in one to three streams."""
     return settings.streams * work.stream_bytes(shape.hidden, pinned=pinned)
 
@@ -233,9 +219,7 @@ def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) ->
     return model + integers + waiting + hidden + values
 
 
-def waiting_bytes(
-    shape: Shape, settings: QuantizationSettings, stored_bytes: int
-) -> dict[str, int]:
+def waiting_bytes(shape: Shape, settings: QuantizationSettings, stored_bytes: int) -> dict[str, int]:
     """Return the bytes on disk while each part of a run is learned; no two of them are there at once."""
     learning = sum(m.size for m in shape.learned(settings))
     of_block = 2 * CHECKPOINT_BYTES * learning

@@ -72,9 +72,7 @@ class Divisible:
     """Whether it has a Hessian for each head, and they are on disk."""
 
 
-def learning_portions(
-    block: int, projections: Sequence[Divisible], partition: Partition
-) -> list[Portion]:
+def learning_portions(block: int, projections: Sequence[Divisible], partition: Partition) -> list[Portion]:
     """Return what of a block is learned together, portion after portion.
 
     A portion has at most ``partition.weights`` weights, but always something: a projection whose rows do
@@ -95,6 +93,4 @@ def learning_portions(
             portions[-1].append(HeadRange(p.name, first, first + count, p.heads))
             first += count
             free -= count * each
-    return [
-        Portion(block, number, tuple(ranges)) for number, ranges in enumerate(portions) if ranges
-    ]
+    return [Portion(block, number, tuple(ranges)) for number, ranges in enumerate(portions) if ranges]

@@ -64,8 +64,7 @@ class Shape:
         blocks = list(cast(nn.Module, model.get_submodule(family.blocks_path)).children())
         of_blocks = tuple(map(_matrices, blocks, layouts))
         everything, *in_blocks = (
-            sum(parameter.numel() for parameter in module.parameters())
-            for module in (model, *blocks)
+            sum(parameter.numel() for parameter in module.parameters()) for module in (model, *blocks)
         )
         largest = max(range(len(blocks)), key=in_blocks.__getitem__)
         return cls(

@@ -45,9 +45,7 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     )
 
 
-def model_bytes(
-    shape: Shape, work: Work, settings: QuantizationSettings, *, recompute: bool
-) -> int:
+def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, recompute: bool) -> int:
     """Return the bytes that the end-to-end tuning takes; 0 without it.
 
     Blocks that ``recompute`` run once more in the backward pass, which keeps only their inputs. So do blocks

@@ -72,8 +72,7 @@ def _ends(values: Ratios, words: Callable[[float], str]) -> tuple[str, str]:
     """Return in words where the largest and the smallest value are."""
     largest, smallest = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
     first, last = (
-        f"{name} of block {block} ({words(values[block, name])})"
-        for block, name in (largest, smallest)
+        f"{name} of block {block} ({words(values[block, name])})" for block, name in (largest, smallest)
     )
     return first, last
 

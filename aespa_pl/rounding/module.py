@@ -62,9 +62,7 @@ class ProjectionRounding(nn.Module):
         self.variables = nn.Parameter(variables)
 
     @torch.no_grad()
-    def loss(
-        self, H: Tensor, G: Tensor | None, beta: float | None, workspace: Workspace
-    ) -> RoundingLoss:
+    def loss(self, H: Tensor, G: Tensor | None, beta: float | None, workspace: Workspace) -> RoundingLoss:
         """Return ``rounding_loss`` with the damped H, an ``operand``; its gradient is in ``gradient``."""
         return rounding_loss(
             self.variables,
@@ -117,9 +115,7 @@ class BlockRounding(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return Adam on the rounding variables (Section 4.1 of the paper)."""
-        return torch.optim.Adam(
-            self.parameters(), lr=float(self.settings.learning_rate), fused=True
-        )
+        return torch.optim.Adam(self.parameters(), lr=float(self.settings.learning_rate), fused=True)
 
     def training_step(self, batch: StatisticsBatch, batch_idx: int) -> Tensor:
         """Return the loss of all projections together; their gradients are made on the way.
@@ -234,9 +230,7 @@ class BlockRounding(LightningModule):
         world.sum_(total)
         return dict(zip(curves, total, strict=True))
 
-    def _change_rows(
-        self, checkpoint: dict[str, Any], change: Callable[[RowShare, Tensor], Tensor]
-    ) -> None:
+    def _change_rows(self, checkpoint: dict[str, Any], change: Callable[[RowShare, Tensor], Tensor]) -> None:
         """Replace the variables and Adam's moments of each projection in a checkpoint."""
         named = dict(self.named_projections())
         if all(projection.share.world.alone for projection in named.values()):

@@ -59,9 +59,7 @@ class JournaledCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint without unpickling objects. Raises UserError where it holds some."""
         # to the CPU, as Lightning's own: not to the device of the process that wrote it
         try:
-            content: dict[str, Any] = torch.load(
-                path, map_location=map_location or "cpu", weights_only=True
-            )
+            content: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=True)
         except UnpicklingError as error:  # whose advice is to let the file run code
             raise UserError(
                 f"{path} holds the state of a callback in objects, which are not read, because reading them "
@@ -98,9 +96,7 @@ class StopAtIteration(Callback):
         self.interruption.defer(active=False)
         self._save_and_stop(trainer)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let signals through again.
 
         Raises RunInterrupted where a callback of the user's raised KeyboardInterrupt (Ctrl-C itself is a

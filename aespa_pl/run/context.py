@@ -86,9 +86,7 @@ class Context:
 
     def types(self, block: int) -> dict[str, str | None]:
         """Return the block types of a block's projections; None where the grid is uniform."""
-        return {
-            p.name: self.settings.type_for(block, p.name) for p in self.layout(block).projections
-        }
+        return {p.name: self.settings.type_for(block, p.name) for p in self.layout(block).projections}
 
     def measure(self, phase: str) -> AbstractContextManager[None]:
         """Add the time that is spent in the returned context to a phase."""

@@ -9,9 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Signals that ask for an end; SIGHUP comes when a terminal is closed, and not on every system."""
 
 

@@ -119,9 +119,7 @@ class Run(RunFolder):
     def finish_tuning(self, record: TuningRecord) -> None:
         """Note that the end-to-end tuning is done and its file on the disk."""
         file = self.tuned_file.relative_to(self.folder).as_posix()
-        self.tuned = TunedModelRecord(
-            **record.model_dump(), file=file, checksum=checksum(self.tuned_file)
-        )
+        self.tuned = TunedModelRecord(**record.model_dump(), file=file, checksum=checksum(self.tuned_file))
         self.forget_learning()
 
     def note_tuning_seconds(self, seconds: Mapping[str, float]) -> None:
@@ -187,18 +185,14 @@ class Run(RunFolder):
         of_blocks = {name for record in self.blocks.values() for name in record.files}
         paths = (*sorted(self.model_folder.rglob("*")), self.stem_file)
         files = (path for path in paths if path.is_file())
-        self.model = {
-            name: value for name, value in self._checksums(files).items() if name not in of_blocks
-        }
+        self.model = {name: value for name, value in self._checksums(files).items() if name not in of_blocks}
         self.save()
 
     def damaged_files(self, index: int | None = None) -> list[Path]:
         """Return which files of a block, or beside the blocks, are missing or not what the journal knows."""
         known = self.model if index is None else self.blocks[index].files
         files = [(self.folder / name, expected) for name, expected in known.items()]
-        return [
-            file for file, expected in files if not file.is_file() or checksum(file) != expected
-        ]
+        return [file for file, expected in files if not file.is_file() or checksum(file) != expected]
 
     def all_damaged_files(self) -> list[Path]:
         """Return every file of a finished run that is missing or not what the journal knows."""
@@ -216,8 +210,7 @@ class Run(RunFolder):
         """Raise UserError where a file of a finished run is missing or changed."""
         if damage := self.damage():
             raise UserError(
-                f"the run {self.folder} is damaged ({damage}): mend it with "
-                f"{how_to_continue(self.folder)}"
+                f"the run {self.folder} is damaged ({damage}): mend it with {how_to_continue(self.folder)}"
             )
 
     def note_checkpoint(self, training: Training, file: Path) -> None:

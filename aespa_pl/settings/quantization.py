@@ -177,9 +177,7 @@ class QuantizationSettings:
     def uses_inputs(self) -> bool:
         """Tell whether a block's grids or integers depend on its inputs; of nearest rounding they don't."""
         chosen = self.grid.search or self.optq.enabled or self.learns(attention=True)
-        return bool(
-            chosen or self.polish.enabled or self.input_correction or self.tuning.blocks.enabled
-        )
+        return bool(chosen or self.polish.enabled or self.input_correction or self.tuning.blocks.enabled)
 
     @property
     def two_streams(self) -> bool:

@@ -29,9 +29,7 @@ else:
     Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
     # jsonargparse's PositiveFloat and NonNegativeFloat allow infinity
     FinitePositive = restricted_number_type("FinitePositive", float, [(">", 0), ("<", math.inf)])
-    FiniteNonNegative = restricted_number_type(
-        "FiniteNonNegative", float, [(">=", 0), ("<", math.inf)]
-    )
+    FiniteNonNegative = restricted_number_type("FiniteNonNegative", float, [(">=", 0), ("<", math.inf)])
     PenaltyExponent = restricted_number_type("PenaltyExponent", float, [(">=", 2), ("<", math.inf)])
 
 Proportions = dict[str, FinitePositive]

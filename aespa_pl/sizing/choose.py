@@ -23,9 +23,7 @@ class Choices:
     allocation: Allocation
 
     @classmethod
-    def of(
-        cls, matrices: Sequence[SizedMatrix], losses: Sequence[Mapping[str, float]]
-    ) -> "Choices":
+    def of(cls, matrices: Sequence[SizedMatrix], losses: Sequence[Mapping[str, float]]) -> "Choices":
         """Find the best choice for every size."""
         costs = [list(m.costs.values()) for m in matrices]
         values = [[of[c] for c in m.costs] for m, of in zip(matrices, losses, strict=True)]

@@ -70,9 +70,7 @@ def uniform_matrices(
     def sized(keys: tuple[str, ...], rows: int, columns: int) -> SizedMatrix:
         grids = rows * columns // (settings.group_size or columns)
         bits = (fixed[keys[0]],) if keys[0] in fixed else BITS
-        costs = {
-            b: (rows * columns * int(b) + grids * (SCALE_BITS + int(b)) + 7) // 8 for b in bits
-        }
+        costs = {b: (rows * columns * int(b) + grids * (SCALE_BITS + int(b)) + 7) // 8 for b in bits}
         return SizedMatrix(keys, rows * columns, costs)
 
     return [sized(*each) for each in _in_blocks(layouts, shape)]
@@ -91,9 +89,7 @@ def form_of(candidate: str, settings: QuantizationSettings) -> GridFormat:
     return GridFormat(int(candidate), settings.symmetric, settings.group_size)
 
 
-def _in_blocks(
-    layouts: tuple[BlockLayout, ...], shape: Shape
-) -> list[tuple[tuple[str, ...], int, int]]:
+def _in_blocks(layouts: tuple[BlockLayout, ...], shape: Shape) -> list[tuple[tuple[str, ...], int, int]]:
     """Return keys, rows and columns of the matrices of all blocks; all experts of one have the same."""
     found = []
     for block, layout in enumerate(layouts):

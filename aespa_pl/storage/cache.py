@@ -48,9 +48,7 @@ def recalled(cache: Path, kind: str, made_from: Mapping[str, object]) -> Tensor 
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError) as error:
-        log.warning(
-            "making %s again: what the cache has in %s can't be read (%s)", kind, path, error
-        )
+        log.warning("making %s again: what the cache has in %s can't be read (%s)", kind, path, error)
         return None
     if stored != {"made_from": description, "sha256": checksum(tensor)}:
         log.warning("making %s again: what the cache has in %s is damaged", kind, path)

@@ -51,9 +51,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             write(temporary)
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
-            temporary.chmod(
-                0o666 & ~_umask()
-            )  # safetensors makes files that only their owner reads
+            temporary.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner reads
             temporary.replace(path)
             _flush_folder(path.parent)
     finally:

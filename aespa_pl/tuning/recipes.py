@@ -58,9 +58,7 @@ def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout
     tuning, rounding = settings.tuning.blocks, settings.rounding
     match tuning.parametrization:
         case "rounding":
-            penalty = RoundingPenalty(
-                tuning.penalty, rounding.warmup, rounding.beta_start, rounding.beta_end
-            )
+            penalty = RoundingPenalty(tuning.penalty, rounding.warmup, rounding.beta_start, rounding.beta_end)
             return Recipe(
                 lambda _, start, target: UpOrDown(cast(QuantizedWeight, start), target),
                 penalty=penalty,

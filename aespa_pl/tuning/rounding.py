@@ -68,9 +68,7 @@ class RoundingPenalty:
 
     def of(self, module: nn.Module, step: int, steps: int) -> Tensor | float:
         """Return the mean of ``1 - |2 h(B) - 1| ** beta``, weighted; 0 in the warm-up and without any B."""
-        beta = penalty_exponent(
-            step, steps, warmup=self.warmup, start=self.beta_start, end=self.beta_end
-        )
+        beta = penalty_exponent(step, steps, warmup=self.warmup, start=self.beta_start, end=self.beta_end)
         variables = rounding_variables_of(module)
         if beta is None or not variables:
             return 0.0

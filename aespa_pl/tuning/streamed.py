@@ -78,9 +78,7 @@ class TrainableStream(nn.Module):
             _empty(block)
 
     @contextmanager
-    def _opened(
-        self, index: int, arguments: Mapping[str, Any]
-    ) -> Iterator[tuple[Run, list[Tensor]]]:
+    def _opened(self, index: int, arguments: Mapping[str, Any]) -> Iterator[tuple[Run, list[Tensor]]]:
         """Hold what runs a segment through a block, and its parameters in the order of ``self.blocks``."""
         names = [name for name, _ in self.blocks[index].named_parameters()]
         with self.block(index) as block:

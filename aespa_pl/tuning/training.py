@@ -194,8 +194,7 @@ class Tuning(LightningModule):
         latent = {
             id(inner.original): self.rates.of_latent(inner[0].bits)
             for inner in self.module.modules()
-            if isinstance(inner, ParametrizationList)
-            and isinstance(inner[0], WeightParametrization)
+            if isinstance(inner, ParametrizationList) and isinstance(inner[0], WeightParametrization)
         }
         transforming = {
             id(p)
@@ -260,9 +259,7 @@ class Tuning(LightningModule):
         return ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
 
 
-def fit(
-    module: Tuning, pairs: SegmentPairs, trainer: Trainer, checkpoint: Path | None = None
-) -> None:
+def fit(module: Tuning, pairs: SegmentPairs, trainer: Trainer, checkpoint: Path | None = None) -> None:
     """Train a module, or go on from a checkpoint, and leave it with the parameters of its best epoch.
 
     The Trainer has ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.

@@ -45,9 +45,7 @@ def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
         start = _with_tensors(
             first,
             {
-                key: merged(
-                    {p.name: getattr(starts[p.name], key) for p in projections}, layout, path
-                )
+                key: merged({p.name: getattr(starts[p.name], key) for p in projections}, layout, path)
                 for key in _tensors(first)
             },
         )

@@ -66,9 +66,7 @@ class BlockTuner:
         last = self.context.layout(index).groups[-1]
         with torch.inference_mode():
             batches = in_turn(originals, self.context.device)
-            return self.context.source.keep(
-                self._run_attention(last, module, batch) for batch in batches
-            )
+            return self.context.source.keep(self._run_attention(last, module, batch) for batch in batches)
 
     @torch.no_grad()
     def begin(self, block: QuantizedBlock, module: nn.Module) -> TunableBlock:
@@ -122,9 +120,7 @@ class BlockTuner:
             Unit(FEED_FORWARD, groups[end:], self._run_block, targets),
         ]
 
-    def _tune_before(
-        self, index: int, unit: Unit, tunable: TunableBlock, inputs: Batches
-    ) -> LearnedUnit:
+    def _tune_before(self, index: int, unit: Unit, tunable: TunableBlock, inputs: Batches) -> LearnedUnit:
         """Tune a unit that others follow, or read what an interrupted run has learned of it."""
         context = self.context
         training, file = context.world.from_first(lambda: self._known_unit(index, unit))
@@ -150,9 +146,7 @@ class BlockTuner:
         training = self._training(index, unit, number)
         return training, run.portion_to_continue(training)
 
-    def _tune_unit(
-        self, training: Training, unit: Unit, tunable: TunableBlock, inputs: Batches
-    ) -> Tuned:
+    def _tune_unit(self, training: Training, unit: Unit, tunable: TunableBlock, inputs: Batches) -> Tuned:
         context, quantization, block = self.context, self.context.settings, tunable.block
         settings = quantization.tuning.blocks
         layout = replace(tunable.layout, groups=unit.groups)
@@ -179,9 +173,7 @@ class BlockTuner:
             ),
             trainer=context.trainers.of_tuning(context.run, training, cast(int, settings.epochs)),
             label=f"block {training.block}",
-            checkpoint=context.world.from_first(
-                lambda: context.run.checkpoint_to_continue(training)
-            ),
+            checkpoint=context.world.from_first(lambda: context.run.checkpoint_to_continue(training)),
             recipe=learned,
         )
         gc.collect()  # Trainer, module and optimizer refer to each other

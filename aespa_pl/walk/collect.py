@@ -138,9 +138,7 @@ class StatisticsPasses:
         self._refuse_not_finite(index, statistics)
         return statistics
 
-    def _complete(
-        self, experts: ExpertSums, tokens: int, module: nn.Module, streams: Streams
-    ) -> None:
+    def _complete(self, experts: ExpertSums, tokens: int, module: nn.Module, streams: Streams) -> None:
         """Complete the Hessians of experts that few tokens have reached, by another pass of all."""
         few, world, device = experts.scale(tokens), self.context.world, self.context.source.device
         if not few:

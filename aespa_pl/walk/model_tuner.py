@@ -173,18 +173,12 @@ class ModelTuner:
         pretrained.load_stem(model, source.family, self.context.device, torch.float32)
         return model
 
-    def _block(
-        self, model: PreTrainedModel, index: int, unread: Collection[str] = ()
-    ) -> TunableBlock:
+    def _block(self, model: PreTrainedModel, index: int, unread: Collection[str] = ()) -> TunableBlock:
         """Load a quantized block into a model, in float32, on the device, but for ``unread`` tensors."""
         source, device, run = self.context.source, self.context.device, self.context.run
-        pretrained = source.pretrained.with_blocks(
-            source.family, {index: self.writer.block_file(index)}
-        )
+        pretrained = source.pretrained.with_blocks(source.family, {index: self.writer.block_file(index)})
         return TunableBlock(
-            pretrained.load_block(
-                model, source.family, index, device, torch.float32, unread=unread
-            ),
+            pretrained.load_block(model, source.family, index, device, torch.float32, unread=unread),
             self.context.layout(index),
             self._weights(index, load_file(run.block_file(index), str(device))),
             stored_types(source, index),

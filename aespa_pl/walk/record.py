@@ -101,9 +101,7 @@ def weight_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
     return tensors
 
 
-def read_weight(
-    tensors: Mapping[str, Tensor], name: str, bits: int, kind: str | None
-) -> StoredWeight:
+def read_weight(tensors: Mapping[str, Tensor], name: str, bits: int, kind: str | None) -> StoredWeight:
     """Return the weight of a projection from the tensors that ``weight_tensors`` made.
 
     Args:

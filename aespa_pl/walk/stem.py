@@ -29,9 +29,7 @@ def stem_tensors(context: Context) -> dict[str, Tensor]:
     if types and not run.stem_file.is_file():
         numbers: dict[str, Tensor] = {}
         for name, grid_type in types.items():
-            parts = [
-                rounded_rows(W, grid_type) for W in tensors[name].to(context.device).split(ROWS)
-            ]
+            parts = [rounded_rows(W, grid_type) for W in tensors[name].to(context.device).split(ROWS)]
             numbers |= {f"{name}.{field}": value for field, value in _joined(parts).items()}
         write_tensors(run.stem_file, {key: value.cpu() for key, value in numbers.items()}, {})
     if types:

@@ -188,15 +188,11 @@ class Walk:
         tunable = self.block_tuner.begin(block, module)
         del block  # and with it the memory of the Hessians
         with context.measure("tuning"):
-            tuned = self.block_tuner.tune(
-                index, tunable, streams.quantized, between, streams.original
-            )
+            tuned = self.block_tuner.tune(index, tunable, streams.quantized, between, streams.original)
         return Quantized(zetas, tuned.weights[0], losses, tuned)
 
     @torch.no_grad()
-    def _store(
-        self, index: int, module: nn.Module, weights: Mapping[str, StoredWeight]
-    ) -> dict[str, Tensor]:
+    def _store(self, index: int, module: nn.Module, weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
         """Return a quantized block as it is stored, and give the module the stored values.
 
         So the blocks to come see the hidden states of the model on disk. Each value is rounded once, from

@@ -26,11 +26,7 @@ def method_in_words(settings: QuantizationSettings, layout: BlockLayout) -> str:
     else:
         text = f"integers are found by {' and '.join(taken) or 'rounding to nearest'}"
     if blocks.enabled and not on_grids:
-        text += (
-            ", then blocks and the model are trained"
-            if model.enabled
-            else ", then blocks are trained"
-        )
+        text += ", then blocks and the model are trained" if model.enabled else ", then blocks are trained"
     elif model.enabled:
         text += ", then the model is trained"
     if model.enabled and model.blocks == "disk":
@@ -38,9 +34,7 @@ def method_in_words(settings: QuantizationSettings, layout: BlockLayout) -> str:
     return f"method {settings.method}: {text}"
 
 
-def time_left(
-    finished: Collection[BlockRecord], missing: int, blocks: int, epochs: int | None
-) -> str:
+def time_left(finished: Collection[BlockRecord], missing: int, blocks: int, epochs: int | None) -> str:
     """Return how long the rest of a run takes, by the seconds of its finished blocks.
 
     Args:

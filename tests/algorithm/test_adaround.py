@@ -90,9 +90,7 @@ def test_start_has_the_fraction_of_the_updated_weight() -> None:
 
 def test_stretched_sigmoid_is_cut_at_0_and_1() -> None:
     B = torch.tensor([-9.0, -2.4, -2.3, 0.0, 2.3, 2.4, 9.0], dtype=torch.float64)
-    assert rectified_sigmoid(B).tolist() == pytest.approx(
-        [0, 0, 0.00925, 0.5, 0.99075, 1, 1], abs=1e-4
-    )
+    assert rectified_sigmoid(B).tolist() == pytest.approx([0, 0, 0.00925, 0.5, 0.99075, 1, 1], abs=1e-4)
 
 
 def test_loss_is_measured_against_the_original_weight() -> None:

@@ -48,17 +48,13 @@ def test_stored_numbers_stand_for_the_weights_of_the_grid(kind: GridType) -> Non
     integers = quantize(W * factor[..., None], folded)
     assert folded.factors is not None
     stored = folded.factors.stored(integers[0].to(torch.uint8))
-    torch.testing.assert_close(
-        stored.weight(), dequantize(integers, folded)[0], rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(stored.weight(), dequantize(integers, folded)[0], rtol=1e-5, atol=1e-6)
     tensors = {f"p.{field}": value for field, value in stored.tensors().items()}
     read = type(stored).read(tensors, "p", kind)
     assert torch.equal(read.weight(), stored.weight())
 
 
-@pytest.mark.parametrize(
-    "name", [k.name for k in KINDS if k.name in GGMLQuantizationType.__members__]
-)
+@pytest.mark.parametrize("name", [k.name for k in KINDS if k.name in GGMLQuantizationType.__members__])
 def test_ggml_computes_the_same_weights_from_the_bytes(name: str) -> None:
     W, _, grid = nearest(TYPES[name])
     folded = grid.folded(torch.ones(1, ROWS))
@@ -73,9 +69,7 @@ def test_ggml_computes_the_same_weights_from_the_bytes(name: str) -> None:
 def test_zeros_stay_zeros(kind: GridType) -> None:
     W, H = problem()
     W[:, 0] = 0
-    grid = search_grid(W, H, torch.ones(COLUMNS), GridFormat.of(kind))[0].in_half(
-        torch.ones(1, ROWS)
-    )
+    grid = search_grid(W, H, torch.ones(COLUMNS), GridFormat.of(kind))[0].in_half(torch.ones(1, ROWS))
     weight = dequantize(quantize(W, grid), grid)
     assert bool(weight.isfinite().all())
     assert float(weight[:, 0].abs().max()) < 1e-5

@@ -59,9 +59,7 @@ def test_visited_weights_round_to_the_integers() -> None:
 def test_without_coupling_of_rows_it_is_optq() -> None:
     W, H, _, grid = problem(8, 16)
     identity = torch.eye(8, dtype=torch.float64).expand(HEADS, 8, 8)
-    for ours, plain in zip(
-        update_rows(W, H, identity, grid), update_weights(W, H, grid), strict=True
-    ):
+    for ours, plain in zip(update_rows(W, H, identity, grid), update_weights(W, H, grid), strict=True):
         torch.testing.assert_close(ours, plain)
 
 

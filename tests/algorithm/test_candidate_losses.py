@@ -11,9 +11,7 @@ def test_losses_of_all_candidates_are_those_of_each() -> None:
     """The oracle of these tests is right itself: loops over the weights give the same."""
     V, H, candidates = problem("typical", bits=3, rows=2, columns=12)
     for row in range(2):
-        grids = zip(
-            candidates.scale[0, row].tolist(), candidates.zero[0, row].tolist(), strict=True
-        )
+        grids = zip(candidates.scale[0, row].tolist(), candidates.zero[0, row].tolist(), strict=True)
         one_by_one = [loss_of(V[0, row], H[0], *grid, candidates.largest) for grid in grids]
         torch.testing.assert_close(
             every_loss(V, H, candidates, row), torch.tensor(one_by_one, dtype=torch.float64)

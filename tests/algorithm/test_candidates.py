@@ -43,9 +43,7 @@ def share_of_least(V: Tensor, H: Tensor, candidates: Candidates) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_choice_is_near_the_least_loss_with_strong_directions(
-    bits: int, dtype: torch.dtype
-) -> None:
+def test_choice_is_near_the_least_loss_with_strong_directions(bits: int, dtype: torch.dtype) -> None:
     V, _, candidates = problem("identity", bits, rows=48, columns=192, dtype=dtype)
     assert share_of_least(V, strong_directions(192).to(dtype), candidates) <= STRONG_DIRECTIONS
 
@@ -58,9 +56,7 @@ def test_choice_is_near_the_least_loss_on_any_hessian(spectrum: str, bits: int) 
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_exhaustive_search_finds_the_candidate_with_the_least_loss(
-    spectrum: str, bits: int
-) -> None:
+def test_exhaustive_search_finds_the_candidate_with_the_least_loss(spectrum: str, bits: int) -> None:
     V, H, candidates = problem(spectrum, bits)
     scale, zero, loss = best_grids(V, H, candidates, effort=EXHAUSTIVE)
     for row in range(6):

@@ -66,9 +66,7 @@ def starts(W: Tensor, H: Tensor, grid: Grid) -> dict[str, Tensor]:
 def test_objective_never_rises_and_integers_stay_in_range(
     kind: str, bits: int, group_size: int | None, passes: int
 ) -> None:
-    W, H, G, grid = problem(
-        kind, rows=6, columns=24, bits=bits, group_size=group_size, dtype=torch.float32
-    )
+    W, H, G, grid = problem(kind, rows=6, columns=24, bits=bits, group_size=group_size, dtype=torch.float32)
     for q in starts(W, H, grid).values():
         found = descend(q, W, grid, H, G, passes=passes)
         before, after = loss(q, W, H, G, grid), loss(found.integers, W, H, G, grid)
@@ -149,9 +147,7 @@ def test_at_the_end_a_second_descent_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", ["query", "value"])
-def test_heads_that_go_on_do_as_they_would_alone(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_go_on_do_as_they_would_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads end after different passes; those that are left keep their own H and G."""
     monkeypatch.setattr(descent, "LEAST_GAIN", 0)
     W, H, G, grid = problem(kind, rows=6, columns=60, group_size=30)
@@ -233,9 +229,7 @@ def test_rows_of_a_head_are_chosen_together() -> None:
     q = quantize(W, grid)
     together = descend(q, W, grid, H, G, passes=20).integers
     alone = descend(q, W, grid, H, passes=20).integers
-    assert float(loss(together, W, H, G, grid).sum()) < 0.8 * float(
-        loss(alone, W, H, G, grid).sum()
-    )
+    assert float(loss(together, W, H, G, grid).sum()) < 0.8 * float(loss(alone, W, H, G, grid).sum())
 
 
 def test_descent_comes_nearer_the_best_of_all_integers() -> None:

@@ -41,9 +41,7 @@ def test_prediction_is_half_the_sum_of_weighted_squares(form: GridFormat) -> Non
     W, D = torch.randn(7, 64), torch.rand(64) + 0.1
     gradients = torch.rand(7, 1)
     losses = row_losses(W, D, form)
-    expected = sum(
-        0.5 * float(gradients[i]) * float(losses[i, j]) for i in range(7) for j in range(64)
-    )
+    expected = sum(0.5 * float(gradients[i]) * float(losses[i, j]) for i in range(7) for j in range(64))
     assert predicted(W, gradients, D, form, 7) == pytest.approx(expected, rel=1e-5)
     # errors are smaller than half the range of 3 bits, and not 0
     assert 0 < float((losses / D).sqrt().max()) < float(W.abs().max())

@@ -22,9 +22,7 @@ COMPILER = pytest.mark.skipif(
 )
 
 
-def given(
-    heads: int = 2, rows: int = 6, columns: int = 32
-) -> tuple[SoftRounding, Tensor, Tensor, Tensor]:
+def given(heads: int = 2, rows: int = 6, columns: int = 32) -> tuple[SoftRounding, Tensor, Tensor, Tensor]:
     W, X, K = (
         torch.randn(heads, rows, columns),
         torch.randn(columns, 90),
@@ -53,9 +51,7 @@ def test_two_kernels_give_the_loss_and_gradient_of_the_plain_path(
         )  # fmt: skip
         gradient, losses = found.gradient.cpu(), [float(found.reconstruction), float(found.penalty)]
     torch.testing.assert_close(gradient, expected.gradient)
-    assert losses == pytest.approx(
-        [float(expected.reconstruction), float(expected.penalty)], rel=1e-5
-    )
+    assert losses == pytest.approx([float(expected.reconstruction), float(expected.penalty)], rel=1e-5)
     assert 0 < int((expected.gradient == 0).sum()) < B.numel()  # the clamps act
 
 
@@ -91,9 +87,7 @@ for call, given, more, out in (
 
 @COMPILER
 def test_a_compiler_makes_one_kernel_of_each_function() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [kernels for kernels, _ in lines] == [1, 1]
@@ -130,9 +124,7 @@ print(max(counter.frame_count for counter in counters.values()))
 
 
 def test_runs_of_all_formats_in_a_process_stay_below_the_limit_of_variants() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", VARIANTS], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", VARIANTS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) <= 4
 

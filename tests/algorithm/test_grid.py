@@ -88,9 +88,7 @@ def test_chunks_of_candidates_do_not_change_the_choice(monkeypatch: pytest.Monke
 def test_shared_hessian_equals_one_for_each_head() -> None:
     W, H, zeta = problem(heads=3)
     shared = search_grid(W, H[:1], zeta, GridFormat(2, symmetric=False, group_size=None))[0]
-    copied = search_grid(
-        W, H[:1].repeat(3, 1, 1), zeta, GridFormat(2, symmetric=False, group_size=None)
-    )[0]
+    copied = search_grid(W, H[:1].repeat(3, 1, 1), zeta, GridFormat(2, symmetric=False, group_size=None))[0]
     torch.testing.assert_close(shared.scale, copied.scale)
 
 
@@ -107,9 +105,7 @@ def test_a_row_of_zeros_gets_a_usable_grid() -> None:
 
 def test_min_max_grid_reaches_both_ends_and_zero() -> None:
     W = torch.tensor([[[0.5, 1.0, 2.0, 3.0], [-3.0, -1.0, -0.5, 0.0]]], dtype=torch.float64)
-    g = min_max_grid(
-        W, torch.ones(4, dtype=torch.float64), GridFormat(2, symmetric=False, group_size=None)
-    )
+    g = min_max_grid(W, torch.ones(4, dtype=torch.float64), GridFormat(2, symmetric=False, group_size=None))
     assert g.scale.flatten().tolist() == [1, 1]
     assert g.zero_point.flatten().tolist() == [0, 3]
 

@@ -40,9 +40,7 @@ def test_operand_leaves_what_it_was_given(precision: Precision) -> None:
 
 @pytest.mark.parametrize("batch", [(), (3,)])
 @pytest.mark.parametrize("precision", ALL)
-def test_product_is_that_of_the_rounded_operands(
-    precision: Precision, batch: tuple[int, ...]
-) -> None:
+def test_product_is_that_of_the_rounded_operands(precision: Precision, batch: tuple[int, ...]) -> None:
     A, B = torch.randn(*batch, 20, 300), torch.randn(*batch, 300, 30)
     with multiplying_in(precision):
         found = multiply(A, operand(B), out=torch.empty(*batch, 20, 30))

@@ -37,9 +37,7 @@ def test_the_threads_come_back_after_an_error() -> None:
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize(
-    ("coupled", "most", "expected"), [(True, 2**20, 1), (True, 1, 2), (False, 2**20, 2)]
-)
+@pytest.mark.parametrize(("coupled", "most", "expected"), [(True, 2**20, 1), (True, 1, 2), (False, 2**20, 2)])
 def test_a_descent_of_small_coupled_tiles_uses_one_thread(
     monkeypatch: pytest.MonkeyPatch, coupled: bool, most: int, expected: int
 ) -> None:

@@ -55,9 +55,7 @@ class Given:
                     gradient = G[i] @ (moves[unit] * step) @ self.H[:, j]
                     newton = -gradient / (G[i, i] * self.H[j, j] * step[i, j])
                     best = torch.round(self.tile.wanted[unit, i, j] + newton)
-                    moves[unit, i, j] = best.clamp(
-                        self.tile.down[unit, i, j], self.tile.up[unit, i, j]
-                    )
+                    moves[unit, i, j] = best.clamp(self.tile.down[unit, i, j], self.tile.up[unit, i, j])
         return moves
 
 
@@ -125,9 +123,7 @@ def test_few_rounds_are_its_beginning(
 
 
 @both_kinds
-def test_a_cpu_finds_the_moves_of_a_sequential_visit(
-    coupled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_finds_the_moves_of_a_sequential_visit(coupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that have settled are left out of the rounds that follow."""
     monkeypatch.setattr(tiles, "CPU_COUPLED_ROUNDS", MANY)
     left: list[int] = []

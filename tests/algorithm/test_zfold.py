@@ -95,10 +95,7 @@ def test_zeta_is_the_least_squares_factor_of_each_column() -> None:
     for j in range(12):
         w = torch.cat([W[0, :, j] for W in weights])
         value = torch.cat(
-            [
-                (dequantize(quantize(W, g), g) / zeta)[0, :, j]
-                for W, g in zip(weights, grids, strict=True)
-            ]
+            [(dequantize(quantize(W, g), g) / zeta)[0, :, j] for W, g in zip(weights, grids, strict=True)]
         )
         # Least squares by the library; a column that is quantized to 0 everywhere keeps its factor.
         expected = torch.linalg.lstsq(value[:, None], w[:, None]).solution.item() or float(zeta[j])
@@ -217,8 +214,7 @@ def test_an_exhaustive_search_tries_all_and_goes_on_while_the_loss_falls() -> No
     grids = fit(weights, hessians, exhaustive=True, efforts=efforts, searched=searched)
     assert set(efforts) == {EXHAUSTIVE}
     rounds = [
-        loss(weights, hessians, [a[2], b[2]])
-        for a, b in zip(searched[::2], searched[1::2], strict=True)
+        loss(weights, hessians, [a[2], b[2]]) for a, b in zip(searched[::2], searched[1::2], strict=True)
     ][1:-1]  # without the one of no zeta, and the last
     assert all(later < earlier for earlier, later in pairwise(rounds[:-1]))
     assert rounds[-1] >= rounds[-2]

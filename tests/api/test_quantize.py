@@ -100,9 +100,7 @@ def test_texts_in_memory_are_those_of_a_file(tmp_path: Path) -> None:
         assert [*one.perplexity[kind].values()] == [*other.perplexity[kind].values()]
 
 
-@pytest.mark.parametrize(
-    "when", ["checkpoints/block_000/*.ckpt", "blocks/block_000.safetensors", "walk/*"]
-)
+@pytest.mark.parametrize("when", ["checkpoints/block_000/*.ckpt", "blocks/block_000.safetensors", "walk/*"])
 def test_interrupted_it_is_resumed_to_the_same_bytes(
     when: str, whole: aespa_pl.QuantizedRun, forks: Forks, tmp_path: Path
 ) -> None:
@@ -122,9 +120,7 @@ def test_interrupted_it_is_resumed_to_the_same_bytes(
 
 def test_a_model_that_differs_in_one_weight_is_another(tmp_path: Path) -> None:
     """A fingerprint has the first and the last MiB of a file, and this weight lies between them."""
-    config = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=1024
-    )
+    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=1024)
     model, found = LlamaForCausalLM(config), set()
     for _ in range(2):
         folder = Path(keep_model(tmp_path, model, tokenizer()))

@@ -97,9 +97,7 @@ def make_block(name: str, settings: QuantizationSettings = FEW) -> QuantizedBloc
     return begin(block, layout, make_statistics(block, layout), settings)
 
 
-def gridded(
-    name: str, settings: QuantizationSettings = FEW, world: World = ALONE
-) -> QuantizedBlock:
+def gridded(name: str, settings: QuantizationSettings = FEW, world: World = ALONE) -> QuantizedBlock:
     """Return a block after step 2; the same name gives the same weights and statistics."""
     torch.manual_seed(1)
     block = make_block(name, settings)
@@ -141,9 +139,7 @@ def rows_by_hand(block: nn.Module, layout: BlockLayout, name: str, module: str) 
     return torch.stack(rows).view(heads[role(name)], size, -1).float()
 
 
-def next_zeta(
-    layout: BlockLayout, prepared: Mapping[str, QuantizedProjection], name: str
-) -> Tensor:
+def next_zeta(layout: BlockLayout, prepared: Mapping[str, QuantizedProjection], name: str) -> Tensor:
     """Return the factor ``[heads, rows, 1]`` that the next group folds into a projection's rows."""
     W = prepared[name].weight
     for group in layout.groups:

@@ -29,8 +29,7 @@ def test_export_is_the_folded_dequantized_weight(name: str, group_size: int | No
     for p in prepared.values():
         size = group_size or p.weight.shape[-1]
         scale, zero = (
-            value.double().repeat_interleave(size, -1)
-            for value in (p.grid.scale, p.grid.zero_point)
+            value.double().repeat_interleave(size, -1) for value in (p.grid.scale, p.grid.zero_point)
         )
         unfolded = scale * p.grid.zeta.double() * (p.integers.double() - zero)
         rows = next_zeta(problem.layout, prepared, p.projection.name)

@@ -75,9 +75,7 @@ def test_queries_are_weighed_with_keys_and_keys_with_queries(name: str, *, query
     block, layout = example(name)
     statistics = make_statistics(block, layout, query_key=query_key)
     for p in begin(block, layout, statistics).projections.values():
-        expected = {"query": statistics.g_query, "key": statistics.g_key}.get(
-            role(p.projection.name)
-        )
+        expected = {"query": statistics.g_query, "key": statistics.g_key}.get(role(p.projection.name))
         if expected is None:
             assert p.other_side is None
         else:

@@ -97,9 +97,7 @@ def ministral3() -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5}
     rope["original_max_position_embeddings"] = 3
     return Ministral3ForCausalLM(
-        Ministral3Config(
-            **LLAMA, **PLAIN, num_key_value_heads=2, head_dim=HEAD_SIZE, rope_parameters=rope
-        )
+        Ministral3Config(**LLAMA, **PLAIN, num_key_value_heads=2, head_dim=HEAD_SIZE, rope_parameters=rope)
     )
 
 

@@ -36,11 +36,7 @@ def explicit(attention: Attention) -> Tensor:
     for b in range(SEGMENTS):
         for h in range(HEADS):
             for i in range(length):
-                seen = [
-                    j
-                    for j in range(i + 1)
-                    if attention.mask is None or bool(attention.mask[b, 0, i, j])
-                ]
+                seen = [j for j in range(i + 1) if attention.mask is None or bool(attention.mask[b, 0, i, j])]
                 scores = K[b, h * KEY_HEADS // HEADS, seen] @ Q[b, h, i] * attention.scaling
                 if attention.alibi is not None:
                     scores = scores + attention.alibi[b, h, 0, seen]
@@ -103,9 +99,7 @@ def test_one_chunk_of_one_value_head_is_computed_at_a_time(monkeypatch: pytest.M
     ]
 
 
-@pytest.mark.parametrize(
-    ("length", "rows"), [(1, 128), (512, 128), (1024, 128), (2048, 256), (2049, 257)]
-)
+@pytest.mark.parametrize(("length", "rows"), [(1, 128), (512, 128), (1024, 128), (2048, 256), (2049, 257)])
 def test_chunks_are_an_eighth_and_not_too_small(length: int, rows: int) -> None:
     assert chunk_rows(length) == rows
 

@@ -20,9 +20,7 @@ SEED = 3
 def seen(model: PreTrainedModel, ids: Tensor, folder: Path) -> dict[str, Seen]:
     """Return all matrices; their weights are copied, because the next one takes their place."""
     pretrained = PretrainedFolder.open(save(model, folder))
-    source = StreamedModel.open(
-        pretrained, family_of(model.config), torch.device("cpu"), torch.float32
-    )
+    source = StreamedModel.open(pretrained, family_of(model.config), torch.device("cpu"), torch.float32)
     found = end_loss(source, ids, seed=SEED)
     return {f"{s.block}.{s.name}": s for s in found}
 
@@ -32,9 +30,7 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits.float()
 
 
-def _whole_model(
-    model: PreTrainedModel, ids: Tensor
-) -> tuple[dict[str, list[Tensor]], Tensor | None]:
+def _whole_model(model: PreTrainedModel, ids: Tensor) -> tuple[dict[str, list[Tensor]], Tensor | None]:
     """Return the gradients at the output of each linear layer, and the squares of an untied embedding's."""
     embedding = model.get_input_embeddings().weight
     leaves = [] if model.config.tie_word_embeddings else [embedding]
@@ -60,9 +56,7 @@ def _whole_model(
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-grouped", "opt", "bloom", "granite", "mixtral"])
-def test_moments_are_those_of_one_backward_pass_of_the_whole_model(
-    name: str, tmp_path: Path
-) -> None:
+def test_moments_are_those_of_one_backward_pass_of_the_whole_model(name: str, tmp_path: Path) -> None:
     model, ids = make_model(name, torch.float32), make_ids(3)
     found = seen(model, ids, tmp_path)
     family, count = family_of(model.config), ids.numel()
@@ -79,20 +73,14 @@ def test_moments_are_those_of_one_backward_pass_of_the_whole_model(
             parts = whole.square().sum(0) / count
             if p.fused[1] > 1:
                 parts = parts.view(-1, p.fused[1], layout.head_dim)[:, p.fused[0]].flatten()
-            torch.testing.assert_close(
-                found[f"{block}.{p.name}"].gradients, parts, rtol=1e-3, atol=1e-9
-            )
+            torch.testing.assert_close(found[f"{block}.{p.name}"].gradients, parts, rtol=1e-3, atol=1e-9)
     assert compared >= 15
     if squares is not None:
-        torch.testing.assert_close(
-            found["None.embedding"].gradients, squares / count, rtol=1e-3, atol=1e-9
-        )
+        torch.testing.assert_close(found["None.embedding"].gradients, squares / count, rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize("key", ["0.down_proj", "1.v_proj", "2.q_proj", "None.head"])
-def test_prediction_is_near_the_divergence_of_a_model_with_that_error(
-    key: str, tmp_path: Path
-) -> None:
+def test_prediction_is_near_the_divergence_of_a_model_with_that_error(key: str, tmp_path: Path) -> None:
     """It is 0.9 to 1.4 of it, because inputs and gradients, and those of two tokens, are not independent."""
     model, ids = make_model("llama", torch.float32), make_ids(100)
     found = seen(model, ids, tmp_path)[key]

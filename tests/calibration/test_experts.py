@@ -134,9 +134,7 @@ def test_shifts_are_of_the_routed_tokens_and_fade_where_they_are_few() -> None:
     assert found.shifts is not None
     for expert in range(bench.mixture.count):
         name = f"mlp_input of expert {expert}"
-        S, count = weighted_mean(
-            bench, seen, expert, lambda token: (X_fp[token] - X[token], X[token])
-        )
+        S, count = weighted_mean(bench, seen, expert, lambda token: (X_fp[token] - X[token], X[token]))
         expected = min(1.0, count / X.shape[1]) * S
         torch.testing.assert_close(found.shifts.inputs[name].double(), expected, **CLOSE)
         assert found.shifts.outputs[f"expert_{expert}_hidden"].shape == (24, 12)

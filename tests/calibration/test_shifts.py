@@ -71,9 +71,7 @@ def test_shifts_are_the_mean_product_of_difference_and_input(
         seen = inputs[name]
         original, X = (torch.cat([x.flatten(0, -2) for x in seen[i::2]]).T for i in (0, 1))
         expected = (
-            2
-            / X.shape[1]
-            * sum(torch.outer(original[:, t] - X[:, t], X[:, t]) for t in range(X.shape[1]))
+            2 / X.shape[1] * sum(torch.outer(original[:, t] - X[:, t], X[:, t]) for t in range(X.shape[1]))
         )
         found = statistics.shifts.inputs[name].double()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)

@@ -100,9 +100,7 @@ def rotations_of(model: PreTrainedModel, *, queries: bool) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "model_of", [opt, bloom, llama, grouped, window, granite, phi3, smollm3, ministral3]
-)
+@pytest.mark.parametrize("model_of", [opt, bloom, llama, grouped, window, granite, phi3, smollm3, ministral3])
 def test_query_and_key_objectives_are_the_squared_error_of_the_scores(
     model_of: Callable[[], PreTrainedModel],
 ) -> None:
@@ -193,8 +191,7 @@ def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
         others = other_side.transpose(0, 1).flatten(1, 2)  # [its heads, tokens, d_h]
         for h in range(heads):
             rotations = [
-                R @ torch.diag(weights[h])
-                for R in rotations_of(model, queries=G is statistics.g_query)
+                R @ torch.diag(weights[h]) for R in rotations_of(model, queries=G is statistics.g_query)
             ]
             group = [h // 2] if heads == HEADS else [2 * h, 2 * h + 1]
             error = sum(scores_by_hand(others[g], dW, X, rotations) for g in group) / len(group)

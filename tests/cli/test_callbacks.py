@@ -16,9 +16,7 @@ from tests.cli.commands import LAST, NO_TEXTS, CommandLine, small
 from tests.forks import Forks
 
 
-def test_loggers_of_the_user_have_the_names_of_run_and_block(
-    aespa: CommandLine, model: Path
-) -> None:
+def test_loggers_of_the_user_have_the_names_of_run_and_block(aespa: CommandLine, model: Path) -> None:
     words = (
         *small(model), *NO_TEXTS, "--output.name", "mine", "--trainer.logger", "CSVLogger",
         "--trainer.logger.save_dir", "csv", "--trainer.callbacks", "LearningRateMonitor",

@@ -21,9 +21,7 @@ def test_shipped_configurations_are_valid_and_the_paper_changes_the_algorithm_al
     status, out, _ = aespa("fit", "--config", path, "--print_config")
     assert status == 0
     method = yaml.safe_load(out)["quantization"]["method"]
-    nulls = [
-        key for key, value in flat(yaml.safe_load(out)["quantization"]).items() if value is None
-    ]
+    nulls = [key for key, value in flat(yaml.safe_load(out)["quantization"]).items() if value is None]
     assert all(
         key in ("group_size", "target") or key.endswith("_rate") for key in nulls
     )  # the model isn't here
@@ -83,9 +81,7 @@ def test_required_key_and_yaml_mistakes(aespa: CommandLine, model: Path) -> None
         ),
     ],
 )
-def test_mistakes_in_a_file_are_told_together(
-    aespa: CommandLine, content: bytes, message: str
-) -> None:
+def test_mistakes_in_a_file_are_told_together(aespa: CommandLine, content: bytes, message: str) -> None:
     Path("wrong.yaml").write_bytes(content)
     status, out, err = aespa("fit", "--config", "wrong.yaml")
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -97,9 +93,7 @@ def test_another_method_beside_the_configuration_of_a_run_is_refused(
 ) -> None:
     """It would be the run's own method under another name, because nothing is null there."""
     given = ("--config", unmeasured.run / "config.yaml")
-    refused = (
-        r"config\.yaml is the configuration of a run .*, so {} would give aespa's result: take the"
-    )
+    refused = r"config\.yaml is the configuration of a run .*, so {} would give aespa's result: take the"
     for command, other in (
         ("fit", ("--quantization.method", "rtn")),
         ("plan", ("--config", "other.yaml")),

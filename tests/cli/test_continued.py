@@ -22,9 +22,7 @@ def test_unfinished_run_is_not_measured(aespa: CommandLine, model: Path, unmeasu
     assert "not finished: continue it" in err
 
 
-def test_run_of_another_model_is_not_measured(
-    aespa: CommandLine, model: Path, unmeasured: Done
-) -> None:
+def test_run_of_another_model_is_not_measured(aespa: CommandLine, model: Path, unmeasured: Done) -> None:
     unmeasured.copied()
     status, _, err = aespa("test", *small(model), "--model.pretrained", "embedded:llama")
     assert (status, err.count("\n")) == (2, 1)
@@ -106,9 +104,7 @@ def test_a_run_keeps_the_places_of_its_texts_and_its_cache(
     assert not list(Path().iterdir())
 
 
-def test_a_quantized_model_is_not_quantized_again(
-    aespa: CommandLine, model: Path, unmeasured: Done
-) -> None:
+def test_a_quantized_model_is_not_quantized_again(aespa: CommandLine, model: Path, unmeasured: Done) -> None:
     quantized = unmeasured.copied() / "model"
     status, _, err = aespa("fit", *small(model), "--model.pretrained", quantized)
     assert (status, err.count("\n")) == (2, 1)
@@ -120,9 +116,7 @@ def test_the_last_run_of_any_name_is_measured(aespa: CommandLine, finished: Done
     for words in ((), LAST):
         status, _, err = aespa("test", *words)
         assert (status, err.count("\n")) == (2, 1)
-        assert (
-            "there is no run in lightning_logs: begin with aespa-pl fit, or give the folder" in err
-        )
+        assert "there is no run in lightning_logs: begin with aespa-pl fit, or give the folder" in err
     run = finished.copied("mine")
     for words in ((), LAST):
         status, out, err = aespa("test", *words)
@@ -156,9 +150,7 @@ def test_a_run_is_named_to_the_command_whose_configuration_is_taken(
     assert aespa("fit", "--ckpt_path", "null")[0] == 2  # a new run, of no model
 
 
-def test_changed_weights_are_not_measured(
-    aespa: CommandLine, model: Path, unmeasured: Done
-) -> None:
+def test_changed_weights_are_not_measured(aespa: CommandLine, model: Path, unmeasured: Done) -> None:
     shard = sorted((unmeasured.copied() / "model").glob("*.safetensors"))[-1]
     tensors = load_file(shard)
     save_file({name: -tensor for name, tensor in tensors.items()}, shard, {"format": "pt"})

@@ -18,9 +18,7 @@ from aespa_pl.data.texts import EMBEDDED
 from tests.cli.commands import LAST, NO_TEXTS, CommandLine, Done, small
 
 
-def test_fit_test_and_the_saved_configuration(
-    aespa: CommandLine, model: Path, finished: Done
-) -> None:
+def test_fit_test_and_the_saved_configuration(aespa: CommandLine, model: Path, finished: Done) -> None:
     assert finished.out.splitlines()[-1] == "lightning_logs/aespa/version_0"
     for row in ("original", "round-to-nearest", "aespa"):
         assert re.search(rf"{row} +│ +\d+\.\d+", finished.out)
@@ -94,9 +92,7 @@ def test_reading_model_and_texts_is_no_time_of_the_quantization(
     assert seconds["processor"] <= worked
 
 
-def test_little_memory_gives_the_same_in_parts(
-    aespa: CommandLine, model: Path, finished: Done
-) -> None:
+def test_little_memory_gives_the_same_in_parts(aespa: CommandLine, model: Path, finished: Done) -> None:
     options = ("--data.memory_gb", 1e-6, "--output.checkpoint_seconds", 1, "--output.name", "parts")
     status, out, err = aespa("fit", *small(model), *NO_TEXTS, *options)
     assert (status, err) == (0, "")
@@ -116,8 +112,7 @@ def test_hidden_states_on_disk(aespa: CommandLine, model: Path, finished: Done) 
     assert status == 0
     run = Path(out.splitlines()[-1])
     metrics = [
-        json.loads((folder / "metrics.json").read_text())["perplexity"]
-        for folder in (run, finished.run)
+        json.loads((folder / "metrics.json").read_text())["perplexity"] for folder in (run, finished.run)
     ]
     assert metrics[0] == metrics[1]
     assert sorted(path.name for path in run.parent.iterdir()) == ["version_0"]

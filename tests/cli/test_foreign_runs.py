@@ -85,9 +85,7 @@ def test_a_file_names_no_tasks(tmp_path: Path) -> None:
     run = foreign(tmp_path / "a", {"model": {"pretrained": "m"}, "tasks": ["evil.yaml"]})
     for words in (["--ckpt_path", str(run), "--trust_run"], ["--config", str(run / "config.yaml")]):
         given = with_run(Arguments.read(words), "test")
-        with pytest.raises(
-            UserError, match=r"tasks is a key of aespa-pl test alone, on its command"
-        ):
+        with pytest.raises(UserError, match=r"tasks is a key of aespa-pl test alone, on its command"):
             refuse_mistakes(given, "test")
 
 

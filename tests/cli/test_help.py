@@ -87,9 +87,7 @@ finally:
     ],
 )
 def test_nothing_large_is_imported_for_an_answer(words: list[str], expected: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIGHT, *words], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", LIGHT, *words], capture_output=True, text=True, check=False)
     assert re.search(expected, done.stdout + done.stderr)
     assert done.stderr.splitlines()[-1] == "[]"
     assert len(done.stdout.splitlines()) < 65  # a screen
@@ -107,9 +105,7 @@ def test_nothing_large_is_imported_for_an_answer(words: list[str], expected: str
         ),
     ],
 )
-def test_missing_or_unknown_word_is_named(
-    words: list[str], message: str, aespa: CommandLine
-) -> None:
+def test_missing_or_unknown_word_is_named(words: list[str], message: str, aespa: CommandLine) -> None:
     assert aespa(*words) == (2, "", f"aespa-pl: {message}\n")
 
 

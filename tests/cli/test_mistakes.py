@@ -184,9 +184,7 @@ def test_accelerator_that_is_no_cpu_and_no_cuda_is_refused(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device is that of a Mac, where Lightning's auto is MPS."""
-    monkeypatch.setattr(
-        "lightning.pytorch.strategies.SingleDeviceStrategy.root_device", torch.device("mps")
-    )
+    monkeypatch.setattr("lightning.pytorch.strategies.SingleDeviceStrategy.root_device", torch.device("mps"))
     status, out, err = aespa("fit", *small(model), "--trainer.accelerator", "auto")
     assert (status, out) == (2, "")
     assert re.search(r"trainer\.accelerator is auto, which is mps here: .*set it to cpu", err)
@@ -217,8 +215,6 @@ def test_packed_model_without_texts_or_tasks_is_refused(aespa: CommandLine, mode
     config = json.loads((model / "config.json").read_text())
     packed = {"quant_method": "compressed-tensors", "dequantize": True}
     Path("packed/config.json").write_text(json.dumps(config | {"quantization_config": packed}))
-    status, _, err = aespa(
-        "test", "--model.pretrained", "packed", "--trainer.accelerator", "cpu", *NO_TEXTS
-    )
+    status, _, err = aespa("test", "--model.pretrained", "packed", "--trainer.accelerator", "cpu", *NO_TEXTS)
     assert (status, err.count("\n")) == (2, 1)
     assert "data.evaluation.texts is empty: name at least one text, or tasks with --tasks" in err

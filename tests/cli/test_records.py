@@ -54,9 +54,7 @@ def test_curves_over_the_blocks(aespa: CommandLine, model: Path) -> None:
             ]
             assert [point.value for point in points] == pytest.approx(expected)
     assert len(events.Scalars("seconds/statistics")) == 2
-    passes = EventAccumulator(
-        str(run / "block_001")
-    )  # nothing is learned: the passes are its steps
+    passes = EventAccumulator(str(run / "block_001"))  # nothing is learned: the passes are its steps
     passes.Reload()
     for name in ("q_proj", "o_proj"):
         curve, losses = (
@@ -171,8 +169,7 @@ def test_curves_of_the_papers_system(aespa: CommandLine) -> None:
     lines = [line for line in out.splitlines() if "left for" in line]
     assert len(lines) == blocks - 1
     assert all(
-        line.startswith("about ") and line.endswith("end-to-end tuning (an estimate)")
-        for line in lines
+        line.startswith("about ") and line.endswith("end-to-end tuning (an estimate)") for line in lines
     )
     curves = {}
     for folder in ("block_000", f"block_{blocks - 1:03}", "end_to_end"):
@@ -180,8 +177,7 @@ def test_curves_of_the_papers_system(aespa: CommandLine) -> None:
         events.Reload()
         curves[folder] = set(events.Tags()["scalars"])
     learned = {
-        f"loss_reconstruction/{name}"
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+        f"loss_reconstruction/{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
     }
     trained = {tag(TUNING, TRAINING), tag(TUNING, HELD_BACK)}
     assert learned | trained <= curves["block_000"]

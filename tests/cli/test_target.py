@@ -51,9 +51,7 @@ def test_uniform_grids_get_bits_for_a_mean(aespa: CommandLine) -> None:
     assert (status, err) == (0, "")
     size = json.loads((run / "test.json").read_text())["size"]["quantized"]
     assert 3.4 < size["bits_per_weight"] <= 3.5
-    assert size["bytes"] == pytest.approx(
-        json.loads((run / "mixture.json").read_text())["bytes"], abs=30
-    )
+    assert size["bytes"] == pytest.approx(json.loads((run / "mixture.json").read_text())["bytes"], abs=30)
     status, _, err = aespa("export", run, "--format", "compressed-tensors")
     assert (status, err.count("\n")) == (2, 1)
     assert "--container_bits" in err
@@ -87,9 +85,7 @@ def test_targets_that_cannot_be_are_refused_in_one_line(
     assert not list(Path().rglob("journal.json"))
 
 
-def test_a_killed_run_goes_on_with_the_types_that_were_chosen(
-    aespa: CommandLine, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_with_the_types_that_were_chosen(aespa: CommandLine, tmp_path: Path) -> None:
     words = [str(word) for word in (*BASE, *TYPED, "--quantization.target", "400 kB")]
     method = ["--quantization.method", "optq"]
     process = subprocess.Popen(
@@ -113,8 +109,6 @@ def test_a_killed_run_goes_on_with_the_types_that_were_chosen(
         yaml.safe_load(before)["quantization"]
         == (yaml.safe_load((run / "config.yaml").read_text())["quantization"])
     )
-    status, _, err = aespa(
-        "fit", *words, *method, "--quantization.target", 5, "--ckpt_path", "last"
-    )
+    status, _, err = aespa("fit", *words, *method, "--quantization.target", 5, "--ckpt_path", "last")
     assert (status, err.count("\n")) == (2, 1)
     assert "target" in err

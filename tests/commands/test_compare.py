@@ -163,9 +163,7 @@ def test_a_comparison_of_something_else_is_refused(tmp_path: Path) -> None:
     everything = Runs({f"{m}_w2_s{s}": 20.0 for m in ("rtn", "optq") for s in (0, 1)})
     compare(SETTINGS, given(tmp_path), everything, silent())
     other = given(tmp_path, "--quantization.group_size=32")
-    with pytest.raises(
-        UserError, match=r"other options \(quantization\.group_size\): give another"
-    ):
+    with pytest.raises(UserError, match=r"other options \(quantization\.group_size\): give another"):
         compare(SETTINGS, other, never, silent())
 
 

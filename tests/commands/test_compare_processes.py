@@ -34,9 +34,7 @@ def test_a_comparison_that_is_stopped_says_once_how_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "program"
-    program.write_text(
-        "#!/bin/sh\necho 'aespa-pl: stopped; continue with: aespa-pl fit' >&2; exit 143\n"
-    )
+    program.write_text("#!/bin/sh\necho 'aespa-pl: stopped; continue with: aespa-pl fit' >&2; exit 143\n")
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
     interruption = Interruption()
@@ -64,16 +62,12 @@ def test_processes_leave_runs_like_any_other(tmp_path: Path) -> None:
     folder = compare(settings, shared, in_processes(Interruption()), silent())
     finished = Run.open(folder / "rtn_w3_s0" / "version_0").metrics()
     assert finished is not None
-    assert finished["perplexity"]["quantized"] == pytest.approx(
-        finished["perplexity"]["nearest"], rel=1e-2
-    )
+    assert finished["perplexity"]["quantized"] == pytest.approx(finished["perplexity"]["nearest"], rel=1e-2)
 
 
 def test_a_signal_is_passed_on_and_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     interruption = Interruption()
-    monkeypatch.setattr(
-        "sys.executable", "/bin/sleep"
-    )  # sleep -m ... ends at once: a run that fails
+    monkeypatch.setattr("sys.executable", "/bin/sleep")  # sleep -m ... ends at once: a run that fails
     interruption.received = signal.SIGTERM
     with pytest.raises(RunInterrupted):
         in_processes(interruption)(["60"])

@@ -24,9 +24,7 @@ def test_packed_weights_are_told_from_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config", [["gptq"], "gptq", {}, 4, {"quant_method": "nosuch"}, {"quant_method": ["gptq"]}]
 )
-def test_an_unknown_packing_is_not_measured_as_if_there_were_none(
-    tmp_path: Path, config: Any
-) -> None:
+def test_an_unknown_packing_is_not_measured_as_if_there_were_none(tmp_path: Path, config: Any) -> None:
     content = {"model_type": "llama", "quantization_config": config}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="has no quant_method that transformers knows"):

@@ -15,9 +15,7 @@ def check(name: str, bits_of: dict[str, int]) -> None:
 
 
 def test_parts_of_one_matrix_need_the_same_bits() -> None:
-    with pytest.raises(
-        UserError, match=r"query: 2, key: 2, value: 4 in block 0 are one matrix .*: give all"
-    ):
+    with pytest.raises(UserError, match=r"query: 2, key: 2, value: 4 in block 0 are one matrix .*: give all"):
         check("bloom", {"value": 4})
     with pytest.raises(UserError, match=r"query: 2, key: 3, value: 3 in block 1 are one matrix"):
         check("bloom", {"1": 3, "1.query": 2})

@@ -34,9 +34,7 @@ def test_a_txt_is_one_row_as_it_is(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("layout", ["lines", "array", "indented array"])
-def test_json_lines_and_arrays_are_read_under_either_name(
-    tmp_path: Path, name: str, layout: str
-) -> None:
+def test_json_lines_and_arrays_are_read_under_either_name(tmp_path: Path, name: str, layout: str) -> None:
     texts = ["one", "", "two\u2028three\n", "é"]
     rows = [{"url": 3, "text": text} for text in texts]
     if layout == "lines":
@@ -64,9 +62,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert rows_of(write(tmp_path / "a.jsonl", '\ufeff{"text": "a"}')) == ["a"]
 
 
-def test_the_home_folder_may_be_written_as_tilde(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_home_folder_may_be_written_as_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "a.txt", "text")
     assert TextFile.find("~/a.txt", KEY).rows() == ["text"]
@@ -122,9 +118,7 @@ def test_a_bad_row_is_named(tmp_path: Path, content: str, words: str) -> None:
         ),
     ],
 )
-def test_a_file_that_holds_no_text_is_refused(
-    tmp_path: Path, name: str, content: bytes, words: str
-) -> None:
+def test_a_file_that_holds_no_text_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
@@ -238,16 +232,12 @@ def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
         ([{"role": "user", "content": "\ud800"}], False),
     ],
 )
-def test_conversations_are_read_where_they_may_be(
-    tmp_path: Path, messages: object, right: bool
-) -> None:
+def test_conversations_are_read_where_they_may_be(tmp_path: Path, messages: object, right: bool) -> None:
     path = write(tmp_path / "a.jsonl", json.dumps({"messages": messages}))
     if right:
         assert TextFile.find(str(path), KEY, conversations=True).rows() == [messages]
     else:
-        with pytest.raises(
-            UserError, match=r"line 1: .*'messages' .* is no conversation; expected"
-        ):
+        with pytest.raises(UserError, match=r"line 1: .*'messages' .* is no conversation; expected"):
             TextFile.find(str(path), KEY, conversations=True).rows()
     with pytest.raises(UserError, match=r"the field 'text' is missing"):
         TextFile.find(str(path), KEY).rows()

@@ -36,9 +36,7 @@ def make_documents(lengths: list[int]) -> list[str]:
     return documents
 
 
-def draw(
-    documents: list[str], segments: int, seed: int = 0, *, pack: bool = False
-) -> list[list[int]]:
+def draw(documents: list[str], segments: int, seed: int = 0, *, pack: bool = False) -> list[list[int]]:
     settings = CalibrationSettings(source="a.txt", segments=segments, seed=seed, pack=pack)
     tokens = draw_segments(documents, Words(), settings, LENGTH)
     assert tokens.dtype == torch.int64
@@ -61,8 +59,7 @@ def test_segments_are_divided_by_proportions_and_add_up() -> None:
         counts = divide_segments({"a": 1, "b": 2.5, "c": 0.9}, segments)
         assert sum(counts.values()) == segments
         assert all(
-            abs(counts[name] - segments * p / 4.4) < 1
-            for name, p in [("a", 1), ("b", 2.5), ("c", 0.9)]
+            abs(counts[name] - segments * p / 4.4) < 1 for name, p in [("a", 1), ("b", 2.5), ("c", 0.9)]
         )
     with pytest.raises(UserError, match=r"of 10 segments b would have none: raise its proportion"):
         divide_segments({"a": 1, "b": 0.01}, 10)
@@ -93,9 +90,7 @@ def test_a_document_as_long_as_a_segment_is_skipped() -> None:
 def test_one_document_gives_windows_anywhere_in_it() -> None:
     documents = make_documents([LENGTH * 100])
     starts = [segment[0] for segment in draw(documents, 100)]
-    assert all(
-        segment == list(range(segment[0], segment[0] + LENGTH)) for segment in draw(documents, 100)
-    )
+    assert all(segment == list(range(segment[0], segment[0] + LENGTH)) for segment in draw(documents, 100))
     assert min(starts) < 10 * LENGTH
     assert max(starts) > 90 * LENGTH
     assert len(set(starts)) > 80
@@ -208,9 +203,7 @@ def test_fewer_tokens_than_asked_for_are_refused_with_the_numbers() -> None:
     with pytest.raises(UserError, match="room for 5") as caught:  # no document is left out
         draw(make_documents([5 * LENGTH]), 6)
     assert "pack" not in str(caught.value)
-    assert (
-        len(draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 5)) == 5
-    )  # not one to spare
+    assert len(draw(make_documents([LENGTH, 3 * LENGTH + 1, 2 * LENGTH]), 5)) == 5  # not one to spare
 
 
 def test_a_text_of_short_documents_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,7 @@ def test_calibration_with_c4_draws_from_the_first_training_shard(hub: Any) -> No
 def test_calibration_with_wikitext2_is_one_document(hub: Any) -> None:
     hub.rows = {"text": ["", " = A = \n", "b"]}
     assert documents(calibration_text("wikitext2")) == ["\n\n = A = \n\n\nb"]
-    assert hub.calls == [
-        {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"}
-    ]
+    assert hub.calls == [{"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"}]
 
 
 def test_calibration_with_ptb_is_one_document(hub: Any) -> None:
@@ -71,9 +69,7 @@ def test_evaluation_on_c4_joins_the_first_1100_documents(hub: Any) -> None:
 def test_evaluation_on_wikitext2_joins_rows_by_blank_lines(hub: Any) -> None:
     hub.rows = {"text": ["a\n", "", "b"]}
     assert documents(evaluation_text("wikitext2")) == ["a\n\n\n\n\nb"]
-    assert hub.calls == [
-        {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "test"}
-    ]
+    assert hub.calls == [{"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "test"}]
 
 
 def test_evaluation_on_ptb_joins_sentences_by_spaces(hub: Any) -> None:
@@ -196,9 +192,7 @@ def test_a_hub_data_set_without_its_field_is_a_user_error(hub: Any) -> None:
 def test_a_hub_text_is_identified_without_the_hub(hub: Any) -> None:
     hub.error = ConnectionError()
     identities = {
-        json.dumps(read(name).identity, sort_keys=True)
-        for read in READERS.values()
-        for name in NAMED
+        json.dumps(read(name).identity, sort_keys=True) for read in READERS.values() for name in NAMED
     }
     assert len(identities) == 6
     assert hub.calls == []
@@ -239,9 +233,7 @@ def test_a_local_c4_shard_means_what_c4_means(tmp_path: Path, hub: Any) -> None:
     assert documents(calibration_text(str(path))) == documents(calibration_text("c4"))
 
 
-def test_the_embedded_texts_come_with_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_embedded_texts_come_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "calibration.txt").write_text("to learn é", encoding="utf-8")
     (tmp_path / "heldout.txt").write_text("to test\n", encoding="utf-8")
     monkeypatch.setattr(texts, "EMBEDDED", tmp_path)
@@ -264,8 +256,7 @@ def test_the_same_bytes_read_in_another_way_are_another_text(tmp_path: Path) -> 
         (tmp_path / name).write_text('{"text": "a"}\n')
         identities.append(evaluation_text(str(tmp_path / name)).identity)
     identities += [
-        calibration_text(str(tmp_path / name)).identity
-        for name in ["a.txt", "ptb.test.txt", "a.jsonl"]
+        calibration_text(str(tmp_path / name)).identity for name in ["a.txt", "ptb.test.txt", "a.jsonl"]
     ]
     # calibration and evaluation read a .txt and a ptb file alike
     assert identities[4:6] == identities[:2]

@@ -48,9 +48,7 @@ def aliases(func: Any) -> bool:
 
 @cache
 def made_of_others(func: Any) -> bool:
-    return bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    )
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def run_on_host(func: Any, name: str, args: Any, kwargs: Any) -> Any:

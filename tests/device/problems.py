@@ -29,8 +29,6 @@ def problem(
     W, X = torch.randn(heads, rows, columns), torch.randn(columns, 400)
     K = torch.randn(heads, 90, rows)
     grid = min_max_grid(W, torch.rand(columns) + 0.5, GridFormat(2, group_size=group_size))
-    on_device = Grid(
-        grid.scale.to(device), grid.zero_point.to(device), grid.zeta.to(device), grid.bits
-    )
+    on_device = Grid(grid.scale.to(device), grid.zero_point.to(device), grid.zeta.to(device), grid.bits)
     H, G = (X @ X.T)[None] / 200, K.mT @ K
     return Problem(W.to(device), H.to(device), G.to(device), on_device)

@@ -41,9 +41,7 @@ class OneKernel:
         self.read: dict[int, int] = {}
         self.written: dict[int, int] = {}
 
-    def see(
-        self, reads: Sequence[Tensor], writes: Sequence[Tensor], made: Sequence[Tensor]
-    ) -> None:
+    def see(self, reads: Sequence[Tensor], writes: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Note what an operation of the function reads, changes and makes."""
         for tensors, where in ((reads, self.read), (writes, self.written)):
             for tensor in tensors:
@@ -154,9 +152,7 @@ def _copy(func: Any, name: str, args: Any, kwargs: Any, *, to_device: bool) -> A
         result = _placed(func(*host[0], **host[1]))
         _count(func, name, args, kwargs, result)
         return target if target is not None else result
-    if (
-        not from_device and source.dim() == 0 and target is not None
-    ):  # a number, sent with the kernel
+    if not from_device and source.dim() == 0 and target is not None:  # a number, sent with the kernel
         func(*host[0], **host[1])
         _count(func, name, args, kwargs, target)
         return target
@@ -171,9 +167,7 @@ def _copy(func: Any, name: str, args: Any, kwargs: Any, *, to_device: bool) -> A
     return _copy_later(func, host, source, target, to_device=to_device)
 
 
-def _copy_later(
-    func: Any, host: Any, source: Tensor, target: Tensor | None, *, to_device: bool
-) -> Any:
+def _copy_later(func: Any, host: Any, source: Tensor, target: Tensor | None, *, to_device: bool) -> Any:
     stream = active[-1] if active else CURRENT
     if isinstance(source, SimulatedTensor) and source.made > stream.seen:
         raise RuntimeError("a stream copies what the current stream has not been waited for")
@@ -233,9 +227,7 @@ def _count(  # noqa: C901 - one look at each argument of an operation
     reads, writes = [], []
     given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
     for argument in schema.arguments:
-        tensors = [
-            x for x in tree_leaves(given.get(argument.name)) if isinstance(x, SimulatedTensor)
-        ]
+        tensors = [x for x in tree_leaves(given.get(argument.name)) if isinstance(x, SimulatedTensor)]
         written = bool(argument.alias_info and argument.alias_info.is_write)
         if name == "_fused_adam_" and argument.name == "grads":
             written = False  # only a gradient scaler changes them
@@ -246,9 +238,7 @@ def _count(  # noqa: C901 - one look at each argument of an operation
         if not written or not (argument.is_out or name in OVERWRITING):
             reads += tensors
     changed = {id(x) for x in writes}
-    made = [
-        x for x in tree_leaves(result) if isinstance(x, SimulatedTensor) and id(x) not in changed
-    ]
+    made = [x for x in tree_leaves(result) if isinstance(x, SimulatedTensor) and id(x) not in changed]
     if kernels_open:
         kernels_open[-1].see(reads, writes, made)
         return

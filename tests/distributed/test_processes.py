@@ -55,9 +55,7 @@ def test_one_process_gets_back_what_it_gives() -> None:
 @pytest.mark.parametrize(
     ("hessians", "coupled", "by_heads"), [(1, False, False), (1, True, True), (4, False, True)]
 )
-def test_rows_stay_with_their_head_where_it_matters(
-    hessians: int, *, coupled: bool, by_heads: bool
-) -> None:
+def test_rows_stay_with_their_head_where_it_matters(hessians: int, *, coupled: bool, by_heads: bool) -> None:
     W = torch.randn(4, 3, 5)
     p = QuantizedProjection(
         Projection("any", "any"),

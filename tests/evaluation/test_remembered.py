@@ -46,9 +46,7 @@ def test_what_was_measured_is_recalled_to_the_last_digit(tmp_path: Path) -> None
     [{"model": "abd"}, {"rounded": {"bits": 2}}, {"dtype": "float16"}, {"device": "cuda"}],
     ids=str,
 )
-def test_another_model_or_setting_is_measured_anew(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_another_model_or_setting_is_measured_anew(tmp_path: Path, change: dict[str, object]) -> None:
     remember(tmp_path, measured_on(MODEL, TOKENS), 3.5)
     assert recall(tmp_path, measured_on({**MODEL, **change}, TOKENS)) is None
 
@@ -96,9 +94,7 @@ def job_with_cache(folder: Path) -> Job:
     return Job.prepare(settings, torch.device("cpu"))
 
 
-def test_only_the_quantized_model_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_quantized_model_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second command, with one more text, runs what the first did not."""
     job = job_with_cache(tmp_path)
     segments = torch.randint(3, 100, (3, 16))
@@ -174,13 +170,9 @@ def test_another_model_whose_perplexity_is_no_number_is_refused_by_its_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     job = job_with_cache(tmp_path)
-    values = iter(
-        [{"a": math.inf if kind == broken else 3.0} for kind in ("original", "quantized")]
-    )
+    values = iter([{"a": math.inf if kind == broken else 3.0} for kind in ("original", "quantized")])
     monkeypatch.setattr(evaluate, "perplexity", lambda *_, **__: next(values))
-    with pytest.raises(
-        UserError, match=f"the perplexity of the {broken} model on a is not a finite"
-    ):
+    with pytest.raises(UserError, match=f"the perplexity of the {broken} model on a is not a finite"):
         evaluate.compare_perplexities(
             job,
             job.pretrained.folder,
@@ -207,6 +199,4 @@ def test_an_original_that_is_worse_than_a_guess_is_spoken_of(
         world=ALONE,
     )
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "guess" in line]
-    assert said.startswith(
-        f"the original model's perplexity on b is {vocabulary + 1:,}, worse than"
-    )
+    assert said.startswith(f"the original model's perplexity on b is {vocabulary + 1:,}, worse than")

@@ -69,9 +69,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def by_hand(
-    folder: Path, items: list[dict[str, Any]], *, zeroed: bool = False
-) -> tuple[float, float]:
+def by_hand(folder: Path, items: list[dict[str, Any]], *, zeroed: bool = False) -> tuple[float, float]:
     """Return the share of items whose right ending is the likeliest, and its standard error."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -86,9 +84,7 @@ def by_hand(
             whole = tokenizer(item["ctx"] + ending)["input_ids"]
             with torch.no_grad():
                 logs = model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
-            scores.append(
-                sum(float(logs[i - 1, whole[i]]) for i in range(len(context), len(whole)))
-            )
+            scores.append(sum(float(logs[i - 1, whole[i]]) for i in range(len(context), len(whole))))
         solved.append(scores.index(max(scores)) == item["label"])
     mean = sum(solved) / len(solved)
     return mean, math.sqrt(mean * (1 - mean) / (len(solved) - 1))
@@ -97,9 +93,7 @@ def by_hand(
 @harness
 @foreign_warnings
 @pytest.mark.parametrize("limit", [None, 3])
-def test_accuracy_is_the_share_of_items_whose_answer_is_likeliest(
-    task: str, limit: int | None
-) -> None:
+def test_accuracy_is_the_share_of_items_whose_answer_is_likeliest(task: str, limit: int | None) -> None:
     folder = resolve("embedded:opt")
     settings = TaskSettings([task], task_limit=limit, task_batch_size=2)
     found = measure_tasks(folder, find_tasks(settings), settings, device=CPU, dtype=torch.float32)
@@ -190,9 +184,7 @@ def test_a_group_is_measured_by_its_mean_alone(task: str) -> None:
         ("output_type: multiple_choice", "is not a task file: it has no key task"),
     ],
 )
-def test_a_file_that_is_no_task_is_refused(
-    tmp_path: Path, content: str | None, message: str
-) -> None:
+def test_a_file_that_is_no_task_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "broken.yaml"
     if content is not None:
         path.write_text(content)
@@ -210,20 +202,14 @@ def test_without_the_harness_the_user_reads_what_to_install(
 
 
 @pytest.mark.parametrize("spare", [-1, 0])
-def test_a_model_is_refused_exactly_if_it_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, spare: int
-) -> None:
+def test_a_model_is_refused_exactly_if_it_does_not_fit(monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
     folder = resolve("embedded:llama")
     model = AutoModelForCausalLM.from_pretrained(folder)
     size = 2 * sum(parameter.numel() for parameter in model.parameters())
     monkeypatch.setattr(whole, "free_bytes", lambda _device: size + spare)
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *_: pytest.fail("it was loaded")
-    )
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_: pytest.fail("it was loaded"))
     if spare < 0:
-        with pytest.raises(
-            UserError, match="tasks and packed models need the whole model in memory"
-        ):
+        with pytest.raises(UserError, match="tasks and packed models need the whole model in memory"):
             refuse_too_large(folder, CPU, torch.float16)
     else:
         refuse_too_large(folder, CPU, torch.float16)

@@ -107,9 +107,9 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(BPE({text: i for i, text in enumerate(texts)}, merges))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteDecoder()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(
+        folder
+    )
 
 
 def save_original(config: PreTrainedConfig, folder: Path, max_shard_size: str = "5GB") -> Path:

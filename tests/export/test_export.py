@@ -36,11 +36,7 @@ def test_command_line_writes_a_folder_and_tells_about_it(
         "model-00001-of-00003.safetensors",
     }  # fmt: skip
     said = capsys.readouterr().out
-    table = {
-        line.split("│")[1].strip(): line.split("│")[2:-1]
-        for line in said.splitlines()
-        if "│" in line
-    }
+    table = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in said.splitlines() if "│" in line}
     weights = sum(q.numel() for q, _, _ in fresh.matrices.values())
     row = [cell.strip() for cell in table["quantized matrices"]]
     assert row[0] == f"{weights:,}"
@@ -67,9 +63,7 @@ def test_last_run_is_found(fresh: Known, tmp_path: Path) -> None:
         export("last", format="hf", runs_folder=str(runs.parent), name="third")
 
 
-def test_the_cache_of_the_run_is_used(
-    fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_of_the_run_is_used(fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights out of pickles and tokens lie there already; the default may be on a full disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "default"))
     (weights,) = fresh.original.glob("*.safetensors")
@@ -88,9 +82,7 @@ def test_the_cache_of_the_run_is_used(
     note_own(fresh.folder)
     export(str(fresh.folder), format="hf", verify="transformers")
     assert {path.name for path in cache.iterdir()} == {"weights", "tokens"}
-    assert [path.name for path in (tmp_path / "default" / "aespa_pl").iterdir()] == [
-        "own_configurations"
-    ]
+    assert [path.name for path in (tmp_path / "default" / "aespa_pl").iterdir()] == ["own_configurations"]
 
 
 def test_every_format_from_the_command(fresh: Known, tmp_path: Path) -> None:

@@ -41,9 +41,7 @@ def write(known: Known, chosen: FolderFormat, folder: Path) -> QuantizedModel:
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load a folder with the library, and refuse any tensor missing or left over."""
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True
-    )
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not any(report.values()), report
     return model.eval()
 
@@ -101,9 +99,7 @@ def test_symmetric_grid_in_compressed_tensors(known: MakeRun, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("bits", [2, 3])
-def test_container_holds_the_same_integers_in_four_bits(
-    bits: int, known: MakeRun, tmp_path: Path
-) -> None:
+def test_container_holds_the_same_integers_in_four_bits(bits: int, known: MakeRun, tmp_path: Path) -> None:
     run = known("llama", bits, 32)
     write(run, CompressedTensors(4), tmp_path)
     weights = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -140,9 +136,7 @@ def test_gptq_is_a_stream_of_bits(
         layer = matrix.removesuffix("weight")
         rows, columns = q.shape
         for row in (0, 1, 2, rows - 1):
-            assert (
-                list(bits_of(tensors[f"{layer}qweight"][:, row], columns, bits)) == q[row].tolist()
-            )
+            assert list(bits_of(tensors[f"{layer}qweight"][:, row], columns, bits)) == q[row].tolist()
         for group, words in enumerate(tensors[f"{layer}qzeros"]):
             assert list(bits_of(words, rows, bits)) == zero[:, group].tolist()
         assert torch.equal(tensors[f"{layer}scales"], scale.T)
@@ -194,9 +188,7 @@ def test_packed_weights_take_their_bits(known: MakeRun, tmp_path: Path) -> None:
             sizes = {n: t.nbytes * 8 for n, t in tensors.items() if n.startswith(layer)}
             scales = sizes.get(f"{layer}weight_scale") or sizes[f"{layer}scales"]
             ideal = 2 * q.numel() + scales + 2 * len(q)
-            extra = sizes.pop(
-                f"{layer}g_idx", 0
-            )  # 32 bits a column: 1 % of 2 bits from 1,600 rows on
+            extra = sizes.pop(f"{layer}g_idx", 0)  # 32 bits a column: 1 % of 2 bits from 1,600 rows on
             assert ideal <= sum(sizes.values()) < 1.05 * ideal
             assert extra in (0, 32 * q.shape[1])
 
@@ -255,7 +247,5 @@ def test_what_cannot_be_exact_is_refused_with_what_can(
     name: str, bits: int, chosen: FolderFormat, message: str, known: MakeRun
 ) -> None:
     model = QuantizedModel.open(known(name, bits, None).folder)
-    with pytest.raises(
-        UserError, match=rf"--format {chosen.name} cannot hold .*{bits} bits.*{message}"
-    ):
+    with pytest.raises(UserError, match=rf"--format {chosen.name} cannot hold .*{bits} bits.*{message}"):
         chosen.refuse(model)

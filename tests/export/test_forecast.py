@@ -52,9 +52,7 @@ def test_bits_a_weight_in_each_file_and_a_grid_that_takes_fewer(
 
 def test_the_mean_is_over_all_weights() -> None:
     # q, k, v, o: 4 * 128 * 128; gate, up: 2 * 128 * 256; down: 128 * 256, the only one with 256 columns
-    mean = (4.5 * (4 * 128 * 128 + 2 * 128 * 256) + 2.625 * 128 * 256) / (
-        4 * 128**2 + 3 * 128 * 256
-    )
+    mean = (4.5 * (4 * 128 * 128 + 2 * 128 * 256) + 2.625 * 128 * 256) / (4 * 128**2 + 3 * 128 * 256)
     assert f"Q2_K and Q4_0, {mean:.3g} bits a weight" in words(128, 256, bits=2)
 
 

@@ -41,22 +41,14 @@ def pairs(weight: Tensor, heads: int) -> Tensor:
     """Bring rows i and i + d_head / 2 of each head next to each other."""
     half = len(weight) // heads // 2
     rows = [
-        head * 2 * half + i + second * half
-        for head in range(heads)
-        for i in range(half)
-        for second in (0, 1)
+        head * 2 * half + i + second * half for head in range(heads) for i in range(half) for second in (0, 1)
     ]
     return weight[rows]
 
 
 def query_then_key_then_value(weight: Tensor) -> Tensor:
     size = len(weight) // (3 * HEADS)
-    rows = [
-        (3 * head + part) * size + i
-        for part in range(3)
-        for head in range(HEADS)
-        for i in range(size)
-    ]
+    rows = [(3 * head + part) * size + i for part in range(3) for head in range(HEADS) for i in range(size)]
     return weight[rows]
 
 

@@ -120,16 +120,13 @@ def both(limits: tuple[int, int], top: int, zeros: Iterable[int]) -> bool:
     """Return whether the numbers of each zero point fit, with the scale or with the negative scale."""
     low, high = limits
     return all(
-        any(all(low <= sign * (q - zero) <= high for q in (0, top)) for sign in (1, -1))
-        for zero in zeros
+        any(all(low <= sign * (q - zero) <= high for q in (0, top)) for sign in (1, -1)) for zero in zeros
     )
 
 
 @pytest.mark.parametrize("columns", [32, 64, 256, 512, 96, 40])
 @pytest.mark.parametrize("group_size", [None, 32, 64, 256])
-def test_smallest_type_is_the_smallest_that_holds_the_range(
-    columns: int, group_size: int | None
-) -> None:
+def test_smallest_type_is_the_smallest_that_holds_the_range(columns: int, group_size: int | None) -> None:
     ranges = {"Q2_0": (-1, 2), "Q3_K": (-4, 3), "Q4_0": (-8, 7), "Q5_0": (-16, 15)}
     ranges |= {"Q6_K": (-32, 31), "Q8_0": (-128, 127)}
     minimums = {"Q2_K": 3, "Q4_K": 15, "Q5_K": 31}

@@ -82,9 +82,7 @@ def tokenized(file: Path, text: str) -> list[int]:
     settings.model.path, settings.warmup, settings.verbosity = str(file), False, 0
     settings.n_ctx, settings.n_parallel = 128, 1
     server = xllamacpp.Server(settings)
-    request = Request(
-        f"{server.listening_address}/tokenize", json.dumps({"content": text}).encode()
-    )
+    request = Request(f"{server.listening_address}/tokenize", json.dumps({"content": text}).encode())
     with build_opener(ProxyHandler({})).open(request) as answer:
         found: list[int] = json.load(answer)["tokens"]
         return found

@@ -92,9 +92,7 @@ def test_rule_of_splitting_has_its_name(rule: PreTokenizer, name: str, tmp_path:
 )
 def test_rule_without_a_name_is_refused(rule: PreTokenizer, tmp_path: Path) -> None:
     save_bytes(tmp_path, rule)
-    with pytest.raises(
-        UserError, match=r"llama\.cpp has no name for how .*use --format compressed"
-    ):
+    with pytest.raises(UserError, match=r"llama\.cpp has no name for how .*use --format compressed"):
         refuse_tokenizer(tmp_path)
 
 
@@ -105,9 +103,7 @@ def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path) -> None:
 
 
 def test_folder_without_tokenizer_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"tokenizer.json cannot be read: make it with AutoTokenizer"
-    ):
+    with pytest.raises(UserError, match=r"tokenizer.json cannot be read: make it with AutoTokenizer"):
         refuse_tokenizer(tmp_path)
 
 
@@ -150,9 +146,7 @@ def test_a_token_that_two_merges_make_has_the_rank_of_the_first(tmp_path: Path) 
     assert merged("abcd", score) == ["abc", "d"]
 
 
-def save_pieces(
-    folder: Path, normalizer: normalizers.Normalizer | None, rule: PreTokenizer | None
-) -> None:
+def save_pieces(folder: Path, normalizer: normalizers.Normalizer | None, rule: PreTokenizer | None) -> None:
     tokenizer = Tokenizer(BPE({"<unk>": 0, "▁a": 1}, [], byte_fallback=True, unk_token="<unk>"))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -187,7 +181,5 @@ def test_space_before_the_text_is_the_tokenizers(
 
 def test_pieces_of_a_changed_text_are_refused(tmp_path: Path) -> None:
     save_pieces(tmp_path, normalizers.Lowercase(), Whitespace())
-    with pytest.raises(
-        UserError, match=r"does not change or split .*\(Lowercase, Whitespace\): use"
-    ):
+    with pytest.raises(UserError, match=r"does not change or split .*\(Lowercase, Whitespace\): use"):
         refuse_tokenizer(tmp_path)

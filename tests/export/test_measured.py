@@ -38,9 +38,7 @@ def test_perplexity_of_an_export_is_that_of_the_runs_own_folder(
     data = DataSettings(evaluation=evaluation, cache=str(tmp_path / "cache"))
     metrics = measure_exported(folder, model, data, TaskSettings(), torch.device("cpu"))
     pretrained = PretrainedFolder.open(run.folder / "model")
-    source = StreamedModel.open(
-        pretrained, family_of(pretrained.config), torch.device("cpu"), torch.float32
-    )
+    source = StreamedModel.open(pretrained, family_of(pretrained.config), torch.device("cpu"), torch.float32)
     tokens = evaluation_tokens(str(text), pretrained.tokenizer(), 16, None, tmp_path / "cache")
     expected = perplexity(source, {"text": tokens}, batch_size=4)["text"]
     assert metrics["perplexity"]["quantized"] == {"text.txt": pytest.approx(expected, rel=1e-3)}

@@ -21,9 +21,7 @@ def missing(*names: str) -> Callable[[str], object]:
 def test_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "find_spec", missing("gguf", "compressed_tensors"))
     for name in ("gguf", "compressed-tensors", "awq"):
-        with pytest.raises(
-            UserError, match=r"needs the library .*: pip install 'aespa-pl\[export\]'"
-        ):
+        with pytest.raises(UserError, match=r"needs the library .*: pip install 'aespa-pl\[export\]'"):
             export("nowhere", format=name)
 
 
@@ -49,9 +47,7 @@ def test_engine_that_is_not_installed_is_named(
     fresh: Known, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engines, "find_spec", missing("xllamacpp", "vllm"))
-    with pytest.raises(
-        UserError, match=r"--verify llama.cpp: xllamacpp is not installed: pip install"
-    ):
+    with pytest.raises(UserError, match=r"--verify llama.cpp: xllamacpp is not installed: pip install"):
         export(str(fresh.folder), format="gguf", verify="llama.cpp")
     export(str(fresh.folder), format="gguf")
     assert "llama.cpp: not checked, not installed" in capsys.readouterr().out

@@ -57,18 +57,14 @@ def test_model_card_of_a_model_from_the_hub(
     assert "No engine was run" in text
 
 
-def test_model_card_names_files_of_this_machine_without_their_folders(
-    fresh: Known, tmp_path: Path
-) -> None:
+def test_model_card_names_files_of_this_machine_without_their_folders(fresh: Known, tmp_path: Path) -> None:
     text = tmp_path / "mine.jsonl"
     text.write_text("{}")
     settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
     settings["data"]["calibration"]["source"] = str(text)
     settings["model"]["pretrained"] = str(fresh.original.rename(tmp_path / "a model"))
     (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    (fresh.folder / "metrics.json").write_text(
-        json.dumps({"perplexity": {"original": {str(text): 25.73}}})
-    )
+    (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {"original": {str(text): 25.73}}}))
     export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
     _, content = card(tmp_path / "out")
     assert str(tmp_path) not in content
@@ -81,9 +77,7 @@ def test_model_card_names_files_of_this_machine_without_their_folders(
         assert part in content
 
 
-def test_texts_of_a_later_test_are_not_mixed_with_those_of_the_run(
-    fresh: Known, tmp_path: Path
-) -> None:
+def test_texts_of_a_later_test_are_not_mixed_with_those_of_the_run(fresh: Known, tmp_path: Path) -> None:
     fitted = {"original": {"a": 10.0}, "nearest": {"a": 40.0}, "quantized": {"a": 12.0}}
     later = {"original": {"b": 20.0}, "quantized": {"b": 22.0}}
     (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": fitted}))
@@ -109,9 +103,7 @@ def test_names_from_a_run_are_text_in_the_card(fresh: Known, tmp_path: Path) -> 
     settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
     settings["model"]["pretrained"] = settings["data"]["calibration"]["source"] = hostile
     (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    (fresh.folder / "metrics.json").write_text(
-        json.dumps({"perplexity": {hostile: {hostile: 25.73}}})
-    )
+    (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {hostile: {hostile: 25.73}}}))
     card_of_base = f"---\n{yaml.safe_dump({'license': hostile})}---\n"
     (fresh.original / "README.md").write_text(card_of_base)
     out, original = tmp_path / "out", str(fresh.original)

@@ -42,9 +42,7 @@ def test_folder_is_pushed(
     monkeypatch.setattr(command, "HfApi", Hub)
     Hub.calls = []
     out = tmp_path / "out"
-    export(
-        str(fresh.folder), format="gguf", output=str(out), verify="bytes", push_to_hub="me/small"
-    )
+    export(str(fresh.folder), format="gguf", output=str(out), verify="bytes", push_to_hub="me/small")
     assert Hub.calls == [
         ("create", ("me/small", True)),
         ("upload", ({"model.gguf", "README.md"}, "me/small")),
@@ -76,8 +74,6 @@ def test_push_without_login_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(Hub, "known", False)
     monkeypatch.setattr(command, "HfApi", Hub)
-    with pytest.raises(
-        UserError, match=r"--push_to_hub me/small: the hub does not know who you are"
-    ):
+    with pytest.raises(UserError, match=r"--push_to_hub me/small: the hub does not know who you are"):
         export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), push_to_hub="me/small")
     assert not (tmp_path / "out").exists()

@@ -37,9 +37,7 @@ def read_back(run: Known, chosen: Format, folder: Path) -> None:
     folder.mkdir()
     chosen.write(model, folder, lambda: None)
     found = {tensor.name: tensor.value for tensor in chosen.read(model, folder)}
-    for (
-        name
-    ) in run.matrices:  # a GGUF file has the rows of q and k in another order, which it undoes
+    for name in run.matrices:  # a GGUF file has the rows of q and k in another order, which it undoes
         assert torch.equal(found[name].float(), run.weight(name)), name
 
 
@@ -56,9 +54,7 @@ def test_gguf_has_a_type_for_each_matrix(several: Known, tmp_path: Path) -> None
     [CompressedTensors(4), CompressedTensors(8), Gptq(4), Gptq(8), Awq(4)],
     ids=lambda chosen: f"{chosen.name} {chosen.container_bits}",
 )
-def test_a_container_holds_all_of_them(
-    chosen: FolderFormat, several: Known, tmp_path: Path
-) -> None:
+def test_a_container_holds_all_of_them(chosen: FolderFormat, several: Known, tmp_path: Path) -> None:
     read_back(several, chosen, tmp_path / "packed")
 
 

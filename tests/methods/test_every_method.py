@@ -155,9 +155,7 @@ def test_devices_without_segments_of_their_own_are_refused_where_forward_passes_
     check = partial(check_tuning, three, SimpleNamespace(callbacks=None), tuning)
     check(Work(12, 8, 4, 4))
     if METHODS[method].tune_blocks:
-        with pytest.raises(
-            UserError, match="3 devices, but 8 segments in batches of 4 are enough for 2"
-        ):
+        with pytest.raises(UserError, match="3 devices, but 8 segments in batches of 4 are enough for 2"):
             check(Work(8, 8, 4, 4))  # two batches
     else:
         check(Work(8, 8, 4, 4))

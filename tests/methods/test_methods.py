@@ -274,6 +274,4 @@ def test_a_dead_input_costs_no_range_of_a_min_max_grid(tmp_path: Path) -> None:
     assert not quantized.exported().get_parameter(path)[:, 3].any()
     W[:, 3] = 0
     expected = (W.amax(1).clamp(min=0) - W.amin(1).clamp(max=0)) / 3
-    torch.testing.assert_close(
-        quantized.file(0)["fc2.scale"][:, 0].float(), expected.half().float()
-    )
+    torch.testing.assert_close(quantized.file(0)["fc2.scale"][:, 0].float(), expected.half().float())

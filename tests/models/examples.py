@@ -63,9 +63,7 @@ def config(kind: type[PreTrainedConfig], *options: dict[str, Any]) -> PreTrained
 
 EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "opt": lambda: config(OPTConfig, OPT),
-    "opt-350m": lambda: config(
-        OPTConfig, OPT, {"do_layer_norm_before": False, "word_embed_proj_dim": 16}
-    ),
+    "opt-350m": lambda: config(OPTConfig, OPT, {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
     "opt-bare": lambda: config(
         OPTConfig,
         OPT,
@@ -205,9 +203,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
             },
         },
     ),
-    "exaone4": lambda: config(
-        Exaone4Config, LLAMA, {"sliding_window": WINDOW, "layer_types": MIXED}
-    ),
+    "exaone4": lambda: config(Exaone4Config, LLAMA, {"sliding_window": WINDOW, "layer_types": MIXED}),
     "exaone4-full": lambda: config(
         Exaone4Config, LLAMA, {"sliding_window": None, "layer_types": ["full_attention"] * 3}
     ),
@@ -215,9 +211,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-moe-dense-first": lambda: config(
         Qwen3MoeConfig, LLAMA, MOE, {"mlp_only_layers": [0], "norm_topk_prob": True}
     ),
-    "mixtral": lambda: config(
-        MixtralConfig, LLAMA, {"num_local_experts": 4, "num_experts_per_tok": 2}
-    ),
+    "mixtral": lambda: config(MixtralConfig, LLAMA, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": lambda: config(
         GptOssConfig,
         LLAMA,

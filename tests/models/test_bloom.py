@@ -53,9 +53,7 @@ def test_parts_of_the_fused_matrix_are_query_key_and_value() -> None:
         family.run_block(block, hidden, arguments)
     handle.remove()
     fused = attention._reshape(attention.query_key_value(inputs[0]))  # the library's own split
-    for part, (projection, expected) in enumerate(
-        zip(layout.groups[0].projections, fused, strict=True)
-    ):
+    for part, (projection, expected) in enumerate(zip(layout.groups[0].projections, fused, strict=True)):
         bias = attention.query_key_value.bias.view(4, 3, 6)[:, part].flatten()
         output = inputs[0] @ projection_weight(block, layout, projection).T + bias
         for head in range(4):

@@ -152,16 +152,12 @@ def test_no_model_type_belongs_to_two_families() -> None:
 
 
 def test_unknown_model_type_is_refused_with_those_that_work() -> None:
-    with pytest.raises(
-        UserError, match=r"model_type 'gpt2' in config.json .* one of opt, bloom, llama"
-    ):
+    with pytest.raises(UserError, match=r"model_type 'gpt2' in config.json .* one of opt, bloom, llama"):
         family_of(GPT2Config())
 
 
 def test_part_that_a_model_has_and_no_family_is_named() -> None:
-    with pytest.raises(
-        UserError, match=r"'gemma4_text' in .* supported \(per-layer embeddings\): "
-    ):
+    with pytest.raises(UserError, match=r"'gemma4_text' in .* supported \(per-layer embeddings\): "):
         family_of(Gemma4TextConfig())
 
 

@@ -101,9 +101,7 @@ def test_config_whose_model_can_not_be_made_or_run(
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
-def test_every_kind_of_rope_that_the_library_knows_is_let_through(
-    kind: str, tmp_path: Path
-) -> None:
+def test_every_kind_of_rope_that_the_library_knows_is_let_through(kind: str, tmp_path: Path) -> None:
     folder = save(make_model("llama", torch.float32), tmp_path)
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     change_config(folder, rope_parameters=rope)
@@ -127,9 +125,7 @@ def test_quantized_checkpoint(folder: Path) -> None:
     refused(folder, r"already quantized \(awq")
 
 
-def test_sentencepiece_is_named_where_it_is_needed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sentencepiece_is_named_where_it_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     monkeypatch.setattr(headers, "find_spec", lambda _: None)
     refused(folder, "a tokenizer.model alone, which needs the package sentencepiece: pip install")

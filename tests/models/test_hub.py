@@ -139,9 +139,7 @@ def fits(download: dict[str, Any], name: str) -> bool:
 
 
 @pytest.mark.parametrize("revision", [None, "v2"])
-def test_pickles_are_downloaded_where_there_are_no_safetensors(
-    hub: Hub, revision: str | None
-) -> None:
+def test_pickles_are_downloaded_where_there_are_no_safetensors(hub: Hub, revision: str | None) -> None:
     shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
     hub.files = {None: PICKLED, "v2": ["config.json", *shards], "refs/pr/9": PICKLED}
     hub.offers = ["refs/pr/9"]
@@ -181,9 +179,7 @@ class NoRouteError(Exception):
         (RevisionNotFoundError, "model.revision: org/name has no revision 'v2'"),
     ],
 )
-def test_refusal_of_the_hub_says_what_to_do(
-    hub: Hub, kind: Callable[..., Exception], message: str
-) -> None:
+def test_refusal_of_the_hub_says_what_to_do(hub: Hub, kind: Callable[..., Exception], message: str) -> None:
     hub.error = hub_error(kind)
     refused(message, revision="v2")
 

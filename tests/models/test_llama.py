@@ -113,9 +113,7 @@ def test_scale_of_head_norms_is_observed() -> None:
         for head in range(heads):
             x = outputs[part][..., 8 * head : 8 * (head + 1)]
             expected = 1 / (x.pow(2).sum(-1) / 8 + epsilon)
-            torch.testing.assert_close(
-                scale[:, head], expected, rtol=1e-5, atol=1e-5, check_dtype=False
-            )
+            torch.testing.assert_close(scale[:, head], expected, rtol=1e-5, atol=1e-5, check_dtype=False)
     weights = family.norm_weights(block)
     assert weights is not None
     assert torch.equal(weights[0], attention.q_norm.weight[None])

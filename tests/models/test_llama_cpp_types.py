@@ -76,8 +76,6 @@ def test_types_are_those_of_llama_cpps_own_file(row: dict[str, str]) -> None:
     ("name", "columns", "expected"),
     [("Q3_K", 256, "Q3_K"), ("Q3_K", 576, "Q4_0"), ("Q5_K", 576, "Q5_1"), ("Q2_0", 576, "Q2_0")],
 )
-def test_a_type_that_is_no_mixture_is_that_of_every_matrix(
-    name: str, columns: int, expected: str
-) -> None:
+def test_a_type_that_is_no_mixture_is_that_of_every_matrix(name: str, columns: int, expected: str) -> None:
     model = MixtureModel(32, 4, large=False)
     assert {mixture_type(name, matrix, columns, model) for matrix in Matrix} == {expected}

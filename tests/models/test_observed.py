@@ -68,9 +68,7 @@ def test_observed_probabilities_are_the_librarys(name: str) -> None:
     expected = model(ids, use_cache=False, output_attentions=True).attentions
     assert len(seen) == len(expected) == 3
     for attention, probabilities in zip(seen, expected, strict=True):
-        torch.testing.assert_close(
-            attention.probabilities(), probabilities, **SINGLE, check_dtype=False
-        )
+        torch.testing.assert_close(attention.probabilities(), probabilities, **SINGLE, check_dtype=False)
 
 
 @every_example

@@ -113,9 +113,7 @@ def test_a_pickle_is_read_once(
     assert len(caplog.messages) == 1
 
 
-def test_another_pickle_of_the_same_name_and_size_is_another_file(
-    folder: Path, cache: Path
-) -> None:
+def test_another_pickle_of_the_same_name_and_size_is_another_file(folder: Path, cache: Path) -> None:
     PretrainedFolder.open(folder, cache)
     path = folder / "pytorch_model.bin"
     tensors: dict[str, Tensor] = torch.load(path, weights_only=True)
@@ -207,9 +205,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, cache: Path) -> None:
         PretrainedFolder.open(folder, cache)
 
 
-def test_a_full_disk_is_noticed_before(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_noticed_before(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         free = 5
 

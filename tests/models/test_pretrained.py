@@ -74,9 +74,7 @@ def test_head_alone_of_a_tied_pair_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_stored_head_counts_in_spite_of_a_configuration_that_ties(
-    differs: bool, tmp_path: Path
-) -> None:
+def test_stored_head_counts_in_spite_of_a_configuration_that_ties(differs: bool, tmp_path: Path) -> None:
     """Heads are used as by transformers: another head than the embedding is used, the same one is tied."""
     model, ids = make_model("opt", torch.float32), make_ids()
     save(model, tmp_path)
@@ -233,9 +231,7 @@ def test_values_beyond_float16_are_refused_with_the_remedy(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("value", [1e5, -7e4])
-def test_a_tensor_beyond_float16_is_found_by_reading_it_in_that_type(
-    value: float, tmp_path: Path
-) -> None:
+def test_a_tensor_beyond_float16_is_found_by_reading_it_in_that_type(value: float, tmp_path: Path) -> None:
     model = make_model("opt", torch.float32)
     name = "model.decoder.layers.2.fc1.weight"
     spoil(model, name, value)
@@ -255,9 +251,7 @@ def test_a_good_folder_has_nothing_left_over(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", [True, False], ids=["causal-LM", "base model"])
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama"])
-def test_fewer_blocks_in_the_configuration_are_said(
-    name: str, prefix: bool, tmp_path: Path
-) -> None:
+def test_fewer_blocks_in_the_configuration_are_said(name: str, prefix: bool, tmp_path: Path) -> None:
     model = make_model(name, torch.float32)
     save(model, tmp_path)
     if not prefix:

@@ -36,9 +36,7 @@ def test_folding_leaves_logits_unchanged(name: str) -> None:
     tolerance = 1e-10 if name.startswith(("opt", "bloom")) else 1e-5
     if name.startswith("bloom"):
         tolerance = 1e-6  # its softmax is float32
-    torch.testing.assert_close(
-        model(ids, use_cache=False).logits, before, rtol=tolerance, atol=tolerance
-    )
+    torch.testing.assert_close(model(ids, use_cache=False).logits, before, rtol=tolerance, atol=tolerance)
 
 
 @every_example
@@ -69,9 +67,7 @@ def test_every_projection_can_be_written_back(name: str) -> None:
     family = family_of(model.config)
     layout = family.layout(model.config)
     block = model.get_submodule(family.blocks_path)[0]
-    new = {
-        p.name: torch.randn_like(projection_weight(block, layout, p)) for p in layout.projections
-    }
+    new = {p.name: torch.randn_like(projection_weight(block, layout, p)) for p in layout.projections}
     for projection in layout.projections:
         set_projection_weight(block, layout, projection, new[projection.name])
     for projection in layout.projections:

@@ -25,17 +25,13 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("devices", [2, 3, 5, 64])
 def test_segments_are_those_of_the_process_with_most(devices: int) -> None:
     tokens = torch.zeros(WORK.segments, 1)
-    most = max(
-        len(World(rank, devices).segments(tokens, WORK.batch_size)) for rank in range(devices)
-    )
+    most = max(len(World(rank, devices).segments(tokens, WORK.batch_size)) for rank in range(devices))
     assert WORK.of_device(devices).segments == most
 
 
 def test_table_counts_the_processes_of_a_host() -> None:
     s, data = shape(), DataSettings(hidden_states="memory", memory_gb=1)
-    needs = needs_of(
-        Setup(s, WORK, data, PAPER, CPU, Devices(6, hosts=2)), stored_bytes=2, rate=1e9
-    )
+    needs = needs_of(Setup(s, WORK, data, PAPER, CPU, Devices(6, hosts=2)), stored_bytes=2, rate=1e9)
     each = max(device_bytes(s, WORK.of_device(6), PAPER).values())
     streams = hidden_bytes(s, replace(WORK, segments=6), PAPER)  # 3 of 5 batches of 2
     assert needs.host == 3 * (PROCESS_BYTES + each) + streams

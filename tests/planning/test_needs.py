@@ -51,9 +51,7 @@ def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
     assert square == 4 * 2 * (twice.length**2 // 8 - 2 * (long.length**2 // 8))
     d = s.hidden
     # shifts of the attention's output, the original's inputs and residual streams, what is added to both
-    both = batch_bytes(s, long, resolved(QuantizationSettings(method="aespa"))) - batch_bytes(
-        s, long, PAPER
-    )
+    both = batch_bytes(s, long, resolved(QuantizationSettings(method="aespa"))) - batch_bytes(s, long, PAPER)
     inputs = sum(s.inputs.values()) + 7 * d
     assert both == 4 * long.length * 3 * d + 2 * long.length * inputs
 
@@ -89,9 +87,7 @@ def test_products_of_less_precision_need_the_statistics_in_it(
 def test_hidden_states_are_in_memory_or_on_disk() -> None:
     s, settings = shape(), resolved(QuantizationSettings(method="aespa"))
     stream = 10 * 32 * s.hidden * 2
-    host = [
-        host_bytes(setup(s, WORK, settings, accelerator=True, on_disk=d)) for d in (False, True)
-    ]
+    host = [host_bytes(setup(s, WORK, settings, accelerator=True, on_disk=d)) for d in (False, True)]
     # two streams, the original's and the quantized model's, in batches of 3,072 bytes: torch rounds a
     # batch in pinned memory up to a power of two
     assert host[0] - host[1] == 2 * 5 * 4096

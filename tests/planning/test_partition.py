@@ -48,9 +48,7 @@ def test_every_head_is_learned_once(weights: int | None, heads: int | None) -> N
         Divisible("v", 8, 80, on_disk=True),
         Divisible("o", 1, 120, on_disk=False),
     ]
-    parts = [
-        portion.ranges for portion in learning_portions(3, projections, Partition(heads, weights))
-    ]
+    parts = [portion.ranges for portion in learning_portions(3, projections, Partition(heads, weights))]
     for p in projections:
         pieces = [piece for part in parts for piece in part if piece.name == p.name]
         found = [head for piece in pieces for head in range(piece.first, piece.end)]
@@ -145,9 +143,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Divided:
 
 
 @pytest.mark.parametrize("name", ["opt", "llama-grouped", "bloom"])
-def test_parts_give_what_the_whole_gives_with_correction_and_polish(
-    name: str, tmp_path: Path
-) -> None:
+def test_parts_give_what_the_whole_gives_with_correction_and_polish(name: str, tmp_path: Path) -> None:
     whole = walk(name, tmp_path / "whole", CORRECTED)
     same_walks(walk(name, tmp_path / "divided", CORRECTED, partition=DIVIDED), whole)
 
@@ -237,9 +233,7 @@ def test_part_that_is_of_no_use_is_learned_again(
     same_files(resumed, whole)
 
 
-def test_full_disk_is_named_before_the_learning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_named_before_the_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -40,9 +40,7 @@ def free(device: float, host: float) -> Callable[[torch.device], float]:
 
 
 @pytest.mark.parametrize(("length", "size"), [(2048, 4), (512, 16), (100_000, 1)])
-def test_a_batch_has_four_segments_on_a_cpu_and_8192_tokens_elsewhere(
-    length: int, size: int
-) -> None:
+def test_a_batch_has_four_segments_on_a_cpu_and_8192_tokens_elsewhere(length: int, size: int) -> None:
     data = DataSettings(hidden_states="memory")
     assert resolve(data, CPU, length).batch == 4
     assert resolve(data, GPU, length).batch == size

@@ -109,9 +109,7 @@ def test_the_model_is_on_disk_where_it_does_not_fit_in_memory() -> None:
         data = DataSettings(hidden_states="memory", memory_gb=(free + streams) / 1e9)
         found = resolved_place(Setup(shape(), WORK, data, MODEL, CPU))
         assert found.tuning.model.blocks == place
-        assert (
-            resolved_place(Setup(shape(), WORK, DataSettings(memory_gb=1e-6), found, CPU)) == found
-        )
+        assert resolved_place(Setup(shape(), WORK, DataSettings(memory_gb=1e-6), found, CPU)) == found
 
 
 @pytest.mark.parametrize(("settings", "key"), [(BLOCKS, "blocks"), (MODEL, "model")])
@@ -135,9 +133,7 @@ def test_hidden_states_that_take_the_memory_are_named(monkeypatch: pytest.Monkey
         assert ("with data.hidden_states disk, or lower" in str(refused.value)) is named
         refuse_tuning(Setup(shape(), WORK, DataSettings(), NONE, CPU))
     monkeypatch.setattr(budget, "free_bytes", lambda _: 0.5 * waiting / RESERVE)
-    with pytest.raises(
-        UserError, match=r"nothing is left, because the hidden states take .*B and .*B may"
-    ):
+    with pytest.raises(UserError, match=r"nothing is left, because the hidden states take .*B and .*B may"):
         refuse_tuning(Setup(shape(), WORK, DataSettings(), MODEL, CPU))
     with pytest.raises(UserError, match=r"may be taken by data\.memory_gb 1e-06: "):
         refuse_tuning(Setup(shape(), WORK, DataSettings(memory_gb=1e-6), MODEL, CPU))

@@ -59,22 +59,16 @@ def simulate(
         "checkpoint": None,
         "damping": {},
         "blocks": {
-            str(block): _record(
-                block, {name: losses[block, name] for name in PROJECTIONS}, numbers, extras
-            )
+            str(block): _record(block, {name: losses[block, name] for name in PROJECTIONS}, numbers, extras)
             for block in range(blocks)
         },
     }
     (folder / "journal.json").write_text(json.dumps(journal))
     settings = {"quantization": {"method": "aespa", "bits": bits}}
-    (folder / "config.yaml").write_text(
-        yaml.safe_dump({"model": {"pretrained": "simulated"}, **settings})
-    )
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"pretrained": "simulated"}, **settings}))
     (folder / "blocks").mkdir()
     (folder / "model").mkdir()
-    (folder / "model" / "quantization.json").write_text(
-        json.dumps({"versions": {"aespa_pl": "simulated"}})
-    )
+    (folder / "model" / "quantization.json").write_text(json.dumps({"versions": {"aespa_pl": "simulated"}}))
     for block in range(blocks):
         save_file(_tensors(block, bits), folder / "blocks" / f"block_{block:03}.safetensors")
     if finished:
@@ -146,8 +140,7 @@ def _metrics(*, extras: bool) -> dict[str, object]:
         )
         metrics["tasks"] = {
             kind: {
-                task: {"value": top - i / 30, "error": 0.012, "metric": "acc"}
-                for i, task in enumerate(tasks)
+                task: {"value": top - i / 30, "error": 0.012, "metric": "acc"} for i, task in enumerate(tasks)
             }
             for kind, top in (("original", 0.7), ("nearest", 0.4), ("quantized", 0.66))
         }

@@ -18,9 +18,7 @@ from tests.report.pages import EVERY_FIGURE, write_page
 from tests.report.simulated import PROJECTIONS, simulate
 
 if find_spec("matplotlib") is None or find_spec("jinja2") is None:
-    pytest.skip(
-        "matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True
-    )
+    pytest.skip("matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True)
 
 from aespa_pl.report import maps, results
 
@@ -184,9 +182,7 @@ def test_without_a_plotting_library_the_user_reads_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = simulate(tmp_path / "run/version_0", 1)
-    for name in [
-        name for name in sys.modules if name.startswith(("matplotlib", "aespa_pl.report.p"))
-    ]:
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", "aespa_pl.report.p"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install 'aespa-pl\[report\]'"):

@@ -15,13 +15,9 @@ from tests.report.pages import EVERY_FIGURE, write_page
 from tests.report.simulated import simulate
 
 if find_spec("matplotlib") is None or find_spec("jinja2") is None:
-    pytest.skip(
-        "matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True
-    )
+    pytest.skip("matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True)
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(
     BROWSER is None, reason="no browser: install chromium (Debian: apt-get install chromium)"
 )
@@ -79,9 +75,7 @@ def browse(path: Path, width: int, profile: Path, *flags: str) -> tuple[dict[str
     found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stderr[-2000:]
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return json.loads(
-        found[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">")
-    ), console
+    return json.loads(found[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">")), console
 
 
 Simulated = Callable[..., Path]
@@ -127,9 +121,7 @@ def test_every_figure_is_seen_and_no_text_lies_on_another(
     written = page_of_three if blocks == 3 else write_page(tmp_path / "page", *folders)
     seen, console = browse(written, width, tmp_path / "profile", *flags)
     assert console == []
-    assert {name.removesuffix("-1").removesuffix("-2") for name in seen["figures"]} == (
-        EVERY_FIGURE
-    )
+    assert {name.removesuffix("-1").removesuffix("-2") for name in seen["figures"]} == (EVERY_FIGURE)
     for name, figure in seen["figures"].items():
         assert not figure["overlaps"], name
         assert not figure["outside"], name

@@ -173,9 +173,7 @@ def test_any_shape_of_the_end_to_end_record_gives_a_page(tmp_path: Path, wrong: 
 
 @pytest.mark.parametrize("name", ["metrics.json", "test.json"])
 @pytest.mark.parametrize("keys", PAGE_OF_METRICS, ids=str)
-def test_any_shape_of_the_metrics_gives_a_page(
-    tmp_path: Path, name: str, keys: tuple[str, ...]
-) -> None:
+def test_any_shape_of_the_metrics_gives_a_page(tmp_path: Path, name: str, keys: tuple[str, ...]) -> None:
     folder = simulate(tmp_path / "a/version_0", 1)
     metrics = json.loads((folder / "metrics.json").read_text())
     for wrong in WRONG:
@@ -187,9 +185,7 @@ def test_any_shape_of_the_metrics_gives_a_page(
     assert [note.startswith(f"{name} is damaged (") for note in run.notes] == [True]
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "a: [", "\xff", "1: {2: 3}", "quantization: {bits: []}"]
-)
+@pytest.mark.parametrize("content", ["", "[]", "a: [", "\xff", "1: {2: 3}", "quantization: {bits: []}"])
 def test_any_shape_of_the_settings_gives_a_page(tmp_path: Path, content: str) -> None:
     folder = simulate(tmp_path / "a/version_0", 1)
     (folder / "config.yaml").write_text(content, encoding="latin-1")

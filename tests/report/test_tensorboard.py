@@ -22,9 +22,7 @@ def test_the_configuration_is_in_the_text_tab(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
         show_configuration(writer, "model:\n  pretrained: embedded:opt\n")
     (event,) = read(tmp_path).Tensors("configuration/text_summary")
-    assert event.tensor_proto.string_val[0].decode() == (
-        "    model:\n      pretrained: embedded:opt\n"
-    )
+    assert event.tensor_proto.string_val[0].decode() == ("    model:\n      pretrained: embedded:opt\n")
 
 
 class Logging(LightningModule):

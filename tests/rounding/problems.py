@@ -14,9 +14,7 @@ from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsDataModule
 from aespa_pl.settings import RoundingSettings
 
-SETTINGS = RoundingSettings(
-    iterations=60, learning_rate=0.02, warmup=0.3, beta_start=12.0, beta_end=3.0
-)
+SETTINGS = RoundingSettings(iterations=60, learning_rate=0.02, warmup=0.3, beta_start=12.0, beta_end=3.0)
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ def problems() -> dict[str, Problem]:
 
 def module_of(given: Mapping[str, Problem], label: str = "block 0") -> BlockRounding:
     projections = {
-        name: ProjectionRounding(p.weight, p.weight, p.grid, penalty=p.penalty)
-        for name, p in given.items()
+        name: ProjectionRounding(p.weight, p.weight, p.grid, penalty=p.penalty) for name, p in given.items()
     }
     return BlockRounding(projections, SETTINGS, label)
 

@@ -50,9 +50,7 @@ def test_a_checkpoint_of_the_last_iteration_gives_the_same_integers(tmp_path: Pa
     trainer(callbacks=[saving], enable_checkpointing=True).fit(first, datamodule=data_of(given))
     last: dict[str, Any] = {"ckpt_path": saving.best_model_path, "weights_only": True}
     same = ModelCheckpoint(tmp_path, every_n_train_steps=60, save_on_train_epoch_end=False)
-    trainer(callbacks=[same], enable_checkpointing=True).fit(
-        again, datamodule=data_of(given), **last
-    )
+    trainer(callbacks=[same], enable_checkpointing=True).fit(again, datamodule=data_of(given), **last)
     for name, expected in first.integers().items():
         assert torch.equal(again.integers()[name], expected)
     assert first.integers().keys() == again.integers().keys() == given.keys()

@@ -23,9 +23,7 @@ from tests.rounding.problems import (
 )
 
 
-def plain_loop(
-    given: Mapping[str, Problem], iterations: int = SETTINGS.iterations
-) -> dict[str, Tensor]:
+def plain_loop(given: Mapping[str, Problem], iterations: int = SETTINGS.iterations) -> dict[str, Tensor]:
     """Return the rounding variables after the first ``iterations`` of the schedule of SETTINGS."""
     variables = {name: p.start[1].requires_grad_() for name, p in given.items()}
     adam = torch.optim.Adam(variables.values(), lr=0.02)
@@ -33,9 +31,7 @@ def plain_loop(
         beta = penalty_exponent(i, 60, warmup=0.3, start=12.0, end=3.0)
         for name, p in given.items():
             B = variables[name]
-            B.grad = rounding_loss(
-                B.detach(), p.start[0], p.H, p.G, weight=p.penalty, beta=beta
-            ).gradient
+            B.grad = rounding_loss(B.detach(), p.start[0], p.H, p.G, weight=p.penalty, beta=beta).gradient
         adam.step()
     return {name: B.detach() for name, B in variables.items()}
 

@@ -44,9 +44,7 @@ class Bench:
         }
         return ["fit", *(f"--{key}={value}" for key, value in options.items()), *more]
 
-    def fit(
-        self, name: str, *more: str, number: int = 0, when: str = "", delay: float = 0.0
-    ) -> Outcome:
+    def fit(self, name: str, *more: str, number: int = 0, when: str = "", delay: float = 0.0) -> Outcome:
         """Run ``fit`` in a fork; ``when`` is a glob in the folder of the name's runs."""
         when = str(self.runs / name / when) if when else ""
         return self.forks.run(self.arguments(name, *more), number, when, delay)

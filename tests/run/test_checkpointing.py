@@ -61,9 +61,7 @@ def test_checkpoints_come_by_iterations_and_time(
     assert sorted(set(watch.steps)) == expected
 
 
-def test_saving_takes_a_small_share_of_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saving_takes_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An iteration takes 1 s and a save 2 s on this clock; 5 s between saves are asked for."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -95,9 +93,7 @@ def test_checksum_made_while_writing_is_that_of_the_file(tmp_path: Path) -> None
     assert torch.equal(JournaledCheckpointIO(run, portion).load_checkpoint(path)["a"], content["a"])
 
 
-def test_checkpoint_is_named_after_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_is_named_after_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk fills on the way, the journal keeps the one before, which is still there."""
     run, portion = Run.create(tmp_path, {}), whole_block(0)
     writer, folder = JournaledCheckpointIO(run, portion), run.checkpoint_folder(0)

@@ -65,9 +65,7 @@ def test_run_without_its_files_names_some_and_how_to_mend_it(run: Run) -> None:
     mend = f"mend it with aespa-pl fit --ckpt_path {run.folder}"
     with pytest.raises(UserError) as caught:
         run.refuse_damaged()
-    assert str(caught.value) == (
-        f"the run {run.folder} is damaged (model/b is missing or changed): {mend}"
-    )
+    assert str(caught.value) == (f"the run {run.folder} is damaged (model/b is missing or changed): {mend}")
     shutil.rmtree(run.model_folder)
     with pytest.raises(UserError) as caught:
         run.refuse_damaged()

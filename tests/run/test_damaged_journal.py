@@ -16,9 +16,7 @@ def test_journal_of_another_format_is_refused(run: Run) -> None:
     content = json.loads(run.journal_file.read_text())
     for other, age in ((FORMAT + 1, "a newer"), (FORMAT - 1, "an older")):
         run.journal_file.write_text(json.dumps({"format": other, "more": content}))
-        with pytest.raises(
-            UserError, match=rf"journal.json was written by {age} version .*: use that"
-        ):
+        with pytest.raises(UserError, match=rf"journal.json was written by {age} version .*: use that"):
             Run.open(run.folder)
 
 

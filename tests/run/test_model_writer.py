@@ -20,9 +20,7 @@ from tests.models.examples import EXAMPLES, make_ids, make_model, save
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
-def export(
-    source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lambda t: t
-) -> PretrainedFolder:
+def export(source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lambda t: t) -> PretrainedFolder:
     """Write the model of a folder anew, block by block."""
     pretrained = PretrainedFolder.open(source)
     family = family_of(pretrained.config)
@@ -72,9 +70,7 @@ def test_library_loads_what_was_written(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_changed_weights_are_the_ones_loaded_in_their_own_type(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_changed_weights_are_the_ones_loaded_in_their_own_type(dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_model("llama", dtype)
     export(save(model, tmp_path / "source"), tmp_path / "export", torch.neg)
     loaded = load(tmp_path / "export")
@@ -89,9 +85,7 @@ def test_block_file_holds_its_block_only(tmp_path: Path) -> None:
     writer = ModelWriter(tmp_path / "export", 3)
     for index in range(3):
         with safe_open(writer.block_file(index), framework="pt") as file:
-            assert set(file.keys()) == set(
-                pretrained.block_names(family_of(pretrained.config), index)
-            )
+            assert set(file.keys()) == set(pretrained.block_names(family_of(pretrained.config), index))
             assert file.metadata() == {"format": "pt"}
 
 
@@ -112,9 +106,7 @@ def test_origin_without_generation_settings_is_no_error(tmp_path: Path) -> None:
     load(tmp_path / "export")
 
 
-def test_disk_that_fills_at_the_end_leaves_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_fills_at_the_end_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save(make_model("opt", torch.float32), tmp_path / "source")
     monkeypatch.setattr(shutil, "copyfile", full)
     with refused(tmp_path / "export"):

@@ -27,9 +27,7 @@ def test_damaged_block_is_named_and_done_again(
     run = copied(stopped, bench, name)
     damage(run / file)
     outcome = bench.fit(name, *LAST)
-    message = (
-        f"block 0 of {BLOCKS}: {run / file} is damaged or missing: the block is quantized again"
-    )
+    message = f"block 0 of {BLOCKS}: {run / file} is damaged or missing: the block is quantized again"
     assert message in outcome.text.splitlines()
     check(bench, name, outcome, whole)
 
@@ -40,9 +38,7 @@ def test_finished_run_whose_repair_is_killed_is_mended_at_the_next_start(
     run = copied(bench.run_of("whole"), bench, "killed_repair")
     for index in range(BLOCKS):
         remove(run / f"blocks/block_{index:03}.safetensors")
-    killed = bench.fit(
-        "killed_repair", *LAST, number=signal.SIGKILL, when="*/checkpoints/block_001/*.ckpt"
-    )
+    killed = bench.fit("killed_repair", *LAST, number=signal.SIGKILL, when="*/checkpoints/block_001/*.ckpt")
     assert killed.status == -signal.SIGKILL, killed.text
     left = Run.open(run)
     assert sorted(left.blocks) == [0]
@@ -77,9 +73,7 @@ def test_checkpoint_is_used(bench: Bench, stopped: Path, whole: dict[str, bytes]
         variables.neg_()
     torch.save(content, file)
     text = (run / "journal.json").read_text()
-    (run / "journal.json").write_text(
-        text.replace(journal["checkpoint"]["checksum"], checksum(file))
-    )
+    (run / "journal.json").write_text(text.replace(journal["checkpoint"]["checksum"], checksum(file)))
     assert bench.fit(name, *LAST).status == 0
     found = results(run)
     assert found["blocks/block_000.safetensors"] == whole["blocks/block_000.safetensors"]
@@ -98,7 +92,5 @@ def test_checkpoint_of_a_newer_lightning_is_used(
     content["pytorch-lightning_version"] = "99.0.0"
     torch.save(content, file)
     text = (run / "journal.json").read_text()
-    (run / "journal.json").write_text(
-        text.replace(journal["checkpoint"]["checksum"], checksum(file))
-    )
+    (run / "journal.json").write_text(text.replace(journal["checkpoint"]["checksum"], checksum(file)))
     check(bench, name, bench.fit(name, *LAST), whole)

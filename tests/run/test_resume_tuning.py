@@ -120,9 +120,7 @@ def test_killed_while_blocks_are_on_disk_it_goes_on_to_the_same_bytes(bench: Ben
         check(bench, name, bench.fit(name, *LAST, *streamed), whole)
 
 
-@pytest.mark.parametrize(
-    "file", ["blocks/block_001.safetensors", "model/model-00002-of-00003.safetensors"]
-)
+@pytest.mark.parametrize("file", ["blocks/block_001.safetensors", "model/model-00002-of-00003.safetensors"])
 def test_damaged_file_after_the_tuning_is_named_and_everything_is_done_again(
     file: str, bench: Bench, whole: dict[str, bytes]
 ) -> None:
@@ -134,9 +132,7 @@ def test_damaged_file_after_the_tuning_is_named_and_everything_is_done_again(
     assert "all blocks are quantized again" in text
 
 
-def test_damaged_file_outside_the_blocks_costs_nothing(
-    bench: Bench, whole: dict[str, bytes]
-) -> None:
+def test_damaged_file_outside_the_blocks_costs_nothing(bench: Bench, whole: dict[str, bytes]) -> None:
     run = copied(bench.run_of("whole"), bench, "stem")
     flip(run / "model/model-00001-of-00003.safetensors")
     text = finished(bench, "stem", whole)

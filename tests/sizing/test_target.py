@@ -19,9 +19,7 @@ from tests.models.examples import EXAMPLES
         ("2.75", None, 2.75), (2.75, None, 2.75), (3, None, 3.0),
     ],
 )  # fmt: skip
-def test_sizes_and_bits_are_read(
-    given: float | str, size: float | None, bits: float | None
-) -> None:
+def test_sizes_and_bits_are_read(given: float | str, size: float | None, bits: float | None) -> None:
     assert Target.of(given) == Target(size, bits)
 
 
@@ -55,9 +53,7 @@ def test_limits_are_named_with_what_else_the_file_holds() -> None:
     found = choices()
     assert limit_of(Target(None, 4.0), 4.0, found, 0) == 60
     assert limit_of(Target(100.0, None), "100 B", found, 40) == 60
-    with pytest.raises(
-        UserError, match=r"target is 1.9, and this model can have 2.00 to 5.33 bits"
-    ):
+    with pytest.raises(UserError, match=r"target is 1.9, and this model can have 2.00 to 5.33 bits"):
         limit_of(Target(None, 1.9), 1.9, found, 0)
     with pytest.raises(UserError, match=r"can have 2.001 to 2.000 MB"):
         limit_of(Target(1e3, None), "1 kB", found, 2_000_000)

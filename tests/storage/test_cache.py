@@ -80,9 +80,7 @@ def write_other_tensor(path: Path) -> None:
     save_file({"ids": TOKENS}, path)
 
 
-@pytest.mark.parametrize(
-    "damage", [truncate, empty, flip_a_bit, write_other_tokens, write_other_tensor]
-)
+@pytest.mark.parametrize("damage", [truncate, empty, flip_a_bit, write_other_tokens, write_other_tensor])
 def test_a_damaged_file_is_noticed_and_made_again(
     tmp_path: Path, maker: Maker, caplog: pytest.LogCaptureFixture, damage: object
 ) -> None:
@@ -99,9 +97,7 @@ def test_a_damaged_file_is_noticed_and_made_again(
     assert str(path) in record.getMessage()
 
 
-def test_tokens_of_another_origin_under_the_same_name_are_refused(
-    tmp_path: Path, maker: Maker
-) -> None:
+def test_tokens_of_another_origin_under_the_same_name_are_refused(tmp_path: Path, maker: Maker) -> None:
     cached_tokens(tmp_path, {"seed": 1}, maker)
     first = only_file(tmp_path)
     content = first.read_bytes()

@@ -125,9 +125,7 @@ def test_disk_that_is_full_only_when_flushed_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt("mine")])
-def test_other_failures_pass_through_and_leave_nothing(
-    error: BaseException, tmp_path: Path
-) -> None:
+def test_other_failures_pass_through_and_leave_nothing(error: BaseException, tmp_path: Path) -> None:
     def write(temporary: Path) -> None:
         temporary.write_text("half")
         raise error
@@ -196,9 +194,7 @@ def test_json_that_cannot_be_read_is_named(content: bytes | None, tmp_path: Path
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_json_does_not_know_is_refused_before_anything_is_lost(
-    value: float, tmp_path: Path
-) -> None:
+def test_what_json_does_not_know_is_refused_before_anything_is_lost(value: float, tmp_path: Path) -> None:
     write_json(tmp_path / "metrics.json", {"loss": 1.0})
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "metrics.json", {"loss": value})

@@ -39,9 +39,7 @@ def state(example: Example, result: Tuned) -> dict[str, Tensor]:
     ("name", "groups"),
     [("llama-grouped", 1), ("opt", 1), ("opt-bare", 2), ("bloom", 1), ("bloom", 2), ("qwen3", 2)],
 )
-def test_the_block_that_is_left_is_what_was_evaluated_and_can_be_stored(
-    name: str, groups: int
-) -> None:
+def test_the_block_that_is_left_is_what_was_evaluated_and_can_be_stored(name: str, groups: int) -> None:
     example = Example.make(name, groups=groups)
     before = held_back_error(example)
     result = tune_block(example, 8)
@@ -52,9 +50,7 @@ def test_the_block_that_is_left_is_what_was_evaluated_and_can_be_stored(
     assert result.finite
     for p in example.layout.projections:
         q = result.weights[0][p.name]
-        step, zero = (
-            x.repeat_interleave(q.integers.shape[1] // groups, 1) for x in (q.scale, q.zero_point)
-        )
+        step, zero = (x.repeat_interleave(q.integers.shape[1] // groups, 1) for x in (q.scale, q.zero_point))
         found = projection_weight(example.quantized.block, example.layout, p)
         assert torch.equal(found, step * (q.integers.float() - zero))
         assert torch.equal(q.scale, q.scale.half().float())
@@ -105,9 +101,7 @@ def test_the_best_epoch_is_kept_and_the_start_is_one_of_them() -> None:
 class PoisonOnce(Callback):
     """Makes a parameter NaN in the second epoch, which must be the last."""
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert trainer.current_epoch <= 1
         if trainer.current_epoch == 1:
             next(pl_module.parameters()).data.fill_(math.nan)
@@ -143,9 +137,7 @@ def test_any_number_of_steps_can_be_taken(steps: int) -> None:
     assert result.error <= result.start_error
 
 
-@pytest.mark.parametrize(
-    "kills", [[1], [4], [6], [11], [16], [4, 5], [4, 8, 10], [8, 9, 15], [4, 13]]
-)
+@pytest.mark.parametrize("kills", [[1], [4], [6], [11], [16], [4, 5], [4, 8, 10], [8, 9, 15], [4, 13]])
 def test_a_training_that_was_killed_goes_on_bit_for_bit(kills: list[int], tmp_path: Path) -> None:
     """4 steps are an epoch; after 16 the end."""
     torch.manual_seed(3)
@@ -155,9 +147,7 @@ def test_a_training_that_was_killed_goes_on_bit_for_bit(kills: list[int], tmp_pa
     for step in kills:
         file = tmp_path / f"{step}.ckpt"
         with pytest.raises(KilledError):
-            tune_block(
-                copy.deepcopy(example), 4, checkpoint=checkpoint, callbacks=[SaveAndDie(step, file)]
-            )
+            tune_block(copy.deepcopy(example), 4, checkpoint=checkpoint, callbacks=[SaveAndDie(step, file)])
         torch.load(file, weights_only=True)  # holds no objects
         checkpoint = file
     results = []

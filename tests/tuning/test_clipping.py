@@ -18,9 +18,7 @@ def made(W: Tensor, bits: int, groups: int, *, symmetric: bool) -> Clipped:
     return found
 
 
-def grid(
-    W: list[float], strengths: list[float], bits: int, *, symmetric: bool
-) -> tuple[float, float]:
+def grid(W: list[float], strengths: list[float], bits: int, *, symmetric: bool) -> tuple[float, float]:
     """Return scale and zero point (not yet rounded) of one row's group."""
     beta, gamma = (1 / (1 + math.exp(-x)) for x in (strengths[0], strengths[-1]))
     low, high = min(*W, 0.0), max(*W, 0.0)
@@ -79,9 +77,7 @@ def test_gradients_of_the_strengths_equal_the_formula() -> None:
                     clamped += 1
                     q = min(max(unclamped, 0), 3)
                     total += g * (d_scale * (q - round(zero) + zero) + d_low)
-            assert float(clipped.strengths.grad[end, r, 0]) == pytest.approx(
-                total, rel=1e-3, abs=1e-4
-            )
+            assert float(clipped.strengths.grad[end, r, 0]) == pytest.approx(total, rel=1e-3, abs=1e-4)
     assert clamped > 5
 
 

@@ -50,9 +50,7 @@ def test_segments_that_an_epoch_leaves_out_are_visited_in_others() -> None:
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_pairs_belong_together_and_those_held_back_are_not_trained_on(
-    on_disk: bool, tmp_path: Path
-) -> None:
+def test_pairs_belong_together_and_those_held_back_are_not_trained_on(on_disk: bool, tmp_path: Path) -> None:
     streams = [stream(11), stream(11, first=100)]
     inputs, targets = (BatchesOnDisk(tmp_path, s) for s in streams) if on_disk else streams
     pairs = SegmentPairs(inputs, targets, batch_size=2, held_back=0.1, seed=0)

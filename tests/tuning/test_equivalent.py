@@ -70,12 +70,7 @@ def test_logits_stay_in_float64(name: str, matrices: bool) -> None:
                 for p in layout.projections
                 if torch.allclose(projection_weight(block, layout, p), before[p.name])
             }
-        folded = {
-            p.name
-            for g in layout.groups
-            if g.fold or layout.values_before(g)
-            for p in g.projections
-        }
+        folded = {p.name for g in layout.groups if g.fold or layout.values_before(g) for p in g.projections}
         rows = {p.name for p in layout.projections if p.role == "value"}
         rows |= {g.fold.projection for g in layout.groups if isinstance(g.fold, FoldIntoRows)}
         assert unchanged == set(before) - folded - rows

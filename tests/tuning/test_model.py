@@ -62,9 +62,7 @@ class Problem:
     ) -> Tuned:
         hidden = self.family.embed(self.original, self.ids)[0]
         for block in self.original.get_submodule(self.family.blocks_path):
-            hidden = self.family.run_block(
-                block, hidden, self.family.arguments(self.original, hidden)
-            )
+            hidden = self.family.run_block(block, hidden, self.family.arguments(self.original, hidden))
         pairs = SegmentPairs([self.ids], [hidden], batch_size=2, held_back=HELD_BACK, seed=1)
         inside = f"{self.family.blocks_path}."
         vectors = [n for n, p in self.model.named_parameters() if p.dim() == 1]
@@ -85,9 +83,7 @@ class Problem:
     def divergence(self) -> float:
         """Return the mean divergence on the last two of the ten segments, in float64."""
         with torch.no_grad():
-            p, q = (
-                m(self.ids[8:]).logits.double().softmax(-1) for m in (self.original, self.model)
-            )
+            p, q = (m(self.ids[8:]).logits.double().softmax(-1) for m in (self.original, self.model))
         return float((p * (p / q).log()).sum(-1).mean())
 
 
@@ -131,11 +127,7 @@ def test_integers_are_learned_with_the_rest(name: str) -> None:
         for p in problem.layout.projections
     ]
     changed = sum(int((old.integers != new.integers).sum()) for old, new, _ in pairs)
-    assert (
-        0
-        < changed
-        == pytest.approx(result.changed * sum(old.integers.numel() for old, _, _ in pairs))
-    )
+    assert 0 < changed == pytest.approx(result.changed * sum(old.integers.numel() for old, _, _ in pairs))
     for old, new, weight in pairs:
         assert int(new.integers.max()) <= 3
         assert torch.equal(weight, new.scale * (new.integers - old.zero_point))

@@ -19,9 +19,7 @@ def layer(weight: torch.Tensor) -> nn.Linear:
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("bits", [2, 3, 8])
-def test_both_parametrizations_start_at_the_quantized_weight_bit_for_bit(
-    bits: int, groups: int
-) -> None:
+def test_both_parametrizations_start_at_the_quantized_weight_bit_for_bit(bits: int, groups: int) -> None:
     W = torch.randn(ROWS, COLUMNS)
     start = quantize(W, bits, groups)
     start.integers[0, 0] = (int(start.integers[0, 0]) + 2) % 2**bits  # far from the nearest
@@ -32,9 +30,7 @@ def test_both_parametrizations_start_at_the_quantized_weight_bit_for_bit(
         linear = layer(W.clone())
         parametrize.register_parametrization(linear, "weight", parametrization)
         assert torch.equal(linear.weight, expected)
-        again = parametrization.quantized(
-            linear.get_parameter("parametrizations.weight.original").detach()
-        )
+        again = parametrization.quantized(linear.get_parameter("parametrizations.weight.original").detach())
         assert torch.equal(again.integers, start.integers)
         assert torch.equal(again.scale, start.scale)
         assert torch.equal(again.zero_point, start.zero_point)

@@ -52,9 +52,7 @@ def test_weight_and_penalty_are_the_formulas() -> None:
             total += 1 - abs(2 * h - 1) ** 11  # the exponent in the middle of 20 and 2
     penalty = RoundingPenalty(0.5, warmup=0.2, beta_start=20.0, beta_end=2.0)
     expected = 0.5 * total / (ROWS * COLUMNS)
-    assert float(torch.as_tensor(penalty.of(layer, 60, 100)).detach()) == pytest.approx(
-        expected, rel=1e-4
-    )
+    assert float(torch.as_tensor(penalty.of(layer, 60, 100)).detach()) == pytest.approx(expected, rel=1e-4)
     assert penalty.of(layer, 19, 100) == 0
     assert penalty.of(torch.nn.Linear(2, 2), 60, 100) == 0
 

@@ -81,9 +81,7 @@ class Example:
         return self.family.run_block(block, hidden, self.family.arguments(self.model, hidden))
 
     def pairs(self, batch_size: int = 2, seed: int = 0) -> SegmentPairs:
-        return SegmentPairs(
-            self.inputs, self.targets, batch_size=batch_size, held_back=HELD_BACK, seed=seed
-        )
+        return SegmentPairs(self.inputs, self.targets, batch_size=batch_size, held_back=HELD_BACK, seed=seed)
 
 
 def tune_block(

@@ -25,9 +25,7 @@ def rows(weight: Tensor, projection: Projection, quantized: Quantized) -> Tensor
         return weight
     size = quantized.layout.head_dim
     heads = range(quantized.layout.heads)
-    return torch.stack(
-        [weight[(head * parts + part) * size + i] for head in heads for i in range(size)]
-    )
+    return torch.stack([weight[(head * parts + part) * size + i] for head in heads for i in range(size)])
 
 
 def module_weight(model: PreTrainedModel, quantized: Quantized, index: int, path: str) -> Tensor:
@@ -35,9 +33,7 @@ def module_weight(model: PreTrainedModel, quantized: Quantized, index: int, path
     return weight.detach()
 
 
-def weight(
-    model: PreTrainedModel, quantized: Quantized, index: int, projection: Projection
-) -> Tensor:
+def weight(model: PreTrainedModel, quantized: Quantized, index: int, projection: Projection) -> Tensor:
     """Return the weight ``[rows, columns]`` of a projection of a model."""
     return rows(module_weight(model, quantized, index, projection.module), projection, quantized)
 
@@ -68,9 +64,7 @@ def check_export(quantized: Quantized, bits: int, dtype: torch.dtype = torch.flo
             assert torch.equal(found, dequantized(tensors, projection.name).to(dtype))
 
 
-def inputs_of_block(
-    quantized: Quantized, index: int, *, original: bool = False
-) -> dict[str, Tensor]:
+def inputs_of_block(quantized: Quantized, index: int, *, original: bool = False) -> dict[str, Tensor]:
     """Return ``X [N, d]`` of each group: the block is the original's, what is before it is not.
 
     Args:

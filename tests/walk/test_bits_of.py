@@ -77,8 +77,7 @@ def test_the_same_bits_by_another_way_give_the_same_integers(tmp_path: Path) -> 
         {"bits": 8, "bits_of": {f"{block}.{name}": 3 for block in (0, 1) for name in names}},
     ]
     first, *others = (
-        walk("llama", tmp_path / str(i), {**METHODS["aespa-fast"], **way})
-        for i, way in enumerate(ways)
+        walk("llama", tmp_path / str(i), {**METHODS["aespa-fast"], **way}) for i, way in enumerate(ways)
     )
     for block in range(2):
         tensors = first.file(block)

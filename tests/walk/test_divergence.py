@@ -99,9 +99,7 @@ def test_damping_that_a_factorization_needed_is_reported(
     assert all(v["extra_damping"] == 0 for v in walked("llama").losses(0).values())
 
 
-def test_hessian_that_cannot_be_factored_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hessian_that_cannot_be_factored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise NumericalError("no factor")
 

@@ -88,9 +88,7 @@ def test_symmetric_fixes_the_zero_point(bits: int, walked: Walked) -> None:
     for symmetric in (True, False):
         quantized = walked("opt", {**NOT_LEARNED, "bits": bits, "symmetric": symmetric})
         check_export(quantized, bits)
-        zeros = torch.cat(
-            [t.flatten() for k, t in quantized.file(0).items() if k.endswith("zero_point")]
-        )
+        zeros = torch.cat([t.flatten() for k, t in quantized.file(0).items() if k.endswith("zero_point")])
         assert bool((zeros == 2 ** (bits - 1)).all()) is symmetric
 
 
@@ -117,9 +115,7 @@ def test_zfold_off_leaves_zeta_1_and_norms_alone(name: str, walked: Walked) -> N
         norms = [fold.module for fold in folds if isinstance(fold, FoldIntoNorm)]
         exported = quantized.exported()
         changed = [
-            not torch.equal(
-                *(module_weight(m, quantized, 0, norm) for m in (quantized.original, exported))
-            )
+            not torch.equal(*(module_weight(m, quantized, 0, norm) for m in (quantized.original, exported)))
             for norm in norms
         ]  # a zeta of 1 may be the best of a group
         assert any(changed) is fitted

@@ -14,7 +14,6 @@ def test_eight_bits_reproduce_the_logits(name: str, tmp_path: Path) -> None:
     """The change is some 2 ** -6 of the logits' own variation, as the roundings add up."""
     quantized = walk(name, tmp_path, {"method": "aespa-fast", "bits": 8})
     before, after = (
-        model(quantized.ids, use_cache=False).logits
-        for model in (quantized.original, quantized.exported())
+        model(quantized.ids, use_cache=False).logits for model in (quantized.original, quantized.exported())
     )
     assert float((after - before).std()) < 0.03 * float(before.std())

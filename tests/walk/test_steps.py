@@ -150,9 +150,7 @@ def test_polish_lowers_the_losses_and_never_raises_one(
                 assert loss["final"] < loss["before_polish"]
                 assert loss["polish_passes"] > 1
         changed += sum(loss["polish_changed"] for loss in on.losses(index).values())
-        total = {
-            k: sum(x[k] for x in on.losses(index).values()) for k in ("before_polish", "final")
-        }
+        total = {k: sum(x[k] for x in on.losses(index).values()) for k in ("before_polish", "final")}
         assert total["final"] < 0.97 * total["before_polish"]
     for projection in (p.name for p in on.layout.projections):
         one, two = (walk.file(0)[f"{projection}.integers"] for walk in (off, on))

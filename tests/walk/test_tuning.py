@@ -71,9 +71,7 @@ def block_errors(found: Quantized) -> list[float]:
         of_tokens: list[float] = []
         for a, b in zip(mine[-HELD:].double(), wanted[-HELD:].double(), strict=True):
             sizes = massive.divisors(b, a)
-            of_tokens += [
-                massive.power(e) / s for e, s in zip((a - b).tolist(), sizes, strict=True)
-            ]
+            of_tokens += [massive.power(e) / s for e, s in zip((a - b).tolist(), sizes, strict=True)]
         errors.append(sum(of_tokens) / len(of_tokens))
     return errors
 
@@ -82,8 +80,7 @@ def divergence(found: Quantized) -> float:
     """Return the exported model's divergence on the segments that were held back, in float64."""
     with torch.no_grad():
         p, q = (
-            m(found.ids[-HELD:]).logits.double().log_softmax(-1)
-            for m in (found.original, found.exported())
+            m(found.ids[-HELD:]).logits.double().log_softmax(-1) for m in (found.original, found.exported())
         )
     return float((p.exp() * (p - q)).sum(-1).mean())
 
@@ -121,9 +118,7 @@ def test_the_error_in_the_journal_is_that_of_the_exported_block(
 
 
 @pytest.mark.parametrize("name", ["llama-grouped", "opt", "bloom"])
-def test_the_divergence_in_the_journal_is_that_of_the_exported_model(
-    name: str, walked: Walked
-) -> None:
+def test_the_divergence_in_the_journal_is_that_of_the_exported_model(name: str, walked: Walked) -> None:
     found = walked(name, BOTH)
     record = found.journal["tuned"]
     assert record["error"] == pytest.approx(divergence(found), rel=1e-3)
@@ -226,9 +221,7 @@ def test_hidden_states_on_disk_change_nothing(walked: Walked, tmp_path: Path) ->
 def test_every_setting_acts(change: dict[str, Any], walked: Walked, tmp_path: Path) -> None:
     """Before the tuning nothing is learned, which would take longer."""
     base, found = walked("bloom", BOTH | ROUNDED), walk("bloom", tmp_path, BOTH | ROUNDED | change)
-    files = [
-        q.journal["blocks"][str(i)]["files"] for q in (found, base) for i in range(walks.BLOCKS)
-    ]
+    files = [q.journal["blocks"][str(i)]["files"] for q in (found, base) for i in range(walks.BLOCKS)]
     assert files[: walks.BLOCKS] != files[walks.BLOCKS :]
     name = next(iter(change))
     if ".model." in name:
@@ -268,9 +261,7 @@ def test_a_tuning_that_is_not_finite_leaves_the_block_as_it_was(tmp_path: Path) 
 
 
 def test_too_few_segments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=rf"{SEGMENTS} calibration segments, of which 2 are held back"
-    ):
+    with pytest.raises(UserError, match=rf"{SEGMENTS} calibration segments, of which 2 are held back"):
         walk("opt", tmp_path, BLOCKS_ONLY | {"tuning.blocks.batch_size": 5})
 
 
@@ -292,6 +283,4 @@ def test_targets_of_a_tuning_are_the_original_weights_with_zeta_folded(name: str
     fold(block, layout, quantized.zetas())
     for p in layout.projections:
         set_projection_weight(block, layout, p, targets[p.name])
-    torch.testing.assert_close(
-        family.run_block(block, hidden, arguments), expected, rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(family.run_block(block, hidden, arguments), expected, rtol=1e-4, atol=1e-5)

@@ -38,8 +38,7 @@ def test_method_in_words(method: str, changes: dict[str, Any], expected: str) ->
 
 def test_time_left_is_the_mean_of_the_finished_blocks_and_the_end() -> None:
     finished = [
-        BlockRecord(losses={}, seconds={"grid": grid, "forward": 5.0}, files={})
-        for grid in (55.0, 35.0)
+        BlockRecord(losses={}, seconds={"grid": grid, "forward": 5.0}, files={}) for grid in (55.0, 35.0)
     ]
     assert time_left(finished, 6, 8, None) == "about 5.0 min left for 6 blocks (an estimate)"
     words = time_left(finished, 1, 3, epochs=2)
