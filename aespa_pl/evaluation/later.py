@@ -5,20 +5,25 @@ from pathlib import Path
 from typing import Any
 
 from aespa_pl.evaluation.table import KINDS
-from aespa_pl.run.schema import DamagedFileError, Measured, parse
+from aespa_pl.run.schema import Content, DamagedFileError, Measured, parse
 
 
 def measured(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return what ``fit`` and a later ``test`` measured, and a sentence about each file that is damaged."""
     contents, notes = list[dict[str, Any]](), list[str]()
-    for path in (folder / "metrics.json", folder / "test.json"):
-        try:
-            content = parse(Measured, path) if path.exists() else Measured()
-        except (OSError, DamagedFileError) as error:
-            notes.append(f"{path.name} is damaged ({error}): measure again with aespa-pl test")
-            content = Measured()
+    for name in ("metrics.json", "test.json"):
+        content = known(Measured, folder / name, notes, "measure again with aespa-pl test") or Measured()
         contents.append({k: v for k, v in content.model_dump(exclude_none=True).items() if v})
     return with_later(*contents), notes
+
+
+def known(kind: type[Content], path: Path, notes: list[str], consequence: str) -> Content | None:
+    """Return a file of a run, None without it; one that is damaged becomes a note with its consequence."""
+    try:
+        return parse(kind, path) if path.exists() else None
+    except (OSError, DamagedFileError) as error:
+        notes.append(f"{path.name} is damaged ({error}): {consequence}")
+        return None
 
 
 def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:

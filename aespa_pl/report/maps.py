@@ -1,20 +1,15 @@
-"""Draw heat maps over blocks and projections: where the model suffers, and where integers moved."""
+"""Draw heat maps over blocks and projections."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
-from aespa_pl.curve_names import NOT_NEAREST
 from aespa_pl.report.picture import HALF, HEAT, Picture, block_ticks, on_heat
 from aespa_pl.report.stored import StoredRun
 
 Ratios = dict[tuple[int, str], float]
 """Numbers by block and projection."""
-
-NO_BLOCK = "Not stored by this run: no block is finished."
 
 
 def final_ratios(run: StoredRun) -> Ratios:
@@ -26,11 +21,6 @@ def final_ratios(run: StoredRun) -> Ratios:
     }
 
 
-def moved_integers(run: StoredRun) -> Ratios:
-    """Return which part of each projection's integers differs from nearest rounding's."""
-    return {key: values[NOT_NEAREST] for key, values in run.losses.items() if NOT_NEAREST in values}
-
-
 def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Picture:
     """Return the heat map of depth and projection that shows where the model suffers.
 
@@ -38,43 +28,20 @@ def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) ->
     which all runs of a page share.
     """
     ratios = final_ratios(run)
-    name, title = "final-loss", "Final loss, relative to nearest rounding"
     if not ratios:
-        return Picture(name, title, NO_BLOCK)
-    median = float(np.median(list(ratios.values())))
-    worst, best = _ends(ratios, lambda ratio: f"{ratio:.2f}")
+        return Picture(run.name, "Not stored by this run: no block is finished.")
+    worst, best = (
+        f"{key[1]} of block {key[0]} ({ratios[key]:.2f})"
+        for key in (max(ratios, key=ratios.__getitem__), min(ratios, key=ratios.__getitem__))
+    )
     above = sum(ratio > 1 for ratio in ratios.values())
     caption = (
-        f"Half of the {len(ratios)} projections end below {median:.2f} of nearest rounding's loss. Least is "
-        f"gained in {worst}, most in {best}. {f'{above} are' if above else 'None is'} worse than nearest "
-        "rounding."
+        f"Half of the {len(ratios)} projections end below {np.median(list(ratios.values())):.2f} of nearest "
+        f"rounding's loss. Least is gained in {worst}, most in {best}. "
+        f"{f'{above} are' if above else 'None is'} worse than nearest rounding."
     )
     label = "final loss / loss of\nnearest rounding"
-    return Picture(name, title, caption, heat_map(ratios, run.projections, width, limits, label))
-
-
-def moved_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Picture:
-    """Return the heat map of how many integers are not rounded to the nearest; arguments as above."""
-    moved = moved_integers(run)
-    name, title = "moved", "Integers moved away from nearest rounding"
-    if not moved:
-        return Picture(name, title, NO_BLOCK)
-    most, fewest = _ends(moved, lambda part: f"{100 * part:.0f} %")
-    caption = (
-        f"{100 * np.mean(list(moved.values())):.0f} % of a projection's integers on average are not the "
-        f"nearest: most in {most}, fewest in {fewest}."
-    )
-    names = [name for name in run.projections if any(key[1] == name for key in moved)]
-    return Picture(name, title, caption, heat_map(moved, names, width, limits, "part of integers"))
-
-
-def _ends(values: Ratios, words: Callable[[float], str]) -> tuple[str, str]:
-    """Return in words where the largest and the smallest value are."""
-    largest, smallest = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
-    first, last = (
-        f"{name} of block {block} ({words(values[block, name])})" for block, name in (largest, smallest)
-    )
-    return first, last
+    return Picture(run.name, caption, heat_map(ratios, run.projections, width, limits, label))
 
 
 def limits_of(maps: Sequence[Ratios], step: float = 0.05) -> tuple[float, float]:
@@ -98,39 +65,21 @@ def heat_map(
     ``width`` and ``limits`` are those of :func:`final_loss_map`; ``label`` is that of the colours.
     """
     blocks = sorted({block for block, _ in values})
-    cells = np.full((len(projections), len(blocks)), np.nan)
-    for (block, projection), value in values.items():
-        cells[list(projections).index(projection), blocks.index(block)] = value
+    cells = [[values.get((block, name), np.nan) for block in blocks] for name in projections]
     # few blocks make no wide figure: cells keep their shape
     size = (min(width, max(HALF, 3.4 + 0.75 * len(blocks))), 0.34 * len(projections) + 0.9)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    mesh = axes.pcolormesh(
-        np.arange(len(blocks) + 1) - 0.5,
-        np.arange(len(projections) + 1) - 0.5,
-        np.ma.masked_invalid(cells),
-        cmap=HEAT,
-        vmin=limits[0],
-        vmax=limits[1],
-    )
+    mesh = axes.pcolormesh(np.ma.masked_invalid(cells), cmap=HEAT, vmin=limits[0], vmax=limits[1])
     axes.grid(visible=False)
-    axes.set(xlabel="block", yticks=range(len(projections)), yticklabels=projections)
+    axes.set(xlabel="block", yticks=np.arange(len(projections)) + 0.5, yticklabels=projections)
     axes.invert_yaxis()
     block_ticks(axes, blocks)
     if (size[0] - 3) / len(blocks) > 0.38:  # inches that a number takes
-        _write_numbers(figure, cells, limits)
+        for (row, column), value in np.ndenumerate(np.array(cells)):
+            if np.isfinite(value):
+                colour = on_heat((value - limits[0]) / (limits[1] - limits[0]))
+                place = {"ha": "center", "va": "center"}
+                axes.text(column + 0.5, row + 0.5, f"{value:.2f}", fontsize=8, color=colour, **place)
     figure.colorbar(mesh, ax=axes, label=label, pad=0.02)
     return figure
-
-
-def _write_numbers(figure: Figure, cells: NDArray[np.float64], limits: tuple[float, float]) -> None:
-    for (row, column), value in np.ndenumerate(cells):
-        if np.isfinite(value):
-            place = (value - limits[0]) / (limits[1] - limits[0])
-            look: dict[str, Any] = {
-                "ha": "center",
-                "va": "center",
-                "fontsize": 8,
-                "color": on_heat(place),
-            }
-            figure.axes[0].text(column, row, f"{value:.2f}", **look)

@@ -29,12 +29,7 @@ def width_map(run: StoredRun, width: float) -> Picture:
     names = list(dict.fromkeys(name for _, name in bits))
     of_ends = f" ({', '.join(ends)})" if ends else ""
     caption = f"Chosen are {counted(mixture.chosen)}{of_ends}."
-    return Picture(
-        "widths",
-        "Bits of a weight, by projection",
-        caption,
-        heat_map(bits, names, width, WIDTHS, "bits a weight"),
-    )
+    return Picture(run.name, caption, heat_map(bits, names, width, WIDTHS, "bits a weight"))
 
 
 def size_curve(run: StoredRun, width: float) -> Picture:
@@ -59,7 +54,7 @@ def size_curve(run: StoredRun, width: float) -> Picture:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel=f"file, {unit}", ylabel="KL divergence, nats per token")
     axes.legend()
-    return Picture("sizes", "Size and predicted divergence", _caption(run, mixture), figure)
+    return Picture(run.name, _caption(run, mixture), figure)
 
 
 def _caption(run: StoredRun, mixture: ShownMixture) -> str:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import matplotlib as mpl
@@ -35,27 +34,19 @@ HEAT = "cividis"
 class Picture:
     """Holds a figure with its conclusion, or the reason why there is none."""
 
-    name: str
-    """Id on the page, and name of the file."""
-    title: str
+    run: str
+    """Name of the run that it is about."""
     caption: str
     """Conclusion from the data; without a figure, a sentence on what is missing, and what to do."""
     figure: Figure | None = None
 
-    @cached_property
-    def svg(self) -> str:
-        """Return the figure as an SVG document."""
-        return self.saved("svg").decode()
 
-    def saved(self, kind: str) -> bytes:
-        """Return the figure as a file (``svg`` or ``png``), in the colours of a light page."""
-        if self.figure is None:
-            raise ValueError(f"{self.name} has no figure")
-        file = io.BytesIO()
-        with style():  # fonts of SVG text are chosen while it is written
-            metadata = {"Date": None} if kind == "svg" else None
-            self.figure.savefig(file, format=kind, dpi=110, metadata=metadata)
-        return file.getvalue()
+def saved(figure: Figure, kind: str) -> bytes:
+    """Return a figure as a file (``svg`` or ``png``), in the colours of a light page."""
+    file = io.BytesIO()
+    with style():  # fonts of SVG text are chosen while it is written
+        figure.savefig(file, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
+    return file.getvalue()
 
 
 @contextmanager
@@ -91,11 +82,12 @@ def style() -> Iterator[None]:
         yield
 
 
-def for_page(svg: str, name: str) -> str:
-    """Return the document ``Picture.svg`` as an element of the page: its colours follow the page's.
+def for_page(figure: Figure, name: str) -> str:
+    """Return a figure as an SVG element of the page, with colours that follow the page's.
 
     ``name`` comes before all ids, because an id may occur only once on a page.
     """
+    svg = saved(figure, "svg").decode()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -119,4 +111,4 @@ def on_heat(place: float) -> str:
 def block_ticks(axes: Axes, blocks: list[int], most: int = 12) -> None:
     """Label the x axis with block numbers, at most ``most`` of them."""
     step = int(np.ceil(len(blocks) / most))
-    axes.set_xticks(range(0, len(blocks), step), [str(block) for block in blocks[::step]])
+    axes.set_xticks(np.arange(0, len(blocks), step) + 0.5, [str(block) for block in blocks[::step]])

@@ -7,7 +7,7 @@ import numpy as np
 
 from aespa_pl.evaluation.table import ABSENT, KINDS, TextTable, joined_results
 from aespa_pl.measure import duration, human
-from aespa_pl.report.maps import Ratios, final_ratios
+from aespa_pl.report.maps import final_ratios
 from aespa_pl.report.stored import StoredRun
 
 NO_PERPLEXITY = (
@@ -93,7 +93,7 @@ def _costs(run: StoredRun) -> dict[str, str]:
         costs["bits per weight, with scales"] = f"{bits:.3f}"
     phases: dict[str, float] = {}
     for record in (*run.blocks.values(), run.tuned):
-        for phase, seconds in record.get("seconds", {}).items():
+        for phase, seconds in record.seconds.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
     total = sum(phases.values())
     for phase, seconds in phases.items():
@@ -102,39 +102,11 @@ def _costs(run: StoredRun) -> dict[str, str]:
         costs["all phases"] = duration(total)
     if seconds := run.metrics.get("seconds", {}).get("quantization"):
         costs["quantization, wall clock"] = duration(seconds)
-    peaks = [record["peak_bytes"] for record in run.blocks.values()]
+    peaks = [*(record.peak_bytes for record in run.blocks.values()), run.metrics.get("peak_bytes", {})]
     for place in ("host", "device"):
-        most = max(peak.get(place, 0) for peak in (*peaks, run.metrics.get("peak_bytes", {})))
-        if most:
+        if most := max(peak.get(place, 0) for peak in peaks):
             costs[f"{place} memory, peak"] = human(most, "B")
     return costs
-
-
-def block_table(run: StoredRun) -> TextTable:
-    """Return a row for each block: loss of each projection, errors, seconds and memory."""
-    ratios = final_ratios(run)
-    rows = {index: _block(index, record, ratios) for index, record in run.blocks.items()}
-    shown = {column for row in rows.values() for column in row}
-    last = ("output error", "tuning: before", "after", "seconds", "host memory")
-    head = [column for column in (*run.projections, *last) if column in shown]
-    return TextTable(
-        ["block", *head],
-        [[str(i), *(row.get(column, ABSENT) for column in head)] for i, row in rows.items()],
-    )
-
-
-def _block(index: int, record: Mapping[str, Any], ratios: Ratios) -> dict[str, str]:
-    """Return what is known of a block, by column."""
-    numbers: dict[str, float | None] = {name: x for (i, name), x in ratios.items() if i == index}
-    numbers["output error"] = next(reversed(record["output_error"].values()), None)
-    numbers["tuning: before"] = record["tuning"].get("start_error")
-    numbers["after"] = record["tuning"].get("error")
-    row = {column: f"{x:.3g}" for column, x in numbers.items() if x is not None}
-    if record["seconds"]:
-        row["seconds"] = f"{sum(record['seconds'].values()):.1f}"
-    if peak := record["peak_bytes"].get("host"):
-        row["host memory"] = human(peak, "B")
-    return row
 
 
 def by_key(

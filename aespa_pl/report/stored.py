@@ -1,9 +1,8 @@
 """Read what a run has stored; whatever is missing or damaged becomes a note on the page."""
 
-import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.later import measured
+from aespa_pl.evaluation.later import known, measured
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.schema import (
@@ -37,18 +36,18 @@ class StoredRun:
     folder: Path
     settings: Mapping[str, Any]
     """Settings of ``config.yaml``, their keys joined by dots; empty where there is none."""
-    blocks: Mapping[int, Mapping[str, Any]]
-    """What the journal has of each finished block, as ``ShownBlock`` defines it."""
+    blocks: Mapping[int, ShownBlock]
+    """What the journal has of each finished block."""
     metrics: Mapping[str, Any]
     """``metrics.json``, with the measurements of a later ``aespa-pl test``, which ``test.json`` has."""
     versions: Mapping[str, str]
-    tuned: Mapping[str, Any] = field(default_factory=dict)
-    """The seconds of the end-to-end tuning, by phase, under ``seconds``."""
-    shape: Mapping[str, float] = field(default_factory=dict)
+    tuned: ShownBlock
+    """What the journal has of the end-to-end tuning."""
+    shape: Mapping[str, float]
     """``weights`` (number) and ``bits_per_weight``, of the projections of the finished blocks."""
-    mixture: ShownMixture | None = None
+    mixture: ShownMixture | None
     """What was chosen for ``quantization.target``; None where there is none."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """Sentences about what is missing or damaged, and what to do about it."""
 
     @property
@@ -62,7 +61,7 @@ class StoredRun:
         return {
             (index, projection): values
             for index, record in self.blocks.items()
-            for projection, values in record["losses"].items()
+            for projection, values in record.losses.items()
         }
 
     @property
@@ -87,30 +86,23 @@ def read_run(folder: Path) -> StoredRun:
             f"An older version of aespa-pl wrote this run (journal format {journal.format}, today's is "
             f"{FORMAT}). The page shows what it stored; quantize again for the rest."
         )
-    damaged = list[str]()
-    blocks = {
-        int(key): _record(record, f"block {key}", damaged)
-        for key, record in journal.blocks.items()
-        if key.isascii() and key.isdecimal()
-    }
-    damaged += [f"block {key}" for key in journal.blocks if not (key.isascii() and key.isdecimal())]
-    tuned = _record(journal.tuned or {}, "tuned", damaged)
-    if damaged:
-        notes.append(f"journal.json is damaged, and this is left out: {_listed(damaged)}.")
+    blocks = {i: _record(journal.blocks[i], f"block {i}", notes) for i in sorted(journal.blocks)}
+    tuned = _record(journal.tuned or {}, "the end-to-end tuning", notes)
     if not blocks:
         notes.append("No block is finished yet. Make the report again when one is.")
     notes += _progress(folder, len(blocks))
     settings, quantization = _settings(folder, journal.fingerprint, notes)
     metrics, of_metrics = measured(folder)
+    description = known(ShownDescription, folder / "model" / DESCRIPTION, notes, "no versions are shown")
     return StoredRun(
-        folder=folder,
-        settings=settings,
-        blocks=dict(sorted(blocks.items())),
-        metrics=metrics,
-        versions=_versions(folder / "model" / DESCRIPTION, notes),
+        folder,
+        settings,
+        blocks,
+        metrics,
+        versions={} if description is None else description.versions,
         tuned=tuned,
         shape=_shape(folder, blocks, quantization, notes),
-        mixture=_mixture(folder / "mixture.json", notes),
+        mixture=known(ShownMixture, folder / "mixture.json", notes, "its map and curve are not shown"),
         notes=(*notes, *of_metrics),
     )
 
@@ -128,49 +120,22 @@ def _journal(folder: Path) -> ShownJournal:
     return journal
 
 
-def _record(content: Any, where: str, damaged: list[str]) -> dict[str, Any]:
-    """Return what is shown of a record; without any number where one of them is damaged."""
+def _record(content: Any, where: str, notes: list[str]) -> ShownBlock:
+    """Return what is shown of a record; nothing where one of its numbers is damaged."""
     try:
-        record = ShownBlock.model_validate(content)
+        return ShownBlock.model_validate(content)
     except ValidationError as error:
-        damaged.append(f"{where} ({first_problem(error)})")
-        record = ShownBlock()
-    return record.model_dump(exclude_none=True)
-
-
-def _versions(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        return parse(ShownDescription, path).versions if path.exists() else {}
-    except (OSError, DamagedFileError) as error:
-        notes.append(f"{path.name} cannot be read ({error}).")
-        return {}
-
-
-def _mixture(path: Path, notes: list[str]) -> ShownMixture | None:
-    try:
-        return parse(ShownMixture, path) if path.exists() else None
-    except (OSError, DamagedFileError) as error:
-        notes.append(f"{path.name} cannot be read ({error}), so its map and curve are not shown.")
-        return None
-
-
-def _listed(damaged: list[str], most: int = 3) -> str:
-    more = f" and {len(damaged) - most} more" if len(damaged) > most else ""
-    return ", ".join(damaged[:most]) + more
+        notes.append(f"journal.json is damaged, and {where} is left out: {first_problem(error)}.")
+        return ShownBlock()
 
 
 def _progress(folder: Path, finished: int) -> list[str]:
     """Return what there is to say about a run that is not finished."""
     if (folder / "metrics.json").is_file():
         return []
-    try:
-        config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
-        of = f" of {config['num_hidden_layers']}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        of = ""
     return [
-        f"This run has no metrics.json: it is still going, or it was stopped. {finished}{of} blocks are "
-        f"finished. Continue it with: {how_to_continue(folder)}"
+        "This run has no metrics.json: it is still going, or it was stopped. "
+        f"{finished} blocks are finished. Continue it with: {how_to_continue(folder)}"
     ]
 
 
@@ -178,16 +143,14 @@ def _settings(
     folder: Path, fingerprint: Mapping[str, Any], notes: list[str]
 ) -> tuple[dict[str, Any], QuantizationSettings | None]:
     """Return all settings as they are shown, keys joined by dots, and those that bits are counted by."""
+    shown: dict[str, Any] = {}
     try:
         content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         shown = flat(content) if isinstance(content, dict) else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        shown = {}
-    try:
         return shown, stored_settings(folder, fingerprint).quantization
-    except UserError as error:
-        reason, lost = type(error.__cause__).__name__, "bits per weight" if shown else "settings"
-        notes.append(f"config.yaml cannot be read ({reason}), so no {lost} are shown.")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, UserError) as error:
+        lost = "bits per weight" if shown else "settings"
+        notes.append(f"config.yaml cannot be read ({type(error).__name__}), so no {lost} are shown.")
         return shown, None
 
 

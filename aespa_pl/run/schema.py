@@ -145,13 +145,8 @@ class ShownJournal(Strict):
 
     format: int
     fingerprint: dict[str, Any] = {}
-    blocks: dict[str, Any]
+    blocks: dict[int, Any]
     tuned: Any = None
-
-
-class _Errors(Strict):
-    start_error: Number | None = None
-    error: Number | None = None
 
 
 class ShownBlock(Strict):
@@ -159,9 +154,7 @@ class ShownBlock(Strict):
 
     losses: Annotated[dict[str, Numbers], KNOWN] = {}
     seconds: Numbers = {}
-    output_error: Numbers = {}
     peak_bytes: Numbers = {}
-    tuning: Annotated[_Errors, KNOWN] = _Errors()
 
 
 class ShownDescription(Strict):

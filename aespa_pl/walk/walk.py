@@ -155,6 +155,7 @@ class Walk:
         error = record.output_error(streams, context.world) if streams.original else math.nan
         if math.isfinite(error):  # JSON has no other numbers
             later["output_error"] = {"rounded" if tuning is None else "tuned": error}
+            self._log({"output_error": error}, index)
         run.add_to_block(index, later)
         self._say_what_is_left()
 

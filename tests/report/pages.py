@@ -4,7 +4,7 @@ from pathlib import Path
 
 from aespa_pl.commands.report import report
 
-EVERY_FIGURE = {"final-loss", "moved"}
+EVERY_FIGURE = {"final-loss"}
 
 
 def write_page(folder: Path, *runs: Path) -> Path:

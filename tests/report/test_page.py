@@ -15,7 +15,7 @@ from aespa_pl.evaluation.table import result_table
 from aespa_pl.report.comparison import Cell, figure
 from aespa_pl.report.stored import read_run
 from tests.report.pages import EVERY_FIGURE, write_page
-from tests.report.simulated import PROJECTIONS, simulate
+from tests.report.simulated import simulate
 
 if find_spec("matplotlib") is None or find_spec("jinja2") is None:
     pytest.skip("matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True)
@@ -26,7 +26,7 @@ from aespa_pl.report import maps, results
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the figures of a page empty, as it takes seconds to draw them: words are looked at."""
-    monkeypatch.setattr("aespa_pl.report.picture.Picture.svg", '<svg viewBox="0 0 1 1"></svg>')
+    monkeypatch.setattr("aespa_pl.report.page.for_page", lambda *_: '<svg viewBox="0 0 1 1"></svg>')
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -121,13 +121,12 @@ def test_the_worst_projection_is_named(tmp_path: Path) -> None:
     assert "v_proj of block 1 (1.50)" in results.where_lost(run)
 
 
-def test_costs_and_blocks_are_the_journal_s(tmp_path: Path) -> None:
+def test_costs_are_the_journal_s(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 2)
     path = folder / "journal.json"
     journal = json.loads(path.read_text())
     for number, record in journal["blocks"].items():
         record["seconds"] = {"grid": 30.0, "polish": 10.0 * (1 + int(number))}
-        record["tuning"] |= {"start_error": 0.4, "error": 0.1}
     journal["tuned"] = {"start_error": 0.2, "error": 0.1, "seconds": {"tuning the model": 30.0}}
     path.write_text(json.dumps(journal))
     run = read_run(folder)
@@ -138,17 +137,6 @@ def test_costs_and_blocks_are_the_journal_s(tmp_path: Path) -> None:
     assert costs["all phases"] == "2.0 min"
     assert costs["host memory, peak"] == "2.1 GB"
     assert costs["blocks finished"] == "2"
-    table = results.block_table(run)
-    assert [row[table.head.index("seconds")] for row in table.rows] == ["40.0", "50.0"]
-    assert [row[table.head.index("tuning: before")] for row in table.rows] == ["0.4", "0.4"]
-    losses = journal["blocks"]["1"]["losses"]["v_proj"]
-    ratio = float(table.rows[1][table.head.index("v_proj")])
-    assert ratio == pytest.approx(losses["final"] / losses["nearest"], rel=0.01)
-
-
-def test_columns_that_no_block_has_are_left_out(tmp_path: Path) -> None:
-    table = results.block_table(read_run(simulate(tmp_path / "run/version_0", 2, extras=False)))
-    assert table.head == ["block", *PROJECTIONS, "seconds"]
 
 
 def test_names_with_dollars_and_html_are_shown_as_they_are(tmp_path: Path) -> None:
@@ -165,7 +153,7 @@ def test_names_with_dollars_and_html_are_shown_as_they_are(tmp_path: Path) -> No
     text = write_page(tmp_path / "page", folder).read_text()
     assert "<img" not in text
     assert "<b>$" not in text
-    assert text.count("a$\\frac{$&lt;img") >= 4  # table, verdict, both maps
+    assert text.count("a$\\frac{$&lt;img") >= 3  # table, verdict, map
 
 
 @pytest.mark.usefixtures("undrawn")  # on the page; the files are drawn
@@ -175,7 +163,7 @@ def test_figures_are_written_beside_the_page(tmp_path: Path) -> None:
     files = sorted(path.name for path in (folder / "report" / "figures").iterdir())
     assert files == sorted(f"{name}.png" for name in EVERY_FIGURE)
     assert (folder / "report" / "report.html").is_file()
-    assert (folder / "report" / "figures" / "moved.png").read_bytes()[:4] == b"\x89PNG"
+    assert (folder / "report" / "figures" / "final-loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_without_a_plotting_library_the_user_reads_what_to_install(

@@ -56,5 +56,5 @@ def test_the_page_has_both_and_a_damaged_file_becomes_a_note(tmp_path: Path) -> 
     assert 'id="section-sizes"' in text
     (folder / "mixture.json").write_text('{"predicted": -1}')
     text = write_page(tmp_path / "again", folder).read_text()
-    assert "mixture.json cannot be read" in text
+    assert "mixture.json is damaged" in text
     assert 'id="section-widths"' not in text
