@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from aespa_pl.report.maps import final_loss_map, final_ratios, limits_of
-from aespa_pl.report.picture import WIDE, style
+from aespa_pl.report.picture import WIDE, saved, style
 from aespa_pl.report.stored import read_run
 from aespa_pl.run.find import find_run
 
@@ -26,9 +26,9 @@ def main() -> None:
     with style():
         picture = final_loss_map(run, WIDE, limits_of([final_ratios(run)]))
     if picture.figure is None:
-        raise SystemExit(f"{run.folder}: no picture of {picture.title}. {picture.caption}")
-    path = arguments.folder / f"{picture.name}.png"
-    path.write_bytes(picture.saved("png"))
+        raise SystemExit(f"{run.folder}: {picture.caption}")
+    path = arguments.folder / "final-loss.png"
+    path.write_bytes(saved(picture.figure, "png"))
     print(f"{path}: {picture.caption}")
 
 

@@ -203,7 +203,7 @@ def shortages(folder: Path, needs: Needs) -> list[str]:
         "disk": (needs.disk, shutil.disk_usage(existing(folder)).free),
     }
     if device.type != "cpu":
-        have["device memory"] = (needs.most_on_device, free_bytes(device))
+        have["device memory"] = (max(needs.device.values()), free_bytes(device))
     return [
         f"{what}: {human(free, 'B')} are free here, {human(needed, 'B')} are needed"
         for what, (needed, free) in have.items()

@@ -11,7 +11,7 @@ from aespa_pl.algorithm import candidate_losses, optq
 from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
-from aespa_pl.planning.arithmetic import candidates_of, shifts
+from aespa_pl.planning.arithmetic import candidates_of
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import FLOAT, Setup, Shape, Work
 from aespa_pl.settings import QuantizationSettings
@@ -59,6 +59,21 @@ def hessian_bytes(shape: Shape, settings: QuantizationSettings, partition: Parti
     if settings.objective.query_key == "attention":
         numbers += (layout.heads + layout.key_value_heads) * layout.head_dim**2
     return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
+
+
+def shifts(shape: Shape, settings: QuantizationSettings) -> int:
+    """Return the numbers in what only the correction of earlier errors needs; 0 without it.
+
+    It is the shifts of the inputs, of the outputs that join the residual, and of V's weights.
+    """
+    if not settings.input_correction:
+        return 0
+    layout = shape.layout
+    outputs = {m.input: shape.hidden for m in shape.matrices if m.adds_to_residual}
+    numbers = sum(outputs.get(name, columns) * columns for name, columns in shape.inputs.items())
+    if settings.objective.value == "attention":
+        numbers += layout.key_value_heads * layout.head_dim * shape.hidden
+    return numbers
 
 
 def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:

@@ -20,7 +20,7 @@ from aespa_pl.planning.tuning import recomputes
 
 @dataclass(frozen=True)
 class Needs:
-    """Says what a run takes, in bytes, operations and seconds."""
+    """Says what a run takes, in bytes and seconds."""
 
     setup: Setup
     device: Mapping[str, int]
@@ -29,19 +29,12 @@ class Needs:
     disk: int
     waiting: Mapping[str, int]
     """Bytes on disk by what waits there while something is learned; the largest counts."""
-    flops: Mapping[str, float]
-    """Operations of one block on all devices together, by phase."""
     seconds: Mapping[str, float]
-    """Seconds of one block on the device that has most to do, by phase."""
+    """Seconds of all blocks on the device that has most to do, by phase."""
     partition: Partition
     room: Room
     rate: float
     """Operations a second of a device."""
-
-    @property
-    def most_on_device(self) -> int:
-        """Return the bytes that the device needs."""
-        return max(self.device.values())
 
 
 def needs_of(setup: Setup, *, stored_bytes: int, rate: float) -> Needs:
@@ -54,22 +47,25 @@ def needs_of(setup: Setup, *, stored_bytes: int, rate: float) -> Needs:
     partition = partition_for(setup, space.free)
     recompute = recomputes(shape, work, settings, space.free)
     on_device = device_bytes(setup, partition, recompute=recompute)
-    streams = 0 if setup.on_cpu else space.waiting
     if setup.on_cpu:  # processes of a host divide its processors
         rate /= devices.of_host
     flops = block_flops(shape, work, settings, partition, devices.count)
     return Needs(
         setup,
-        {phase: count and count + streams for phase, count in on_device.items()},
+        {phase: count and count + _streams(setup, space) for phase, count in on_device.items()},
         host_bytes(setup, partition, recompute=recompute),
         disk_bytes(setup, stored_bytes, partition),
         waiting_bytes(shape, settings, stored_bytes),
-        block_flops(shape, work, settings, partition),
-        {phase: count / rate for phase, count in flops.items()},
+        {phase: shape.blocks * count / rate for phase, count in flops.items()},
         partition,
         space,
         rate,
     )
+
+
+def _streams(setup: Setup, space: Room) -> int:
+    """Return the bytes of the hidden states that wait in an accelerator's memory."""
+    return 0 if setup.on_cpu else space.waiting
 
 
 def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
@@ -78,8 +74,7 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
     devices = needs.setup.devices
 
     def phase_in_words(phase: str, count: int) -> str:
-        streams = 0 if needs.setup.on_cpu else needs.room.waiting
-        if count - streams <= needs.room.free:
+        if count - _streams(needs.setup, needs.room) <= needs.room.free:
             return phase
         return f"{phase}: too much, {human(max(needs.room.free, 0.0), 'B')} may be taken"
 
@@ -93,18 +88,16 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
         host += f"; {devices.of_host} processes"
         on_device += f", each of {devices.count}"
         estimate += f"; {devices.count} devices, without what they send each other"
-    flops, total = sum(needs.flops.values()), sum(needs.seconds.values())
     largest = max(needs.waiting, key=needs.waiting.__getitem__)
     waiting = f", {largest}" if needs.waiting[largest] else ""
     blocks = f"{shape.blocks} blocks of {human(shape.block_weights)}"
     return [
         ("model", f"{human(parameters)} parameters", blocks),
-        ("device memory", human(needs.most_on_device, "B"), on_device),
+        ("device memory", human(max(needs.device.values()), "B"), on_device),
         *(("", human(n, "B"), phase_in_words(p, n)) for p, n in needs.device.items() if n),
         *(("", "divided", words) for words in portions_in_words(needs.partition, shape)),
         ("host memory", human(needs.host, "B"), host),
         ("disk", human(needs.disk, "B"), f"model, integers{waiting}"),
-        ("arithmetic", human(shape.blocks * flops, "FLOP"), f"{human(flops, 'FLOP')} a block"),
-        ("time", duration(shape.blocks * total), estimate),
-        *(("", duration(shape.blocks * n), phase) for phase, n in needs.seconds.items() if n),
+        ("time", duration(sum(needs.seconds.values())), estimate),
+        *(("", duration(seconds), phase) for phase, seconds in needs.seconds.items() if seconds),
     ]

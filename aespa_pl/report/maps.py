@@ -79,7 +79,7 @@ def heat_map(
         for (row, column), value in np.ndenumerate(np.array(cells)):
             if np.isfinite(value):
                 colour = on_heat((value - limits[0]) / (limits[1] - limits[0]))
-                place = {"ha": "center", "va": "center"}
-                axes.text(column + 0.5, row + 0.5, f"{value:.2f}", fontsize=8, color=colour, **place)
+                text = axes.text(column + 0.5, row + 0.5, f"{value:.2f}", color=colour, fontsize=8)
+                text.set(ha="center", va="center")
     figure.colorbar(mesh, ax=axes, label=label, pad=0.02)
     return figure

@@ -6,12 +6,13 @@ from typing import Literal
 import pytest
 
 from aespa_pl.models.family import Role
-from aespa_pl.planning.arithmetic import block_flops, shifts
+from aespa_pl.planning.arithmetic import block_flops
 from aespa_pl.planning.needs import (
     batch_bytes,
     disk_bytes,
     hessian_bytes,
     host_bytes,
+    shifts,
 )
 from aespa_pl.planning.shape import Work
 from aespa_pl.resolve import resolved
