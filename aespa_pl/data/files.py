@@ -7,36 +7,50 @@ string, and ends with StopIteration on an empty file.
 import gzip
 import hashlib
 import json
-import logging
 import os
-import re
 import stat
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
+
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
 from aespa_pl.errors import UserError
-
-log = logging.getLogger(__name__)
 
 Document = str | list[dict[str, Any]]
 """A text, or the messages of a conversation, each with ``role`` and ``content``."""
 JSON_FORMATS = (".json", ".jsonl")
 """Endings of files of which every row is an object; any other file is plain text."""
-FIELDS = ("text", "sentence")
-"""Field of a JSON row that holds its text; PTB calls it sentence."""
-MESSAGES = "messages"
-"""Field of a JSON row that holds a conversation, where the row has no text."""
 SENTENCE_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
 """Plain texts of which every line is a row. Any other plain text is one row."""
 LARGEST_TEXT = 4 * 10**9
 """Most characters of a text, five times C4's shard that the paper samples: one that never ends is refused."""
-REPORT_SECONDS = 10
-"""Seconds between two lines in the log about a text that is being read."""
+
+
+def _encodable(text: str) -> str:
+    text.encode()  # ValueError for half of a surrogate pair, which JSON can hold and UTF-8 can't
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
+class _Message(BaseModel):
+    role: Text
+    content: Text
+
+
+_TEXT = TypeAdapter[Any](Text), "a string of valid characters"
+_CONVERSATION = (
+    TypeAdapter[Any](Annotated[list[_Message], Field(min_length=1)]),
+    'a conversation such as [{"role": "user", "content": "..."}]',
+)
+FIELDS = {"text": _TEXT, "sentence": _TEXT, "messages": _CONVERSATION}
+"""Field of a JSON row that may hold its document, with its check and what is expected; PTB has sentences. The
+first field that the first row has counts."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +78,10 @@ class TextFile:
                 f"{key}: {given} is neither c4, wikitext2, ptb or embedded nor an existing file; "
                 f"looked for {file.path.absolute()}"
             )
-        if stat.S_ISDIR(status.st_mode):
-            raise UserError(f"{key}: {given} is a folder; name one file in it")
         if not stat.S_ISREG(status.st_mode):
             # its checksum is taken before it is read, so that a second run finds its tokens
             raise UserError(
-                f"{key}: {given} is a pipe or a device, and a text is read twice; write it to a "
-                "file and name that"
+                f"{key}: {given} is a folder, a pipe or a device; name one file, because it is read twice"
             )
         if status.st_size > LARGEST_TEXT:
             raise file.too_large()
@@ -112,15 +123,12 @@ class TextFile:
         return rows
 
     def _lines(self, file: TextIO) -> Iterator[str]:
-        """Yield the lines; a long text is reported, and one that does not end is refused."""
-        read, reported = 0, time.monotonic()
-        while line := file.readline(LARGEST_TEXT + 1):
-            read += len(line)
-            if read > LARGEST_TEXT:
+        """Yield the lines; a text that does not end is refused."""
+        left = LARGEST_TEXT
+        while line := file.readline(left + 1):
+            left -= len(line)
+            if left < 0:
                 raise self.too_large()
-            if time.monotonic() - reported > REPORT_SECONDS:
-                reported = time.monotonic()
-                log.warning("reading %s: %.1f GB of text so far", self.path, read / 1e9)
             yield line
 
     def _text_rows(self, lines: Iterator[str]) -> list[Document]:
@@ -132,37 +140,25 @@ class TextFile:
         return [text]
 
     def _json_rows(self, lines: Iterator[str]) -> list[Document]:
+        known = [field for field in FIELDS if self.conversations or FIELDS[field] is _TEXT]
         rows, field = list[Document](), ""
-        known = (*FIELDS, MESSAGES) if self.conversations else FIELDS
         for place, row in self._json_values(lines):
             if not isinstance(row, dict):
                 raise UserError(
                     f"{self.key}: {self.path}, {place}: expected an object such as "
                     f'{{"text": "..."}}, found {type(row).__name__}'
                 )
-            field = field or next((name for name in known if name in row), FIELDS[0])
-            document: Any = row.get(field)
-            if field == MESSAGES:
-                self._check_messages(document, place)
-            elif not _is_text(document):
+            field = field or next((name for name in known if name in row), known[0])
+            check, expected = FIELDS[field]
+            try:
+                check.validate_python(row.get(field))
+            except ValidationError as error:
                 raise UserError(
-                    f"{self.key}: {self.path}, {place}: the field {field!r} is missing or not a "
-                    "string of valid characters; every row needs its text in 'text' or 'sentence' "
+                    f"{self.key}: {self.path}, {place}: the field {field!r} is missing or not {expected} "
                     f"(fields found: {', '.join(row) or 'none'})"
-                )
-            rows.append(document)
+                ) from error
+            rows.append(row[field])
         return rows
-
-    def _check_messages(self, messages: object, place: str) -> None:
-        ours = isinstance(messages, list) and all(
-            isinstance(message, dict) and all(_is_text(message.get(n)) for n in ("role", "content"))
-            for message in messages
-        )
-        if not messages or not ours:
-            raise UserError(
-                f"{self.key}: {self.path}, {place}: the field '{MESSAGES}' is missing or is no "
-                'conversation; expected a list such as [{"role": "user", "content": "..."}]'
-            )
 
     def _json_values(self, lines: Iterator[str]) -> Iterator[tuple[str, object]]:
         """Yield where a value stands, and the value, of JSON lines or of one JSON array."""
@@ -174,15 +170,13 @@ class TextFile:
                     yield from ((f"row {i}", value) for i, value in enumerate(array, 1))
                 elif line.strip():
                     yield f"line {number}", json.loads(line.rstrip())
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
+            place, reason = number, "values are nested too deeply"
+            if isinstance(error, json.JSONDecodeError):
+                place, reason = number + error.lineno - 1, error.msg
             raise UserError(
-                f"{self.key}: {self.path}, line {number + error.lineno - 1}: {error.msg}; expected "
-                "JSON lines, or one JSON array of objects"
-            ) from error
-        except RecursionError as error:
-            raise UserError(
-                f"{self.key}: {self.path}, line {number}: values are nested too deeply; expected "
-                "JSON lines, or one JSON array of objects"
+                f"{self.key}: {self.path}, line {place}: {reason}; expected JSON lines, or one JSON array of "
+                "objects"
             ) from error
 
     @contextmanager
@@ -195,14 +189,7 @@ class TextFile:
                 f"{self.key}: {self.path} is not text in UTF-8 ({error.reason}); convert it, or "
                 "name another file"
             ) from error
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except (OSError, EOFError, zlib.error) as error:  # the last two: of gzip
             raise UserError(
-                f"{self.key}: {self.path} is not a whole gzip file ({error}); fetch it again"
+                f"{self.key}: cannot read {self.path}: {getattr(error, 'strerror', None) or error}"
             ) from error
-        except OSError as error:
-            raise UserError(f"{self.key}: cannot read {self.path}: {error.strerror or error}") from error
-
-
-def _is_text(value: object) -> bool:
-    """Return whether a text has no half of a surrogate pair, which JSON can hold and UTF-8 can't."""
-    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
