@@ -15,7 +15,7 @@ from aespa_pl.models.family import BlockLayout
 from aespa_pl.planning.budget import Room, room
 from aespa_pl.planning.shape import Setup, Shape
 from aespa_pl.planning.table import Needs
-from aespa_pl.planning.tuning import block_bytes, model_bytes
+from aespa_pl.planning.tuning import block_bytes, inputs_bytes, model_bytes
 from aespa_pl.run.folder import ANOTHER_FOLDER
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
@@ -120,11 +120,14 @@ def tuning_shortages(setup: Setup) -> list[str]:
     if not tuning.enabled:
         return []
     said, given = [], room(setup)
+    of_model = model_bytes(shape, work, settings, recompute=True)
+    if setup.on_cpu:
+        of_model += inputs_bytes(shape, work, settings)
     allowed = f" by data.memory_gb {data.memory_gb:g}" if data.memory_gb else ""
     shared = f" by each of {devices.of_host} processes" if devices.of_host > 1 else ""
     for key, section, needed in (
         ("blocks", tuning.blocks, block_bytes(shape, work, settings)),
-        ("model", tuning.model, model_bytes(shape, work, settings, recompute=True)),
+        ("model", tuning.model, of_model),
     ):
         if not section.enabled:
             continue

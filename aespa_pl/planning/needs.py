@@ -147,7 +147,8 @@ def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool 
         "rounding": steady + learned,
         "polish": steady + rounded + FLOAT * weights + polished,
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
-        "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=recompute),
+        "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=recompute)
+        + (0 if accelerator else tuning.inputs_bytes(shape, work, settings)),
     }
     if accelerator or shape.layout.mixture is None:
         return needs
@@ -204,7 +205,8 @@ def host_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = 
 
     The hidden states that an accelerator sends back lie in pinned memory.
     """
-    device, devices, place = 0, setup.devices, setup.data.hidden_states
+    devices, place = setup.devices, setup.data.hidden_states
+    device = tuning.inputs_bytes(setup.shape, setup.work, setup.quantization)
     if setup.on_cpu:
         device = max(device_bytes(setup, partition, recompute=recompute).values())
     hidden = 0
@@ -243,7 +245,7 @@ def waiting_bytes(shape: Shape, settings: QuantizationSettings, stored_bytes: in
     waiting = {"two checkpoints of a block": of_block}
     if settings.tuning.model.enabled:
         replaced = shape.block_weights * stored_bytes + shape.weights
-        if settings.tuning.model.integer_rate:
+        if settings.tuning.model.integer_rate and settings.tuning.model.blocks != "disk":
             integers = shape.blocks * shape.weights
             checkpoints = max(replaced, 2 * tuning.CHECKPOINT_BYTES * integers)
             waiting["two checkpoints of the end-to-end tuning"] = checkpoints + integers

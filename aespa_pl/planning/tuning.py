@@ -27,6 +27,9 @@ SCALE_BYTES = 6 * FLOAT
 place of the logarithm take the same twice."""
 LOGITS = 6
 """Tensors of the logits' size at once: both models' logits and log-probabilities, divergence, gradient."""
+PASSING = 3
+"""Tensors of the size of a mini-batch's hidden states on the device beside a block that was read from disk: its
+input, its output by segment and as a whole; the same of gradients."""
 BACKWARD = 2
 """Number of forward passes that a backward pass takes as long as."""
 
@@ -54,21 +57,32 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     tuning = settings.tuning.model
     if not tuning.enabled:
         return 0
-    of_weight = MODEL_BYTES_LEARNED if tuning.integer_rate else MODEL_BYTES
-    weights = shape.blocks * of_weight * shape.weights
-    if tuning.blocks == "disk":
-        weights, recompute = MODEL_BYTES * shape.weights, True
-    tokens = int(tuning.batch_size) * work.length
-    of_block = tokens * _activations(shape, work) + FLOAT * shape.weights
-    kept = of_block + shape.blocks * FLOAT * tokens * shape.hidden
+    on_disk, tokens = tuning.blocks == "disk", int(tuning.batch_size) * work.length
+    running = work.length if on_disk else tokens
+    of_weight = MODEL_BYTES_LEARNED if tuning.integer_rate and not on_disk else MODEL_BYTES
+    of_block = running * _activations(shape, work) + FLOAT * shape.weights
+    if on_disk:
+        of_blocks = of_block + PASSING * FLOAT * tokens * shape.hidden
+    elif recompute:
+        of_blocks = of_block + shape.blocks * FLOAT * tokens * shape.hidden
+    else:
+        of_blocks = shape.blocks * of_block
     return (
-        weights
+        (1 if on_disk else shape.blocks) * of_weight * shape.weights
         + shape.blocks * _scale_bytes(shape, settings)
-        + (kept if recompute else shape.blocks * of_block)
+        + of_blocks
         + (FLOAT + work.dtype_bytes) * shape.stem_weights  # also the original's head
-        + LOGITS * FLOAT * tokens * shape.vocabulary
+        + LOGITS * FLOAT * running * shape.vocabulary
         + _transient(shape)
     )
+
+
+def inputs_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
+    """Return the bytes of the blocks' inputs that wait in host memory; 0 unless blocks are on disk."""
+    tuning = settings.tuning.model
+    if not tuning.enabled or tuning.blocks != "disk":
+        return 0
+    return shape.blocks * FLOAT * int(tuning.batch_size) * work.length * shape.hidden
 
 
 def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: float) -> bool:
