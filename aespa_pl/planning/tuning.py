@@ -28,8 +28,8 @@ place of the logarithm take the same twice."""
 LOGITS = 6
 """Tensors of the logits' size at once: both models' logits and log-probabilities, divergence, gradient."""
 PASSING = 3
-"""Tensors of the size of a mini-batch's hidden states on the device beside a block that was read from disk: its
-input, its output by segment and as a whole; the same of gradients."""
+"""Tensors of the size of a mini-batch's hidden states on the device, beside a block that was read from disk:
+its input, its output by segment and as a whole; the same of gradients."""
 BACKWARD = 2
 """Number of forward passes that a backward pass takes as long as."""
 
