@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.observe import observing
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Attention, Family
+from aespa_pl.models.family import Family
+from aespa_pl.models.observed import Attention
 
 COLUMNS = [
     "model", "batch", "ours, s", "plain, s", "ratio", "forward, s", "ours / forward",

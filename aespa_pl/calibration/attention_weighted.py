@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from aespa_pl.algorithm.products import multiplying_in, operand
-from aespa_pl.models.family import Attention, BlockLayout
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.observed import Attention
 
 CHUNKS, CHUNK_ROWS = 8, 128
 """Rows are in so many chunks, which leaves out 7 of 16 products; no chunk has fewer rows than this,

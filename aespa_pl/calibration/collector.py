@@ -23,10 +23,12 @@ from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import Observation
 from aespa_pl.calibration.statistics import BlockStatistics, Shifts
 from aespa_pl.calibration.sums import INPUT, MAGNITUDE, OUTPUT_SHIFT, SHIFT, Sums, rows, stream
-from aespa_pl.models.family import Attention, BlockLayout, InputGroup
+from aespa_pl.models.family import BlockLayout, InputGroup
+from aespa_pl.models.observed import Attention
 
 ATTENDED, ATTENDED_SHIFT, KEYS, QUERIES = "attended", "attended shift", "keys", "queries"
 QUERY_GAIN, KEY_GAIN = "query gain", "key gain"
+GATE = "gate"
 
 
 class StatisticsCollector:
@@ -118,6 +120,10 @@ class StatisticsCollector:
         attended = sums.get(ATTENDED)
         for total in (*inputs.values(), *(() if attended is None else attended)):
             mirror(total)
+        if GATE in sums and ATTENDED_SHIFT in sums:
+            # H_V has the mean of the squared gates of a head, and each row of the shift its own
+            gates = sums[GATE].clamp(min=torch.finfo(torch.float32).tiny)
+            sums[ATTENDED_SHIFT].mul_((gates.mean(1, keepdim=True) / gates)[..., None])
         shifts = Shifts(sums.named(SHIFT), sums.named(OUTPUT_SHIFT), sums.get(ATTENDED_SHIFT))
         return BlockStatistics(
             {name: Hessian(total[None]) for name, total in inputs.items()},
@@ -153,11 +159,20 @@ class StatisticsCollector:
         d = seen.inputs[self.layout.groups[0].name].shape[-1]
         mean = self.layout.key_value_heads / self.layout.heads  # over the query heads of a value head
         outputs = None if original is None else self._attention_shifts(seen, original)
+        gates = self._gates(cast(Attention, seen.attention))
         for i, AX in enumerate(self._weighted_inputs(seen)):
+            shift = None if outputs is None else outputs[self.heads[i]]
+            if gates is not None:
+                gate = gates[self.heads[i]]
+                root = gate.square().mean(1, keepdim=True).sqrt()
+                AX.mul_(root)
+                self._sums.of(GATE, AX, len(self.heads), gate.shape[1])[i].add_(gate.square().sum(0))
+                if shift is not None:
+                    shift = shift * gate / root.clamp(min=torch.finfo(torch.float32).tiny)
             factor = operand(AX)
             add_gram(self._sums.of(ATTENDED, AX, len(self.heads), d, d)[i], factor, factor=mean)
-            if outputs is not None:
-                shift = operand(outputs[self.heads[i]])
+            if shift is not None:
+                shift = operand(shift)
                 total = self._sums.of(ATTENDED_SHIFT, AX, len(self.heads), shift.shape[1], d)
                 total[i].addmm_(shift.T, factor, alpha=mean)
 
@@ -172,6 +187,14 @@ class StatisticsCollector:
         B, L = seen.inputs[self.layout.groups[0].name].shape[:2]
         shift = shift.reshape(B, L, heads, -1, self.layout.head_dim)  # [B, L, n_kv, shared, d_h]
         return shift.permute(2, 0, 3, 1, 4).flatten(1, 3)
+
+    def _gates(self, attention: Attention) -> Tensor | None:
+        """Return what multiplies the attention's outputs, ``[n_kv, B * query heads * L, d_h]``."""
+        if attention.gate is None:
+            return None
+        B, _, L, d_h = attention.gate.shape
+        by_value = attention.gate.float().reshape(B, self.layout.key_value_heads, -1, L, d_h)
+        return by_value.transpose(0, 1).flatten(1, 3)
 
     def _weighted_inputs(self, seen: Observation) -> Iterator[Tensor]:
         attention = cast(Attention, seen.attention)  # observed, because H_V was asked for

@@ -2,7 +2,8 @@
 
 The output of a mixture is ``sum_e g_e E_e(x)``, so an error of expert e counts with the square of its weight:
 its Hessian is the mean of ``2 x x^T`` over its tokens with the weights ``g_e^2``. An expert that has seen
-fewer tokens T than its input has columns c takes the share ``1 - T / c`` of its Hessian from all tokens.
+fewer tokens T than its input has columns c takes the share ``1 - T / c`` of its Hessian from all tokens. A
+shared expert is one more expert, which every token is routed to.
 
 Source: docs/families.md, "Mixtures of experts"; not in the paper.
 """
@@ -68,6 +69,8 @@ class ExpertSums:
             target, output = stream(original, name, shape), stream(seen, name, shape)
             root = token_weights(target, output).sqrt().flatten()[:, None]
             moved = (target - output).flatten(0, 1) * root
+            if self.mixture.shared_gate is not None:  # all experts of a token make up for it together
+                moved /= scores.sum(1, keepdim=True).clamp(min=1)
             shift = rows(original.inputs[name]) - X_all
         for input_name, p in self.inputs.items():
             token, place = routed(indices, cast(int, p.expert))
@@ -129,7 +132,7 @@ class ExpertSums:
                     add_gram(gram, operand(X))
                 total.add_(gram, alpha=found.layer_share)
             else:
-                expert = cast(Expert, block.get_submodule(f"{self.mixture.experts}.{p.expert}"))
+                expert = cast(Expert, block.get_submodule(p.module.rpartition(".")[0]))
                 inner = rows(expert.inner(hidden))
                 add_gram(total, operand(inner), factor=found.layer_share)
 

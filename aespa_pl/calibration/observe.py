@@ -5,10 +5,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from aespa_pl.models.family import Attention, InputGroup, Projection
+from aespa_pl.models.family import InputGroup, Projection
+from aespa_pl.models.observed import Attention
 from aespa_pl.models.parts import ExpertMixture
 
 ObserveAttention = Callable[[Callable[[Attention], None]], AbstractContextManager[None]]
@@ -33,7 +35,8 @@ class Observation:
     attention: Attention | None = None
     """Queries and keys of the attention; None where they were not asked for."""
     routing: tuple[Tensor, Tensor] | None = None
-    """Weights and experts of each token, ``[N, k]``; None without a mixture of experts."""
+    """Weights and experts of each token, ``[N, k]``, with a shared expert ``[N, k + 1]``; None without a
+    mixture of experts."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,6 @@ def observing(
     def see_attention(attention: Attention) -> None:
         seen.attention = attention
 
-    def see_routing(_module: nn.Module, _arguments: object, output: Any) -> None:
-        seen.routing = output[1:]
-
     with ExitStack() as stack:
 
         def keep(module: str, name: str, residual: Residual | None) -> None:
@@ -84,11 +84,26 @@ def observing(
                 keep(first.module, name, _residual(first))
         if mixture is not None:
             keep(mixture.module, mixture.module, Residual(mixture.residual))
-            router = block.get_submodule(mixture.router)
-            stack.callback(router.register_forward_hook(see_routing).remove)
+            for handle in _keep_routing(seen, block, mixture):
+                stack.callback(handle.remove)
         if attention is not None:
             stack.enter_context(attention(see_attention))
         yield seen
+
+
+def _keep_routing(seen: Observation, block: nn.Module, mixture: ExpertMixture) -> Iterator[RemovableHandle]:
+    def see_router(_module: nn.Module, _arguments: object, output: Any) -> None:
+        seen.routing = output[1:]
+
+    def see_shared_gate(_module: nn.Module, _arguments: object, output: Tensor) -> None:
+        if seen.routing is not None:  # the router runs before
+            scores, indices = seen.routing
+            everywhere = torch.full_like(indices[:, :1], mixture.count)
+            seen.routing = torch.cat((scores, output.sigmoid()), 1), torch.cat((indices, everywhere), 1)
+
+    yield block.get_submodule(mixture.router).register_forward_hook(see_router)
+    if mixture.shared_gate is not None:
+        yield block.get_submodule(mixture.shared_gate).register_forward_hook(see_shared_gate)
 
 
 def _residual(p: Projection) -> Residual | None:

@@ -12,6 +12,7 @@ from aespa_pl.models.family import Family
 from aespa_pl.models.gemma import Gemma2Family, Gemma3Family
 from aespa_pl.models.gpt_oss import GptOssFamily
 from aespa_pl.models.granite import GraniteFamily
+from aespa_pl.models.hybrid import HybridFamily
 from aespa_pl.models.llama import LlamaFamily
 from aespa_pl.models.moe import MixtralFamily, Qwen3MoeFamily
 from aespa_pl.models.olmo import OlmoFamily
@@ -29,6 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     OlmoFamily(),
     Qwen3MoeFamily(),
     MixtralFamily(),
+    HybridFamily(),
     GptOssFamily(),
 )
 
@@ -45,6 +47,8 @@ MISSING = {
     "mistral3": "its image encoder; the text model alone, ministral3, is supported",
     "phi4_multimodal": "its encoders of images and sound",
     "exaone4_5": "its image encoder",
+    "qwen3_5": "its image encoder; the text model alone, qwen3_5_text, is supported",
+    "qwen3_5_moe": "its image encoder; the text model alone, qwen3_5_moe_text, is supported",
     "olmo_hybrid": "linear attention",
     "granitemoehybrid": "Mamba layers",
 }

@@ -19,7 +19,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
     eager_attention_forward as attention_with_sinks,
 )
 
-from aespa_pl.models.family import Attention
+from aespa_pl.models.observed import Attention
 
 IMPLEMENTATION = "aespa_observed"
 

@@ -11,7 +11,6 @@ from transformers.masking_utils import create_causal_mask
 
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import (
-    Attention,
     BlockLayout,
     Family,
     FoldIntoNorm,
@@ -20,6 +19,7 @@ from aespa_pl.models.family import (
     Projection,
     Role,
 )
+from aespa_pl.models.observed import Attention
 
 FUSED = "self_attention.query_key_value"
 

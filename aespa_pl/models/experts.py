@@ -88,7 +88,7 @@ def taken_apart(module: nn.Module, fused: Fused, gated: Gated) -> Experts:
 
 
 def expert_groups(
-    mixture: ExpertMixture, norm: str, readers: tuple[str, ...], *, linear_in_up: bool = True
+    mixture: ExpertMixture, fold: FoldIntoNorm, shared: str | None = None, *, linear_in_up: bool = True
 ) -> tuple[InputGroup, ...]:
     """Return the groups of a mixture's experts: one input for gate and up of all, one for each down.
 
@@ -96,18 +96,20 @@ def expert_groups(
 
     Args:
         mixture: The mixture.
-        norm: Path of the norm before it.
-        readers: Paths of modules that read the norm's output and keep their precision.
+        fold: Says what takes the zeta of its input.
+        shared: Path of the shared expert; None: there is none.
         linear_in_up: Whether a factor of an output of up is one of an input of down.
     """
     ups: list[Projection] = []
     downs: list[InputGroup] = []
-    for number in range(mixture.count):
-        path, name = f"{mixture.experts}.{number}", f"expert_{number}"
+    each = {f"expert_{number}": f"{mixture.experts}.{number}" for number in range(mixture.count)}
+    if shared is not None:
+        each["shared_expert"] = shared
+    for number, (name, path) in enumerate(each.items()):
         ups += (
             Projection(f"{name}_{kind}_proj", f"{path}.{kind}_proj", expert=number) for kind in ("gate", "up")
         )
         down = Projection(f"{name}_down_proj", f"{path}.down_proj", residual=mixture.residual, expert=number)
-        fold = FoldIntoRows(f"{name}_up_proj") if linear_in_up else None
-        downs.append(InputGroup(f"{name}_hidden", (down,), fold))
-    return (InputGroup("mlp_input", tuple(ups), FoldIntoNorm(norm, readers=readers)), *downs)
+        rows = FoldIntoRows(f"{name}_up_proj") if linear_in_up else None
+        downs.append(InputGroup(f"{name}_hidden", (down,), rows))
+    return (InputGroup("mlp_input", tuple(ups), fold), *downs)

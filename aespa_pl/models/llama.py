@@ -20,7 +20,6 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from aespa_pl.errors import UserError
 from aespa_pl.models.attention import observed
 from aespa_pl.models.family import (
-    Attention,
     BlockLayout,
     Family,
     FoldIntoNorm,
@@ -29,14 +28,27 @@ from aespa_pl.models.family import (
     Projection,
     Role,
 )
+from aespa_pl.models.observed import Attention
 
 MASKS = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
 }
-"""Function that makes the mask of each kind of block, by the kind's name in ``config.layer_types``."""
 
-LISTED_KINDS = ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3", "exaone4", "gpt_oss")
+LISTED_KINDS = (
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "gemma2",
+    "gemma3_text",
+    "olmo3",
+    "exaone4",
+    "gpt_oss",
+    "qwen2_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 """Model types whose blocks have the kinds that ``config.layer_types`` lists."""
 ONE_WINDOW = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe")
 """Model types with one sliding window in all blocks, or in none; all others have none."""
@@ -67,6 +79,8 @@ class LlamaFamily(Family):
     """Whether cos and sin have one column for each pair of columns that is rotated (gpt-oss)."""
     norm_offset: ClassVar[float] = 0.0
     """What a norm adds to its weight."""
+    masks: ClassVar[Mapping[str, Callable[..., Tensor | None]]] = MASKS
+    """Function that makes the mask of each kind of block, by the kind's name in ``config.layer_types``."""
 
     def check(self, config: PreTrainedConfig) -> None:
         """Refuse a quantized model, and attention masks that the library would not make.
@@ -77,10 +91,10 @@ class LlamaFamily(Family):
         """
         super().check(config)
         used, stated = attention_kinds(config), getattr(config, "layer_types", None)
-        if unknown := sorted(set(used) - MASKS.keys()):
+        if unknown := sorted(set(used) - self.masks.keys()):
             raise UserError(
                 f"model.pretrained: layer_types {', '.join(unknown)} in config.json is not "
-                f"supported: expected {' or '.join(MASKS)}"
+                f"supported: expected {' or '.join(self.masks)}"
             )
         if stated is not None and tuple(stated) != used:
             raise UserError(
@@ -152,7 +166,7 @@ class LlamaFamily(Family):
         by_kind = hasattr(rotary, "layer_types")
         return {
             kind: {
-                "attention_mask": MASKS[kind](
+                "attention_mask": self.masks[kind](
                     model.config, hidden, attention_mask=None, past_key_values=None
                 ),
                 "position_embeddings": rotary(hidden, positions, *((kind,) if by_kind else ())),
@@ -219,7 +233,7 @@ class LlamaFamily(Family):
 
     def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Return what the norms on query and key heads multiply by, where there are any."""
-        attention: Any = block.get_submodule("self_attn")
+        attention: Any = getattr(block, "self_attn", None)
         if not hasattr(attention, "q_norm"):
             return None
         weights = (norm.weight + self.norm_offset for norm in (attention.q_norm, attention.k_norm))
@@ -228,7 +242,7 @@ class LlamaFamily(Family):
 
 
 def attention_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the kind of attention, a key of MASKS, of each block as the library runs it."""
+    """Return the kind of each block as the library runs it, a key of the family's masks."""
     if config.model_type in LISTED_KINDS:
         return tuple(config.layer_types)
     window = config.sliding_window if config.model_type in ONE_WINDOW else None
@@ -244,6 +258,8 @@ def _keep_scale(
 
     def hook(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
         parts = output.unflatten(-1, (-1, norm.weight.numel()))  # [B, L, heads or 1, ...]
+        if parts.shape[2] > heads:  # a gate follows each query
+            parts = parts[:, :, ::2]
         scale = 1 / (parts.float().square().mean(-1) + epsilon)
         seen[name] = scale.expand(*scale.shape[:2], heads).transpose(1, 2)
 

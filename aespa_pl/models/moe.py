@@ -1,7 +1,8 @@
-"""Qwen3-MoE and Mixtral are of the LLaMA type, with a mixture of experts as feed-forward network.
+"""Qwen2-MoE, Qwen3-MoE and Mixtral are of the LLaMA type, with a mixture of experts in their blocks.
 
 A router chooses k experts for each token, and the output is the sum of theirs, weighted by the router's
-probabilities. The router keeps its precision.
+probabilities. The router keeps its precision. Qwen2-MoE adds the output of a shared expert, multiplied by the
+sigmoid of a linear layer with one output, which keeps its precision as well.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from aespa_pl.models.experts import expert_groups, taken_apart
-from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.experts import Expert, expert_groups, taken_apart
+from aespa_pl.models.family import BlockLayout, FoldIntoNorm
 from aespa_pl.models.llama import LlamaFamily
 from aespa_pl.models.parts import NAME, ExpertMixture, Fused, Part
 
@@ -39,10 +40,15 @@ class MixtureFamily(LlamaFamily):
         dense = super().layout(config, index)
         if not self.has_experts(config, index):
             return dense
-        norm = "post_attention_layernorm"
+        norm, readers, shared = "post_attention_layernorm", [self.router], None
         count, chosen = self.experts_of(config), int(config.num_experts_per_tok)
         mixture = ExpertMixture("mlp", self.router, "mlp.experts", count, chosen, residual=norm)
-        experts = expert_groups(mixture, norm, (self.router,), linear_in_up=self.linear_in_up)
+        if hasattr(config, "shared_expert_intermediate_size"):
+            shared, gate = "mlp.shared_expert", "mlp.shared_expert_gate"
+            mixture = replace(mixture, shared_gate=gate)
+            readers.append(gate)
+        fold = FoldIntoNorm(norm, self.norm_offset, tuple(readers))
+        experts = expert_groups(mixture, fold, shared, linear_in_up=self.linear_in_up)
         groups = (*dense.groups[:2], *experts)
         return replace(dense, groups=groups, mixture=mixture)
 
@@ -53,18 +59,21 @@ class MixtureFamily(LlamaFamily):
             if self.has_experts(model.config, index):
                 fused = block.mlp.experts
                 block.mlp.experts = taken_apart(fused, self.fused, self.gated(fused))
+                if (shared := getattr(block.mlp, "shared_expert", None)) is not None:
+                    layers = (shared.gate_proj, shared.up_proj, shared.down_proj)
+                    block.mlp.shared_expert = Expert(*layers, self.gated(shared))
 
     def gated(self, fused: Any) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return what joins the outputs of gate and up in the library's module of all experts."""
+        """Return what joins the outputs of gate and up in the library's module of experts."""
         activation: nn.Module = fused.act_fn
         return lambda gate, up: activation(gate) * up
 
 
 class Qwen3MoeFamily(MixtureFamily):
-    """Adapts Qwen3-MoE."""
+    """Adapts Qwen2-MoE, which has a shared expert, and Qwen3-MoE, which has none."""
 
-    title = "Qwen3-MoE"
-    model_types = ("qwen3_moe",)
+    title = "Qwen2-MoE, Qwen3-MoE"
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_moe", "qwen3_moe")
 
     def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
         """Return whether a block has experts; configurations may leave some blocks dense."""

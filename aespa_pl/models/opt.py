@@ -12,7 +12,6 @@ from transformers.masking_utils import create_causal_mask
 
 from aespa_pl.models.attention import observed
 from aespa_pl.models.family import (
-    Attention,
     BlockLayout,
     Family,
     FoldIntoNorm,
@@ -21,6 +20,7 @@ from aespa_pl.models.family import (
     Projection,
     Role,
 )
+from aespa_pl.models.observed import Attention
 
 
 class OptFamily(Family):

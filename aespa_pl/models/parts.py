@@ -26,6 +26,13 @@ class ExpertMixture:
     """Number k of experts that a token is routed to."""
     residual: str
     """Path of the module whose input the output is added to."""
+    shared_gate: str | None = None
+    """Path of the linear layer whose output, behind a sigmoid, is the weight of the shared expert. All tokens
+    are routed to this expert, whose number comes after those of the others; None: there is none."""
+
+    def share(self, expert: int) -> float:
+        """Return the share of the tokens that an expert gets, on average."""
+        return self.chosen / self.count if expert < self.count else 1.0
 
 
 @dataclass(frozen=True)

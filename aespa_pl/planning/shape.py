@@ -116,12 +116,11 @@ class Shape:
 
 def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:
     matrices, mixture = {}, layout.mixture
-    routed = mixture.chosen / mixture.count if mixture is not None else 1.0
     inputs = ((g.name, name, p) for g in layout.groups for name, ps in g.inputs.items() for p in ps)
     for group, name, p in inputs:
         rows, columns = projection_weight(block, layout, p).shape
         added = p.residual is not None and not p.normed
-        share = 1.0 if p.expert is None else routed
+        share = 1.0 if p.expert is None or mixture is None else mixture.share(p.expert)
         matrices[p.name] = Matrix(rows, columns, p.role, group, name, added, share)
     return matrices
 

@@ -168,7 +168,8 @@ def transformations_of(
         values = layout.values_before(group)
         if values is not None:
             heads = layout.key_value_heads, layout.head_dim, layout.heads // layout.key_value_heads
-            made = HeadMatrices(*heads, epochs) if matrices else ChannelFactors(*heads)
+            mixes = matrices and not layout.gated  # a gate lets no channel into another
+            made = HeadMatrices(*heads, epochs) if mixes else ChannelFactors(*heads)
             rows[values.name] = made
         elif group.fold is not None:
             made = ChannelFactors(1, names[f"{group.projections[0].module}.weight"].shape[1])
@@ -177,6 +178,7 @@ def transformations_of(
             else:
                 both = (f"{group.fold.module}.{kind}" for kind in ("weight", "bias"))
                 found |= {n: OfVector(made, group.fold.offset) for n in both if n in names}
+                found |= {f"{r}.weight": OfLayer(layout, {}, {}, made) for r in group.fold.readers}
         else:
             continue
         columns |= dict.fromkeys((p.module for p in group.projections), made)

@@ -38,8 +38,11 @@ def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
     All projections of one linear layer become one weight. Parameters that the recipe doesn't learn stay.
     """
     block, layout, starts = tunable.block, tunable.layout, tunable.weights
-    vectors = {n: tunable.dtypes[n] for n, p in block.named_parameters() if p.dim() == 1}
-    for path, projections in _layers(layout).items():
+    layers = _layers(layout)
+    transformed = recipe.transforms.keys() - {f"{path}.weight" for path in layers}  # routers among them
+    others = (n for n, p in block.named_parameters() if p.dim() == 1 or n in transformed)
+    vectors = {name: tunable.dtypes[name] for name in others}
+    for path, projections in layers.items():
         layer = cast(nn.Linear, block.get_submodule(path))
         first = starts[projections[0].name]
         start = _with_tensors(

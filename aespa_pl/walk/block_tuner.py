@@ -114,7 +114,7 @@ class BlockTuner:
         if between is None:
             return [Unit("", layout.groups, self._run_block, targets)]
         groups = layout.groups
-        end = 1 + next(i for i, group in enumerate(groups) if layout.values_before(group))
+        end = 1 + next(i for i, group in enumerate(groups) if group.projections[0].residual is not None)
         return [
             Unit(ATTENTION, groups[:end], partial(self._run_attention, groups[-1]), between),
             Unit(FEED_FORWARD, groups[end:], self._run_block, targets),

@@ -15,7 +15,7 @@ from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import observing
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.errors import UserError
-from aespa_pl.models.family import Attention
+from aespa_pl.models.observed import Attention
 from aespa_pl.run.context import Context
 from aespa_pl.storage.batches import Batches, MatricesOnDisk
 from aespa_pl.storage.transfer import in_turn, sending_back

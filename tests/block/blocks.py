@@ -125,7 +125,11 @@ def rows_by_hand(block: nn.Module, layout: BlockLayout, name: str, module: str) 
         if module.endswith("gate_up_proj"):
             gate, up = weight.chunk(2)
             weight = gate if name == "gate_proj" else up
+        if name == "q_gate":
+            weight = weight.view(layout.heads, 2, size, -1)[:, 1].flatten(0, 1)
         return weight[None].float()
+    if layout.gated and role(name) == "query":  # of each head the query, and then its gate
+        return weight.view(layout.heads, 2, size, -1)[:, 0].float()
     fused = module.endswith("query_key_value")
     parts, part = (3, ["query", "key", "value"].index(name)) if fused else (1, 0)
     first = 0

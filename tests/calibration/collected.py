@@ -25,6 +25,8 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     SmolLM3Config,
@@ -37,7 +39,8 @@ from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import Observation, observing
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Attention, BlockLayout, Family
+from aespa_pl.models.family import BlockLayout, Family
+from aespa_pl.models.observed import Attention
 
 LENGTH, SEGMENTS, HEADS, HEAD_SIZE = 7, 8, 4, 6
 WIDTH = HEADS * HEAD_SIZE
@@ -116,6 +119,19 @@ def gemma3() -> PreTrainedModel:
 
 def olmo2() -> PreTrainedModel:
     return Olmo2ForCausalLM(Olmo2Config(**LLAMA, **PLAIN, num_key_value_heads=2))
+
+
+def hybrid() -> PreTrainedModel:
+    """Have gated attention, and rotate 4 of the 6 columns of a head."""
+    return Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            **LLAMA,
+            num_key_value_heads=2,
+            head_dim=HEAD_SIZE,
+            partial_rotary_factor=0.7,
+            layer_types=["full_attention"],
+        )
+    )
 
 
 MODELS = [opt, bloom, llama, grouped, window, qwen3, granite, phi3]

@@ -9,7 +9,8 @@ from torch import Tensor
 from aespa_pl.algorithm.products import multiplying_in
 from aespa_pl.calibration import attention_weighted
 from aespa_pl.calibration.attention_weighted import attention_weighted_inputs, chunk_rows
-from aespa_pl.models.family import Attention, BlockLayout
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.observed import Attention
 
 SEGMENTS, HEADS, KEY_HEADS, HEAD_SIZE, WIDTH = 2, 4, 2, 6, 10
 LAYOUT = BlockLayout((), HEADS, KEY_HEADS, HEAD_SIZE)

@@ -12,6 +12,7 @@ from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.observe import Observation, observing
 from aespa_pl.calibration.statistics import BlockStatistics, Reached
 from aespa_pl.models import family_of
+from tests import massive
 from tests.models.examples import make_ids, make_ours
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -21,13 +22,15 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 class Bench:
     """Holds a block of experts, and what it does with words."""
 
-    def __init__(self) -> None:
-        self.model = make_ours("qwen3-moe", torch.float32)
+    def __init__(self, name: str = "qwen3-moe") -> None:
+        self.model = make_ours(name, torch.float32)
         self.family = family_of(self.model.config)
         self.layout = self.family.layout(self.model.config)
         assert self.layout.mixture is not None
         self.mixture = self.layout.mixture
         self.block = self.model.get_submodule(self.family.blocks_path)[0]
+        self.experts = [f"mlp.experts.{number}" for number in range(self.mixture.count)]
+        self.experts += ["mlp.shared_expert"] if hasattr(self.block.mlp, "shared_expert") else []
 
     def observation(self, ids: Tensor) -> Observation:
         attention = partial(self.family.observe_attention, self.model, self.block)
@@ -63,12 +66,15 @@ class Bench:
             best = row.sort(descending=True).indices[: self.mixture.chosen].tolist()
             total = sum(float(row[e]) for e in best) if router.norm_topk_prob else 1.0
             found += [(token, expert, float(row[expert]) / total) for expert in best]
+            if len(self.experts) > self.mixture.count:  # all tokens go to the shared expert
+                logit = X[token] @ self.block.mlp.shared_expert_gate.weight[0].double()
+                found.append((token, self.mixture.count, float(logit.sigmoid())))
         return found
 
     def inner(self, expert: int, x: Tensor) -> Tensor:
         """Return the input of an expert's last matrix."""
         weights = [
-            self.block.get_parameter(f"mlp.experts.{expert}.{kind}_proj.weight").double()
+            self.block.get_parameter(f"{self.experts[expert]}.{kind}_proj.weight").double()
             for kind in ("gate", "up")
         ]
         gate, up = (weight @ x for weight in weights)
@@ -93,12 +99,14 @@ def twice(of: Tensor, token: int) -> tuple[Tensor, Tensor]:
     return of[token], of[token]
 
 
-def test_hessians_are_of_the_tokens_that_are_routed_and_count_by_their_squared_weights() -> None:
-    bench, ids = Bench(), make_ids(40)
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe"])
+def test_hessians_are_of_the_tokens_that_are_routed_and_count_by_their_squared_weights(name: str) -> None:
+    bench, ids = Bench(name), make_ids(40)
     found, seen = bench.statistics(ids), bench.observation(ids)
     X = seen.inputs["mlp"].flatten(0, 1).double()
-    for expert in range(bench.mixture.count):
-        names = (f"mlp_input of expert {expert}", f"expert_{expert}_hidden")
+    for expert, path in enumerate(bench.experts):
+        hidden = "shared_expert" if path.endswith("shared_expert") else f"expert_{expert}"
+        names = (f"mlp_input of expert {expert}", f"{hidden}_hidden")
         inner = torch.stack([bench.inner(expert, x) for x in X])
         for name, of in zip(names, (X, inner), strict=True):
             H, count = weighted_mean(bench, seen, expert, partial(twice, of))
@@ -138,6 +146,26 @@ def test_shifts_are_of_the_routed_tokens_and_fade_where_they_are_few() -> None:
         expected = min(1.0, count / X.shape[1]) * S
         torch.testing.assert_close(found.shifts.inputs[name].double(), expected, **CLOSE)
         assert found.shifts.outputs[f"expert_{expert}_hidden"].shape == (24, 12)
+
+
+def test_shared_and_routed_experts_make_up_for_the_shift_of_the_stream_together() -> None:
+    bench, ids, other = Bench("qwen2-moe"), make_ids(40), make_ids(40)
+    found = bench.statistics(ids, other)
+    seen, original = bench.observation(ids), bench.observation(other)
+    Y, Y_fp = ((s.residuals["mlp"] + s.outputs["mlp"]) for s in (seen, original))
+    pairs = zip(Y_fp.double(), Y.double(), strict=True)
+    counts = torch.cat([massive.weights(*pair) for pair in pairs])
+    X, shift = seen.inputs["mlp"].flatten(0, 1).double(), (Y_fp - Y).flatten(0, 1).double()
+    routes = bench.routes(seen)
+    shared = [g for _, expert, g in routes if expert == bench.mixture.count]
+    totals = [max(1.0, sum(g for token, _, g in routes if token == t)) for t in range(len(X))]
+    expected = sum(
+        2 * counts[t] * g**2 * torch.outer(shift[t] / totals[t], bench.inner(bench.mixture.count, x))
+        for t, (x, g) in enumerate(zip(X, shared, strict=True))
+    ) / sum(g**2 for g in shared)
+    assert found.shifts is not None
+    assert max(totals) > 1.1
+    torch.testing.assert_close(found.shifts.outputs["shared_expert_hidden"].double(), expected, **CLOSE)
 
 
 def test_hessians_are_symmetric() -> None:

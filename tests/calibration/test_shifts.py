@@ -12,7 +12,8 @@ from transformers import (
 
 from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.statistics import BlockStatistics
-from aespa_pl.models.family import Attention, Role
+from aespa_pl.models.family import Role
+from aespa_pl.models.observed import Attention
 from aespa_pl.models.weights import projection_weight
 from tests import massive
 from tests.calibration.collected import (
@@ -26,6 +27,7 @@ from tests.calibration.collected import (
     collect,
     first_block,
     gemma3,
+    hybrid,
     llama,
     make,
     olmo2,
@@ -108,6 +110,25 @@ def test_value_shift_is_that_of_the_attention_output(
             rtol=1e-4,
             atol=1e-3,
         )
+
+
+def test_value_shift_behind_a_gate_is_in_proportion_to_the_squared_gate_of_its_row() -> None:
+    """So H_V, which has the mean of a head's squared gates, does not move rows too far."""
+    model = make(hybrid)
+    statistics, inputs, seen = collect_both(model, tokens(), tokens(), SEGMENTS)
+    attended_original, attended = inputs["attention_output"]  # [B, L, n_h d_h]
+    shift = (attended_original - attended).unflatten(-1, (HEADS, HEAD_SIZE))
+    A, gate, X = seen[1].probabilities(), seen[1].gate, inputs["attention_input"][1]
+    shared = HEADS // len(statistics.shifts.attended)
+    for head, found in enumerate(statistics.shifts.attended):
+        expected, squares = torch.zeros(HEAD_SIZE, WIDTH, dtype=torch.float64), torch.zeros(HEAD_SIZE)
+        for segment in range(SEGMENTS):
+            for h in range(head * shared, (head + 1) * shared):
+                g = gate[segment, h]  # [L, d_h]
+                expected += (g * shift[segment, :, h]).T @ A[segment, h] @ X[segment]
+                squares = squares + g.square().sum(0)
+        expected *= 2 / (SEGMENTS * LENGTH) / shared * (squares.mean() / squares)[:, None]
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def weighted_shift(Y_original: Tensor, Y: Tensor, X: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from tests.calibration.collected import (
     gemma3,
     granite,
     grouped,
+    hybrid,
     llama,
     make,
     ministral3,
@@ -72,6 +73,28 @@ def test_value_hessian_is_the_squared_error_of_the_attention_output(
         assert found == pytest.approx(expected, rel=1e-4)
 
 
+def test_value_hessian_is_the_mean_error_behind_the_gate_over_the_channels_of_a_head() -> None:
+    """The library's own attention, with the same error in one row of V after the other."""
+    model, ids = make(hybrid), tokens()
+    statistics, _, X = collect(model, ids, 3)
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    outputs: list[Tensor] = []
+    attention.o_proj.register_forward_pre_hook(lambda _, x: outputs.append(x[0]))
+    model(ids, use_cache=False)
+    error = torch.randn(WIDTH, dtype=torch.float64)
+    weight, shared = attention.v_proj.weight.data, HEADS // len(statistics.attended)
+    for head in range(len(statistics.attended)):
+        expected = 0.0
+        for row in range(head * HEAD_SIZE, (head + 1) * HEAD_SIZE):
+            weight[row] += error
+            model(ids, use_cache=False)
+            weight[row] -= error
+            expected += float((outputs[-1] - outputs[0]).square().sum()) / HEAD_SIZE
+        H = statistics.attended[head : head + 1][0].double()
+        found = float(error @ H @ error) * X.shape[0] / 2 * shared
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
 def scores_by_hand(others: Tensor, dW: Tensor, X: Tensor, rotations: list[Tensor]) -> float:
     """Mean over all positions of the squared scores between errors there and all ``others``.
 
@@ -90,7 +113,7 @@ def rotations_of(model: PreTrainedModel, *, queries: bool) -> list[Tensor]:
         return [torch.eye(HEAD_SIZE, dtype=torch.float64)]
     rope = config.rope_parameters
     base = rope.get("full_attention", rope)["rope_theta"]
-    turned = 4 if kind == "phi3" else HEAD_SIZE
+    turned = 4 if kind in ("phi3", "qwen3_5_text") else HEAD_SIZE
     found = []
     for t in range(LENGTH):
         R = torch.eye(HEAD_SIZE, dtype=torch.float64)
@@ -163,7 +186,7 @@ def test_norm_on_heads_scales_the_error_of_each_token() -> None:
     assert float(d @ G @ d) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("model_of", [qwen3, gemma3, olmo2])
+@pytest.mark.parametrize("model_of", [qwen3, gemma3, olmo2, hybrid])
 def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
     model_of: Callable[[], PreTrainedModel],
 ) -> None:
@@ -182,9 +205,10 @@ def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
     )
     for G, other_side, projection, norm in sides:
         heads = G.shape[0]
-        weights = norm.weight + (1 if model_of is gemma3 else 0)
+        weights = norm.weight + (1 if model_of in (gemma3, hybrid) else 0)
         weights = weights.view(-1, HEAD_SIZE).expand(heads, HEAD_SIZE)
-        square = projection(X).view(N, heads, HEAD_SIZE).square().mean(-1)
+        # in the rows of the gated a gate follows each query
+        square = projection(X).view(N, heads, -1)[..., :HEAD_SIZE].square().mean(-1)
         if model_of is olmo2:  # one norm for all heads
             square = square.mean(1, keepdim=True).expand(N, heads)
         gain = (1 / (square + model.config.rms_norm_eps)).mean(0)

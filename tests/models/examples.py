@@ -28,8 +28,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -50,6 +54,12 @@ LLAMA = {
 MOE = {
     "head_dim": 8, "moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 2,
     "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+HYBRID = {
+    "head_dim": 8, "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3,
+    "layer_types": ["full_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
 
 PLAIN = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -210,6 +220,18 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-moe": lambda: config(Qwen3MoeConfig, LLAMA, MOE),
     "qwen3-moe-dense-first": lambda: config(
         Qwen3MoeConfig, LLAMA, MOE, {"mlp_only_layers": [0], "norm_topk_prob": True}
+    ),
+    "qwen2-moe": lambda: config(Qwen2MoeConfig, LLAMA, MOE, {"shared_expert_intermediate_size": 16}),
+    "qwen3-next": lambda: config(
+        Qwen3NextConfig,
+        LLAMA,
+        MOE,
+        HYBRID,
+        {"num_key_value_heads": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3.5": lambda: config(Qwen3_5TextConfig, LLAMA, HYBRID, {"tie_word_embeddings": True}),
+    "qwen3.5-moe": lambda: config(
+        Qwen3_5MoeTextConfig, LLAMA, MOE, HYBRID, {"shared_expert_intermediate_size": 16}
     ),
     "mixtral": lambda: config(MixtralConfig, LLAMA, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": lambda: config(

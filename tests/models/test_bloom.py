@@ -9,7 +9,7 @@ from transformers import BloomConfig
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Attention
+from aespa_pl.models.observed import Attention
 from aespa_pl.models.weights import projection_weight, set_projection_weight
 from tests.models.examples import BLOOM, config, make_ids, make_model
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Attention
+from aespa_pl.models.observed import Attention
 from tests.models.examples import EXAMPLES, LENGTH, LLAMA, WINDOW, config, make_ids, make_model
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Attention
+from aespa_pl.models.observed import Attention
 from tests.models.examples import EXAMPLES, LENGTH, WINDOW, make_ids, make_model
 
 every_example = pytest.mark.parametrize("name", EXAMPLES)
@@ -19,11 +19,16 @@ SINGLE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def observe(model: PreTrainedModel, ids: Tensor) -> list[Attention]:
-    """Return what was seen in each block."""
+    """Return what was seen in each block that has attention."""
     family = family_of(model.config)
     hidden, arguments = family.embed(model, ids)
     seen: list[Attention] = []
-    for block in model.get_submodule(family.blocks_path):
+    for block, layout in zip(
+        model.get_submodule(family.blocks_path), family.layouts(model.config), strict=True
+    ):
+        if layout.attended_group is None:
+            hidden = family.run_block(block, hidden, arguments)
+            continue
         with family.observe_attention(model, block, seen.append):
             family.run_block(block, hidden, family.arguments(model, hidden))
         hidden = family.run_block(block, hidden, arguments)
@@ -31,12 +36,12 @@ def observe(model: PreTrainedModel, ids: Tensor) -> list[Attention]:
 
 
 def windows(model: PreTrainedModel) -> list[int]:
-    """Return how far back each block sees."""
+    """Return how far back each block with attention sees."""
     kinds = getattr(model.config, "layer_types", None)
     if kinds is None:
         everywhere = getattr(model.config, "sliding_window", None) or LENGTH
         return [everywhere] * model.config.num_hidden_layers
-    return [WINDOW if kind == "sliding_attention" else LENGTH for kind in kinds]
+    return [WINDOW if kind == "sliding_attention" else LENGTH for kind in kinds if "linear" not in kind]
 
 
 def explicit_probabilities(
@@ -66,7 +71,7 @@ def test_observed_probabilities_are_the_librarys(name: str) -> None:
     seen = observe(model, ids)
     model.set_attn_implementation("eager")
     expected = model(ids, use_cache=False, output_attentions=True).attentions
-    assert len(seen) == len(expected) == 3
+    assert len(seen) == len(expected) == len(windows(model))
     for attention, probabilities in zip(seen, expected, strict=True):
         torch.testing.assert_close(attention.probabilities(), probabilities, **SINGLE, check_dtype=False)
 
@@ -80,6 +85,7 @@ def test_probabilities_follow_from_the_observed_queries_and_keys(name: str) -> N
     cap = model.config.attn_logit_softcapping if name == "gemma2" else None
     shared = layout.heads // layout.key_value_heads
     blocks = model.get_submodule(family_of(model.config).blocks_path)
+    blocks = [block for block in blocks if not hasattr(block, "linear_attn")]
     for block, attention, window in zip(blocks, observe(model, ids), windows(model), strict=True):
         assert attention.query.shape == (1, layout.heads, LENGTH, layout.head_dim)
         assert attention.key.shape == (1, layout.key_value_heads, LENGTH, layout.head_dim)
@@ -106,6 +112,8 @@ def test_observed_block_gives_the_same_bits(name: str, dtype: torch.dtype) -> No
     hidden, arguments = family.embed(model, ids)
     for block in model.get_submodule(family.blocks_path):
         plain = family.run_block(block, hidden, arguments)
+        if hasattr(block, "linear_attn"):
+            continue
         seen: list[Attention] = []
         with family.observe_attention(model, block, seen.append):
             observed = family.run_block(block, hidden, family.arguments(model, hidden))

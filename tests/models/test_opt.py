@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import OPTConfig
 
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Attention
+from aespa_pl.models.observed import Attention
 from tests.models.examples import OPT, config, make_ids, make_model
 
 ALL = {"attention_input", "attention_output", "mlp_input", "mlp_hidden"}

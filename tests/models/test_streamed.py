@@ -21,7 +21,7 @@ from tests.models.examples import EXAMPLES, LENGTH, make_ids, make_model, save
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 BLOCKS = 3
 # The stream runs in batches of another size than the library does: sums in another order.
-CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def open_stream(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:

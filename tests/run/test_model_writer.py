@@ -61,7 +61,8 @@ def test_library_loads_what_was_written(name: str, tmp_path: Path) -> None:
     assert loaded.config.to_diff_dict().keys() == model.config.to_diff_dict().keys()
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits
-        assert torch.equal(loaded(ids, use_cache=False).logits, expected)
+        # linear attention has sums whose order depends on where in memory its tensors lie
+        torch.testing.assert_close(loaded(ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
     # and so do we: a block a file, and one for the rest
     again = PretrainedFolder.open(tmp_path / "export")
     assert {stored.file.name for stored in again.tensors.values()} == {

@@ -1,0 +1,89 @@
+"""Qwen3-Next and Qwen3.5 mix blocks of gated attention with blocks of Gated DeltaNet.
+
+In gated attention the rows of q_proj are query and gate of a head in turn; the sigmoid of the gate multiplies
+the attention's output before o_proj. A Gated DeltaNet is a linear attention with a state: its large
+projections
+are plain linear layers, and all that rules the state keeps its precision (convolution, decay, norm, and the
+projections of decay and step, which have a row for each head; errors of the state add up over positions).
+Every norm but the one inside of Gated DeltaNet adds 1 to its weight.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+
+from aespa_pl.models.family import BlockLayout, FoldIntoNorm, InputGroup, Projection, Role
+from aespa_pl.models.llama import attention_kinds
+from aespa_pl.models.moe import Qwen3MoeFamily
+from aespa_pl.models.observed import Attention
+
+LINEAR = "linear_attention"
+LARGE = {"qwen3_next": ("in_proj_qkvz",)}
+SMALL = {"qwen3_next": ("in_proj_ba",)}
+"""Projections of a Gated DeltaNet that are quantized, and that are not; the others have each by itself."""
+
+
+class HybridFamily(Qwen3MoeFamily):
+    """Adapts Qwen3-Next and the text models of Qwen3.5, dense or with experts."""
+
+    title = "Qwen3-Next, Qwen3.5 (text)"
+    model_types = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    norm_offset = 1.0
+    masks: ClassVar = {"full_attention": create_causal_mask, LINEAR: create_recurrent_attention_mask}
+
+    def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
+        """Return whether a block has experts; those of dense models have none."""
+        if hasattr(config, "decoder_sparse_step"):
+            return super().has_experts(config, index)
+        return hasattr(config, "num_experts")
+
+    def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
+        """Return the projections of a block of either kind."""
+        attention = super().layout(config, index)
+        if attention_kinds(config)[index] != LINEAR:
+            return replace(attention, gated=True)
+        large = LARGE.get(config.model_type, ("in_proj_qkv", "in_proj_z"))
+        small = SMALL.get(config.model_type, ("in_proj_b", "in_proj_a"))
+        norm = self.starts[0]
+        fold = FoldIntoNorm(norm, self.norm_offset, tuple(f"linear_attn.{name}" for name in small))
+        output = Projection("out_proj", "linear_attn.out_proj", residual=norm)
+        groups = (
+            InputGroup("attention_input", tuple(Projection(n, f"linear_attn.{n}") for n in large), fold),
+            # its input comes from a norm with a weight for all heads, and a gate behind SiLU
+            InputGroup("attention_output", (output,), None),
+        )
+        return replace(attention, groups=(*groups, *attention.groups[2:]))
+
+    def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
+        """Return the projections that see the input of the attention, the gate's rows among them."""
+        query, key, value = super().attention_inputs(config)
+        gate = Projection("q_gate", query.module, Role.OTHER, fused=(1, 2))
+        return replace(query, fused=(0, 2)), key, value, gate
+
+    def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Run one block, with the arguments of its kind."""
+        return cast(Tensor, block(hidden, **arguments[cast(str, block.block_type)]))
+
+    @contextmanager
+    def observe_attention(
+        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
+    ) -> Iterator[None]:
+        """Call ``observer`` for each batch, with the gates."""
+        seen: dict[str, Any] = {}
+        attention: Any = block.get_submodule("self_attn")
+
+        def keep_gate(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            gates = output.unflatten(-1, (-1, 2, attention.head_dim))[..., 1, :]  # [B, L, n_h, d_h]
+            seen["gate"] = gates.sigmoid().transpose(1, 2)
+
+        handle = attention.q_proj.register_forward_hook(keep_gate)
+        try:
+            with super().observe_attention(model, block, lambda a: observer(replace(a, **seen))):
+                yield
+        finally:
+            handle.remove()
