@@ -8,7 +8,7 @@ Notation as in ``models/family.py``; X is the input of the attention block, ``[d
 Source: docs/algorithm.md, step 1; Eq. 17 to 22 of the paper.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -47,15 +47,10 @@ class StatisticsCollector:
     ) -> None:
         """Begin with nothing.
 
-        Args:
-            layout: Layout of the block.
-            value: Whether H_V is collected, of ``heads`` (None: all).
-            query_key: Whether G_Q and G_K are collected.
-            inputs: Whether the Hessian of each input group is collected.
-            magnitudes: Whether the mean absolute value of each input is collected.
-            heads: Key/value heads.
-            precision: Precision of the products; the sums are float32. TF32 has all bits of the inputs of
-                a model in half precision; A X and differences of two streams are rounded.
+        The ``value`` statistic is H_V, of some key/value ``heads`` (None: all), ``query_key`` are G_Q and
+        G_K, ``inputs`` the Hessians of input groups, ``magnitudes`` the mean absolute values of inputs. In
+        ``precision`` are the products; the sums are float32. TF32 has all bits of the inputs of a model in
+        half precision; A X and differences of two streams are rounded.
         """
         self.layout = layout
         self.value = value
@@ -156,11 +151,12 @@ class StatisticsCollector:
             total.addmm_(operand(shift).T, factor)
 
     def _add_values(self, seen: Observation, original: Observation | None) -> None:
-        d = seen.inputs[self.layout.groups[0].name].shape[-1]
         mean = self.layout.key_value_heads / self.layout.heads  # over the query heads of a value head
         outputs = None if original is None else self._attention_shifts(seen, original)
-        gates = self._gates(cast(Attention, seen.attention))
-        for i, AX in enumerate(self._weighted_inputs(seen)):
+        attention = cast(Attention, seen.attention)  # observed, because H_V was asked for
+        X = seen.inputs[self.layout.groups[0].name]
+        gates = self._gates(attention)
+        for i, AX in enumerate(attention_weighted_inputs(attention, X, self.layout, self.heads)):
             shift = None if outputs is None else outputs[self.heads[i]]
             if gates is not None:
                 gate = gates[self.heads[i]]
@@ -170,6 +166,7 @@ class StatisticsCollector:
                 if shift is not None:
                     shift = shift * gate / root.clamp(min=torch.finfo(torch.float32).tiny)
             factor = operand(AX)
+            d = AX.shape[1]
             add_gram(self._sums.of(ATTENDED, AX, len(self.heads), d, d)[i], factor, factor=mean)
             if shift is not None:
                 shift = operand(shift)
@@ -181,11 +178,11 @@ class StatisticsCollector:
 
         The bias of V is in both, as the probabilities add up to 1.
         """
-        attended, heads = cast(InputGroup, self.layout.attended_group), self.layout.key_value_heads
-        name = attended.name
+        layout = self.layout
+        name = cast(InputGroup, layout.attended_group).name
         shift = original.inputs[name].float() - seen.inputs[name].float()
-        B, L = seen.inputs[self.layout.groups[0].name].shape[:2]
-        shift = shift.reshape(B, L, heads, -1, self.layout.head_dim)  # [B, L, n_kv, shared, d_h]
+        B, L = seen.inputs[layout.groups[0].name].shape[:2]
+        shift = shift.reshape(B, L, layout.key_value_heads, -1, layout.head_dim)  # [B, L, n_kv, shared, d_h]
         return shift.permute(2, 0, 3, 1, 4).flatten(1, 3)
 
     def _gates(self, attention: Attention) -> Tensor | None:
@@ -195,11 +192,6 @@ class StatisticsCollector:
         B, _, L, d_h = attention.gate.shape
         by_value = attention.gate.float().reshape(B, self.layout.key_value_heads, -1, L, d_h)
         return by_value.transpose(0, 1).flatten(1, 3)
-
-    def _weighted_inputs(self, seen: Observation) -> Iterator[Tensor]:
-        attention = cast(Attention, seen.attention)  # observed, because H_V was asked for
-        X = seen.inputs[self.layout.groups[0].name]
-        return attention_weighted_inputs(attention, X, self.layout, self.heads)
 
     def _add_scores(self, attention: Attention) -> None:
         shared = self.layout.heads // self.layout.key_value_heads
@@ -219,12 +211,7 @@ class StatisticsCollector:
         self._rotation, self._query_factor = attention.rotation, attention.query_factor
 
     def _before_rotation(
-        self,
-        sums: Sums,
-        name: str,
-        gain: str,
-        norm: int,
-        norm_weights: tuple[Tensor, Tensor] | None,
+        self, sums: Sums, name: str, gain: str, norm: int, norm_weights: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
         """Return G_Q or G_K as it acts on the outputs of the projection itself."""
         G = sums.get(name)

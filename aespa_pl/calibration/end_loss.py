@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,27 +53,24 @@ class _Moments:
     tokens: Counter[str] = field(default_factory=Counter)
     """Tokens that an input has had."""
 
-    def add(self, kept: dict[str, Tensor], name: str, value: Tensor) -> None:
-        kept[name] = kept[name] + value if name in kept else value
-
     def add_inputs(self, name: str, x: Tensor) -> None:
         flat = x.flatten(0, -2).float()
         self.tokens[name] += len(flat)
-        self.add(self.inputs, name, flat.T @ flat)
+        self.inputs[name] = self.inputs.get(name, 0) + flat.T @ flat
+
+    def add_outputs(self, name: str, gradient: Tensor) -> None:
+        squares = gradient.flatten(0, -2).float().square().sum(0)
+        self.outputs[name] = self.outputs.get(name, 0) + squares
 
     def mean_input(self, name: str) -> Tensor:
         return self.inputs[name] / self.tokens[name]
 
 
 def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Seen]:
-    """Yield every matrix, from the head back to the embedding; a tied one comes as both.
+    """Yield every matrix of the model, from the head back to the embedding; a tied one comes as both.
 
-    Experts that no token has chosen are left out.
-
-    Args:
-        source: The original model.
-        tokens: Segments ``[segments, L]``, each of which is a batch.
-        seed: Seed of the labels.
+    The ``source`` is the original model. Each of the segments ``[segments, L]`` is a batch; ``seed`` is that
+    of the labels. Experts that no token has chosen are left out.
     """
     with source.stem():
         before = [source.embed_with_stem(tokens, 1)]
@@ -81,8 +79,8 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
             outputs = (source.run_block(block, last[i]) for i in range(len(last)))
             before.append(source.keep(outputs))
         after, head = _through_head(source, before.pop(), seed)
-        count = tokens.numel()
-        yield _of_head(source, head, count)
+        count, weight = tokens.numel(), source.model.get_output_embeddings().weight.detach()
+        yield Seen(None, "head", weight, head.outputs["head"] / count, head.mean_input("head"))
         for index in reversed(range(source.block_count)):
             with source.block(index) as block:
                 layout = source.family.layout(source.pretrained.config, index)
@@ -101,19 +99,15 @@ def _through_head(source: StreamedModel, hidden: Batches, seed: int) -> tuple[li
         inputs = _leaf(source, hidden[i])
         with torch.enable_grad(), _watching({"head": module}) as seen:
             logits = source.family.head(source.model, inputs).float()
-            chosen = _drawn(logits[0].detach(), generator)
-            loss = nn.functional.cross_entropy(logits[0], chosen, reduction="sum")
-            watched = seen.outputs["head"]
-            gradient, of_head = torch.autograd.grad(loss, [inputs, watched])
-        moments.add_inputs("head", seen.inputs["head"])
-        moments.add(moments.outputs, "head", _squares(of_head))
+            probabilities = logits[0].detach().softmax(-1).cpu()
+            drawn = torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)  # [L]
+            loss = nn.functional.cross_entropy(logits[0], drawn, reduction="sum")
+            x, output = seen["head"]
+            gradient, of_head = torch.autograd.grad(loss, [inputs, output])
+        moments.add_inputs("head", x)
+        moments.add_outputs("head", of_head)
         gradients.append(gradient)
     return gradients, moments
-
-
-def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a token of each position ``[L]``, drawn from its distribution."""
-    return torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
 
 
 def _through_block(
@@ -134,13 +128,13 @@ def _through_block(
         arguments = source.family.arguments(source.model, inputs.detach())
         with torch.enable_grad(), _watching(modules) as seen:
             output = source.family.run_block(block, inputs, arguments)
-            wanted = [inputs, *seen.outputs.values()]
+            wanted = [inputs, *(of_module for _, of_module in seen.values())]
             gradients[i], *of_outputs = torch.autograd.grad(output, wanted, gradients[i])
-        for name, value in zip(seen.outputs, of_outputs, strict=True):
-            moments.add(moments.outputs, name, _squares(value))
+        for name, value in zip(seen, of_outputs, strict=True):
+            moments.add_outputs(name, value)
         for group, name in of_group.items():
-            if name in seen.inputs and seen.inputs[name].numel():  # an expert may have got no token
-                moments.add_inputs(group, seen.inputs[name])
+            if name in seen and seen[name][0].numel():  # an expert may have got no token
+                moments.add_inputs(group, seen[name][0])
     return moments
 
 
@@ -149,36 +143,18 @@ def _leaf(source: StreamedModel, hidden: Tensor) -> Tensor:
     return hidden.to(source.device).clone().requires_grad_()
 
 
-@dataclass
-class _Watched:
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-
-
 @contextmanager
-def _watching(modules: Mapping[str, nn.Module]) -> Iterator[_Watched]:
-    """Keep input and output of each module in this context."""
-    seen = _Watched()
+def _watching(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Keep input and output of each module that runs in this context."""
+    seen = {}
+
+    def keep(name: str, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen[name] = inputs[0].detach(), output
+
     with ExitStack() as stack:
         for name, module in modules.items():
-
-            def keep(
-                _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str = name
-            ) -> None:
-                seen.inputs[name], seen.outputs[name] = inputs[0].detach(), output
-
-            stack.callback(module.register_forward_hook(keep).remove)
+            stack.callback(module.register_forward_hook(partial(keep, name)).remove)
         yield seen
-
-
-def _squares(g: Tensor) -> Tensor:
-    """Return the sums ``[rows]`` of squares over all tokens."""
-    return g.flatten(0, -2).float().square().sum(0)
-
-
-def _of_head(source: StreamedModel, moments: _Moments, count: int) -> Seen:
-    weight = source.model.get_output_embeddings().weight.detach()
-    return Seen(None, "head", weight, moments.outputs["head"] / count, moments.mean_input("head"))
 
 
 def _of_block(
@@ -199,15 +175,12 @@ def _of_embedding(source: StreamedModel, tokens: Tensor, gradients: list[Tensor]
     module: Any = source.model.get_input_embeddings()
     weight = module.weight
     sums = torch.zeros(weight.shape, device=weight.device)
-    module.sparse, weight.requires_grad = (
-        True,
-        True,
-    )  # a dense gradient would be as large as the weight
+    module.sparse = weight.requires_grad = True  # a dense gradient would be as large as the weight
     for ids, gradient in zip(tokens.to(source.device), gradients, strict=True):
         with torch.enable_grad():
             hidden, _ = source.family.embed(source.model, ids[None])
             (of_rows,) = torch.autograd.grad(hidden, [weight], gradient)
         of_rows = of_rows.coalesce()
         sums.index_add_(0, of_rows.indices()[0], of_rows.values().float().square())
-    module.sparse, weight.requires_grad = False, False
+    module.sparse = weight.requires_grad = False
     return Seen(None, "embedding", weight.detach(), sums / tokens.numel(), None)

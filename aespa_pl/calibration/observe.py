@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from aespa_pl.models.family import InputGroup, Projection
+from aespa_pl.models.family import InputGroup
 from aespa_pl.models.observed import Attention
 from aespa_pl.models.parts import ExpertMixture
 
@@ -39,18 +39,6 @@ class Observation:
     mixture of experts."""
 
 
-@dataclass(frozen=True)
-class Residual:
-    """Says how an output joins the residual stream."""
-
-    path: str
-    """Path of the module whose input it is added to."""
-    factor: float = 1.0
-    """What it is multiplied by before."""
-    normed: bool = False
-    """Whether it passes a norm before."""
-
-
 @contextmanager
 def observing(
     block: nn.Module,
@@ -66,68 +54,62 @@ def observing(
     It has the inputs of the groups and of the mixture, where they are asked for those of its ``experts``, the
     residual stream with what is added to it, and the attention's queries and keys.
     """
-    seen = Observation()
-
-    def see_attention(attention: Attention) -> None:
-        seen.attention = attention
-
+    seen, module = Observation(), block.get_submodule
     with ExitStack() as stack:
-
-        def keep(module: str, name: str, residual: Residual | None) -> None:
-            handles = _keep(seen, block, module, name, residual if residuals else None)
-            for handle in handles:
-                stack.callback(handle.remove)
-
-        inputs = (entry for group in groups for entry in group.inputs.items())
-        for name, (first, *_) in inputs:
+        for name, first in ((name, ps[0]) for group in groups for name, ps in group.inputs.items()):
             if experts or first.expert is None:
-                keep(first.module, name, _residual(first))
+                _before(stack, module(first.module), partial(_keep_input, seen.inputs, name, 1))
+            if residuals and first.residual is not None and first.expert is None:
+                keep_residual = partial(_keep_input, seen.residuals, name, first.residual_factor)
+                _before(stack, module(first.residual), keep_residual)
+                if not first.normed:
+                    _after(stack, module(first.module), partial(_keep_output, seen, name))
         if mixture is not None:
-            keep(mixture.module, mixture.module, Residual(mixture.residual))
-            for handle in _keep_routing(seen, block, mixture):
-                stack.callback(handle.remove)
+            name = mixture.module
+            _before(stack, module(name), partial(_keep_input, seen.inputs, name, 1))
+            _after(stack, module(mixture.router), partial(_keep_routing, seen))
+            if mixture.shared_gate is not None:
+                _after(stack, module(mixture.shared_gate), partial(_keep_shared, seen, mixture.count))
+            if residuals:
+                _before(stack, module(mixture.residual), partial(_keep_input, seen.residuals, name, 1))
+                _after(stack, module(name), partial(_keep_output, seen, name))
         if attention is not None:
-            stack.enter_context(attention(see_attention))
+            stack.enter_context(attention(partial(_keep_attention, seen)))
         yield seen
 
 
-def _keep_routing(seen: Observation, block: nn.Module, mixture: ExpertMixture) -> Iterator[RemovableHandle]:
-    def see_router(_module: nn.Module, _arguments: object, output: Any) -> None:
-        seen.routing = output[1:]
-
-    def see_shared_gate(_module: nn.Module, _arguments: object, output: Tensor) -> None:
-        if seen.routing is not None:  # the router runs before
-            scores, indices = seen.routing
-            everywhere = torch.full_like(indices[:, :1], mixture.count)
-            seen.routing = torch.cat((scores, output.sigmoid()), 1), torch.cat((indices, everywhere), 1)
-
-    yield block.get_submodule(mixture.router).register_forward_hook(see_router)
-    if mixture.shared_gate is not None:
-        yield block.get_submodule(mixture.shared_gate).register_forward_hook(see_shared_gate)
+def _before(stack: ExitStack, module: nn.Module, hook: Callable[..., None]) -> None:
+    stack.callback(module.register_forward_pre_hook(hook).remove)
 
 
-def _residual(p: Projection) -> Residual | None:
-    alone = p.residual is not None and p.expert is None
-    return Residual(str(p.residual), p.residual_factor, normed=p.normed) if alone else None
+def _after(stack: ExitStack, module: nn.Module, hook: Callable[..., None]) -> None:
+    stack.callback(module.register_forward_hook(hook).remove)
 
 
-def _keep(
-    seen: Observation, block: nn.Module, module: str, name: str, residual: Residual | None
-) -> Iterator[RemovableHandle]:
-    """Keep the input of a module and, where it joins one, the residual stream and the output."""
+def _keep_input(
+    kept: dict[str, Tensor], name: str, factor: float, _module: nn.Module, arguments: tuple[Tensor, ...]
+) -> None:
+    kept[name] = arguments[0] if factor == 1 else arguments[0].float() / factor
 
-    def keep_input(kept: dict[str, Tensor], path: str, factor: float = 1.0) -> RemovableHandle:
-        def hook(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            kept[name] = arguments[0] if factor == 1 else arguments[0].float() / factor
 
-        return block.get_submodule(path).register_forward_pre_hook(hook)
+def _keep_output(seen: Observation, name: str, _module: nn.Module, _arguments: object, output: Any) -> None:
+    # some mixtures return their routing as well
+    seen.outputs[name] = output[0] if isinstance(output, tuple) else output
 
-    def keep_output(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Any) -> None:
-        # some mixtures return their routing as well
-        seen.outputs[name] = output[0] if isinstance(output, tuple) else output
 
-    yield keep_input(seen.inputs, module)
-    if residual is not None:
-        yield keep_input(seen.residuals, residual.path, residual.factor)
-        if not residual.normed:
-            yield block.get_submodule(module).register_forward_hook(keep_output)
+def _keep_routing(seen: Observation, _module: nn.Module, _arguments: object, output: Any) -> None:
+    seen.routing = output[1:]
+
+
+def _keep_shared(
+    seen: Observation, count: int, _module: nn.Module, _arguments: object, output: Tensor
+) -> None:
+    """Add a shared expert, whose number follows those of the ``count`` others, to all tokens' routing."""
+    if seen.routing is not None:  # the router runs before
+        scores, indices = seen.routing
+        everywhere = torch.full_like(indices[:, :1], count)
+        seen.routing = torch.cat((scores, output.sigmoid()), 1), torch.cat((indices, everywhere), 1)
+
+
+def _keep_attention(seen: Observation, attention: Attention) -> None:
+    seen.attention = attention

@@ -54,12 +54,9 @@ class BlockTuner:
     context: Context
 
     def between(self, index: int, module: nn.Module, originals: Batches) -> Batches | None:
-        """Return the original's hidden states between the sublayers; None where none are trained.
+        """Return the original's hidden states between its sublayers; None where none are trained.
 
-        Args:
-            index: Number of the block, from 0.
-            module: The original block.
-            originals: Hidden states before it.
+        ``module`` is the original block, ``originals`` the hidden states before it.
         """
         if not self.context.settings.tuning.by_sublayer:
             return None
@@ -92,12 +89,8 @@ class BlockTuner:
     ) -> Tuned:
         """Tune a block; its module has the result, in float32.
 
-        Args:
-            index: Number of the block, from 0.
-            tunable: The block.
-            inputs: Hidden states before the quantized block.
-            between: What ``between`` returned.
-            targets: Hidden states after the original block, in the original model.
+        ``inputs`` are the hidden states before the quantized block; the original model's are ``between`` the
+        sublayers and, after the block, the ``targets``.
         """
         *first, last = self._units(tunable.layout, between, targets)
         weights, finite = dict(tunable.weights), True

@@ -1,7 +1,5 @@
 """Run the calibration segments through a block, and collect its statistics (step 1)."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -15,7 +13,6 @@ from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import observing
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.errors import UserError
-from aespa_pl.models.observed import Attention
 from aespa_pl.run.context import Context
 from aespa_pl.storage.batches import Batches, MatricesOnDisk
 from aespa_pl.storage.transfer import in_turn, sending_back
@@ -56,15 +53,8 @@ class StatisticsPasses:
     def collect(self, index: int, module: nn.Module, streams: Streams) -> BlockStatistics:
         """Return the statistics of a block; the original model's hidden states go on to the next one.
 
-        Where the partition wants it, H_V is collected for some heads at a time, and waits on disk.
-
-        Args:
-            index: Number of the block, from 0.
-            module: The block with its original weights.
-            streams: Hidden states before the block.
-
-        Raises:
-            UserError: A statistic is not finite, because activations overflow.
+        ``module`` has its original weights. Where the partition wants it, H_V is collected for some heads at
+        a time, and waits on disk. Raises UserError where a statistic is not finite: activations overflow.
         """
         context, layout = self.context, self.context.layout(index)
         first, *others = [range(layout.key_value_heads)]
@@ -102,30 +92,22 @@ class StatisticsPasses:
             heads=heads,
             precision="float32" if settings.precision == "float32" else "tf32",
         )
-        attention = partial(self._observe_attention, module)
+        attention = partial(source.family.observe_attention, source.model, module)
         either = attention if collector.value or collector.query_key else None
         # before block 0 both streams are equal, and so are what comes out and the statistics
         differ = len(streams.original) > 0 and index > 0
         compare = differ and bool(settings.input_correction)
         originals = in_turn(streams.original, device)
+        watching = partial(observing, module, collector.groups, mixture)
         with sending_back(streams.original, device) as replace_original:
             for i, quantized in enumerate(in_turn(streams.quantized, device)):
                 original = None
                 if compare:
-                    with observing(
-                        module, collector.groups, mixture, residuals=first, experts=False
-                    ) as original:
+                    with watching(residuals=first, experts=False) as original:
                         after = source.run_block(module, next(originals))
                 elif differ and last:
                     after = source.run_block(module, next(originals))
-                with observing(
-                    module,
-                    collector.groups,
-                    mixture,
-                    residuals=compare and first,
-                    experts=first,
-                    attention=either,
-                ) as seen:
+                with watching(residuals=compare and first, experts=first, attention=either) as seen:
                     output = source.run_block(module, quantized)
                 if streams.original and last:
                     replace_original(i, after if differ else output)
@@ -152,12 +134,6 @@ class StatisticsPasses:
                 experts.see_all(module, seen.inputs[experts.mixture.module])
         if not world.alone:
             experts.add_up(few, world.sum_)
-
-    def _observe_attention(
-        self, module: nn.Module, see: Callable[[Attention], None]
-    ) -> AbstractContextManager[None]:
-        source = self.context.source
-        return source.family.observe_attention(source.model, module, see)
 
     def _refuse_not_finite(self, index: int, statistics: BlockStatistics) -> None:
         for name, tensor in statistics.named_tensors():

@@ -25,10 +25,7 @@ def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
     """Return what was measured on each projection: losses, moved integers, damping and more."""
     found = {}
     for name, p in block.projections.items():
-        for key, phase in (
-            ("extra_damping", "the update"),
-            ("correction_damping", "the correction"),
-        ):
+        for key, phase in (("extra_damping", "the update"), ("correction_damping", "the correction")):
             if p.measured.get(key):
                 log.warning(
                     "block %d, %s: %s needed %g of the Hessian's mean diagonal as extra damping",
@@ -49,29 +46,22 @@ def descent_curves(
 ) -> list[dict[str, float]]:
     """Return the points of each projection's loss over the passes of the descent, by step.
 
-    They are beside the loss of nearest rounding; the first is that of the OPTQ update, or of what else the
-    descent began with. Projections that took fewer passes have fewer points.
-
-    Args:
-        block: The quantized block.
-        record: What ``losses`` returned.
+    They are beside the loss of nearest rounding, which ``record`` has (``losses``); the first is that of what
+    the descent began with. Projections that took fewer passes have fewer points.
     """
-    steps: list[dict[str, float]] = []
-    for name, p in block.projections.items():
-        nearest = record[name]["nearest"]
-        for step, loss in enumerate(p.descent if nearest > 0 else ()):
-            if step == len(steps):
-                steps.append({})
-            steps[step][tag(DESCENT, name)] = loss / nearest
-    return steps
+    curves = {
+        tag(DESCENT, name): [loss / record[name]["nearest"] for loss in p.descent]
+        for name, p in block.projections.items()
+        if record[name]["nearest"] > 0
+    }
+    steps = max(map(len, curves.values()), default=0)
+    return [{name: x[step] for name, x in curves.items() if step < len(x)} for step in range(steps)]
 
 
 def output_error(streams: Streams, world: World) -> float:
-    """Return ``||output - original||^2 / ||original||^2`` of a block, over all calibration segments.
+    """Return ``||output - original||^2 / ||original||^2`` of the block that both streams have just passed.
 
-    Args:
-        streams: Hidden states after the block, of the quantized and of the original model.
-        world: The processes that divide the segments; all of them call this.
+    It is over all calibration segments, so all processes of ``world`` call this.
     """
     error = size = 0.0
     if streams.own and streams.original:
@@ -81,11 +71,6 @@ def output_error(streams: Streams, world: World) -> float:
             size += float(original.square().sum())
     error, size = world.sum(error), world.sum(size)
     return error / size if size > 0 else 0.0
-
-
-def zeta_tensors(block: QuantizedBlock) -> dict[str, Tensor]:
-    """Return the tensors of a block's file that hold zeta, which is folded into the weights already."""
-    return {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
 
 
 def weight_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
@@ -102,14 +87,7 @@ def weight_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
 
 
 def read_weight(tensors: Mapping[str, Tensor], name: str, bits: int, kind: str | None) -> StoredWeight:
-    """Return the weight of a projection from the tensors that ``weight_tensors`` made.
-
-    Args:
-        tensors: Tensors of a block's file.
-        name: Name of the projection.
-        bits: Bits of its integers.
-        kind: Name of its block type; None: its grid is uniform.
-    """
+    """Return a projection's weight from what ``weight_tensors`` made; without a block type it is uniform."""
     if kind is not None:
         return TypedWeight.read(tensors, name, TYPES[kind])
     scale, zero_point = tensors[f"{name}.scale"], tensors[f"{name}.zero_point"]
@@ -119,13 +97,7 @@ def read_weight(tensors: Mapping[str, Tensor], name: str, bits: int, kind: str |
 def metadata(
     measured: Mapping[str, Any], tuned: TuningRecord | None, types: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """Return the metadata of a block's file.
-
-    Args:
-        measured: What ``losses`` returned.
-        tuned: What ``tuning`` returned.
-        types: Block types by projection; None where the grid is uniform.
-    """
+    """Return the metadata of a block's file: its ``losses``, tuning, and block types by projection."""
     known = {"losses": measured, "tuning": None if tuned is None else tuned.model_dump()}
     if any(types.values()):
         known["types"] = types
@@ -133,10 +105,11 @@ def metadata(
 
 
 def tuning(found: Tuned) -> TuningRecord:
-    """Return what the journal tells of a tuning."""
+    """Return what the journal tells of a tuning; JSON has no numbers that are not finite."""
+    start_error, error = (x if math.isfinite(x) else None for x in (found.start_error, found.error))
     return TuningRecord(
-        start_error=found.start_error if math.isfinite(found.start_error) else None,
-        error=found.error if math.isfinite(found.error) else None,
+        start_error=start_error,
+        error=error,
         epoch=found.epoch,
         changed=found.changed,
         finite=found.finite,
@@ -169,12 +142,7 @@ def tuning_words(found: Tuned) -> str:
 
 
 def curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return what was measured on a block as the points of curves over the blocks.
-
-    Args:
-        record: What ``losses`` returned.
-        seconds: Seconds of each phase.
-    """
+    """Return a block's ``losses`` and seconds of each phase as points of curves over the blocks."""
     points = {}
     for name, measured in record.items():
         if measured["nearest"] > 0:
@@ -187,14 +155,7 @@ def curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str,
 
 
 def line(index: int, blocks: int, record: Mapping[str, Any], seconds: float) -> str:
-    """Return one line about a finished block.
-
-    Args:
-        index: Number of the block, from 0.
-        blocks: Number of blocks of the model.
-        record: What ``losses`` returned.
-        seconds: Seconds that the block took.
-    """
+    """Return one line about a finished block, from its ``losses`` and the seconds that it took."""
     measured = record.values()
     text = f"block {index} of {blocks}: "
     if all("polish_changed" in x for x in measured):
@@ -207,12 +168,7 @@ def line(index: int, blocks: int, record: Mapping[str, Any], seconds: float) -> 
 
 
 def few_tokens(index: int, record: Mapping[str, Any]) -> str | None:
-    """Say which part of a block's experts few tokens have reached; None where all have seen enough.
-
-    Args:
-        index: Number of the block, from 0.
-        record: What ``losses`` returned.
-    """
+    """Say which part of a block's experts few tokens have reached; None where all have seen enough."""
     experts = [measured for measured in record.values() if "layer_share" in measured]
     few = [measured for measured in experts if measured["layer_share"] > 0]
     if not few:

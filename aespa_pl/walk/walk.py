@@ -53,13 +53,10 @@ class Walk:
         self.model_tuner = ModelTuner(context, self.writer) if tuning.model.enabled else None
 
     def quantize(self, tokens: Tensor) -> None:
-        """Quantize all blocks that are not complete yet, and finish the model folder.
+        """Quantize all blocks that are not complete yet, with calibration segments ``[segments, L]``.
 
         Hidden states are not stored: a continued run computes them again by replay through
         the blocks that are complete, which gives the same bits for a fraction of the time.
-
-        Args:
-            tokens: Calibration segments, ``[segments, L]``.
         """
         keep_threads()
         run, world, count = self.context.run, self.context.world, self.context.source.block_count
@@ -94,10 +91,7 @@ class Walk:
     def _walk(self, tokens: Tensor, last: int, end: int) -> Streams:
         """Quantize the blocks that are missing; return the hidden states where the streams have ended.
 
-        Args:
-            tokens: Calibration segments, ``[segments, L]``.
-            last: Last block that is missing; the quantized stream ends before it.
-            end: Block that the original stream ends after.
+        The quantized stream ends before the ``last`` missing block, the original one after block ``end``.
         """
         context = self.context
         streams = Streams.begin(context, tokens)
@@ -182,7 +176,7 @@ class Walk:
         losses = record.losses(block) if context.world.is_first else {}
         if losses:
             self._log_passes(index, record.descent_curves(block, losses))
-        zetas = record.zeta_tensors(block)
+        zetas = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
         if self.block_tuner is None:
             replace_weights(block, module, context.source)
             return Quantized(zetas, block.stored(), losses, None)
@@ -248,23 +242,22 @@ class Walk:
         tuned: Tuned | None,
     ) -> None:
         """Say what was found of a block, and add it to the curves over the blocks."""
-        context = self.context
-        if not context.world.is_first:
+        if not self.context.world.is_first:
             return
         self._log(record.curves(losses, seconds) | record.tuning_curves(tuned), index)
-        total = sum(seconds.values())
-        context.progress.say(record.line(index, context.source.block_count, losses, total))
+        say, blocks = self.context.progress.say, self.context.source.block_count
+        say(record.line(index, blocks, losses, sum(seconds.values())))
         if words := record.few_tokens(index, losses):
-            context.progress.say(words)
+            say(words)
         if tuned is not None:
-            context.progress.say(f"block {index}: {record.tuning_words(tuned)}")
+            say(f"block {index}: {record.tuning_words(tuned)}")
 
-    def _log_passes(self, index: int, steps: Sequence[Mapping[str, float]]) -> None:
+    def _log_passes(self, index: int, steps: Sequence[dict[str, float]]) -> None:
         """Write the curves of a block's descent."""
         context = self.context
         for logger in context.trainers.loggers(context.run, block_curves(index)) if steps else ():
             for step, points in enumerate(steps):
-                logger.log_metrics(dict(points), step=step)
+                logger.log_metrics(points, step=step)
             logger.finalize("success")
 
     def _log(self, points: Mapping[str, float], step: int) -> None:

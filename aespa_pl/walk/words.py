@@ -35,13 +35,9 @@ def method_in_words(settings: QuantizationSettings, layout: BlockLayout) -> str:
 
 
 def time_left(finished: Collection[BlockRecord], missing: int, blocks: int, epochs: int | None) -> str:
-    """Return how long the rest of a run takes, by the seconds of its finished blocks.
+    """Return how long the rest of a run takes, by the seconds of its ``finished`` blocks.
 
-    Args:
-        finished: Blocks that are quantized.
-        missing: Number of blocks that are not.
-        blocks: Number of blocks of the model.
-        epochs: Epochs of the end-to-end tuning; None: there is none.
+    So many are ``missing`` of all ``blocks``; without an end-to-end tuning it has no ``epochs``.
     """
     each = sum(sum(record.seconds.values()) for record in finished) / len(finished)
     seconds, what = missing * each, f"{missing} block{'s' if missing > 1 else ''}"
