@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import yaml
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 METRICS = ("acc_norm", "acc", "exact_match")
 """Shares of solved items; the first that a task has is its accuracy. acc_norm divides the log likelihood of
 an answer by its length."""
-SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,18 @@ def find_tasks(settings: TaskSettings) -> Tasks:
             "pip install 'aespa-pl[eval]'"
         ) from error
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    files = {name: Path(name).expanduser() for name in settings.tasks if name.endswith(SUFFIXES)}
-    local = {name: _name_in(path) for name, path in files.items()}
-    folders = sorted({str(path.parent.resolve()) for path in files.values()})
-    # reading the harness's own thousands of tasks takes seconds
-    manager = TaskManager(include_path=folders, include_defaults=len(local) < len(settings.tasks))
-    names = tuple(local.get(name, name) for name in settings.tasks)
+    given = {name: Path(name).expanduser() for name in settings.tasks if name.endswith(".yaml")}
+    files = {name: path.parent.resolve() / path.name for name, path in given.items()}
+    folders = sorted({str(path.parent) for path in files.values()})
+    # reading the harness's own thousands of tasks takes seconds; it runs no function that a file names
+    manager = TaskManager(include_path=folders, include_defaults=len(files) < len(settings.tasks))
+    known = {entry.yaml_path: name for name, entry in manager.task_index.items()}
+    if wrong := [name for name, path in files.items() if path not in known]:
+        raise UserError(
+            f"--tasks: {', '.join(wrong)} is no task file that lm-evaluation-harness can read (its "
+            "docs/new_task_guide.md describes the format)"
+        )
+    names = tuple(known[files[name]] if name in files else name for name in settings.tasks)
     for name in names:
         _load(manager, name)
     return Tasks(manager, names)
@@ -117,29 +121,6 @@ def measure_tasks(
         for name in [asked] if known else tasks.manager.load([asked])["tasks"]:
             scores[name] = _score(name, results)
     return scores
-
-
-class _TaskLoader(yaml.SafeLoader):
-    """Reads a task file without running the functions that it names."""
-
-
-_TaskLoader.add_multi_constructor("!", lambda _loader, _suffix, _node: None)
-
-
-def _name_in(path: Path) -> str:
-    """Return the name under which the harness knows a task file."""
-    try:
-        # a SafeLoader's subclass
-        content = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)  # noqa: S506
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--tasks: {path} cannot be read: {' '.join(str(error).split())}") from error
-    name = content.get("task") if isinstance(content, dict) else None
-    if not isinstance(name, str):
-        raise UserError(
-            f"--tasks: {path} is not a task file: it has no key task: with a name (lm-evaluation-harness's "
-            "docs/new_task_guide.md describes the format)"
-        )
-    return name
 
 
 def _load(manager: "TaskManager", name: str) -> None:

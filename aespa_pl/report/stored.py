@@ -1,18 +1,18 @@
 """Read what a run has stored; whatever is missing or damaged becomes a note on the page."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.later import known, measured
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
+from aespa_pl.models.headers import read_header
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.schema import (
     DESCRIPTION,
@@ -175,16 +175,14 @@ def _shape(
 
     Only the headers of their files are read.
     """
-    shapes: dict[str, list[int]] = {}
+    shapes: dict[str, Sequence[int]] = {}
     for index in blocks:
         path = folder / "blocks" / f"block_{index:03}.safetensors"
         try:
-            with safe_open(path, "np") as file:
-                for key in file.keys():  # noqa: SIM118  (not a mapping)
-                    shapes[f"{index}.{key}"] = file.get_slice(key).get_shape()
-        except (OSError, SafetensorError) as error:
+            shapes |= {f"{index}.{name}": tensor.shape for name, tensor in read_header(path).items()}
+        except UserError as error:
             notes.append(
-                f"blocks/{path.name} cannot be read ({error}): its weights are not counted. "
+                f"blocks/{path.name} cannot be read ({error.__cause__}): its weights are not counted. "
                 "aespa-pl fit with --ckpt_path makes the block again."
             )
     if not shapes:
