@@ -20,10 +20,7 @@ because with 32 all of it took up to half as long again (512 and 2048 tokens, on
 
 
 def attention_weighted_inputs(
-    attention: Attention,
-    X: Tensor,
-    layout: BlockLayout,
-    heads: range,
+    attention: Attention, X: Tensor, layout: BlockLayout, heads: range
 ) -> Iterator[Tensor]:
     """Yield ``A X`` for some value heads, ``[B * query heads that share it * L, d]``, in float32.
 

@@ -198,10 +198,7 @@ class StatisticsCollector:
         Q, K = (operand(x.float()) for x in (attention.query, attention.key))
         keys = (K.transpose(-1, -2) @ K).sum(0)  # [n_kv, d_h, d_h]
         queries = (Q.transpose(-1, -2) @ Q).sum(0)  # [n_h, d_h, d_h]
-        parts = {
-            KEYS: keys.repeat_interleave(shared, 0),
-            QUERIES: queries.unflatten(0, (-1, shared)).mean(1),
-        }
+        parts = {KEYS: keys.repeat_interleave(shared, 0), QUERIES: queries.unflatten(0, (-1, shared)).mean(1)}
         if attention.query_inverse_square is not None and attention.key_inverse_square is not None:
             # finish() multiplies all sums by 2 / N, a mean has 1 / N
             parts[QUERY_GAIN] = attention.query_inverse_square.float().sum((0, 2)) / 2

@@ -111,11 +111,7 @@ def _through_head(source: StreamedModel, hidden: Batches, seed: int) -> tuple[li
 
 
 def _through_block(
-    source: StreamedModel,
-    layout: BlockLayout,
-    block: nn.Module,
-    hidden: Batches,
-    gradients: list[Tensor],
+    source: StreamedModel, layout: BlockLayout, block: nn.Module, hidden: Batches, gradients: list[Tensor]
 ) -> _Moments:
     """Take the gradients from a block's output to its input, in place; return the moments in it."""
     moments = _Moments()

@@ -20,12 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from aespa_pl.data.files import Document
 from aespa_pl.data.sampling import divide_segments, draw_segments
-from aespa_pl.data.texts import (
-    CALIBRATION_KEY,
-    EVALUATION_KEY,
-    calibration_text,
-    evaluation_text,
-)
+from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, calibration_text, evaluation_text
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 from aespa_pl.storage.cache import keep, recalled
@@ -44,10 +39,7 @@ DATE = "26 Jul 2024"
 
 
 def calibration_tokens(
-    settings: CalibrationSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    segment_length: int,
-    cache: Path,
+    settings: CalibrationSettings, tokenizer: PreTrainedTokenizerBase, segment_length: int, cache: Path
 ) -> Int64[Tensor, "segments length"]:
     """Return random segments of the calibration text: the same ones for the same seed.
 

@@ -143,10 +143,7 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
 
 @torch.inference_mode()
 def reference_logits(
-    model: QuantizedModel,
-    chosen: Format,
-    tokens: Tensor,
-    rounded: Callable[[Tensor], Tensor] | None = None,
+    model: QuantizedModel, chosen: Format, tokens: Tensor, rounded: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Return the logits ``[L, V]`` of the weights that a format holds after tokens ``[L]``, block by block.
 

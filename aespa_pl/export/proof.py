@@ -27,10 +27,7 @@ class ClassSize:
 
 
 def prove(
-    model: QuantizedModel,
-    chosen: Format,
-    folder: Path,
-    after_block: Callable[[], None] = lambda: None,
+    model: QuantizedModel, chosen: Format, folder: Path, after_block: Callable[[], None] = lambda: None
 ) -> Mapping[str, ClassSize]:
     """Compare every tensor of a written folder with the run; return the sizes by kind of tensor.
 

@@ -33,11 +33,7 @@ def candidates_of(settings: QuantizationSettings) -> int:
 
 
 def block_flops(
-    shape: Shape,
-    work: Work,
-    settings: QuantizationSettings,
-    partition: Partition = WHOLE,
-    devices: int = 1,
+    shape: Shape, work: Work, settings: QuantizationSettings, partition: Partition = WHOLE, devices: int = 1
 ) -> dict[str, float]:
     """Return the floating-point operations of one block on each device, by phase; two for a multiply-add.
 

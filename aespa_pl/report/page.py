@@ -63,10 +63,7 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
 def render(runs: Sequence[StoredRun], drawn: Sequence[Section]) -> str:
     """Return the page as one self-contained HTML document."""
     environment = Environment(
-        loader=PackageLoader("aespa_pl.report", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=PackageLoader("aespa_pl.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     return environment.get_template("page.html").render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side",

@@ -166,10 +166,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _shape(
-    folder: Path,
-    blocks: Mapping[int, Any],
-    quantization: QuantizationSettings | None,
-    notes: list[str],
+    folder: Path, blocks: Mapping[int, Any], quantization: QuantizationSettings | None, notes: list[str]
 ) -> dict[str, float]:
     """Return how many weights the finished blocks have, and how many bits each takes.
 

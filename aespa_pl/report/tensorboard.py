@@ -26,9 +26,7 @@ def show_configuration(writer: SummaryWriter, text: str) -> None:
 
 
 def show_result(
-    writer: SummaryWriter,
-    settings: Mapping[str, Any],
-    perplexity: Mapping[str, Mapping[str, float]],
+    writer: SummaryWriter, settings: Mapping[str, Any], perplexity: Mapping[str, Mapping[str, float]]
 ) -> None:
     """Add one entry to the hparams tab: the settings of a run, with its final perplexities.
 

@@ -19,12 +19,7 @@ class RoundingHistograms(Callback):
         self.projections = projections
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, where curves are logged."""
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]

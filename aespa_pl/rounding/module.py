@@ -38,13 +38,7 @@ class ProjectionRounding(nn.Module):
     """
 
     def __init__(
-        self,
-        weight: Tensor,
-        updated: Tensor,
-        grid: Grid,
-        *,
-        penalty: float,
-        share: RowShare | None = None,
+        self, weight: Tensor, updated: Tensor, grid: Grid, *, penalty: float, share: RowShare | None = None
     ) -> None:
         """Begin between the two integers beside each weight ``[heads, rows, d_in]`` of OPTQ's ``updated``.
 

@@ -80,12 +80,7 @@ class BlockTuner:
         return TunableBlock(module, block.layout, block.stored(), types, targets)
 
     def tune(
-        self,
-        index: int,
-        tunable: TunableBlock,
-        inputs: Batches,
-        between: Batches | None,
-        targets: Batches,
+        self, index: int, tunable: TunableBlock, inputs: Batches, between: Batches | None, targets: Batches
     ) -> Tuned:
         """Tune a block; its module has the result, in float32.
 

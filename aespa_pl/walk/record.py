@@ -108,11 +108,7 @@ def tuning(found: Tuned) -> TuningRecord:
     """Return what the journal tells of a tuning; JSON has no numbers that are not finite."""
     start_error, error = (x if math.isfinite(x) else None for x in (found.start_error, found.error))
     return TuningRecord(
-        start_error=start_error,
-        error=error,
-        epoch=found.epoch,
-        changed=found.changed,
-        finite=found.finite,
+        start_error=start_error, error=error, epoch=found.epoch, changed=found.changed, finite=found.finite
     )
 
 
