@@ -3,7 +3,7 @@
 Source: AutoAWQ's packing: eight integers of one input channel in an int32, in the order below.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.compressed_tensors import CompressedTensors, unpacked_by_library
 from aespa_pl.export.folder import PackedFormat, packed_words
-from aespa_pl.export.format import impossible, uniform
+from aespa_pl.export.format import uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 BITS = 4
@@ -29,21 +29,21 @@ class Awq(PackedFormat):
     name = "awq"
     reader = "compressed-tensors' converter of AutoAWQ"
 
-    def refuse(self, model: QuantizedModel) -> None:
-        """Refuse other bits than 4, and rows that do not fill an int32."""
+    def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
+        """Yield other bits than 4, and rows that do not fill an int32."""
         if model.bits > BITS:
-            raise impossible(model, self.name, "it has 4 bits", "Use --format compressed-tensors")
-        super().refuse(model)
+            yield "it has 4 bits", "Use --format compressed-tensors"
+        yield from super().obstacles(model)
         if self.bits(model) != BITS:
-            advice = (
-                f"Add --container_bits 4, or use --format compressed-tensors, which packs {model.bits} bits"
+            packs = f"which packs {model.bits} bits"
+            yield (
+                "its integers take 4 bits",
+                f"Add --container_bits 4, or use --format compressed-tensors, {packs}",
             )
-            raise impossible(model, self.name, "its integers take 4 bits", advice)
         for name in model.matrices:
             rows = model.pretrained.tensors[name].shape[0]
             if rows % len(ORDER):
-                why = f"{name} has {rows} rows, not a multiple of 8"
-                raise impossible(model, self.name, why, "Use --format compressed-tensors")
+                yield f"{name} has {rows} rows, not a multiple of 8", "Use --format compressed-tensors"
 
     def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in, rows / 8]``, ``qzeros [G, rows / 8]`` and ``scales [G, rows]``."""

@@ -4,7 +4,7 @@ Source: ``pack-quantized`` of the library compressed-tensors: integers minus ``2
 stream of bits in int32, zero points the same along the rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.folder import PackedFormat
-from aespa_pl.export.format import impossible, uniform
+from aespa_pl.export.format import uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 
@@ -46,15 +46,14 @@ class CompressedTensors(PackedFormat):
             del packed["weight_zero_point"]  # it is 0
         return packed
 
-    def refuse_experts(self, model: QuantizedModel) -> None:
-        """Refuse zero points of experts, and experts that transformers keeps in one tensor on disk."""
+    def obstacles_of_experts(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
+        """Yield zero points of experts, and experts that transformers keeps in one tensor on disk."""
         if any(part is not None for name in model.matrices for _, part in model.family.places(name)[:1]):
             why = "files of this model have all experts in one tensor, which the format has no name for"
-            raise impossible(model, self.name, why, "Use --format hf")
+            yield why, "Use --format hf"
         if not model.symmetric:
             why = "transformers and vLLM read no zero points of experts"
-            instead = "Use --format hf, or quantize with quantization.symmetric true"
-            raise impossible(model, self.name, why, instead)
+            yield why, "Use --format hf, or quantize with quantization.symmetric true"
 
     def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
         """Return the weight that the library makes of the tensors."""

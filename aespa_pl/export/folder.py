@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import StoredWeight
-from aespa_pl.export.format import Format, ReadTensor, impossible
+from aespa_pl.export.format import Format, ReadTensor
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.headers import opened
 from aespa_pl.models.parts import Part
@@ -106,9 +106,6 @@ class HuggingFace(FolderFormat):
     name = "hf"
     reader = "safetensors"
 
-    def refuse(self, model: QuantizedModel) -> None:
-        """Refuse nothing."""
-
     def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return the weight in the original's type."""
         return {"weight": matrix.weight().to(model.dtype(name))}
@@ -137,33 +134,28 @@ class PackedFormat(FolderFormat):
         """Return the bits that an integer takes in the file."""
         return self.container_bits or model.bits
 
-    def refuse(self, model: QuantizedModel) -> None:
-        """Refuse llama.cpp's types, integers of several bits without a container, and too small ones.
-
-        Experts are refused as well, unless the format says that engines run them in it.
-        """
+    def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
+        """Yield llama.cpp's types, integers of several bits without a container, and too small ones."""
         if model.settings.quantization.format != "uniform":
             why = "its weights are stored as only llama.cpp reads them"
-            raise impossible(model, self.name, why, "Use --format gguf, or hf in the original's types")
+            yield why, "Use --format gguf, or hf in the original's types"
         if self.container_bits is None and len(model.matrix_bits) > 1:
             bits = 4 if model.bits <= 4 else 8
-            raise impossible(
-                model,
-                self.name,
+            yield (
                 "engines expect one number of bits here",
                 f"Add --container_bits {bits}, in which all integers take {bits} bits, or use --format gguf, "
                 "which has a type for each matrix",
             )
         if model.has_experts:
-            self.refuse_experts(model)
+            yield from self.obstacles_of_experts(model)
         if self.bits(model) < model.bits:
             why = f"integers of {model.bits} bits do not fit {self.container_bits}"
-            raise impossible(model, self.name, why, "Leave --container_bits out")
+            yield why, "Leave --container_bits out"
 
-    def refuse_experts(self, model: QuantizedModel) -> None:
-        """Refuse a model with mixtures of experts."""
+    def obstacles_of_experts(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
+        """Yield why engines don't run mixtures of experts in the format."""
         why = "no engine was seen to run a mixture of experts in it"
-        raise impossible(model, self.name, why, "Use --format hf or compressed-tensors")
+        yield why, "Use --format hf or compressed-tensors"
 
 
 def packed_words(values: Tensor, bits: int) -> Tensor:

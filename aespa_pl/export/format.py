@@ -55,9 +55,16 @@ class Format(ABC):
     reader: ClassVar[str]
     """Name of the library or the definition that unpacks the file in the proof, for messages."""
 
-    @abstractmethod
+    def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
+        """Yield why the format can't hold a model exactly, and what to do instead."""
+        yield from ()
+
     def refuse(self, model: QuantizedModel) -> None:
         """Raise UserError where the format can't hold a model exactly; the message says what can."""
+        for why, instead in self.obstacles(model):
+            raise UserError(
+                f"--format {self.name} cannot hold this run exactly ({model.granularity}): {why}. {instead}"
+            )
 
     @abstractmethod
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
@@ -69,12 +76,10 @@ class Format(ABC):
 
     def remark(self, model: QuantizedModel) -> str | None:
         """Return a sentence about a model that takes more bits than the format could give it, or None."""
-        del model
         return None
 
     def rounded(self, model: QuantizedModel) -> str | None:
         """Return a sentence about tensors of the run that the file does not hold exactly, or None."""
-        del model
         return None
 
     @abstractmethod
@@ -87,13 +92,6 @@ def uniform(matrix: StoredWeight) -> QuantizedWeight:
     if isinstance(matrix, TypedWeight):
         raise TypeError("this format has no block types")
     return matrix
-
-
-def impossible(model: QuantizedModel, format_name: str, why: str, instead: str) -> UserError:
-    """Return the error for a model that a format can't hold."""
-    return UserError(
-        f"--format {format_name} cannot hold this run exactly ({model.granularity}): {why}. {instead}"
-    )
 
 
 def make_format(

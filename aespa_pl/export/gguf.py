@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
-from aespa_pl.export.format import Format, ReadTensor, impossible
+from aespa_pl.export.format import Format, ReadTensor
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, BlockType, as_typed
 from aespa_pl.export.gguf_metadata import (
     add_metadata,
@@ -60,22 +60,15 @@ class Gguf(Format):
     name = "gguf"
     reader = "gguf"
 
-    def refuse(self, model: QuantizedModel) -> None:
-        """Refuse models that llama.cpp does not have, and matrices that no block type holds."""
+    def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
+        """Yield models that llama.cpp does not have, and matrices that no block type holds."""
         if part := unsupported_part(model.pretrained.config):
-            raise impossible(
-                model,
-                self.name,
-                part,
-                "Use --format compressed-tensors (transformers, vLLM), or hf",
-            )
+            yield part, "Use --format compressed-tensors (transformers, vLLM), or hf"
         refuse_tokenizer(model.original)
         for name in model.matrices:
             if candidate_type(model, name) is None:
                 columns = model.pretrained.tensors[name].shape[1]
-                raise impossible(
-                    model,
-                    self.name,
+                yield (
                     f"no block type of llama.cpp holds {name} with {columns} columns",
                     "It holds 2 to 7 bits (8 where symmetric), per channel or in groups of a multiple "
                     "of 32, in rows of a multiple of 32. Use --format compressed-tensors, or hf",

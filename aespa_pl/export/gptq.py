@@ -4,7 +4,7 @@ Source: GPTQModel's TorchLinear: integers as a dense stream of bits in int32 alo
 zero points the same along the output channels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.folder import WORD, PackedFormat, packed_words
-from aespa_pl.export.format import impossible, uniform
+from aespa_pl.export.format import uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 BITS = (2, 3, 4, 8)
@@ -26,22 +26,18 @@ class Gptq(PackedFormat):
     name = "gptq"
     reader = "the definition of gptq_v2, bit by bit"
 
-    def refuse(self, model: QuantizedModel) -> None:
-        """Refuse other bits, and sides that do not fill whole words."""
-        super().refuse(model)
+    def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
+        """Yield other bits, and sides that do not fill whole words."""
+        yield from super().obstacles(model)
         bits = self.bits(model)
         if bits not in BITS:
-            advice = "Use --format compressed-tensors, which has 2 to 8"
-            raise impossible(model, self.name, "it has 2, 3, 4 or 8 bits", advice)
+            yield "it has 2, 3, 4 or 8 bits", "Use --format compressed-tensors, which has 2 to 8"
         for name in model.matrices:
             shape = model.pretrained.tensors[name].shape
             unit = WORD if bits == 3 else WORD // bits
             if any(side % unit for side in shape):
-                why = (
-                    f"{name} is {list(shape)}, and {bits}-bit integers fill whole words in multiples of "
-                    f"{unit} only"
-                )
-                raise impossible(model, self.name, why, "Use --format compressed-tensors")
+                words = f"{bits}-bit integers fill whole words in multiples of {unit} only"
+                yield f"{name} is {list(shape)}, and {words}", "Use --format compressed-tensors"
 
     def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in * bits / 32, rows]``, ``qzeros [G, rows * bits / 32]`` and others."""

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import yaml
-from huggingface_hub import metadata_load
+from huggingface_hub import ModelCardData, metadata_load
 
 from aespa_pl.errors import printable
 from aespa_pl.evaluation.later import measured
-from aespa_pl.evaluation.table import TextTable, markdown
+from aespa_pl.evaluation.table import markdown, result_table
 from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.run.journal import Run
@@ -40,17 +39,18 @@ def model_card(model: QuantizedModel, chosen: Format, command: str, verified: Ma
     """Return the text; ``verified`` says by its name what the check of each engine found."""
     pretrained = model.settings.model.pretrained
     licence = base_licence(model.original)
-    header: dict[str, Any] = {"tags": ["aespa", chosen.name], "pipeline_tag": "text-generation"}
-    if not _is_local(pretrained):
-        header["base_model"] = pretrained
-    if licence is not None:
-        header["license"] = licence
+    header = ModelCardData(
+        tags=["aespa", chosen.name],
+        pipeline_tag="text-generation",
+        base_model=None if _is_local(pretrained) else pretrained,
+        license=licence,
+    )
     stated = "not stated: the folder of the base model has no card that names one"
     name = base = markdown(Path(pretrained).name)
     if not _is_local(pretrained):
         base = f"[{name}](https://huggingface.co/{quote(pretrained)})"
     parts = [
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
+        f"---\n{header.to_yaml()}\n---",
         f"# {name}, {model.granularity}, {chosen.name}",
         f"{base} quantized with aespa_pl {version('aespa-pl')}.",
         f"Licence of the base model: {markdown(licence or stated)}.",
@@ -121,15 +121,12 @@ def _perplexities(run: Run) -> str:
     metrics, notes = measured(run.folder)
     for note in notes:
         log.warning("%s: %s", run.folder, note)
-    perplexities = metrics.get("perplexity", {})
-    texts = sorted({text for values in perplexities.values() for text in values})
-    if not texts:
-        return "Not measured."
-    rows = [
-        [kind, *(f"{values[text]:.3f}" if text in values else "" for text in texts)]
-        for kind, values in perplexities.items()
-    ]
-    return TextTable(["", *map(_public_name, texts)], rows).markdown().rstrip()
+    perplexities = {
+        kind: {_public_name(text): value for text, value in values.items()}
+        for kind, values in metrics.get("perplexity", {}).items()
+    }
+    table = result_table({"perplexity": perplexities})
+    return table.markdown().rstrip() if table.rows else "Not measured."
 
 
 def _uses(name: str, verified: Mapping[str, str]) -> str:

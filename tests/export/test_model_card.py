@@ -69,7 +69,7 @@ def test_model_card_names_files_of_this_machine_without_their_folders(fresh: Kno
     _, content = card(tmp_path / "out")
     assert str(tmp_path) not in content
     for part in (
-        "| mine.jsonl |",
+        "| perplexity, mine.jsonl |",
         "    source: mine.jsonl",
         "tokens of mine.jsonl;",
         "--model.pretrained 'a model'\n",
@@ -84,8 +84,8 @@ def test_texts_of_a_later_test_are_not_mixed_with_those_of_the_run(fresh: Known,
     (fresh.folder / "test.json").write_text(json.dumps({"perplexity": later}))
     export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
     table = (
-        "|  | a | b |\n| --- | ---: | ---: |\n"
-        "| original | 10.000 | 20.000 |\n| nearest | 40.000 |  |\n| quantized | 12.000 | 22.000 |\n"
+        "|  | perplexity, a | perplexity, b |\n| --- | ---: | ---: |\n"
+        "| original | 10.000 | 20.000 |\n| round-to-nearest | 40.000 | - |\n| quantized | 12.000 | 22.000 |\n"
     )
     assert table in card(tmp_path / "out")[1]
 
@@ -103,7 +103,7 @@ def test_names_from_a_run_are_text_in_the_card(fresh: Known, tmp_path: Path) -> 
     settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
     settings["model"]["pretrained"] = settings["data"]["calibration"]["source"] = hostile
     (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {hostile: {hostile: 25.73}}}))
+    (fresh.folder / "metrics.json").write_text(json.dumps({"perplexity": {"original": {hostile: 25.73}}}))
     card_of_base = f"---\n{yaml.safe_dump({'license': hostile})}---\n"
     (fresh.original / "README.md").write_text(card_of_base)
     out, original = tmp_path / "out", str(fresh.original)
