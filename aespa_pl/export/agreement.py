@@ -79,12 +79,10 @@ def choose_engines(name: FormatName, verify: Verify) -> Asked:
     Raises UserError where the engine that is asked for does not read the format, or is not installed.
     """
     readers = {engine.name: engine for engine in ENGINES if name in engine.formats}
-    if verify == "bytes":
-        return Asked([], dict.fromkeys(readers, "not asked for"))
-    if verify == "auto":
-        installed = [engine for engine in readers.values() if engine.installed]
-        others = [name for name, engine in readers.items() if not engine.installed]
-        return Asked(installed, dict.fromkeys(others, "not installed"))
+    if verify in ("bytes", "auto"):
+        asked = [engine for engine in readers.values() if verify == "auto" and engine.installed]
+        reason = "not installed" if verify == "auto" else "not asked for"
+        return Asked(asked, dict.fromkeys(readers.keys() - {engine.name for engine in asked}, reason))
     engine = readers.get(verify)
     if engine is None:
         raise UserError(
@@ -100,13 +98,11 @@ def choose_engines(name: FormatName, verify: Verify) -> Asked:
 
 def that_fit(model: QuantizedModel, questions: Asked) -> Asked:
     """Leave out all engines where the whole model in float32 does not fit half of the free memory."""
-    tensors = set(model.pretrained.tensors.values())
-    needed = sum(torch.Size(tensor.shape).numel() * 4 for tensor in tensors)
+    needed = sum(4 * math.prod(tensor.shape) for tensor in set(model.pretrained.tensors.values()))
     if questions.insist or needed < free_bytes(torch.device("cpu")) / 2:
         return questions
     reason = f"the whole model takes {human(needed, 'B')} of memory: --verify ENGINE asks it anyway"
-    left_out = {engine.name: reason for engine in questions.engines}
-    return Asked([], {**questions.unchecked, **left_out})
+    return Asked([], {**questions.unchecked, **{engine.name: reason for engine in questions.engines}})
 
 
 def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -> Asked:
@@ -121,7 +117,7 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
     length = min(SEGMENT, model.family.positions(config) or SEGMENT)
     (tokens,) = evaluation_tokens(TEXT, model.pretrained.tokenizer(), length, 1, model.cache)
     reference = reference_logits(model, chosen, tokens)
-    agreements, unchecked = [], dict(questions.unchecked)
+    agreements, unchecked = list[Agreement](), dict(questions.unchecked)
     for engine in questions.engines:
         try:
             logits = engine.logits(folder, tokens, int(config.vocab_size))
@@ -135,9 +131,10 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
             unchecked[engine.name] = f"it failed ({reason})"
         else:
             rounded = None if engine.exact else reference_logits(model, chosen, tokens, engine.rounded)
-            # the library adds up the outputs of experts in an order of its own
-            order = model.has_experts
-            agreements.append(compare(engine, reference, logits, tokens, rounded, other_order=order))
+            agreements.append(
+                # the library adds up the outputs of experts in an order of its own
+                compare(engine, reference, logits, tokens, rounded, other_order=model.has_experts)
+            )
     return replace(questions, unchecked=unchecked, agreements=agreements)
 
 
@@ -189,8 +186,8 @@ def compare(
         largest = max(largest, EXPLAINED * float(explained.mean()))
     divergences, _ = compared(reference, logits)
     divergence = float(divergences.mean())
-    losses = [cross_entropy(x[:-1], following, reduction="none") for x in (reference, logits)]
-    change = losses[1] - losses[0]
+    expected, losses = (cross_entropy(x[:-1], following, reduction="none") for x in (reference, logits))
+    change = losses - expected
     if engine.exact:
         difference = float((reference - logits).abs().max())
         wrong = divergence > REORDERED if other_order else difference > 0
@@ -201,22 +198,16 @@ def compare(
             or _surely_above(divergences, largest)
             or _surely_above(change * change.mean().sign(), math.log1p(PERPLEXITY_CHANGE))
         )
-    reference_perplexity, perplexity = (math.exp(float(loss.mean())) for loss in losses)
+    perplexities = [math.exp(float(x.mean())) for x in (losses, expected)]
     if wrong:
         raise UserError(
             f"{engine.name} runs the exported model in another way than the run: next-token "
             f"distributions have KL divergence {divergence:.3g} (logits differ by {difference:.3g}, "
-            f"perplexity {perplexity:.4g} instead of {reference_perplexity:.4g}); nothing was kept. "
+            f"perplexity {perplexities[0]:.4g} instead of {perplexities[1]:.4g}); nothing was kept. "
             "Use another --format, or --verify bytes if this engine is not the one you deploy with"
         )
-    return Agreement(
-        engine.name,
-        f"{engine.package} {version(engine.package)}",
-        difference,
-        divergence,
-        perplexity,
-        reference_perplexity,
-    )
+    name = f"{engine.package} {version(engine.package)}"
+    return Agreement(engine.name, name, difference, divergence, *perplexities)
 
 
 def _surely_above(values: Tensor, bound: float) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from aespa_pl.evaluation.table import ABSENT, GB, TextTable
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PANEL = 4.2
@@ -151,58 +150,37 @@ def cells_csv(cells: Sequence[Cell]) -> str:
 def figure(cells: Sequence[Cell]) -> "Figure | None":
     """Return perplexity over time, one panel for each bit width; None where nothing was measured.
 
-    The perplexity belongs to the first text; one point is the mean over the seeds. Raises ModuleNotFoundError
-    where matplotlib is not installed.
+    The perplexity belongs to the first text. A point is the mean over the seeds; a method looks the same in
+    all panels. Raises ModuleNotFoundError where matplotlib is not installed.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
 
-    from aespa_pl.report.picture import style  # noqa: PLC0415 (needs matplotlib)
+    from aespa_pl.report.picture import MARKERS, SERIES, style  # noqa: PLC0415 (needs matplotlib)
 
     texts = texts_of(cells)
     if not texts:
         return None
     widths = list(dict.fromkeys(cell.bits for cell in cells))
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    handles = {}
     with style():  # a dollar sign in a name is no formula
         drawn = Figure(figsize=(PANEL * len(widths) + 1, PANEL), layout="constrained")
         panels = drawn.subplots(1, len(widths), squeeze=False)[0]
         for panel, bits in zip(panels, widths, strict=True):
-            _draw(panel, cells, bits, texts[0])
-        handles = {
-            label: handle
-            for panel in panels
-            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-        }
+            for number, method in enumerate(methods):
+                seeds = [cell for cell in cells if (cell.bits, cell.method) == (bits, method)]
+                values = [x for cell in seeds if (x := cell.perplexity(texts[0])) is not None]
+                if not values:
+                    continue
+                handles[method] = panel.errorbar(
+                    mean(cell.seconds("quantization") or 0.0 for cell in seeds if cell.metrics),
+                    mean(values),
+                    stdev(values) if len(values) > 1 else 0.0,
+                    color=SERIES[number % len(SERIES)],
+                    marker=MARKERS[number % len(MARKERS)],
+                    linestyle="",
+                )
+            panel.set(xscale="log", yscale="log", title=f"{bits} bits", xlabel="seconds of quantization")
+            panel.set_ylabel(f"perplexity, {texts[0]} (lower is better)")
         drawn.legend(handles.values(), handles.keys(), loc="outside right upper")
     return drawn
-
-
-def _draw(panel: "Axes", cells: Sequence[Cell], bits: int, text: str) -> None:
-    """Draw a point for each method; a method looks the same in all panels."""
-    from aespa_pl.report.picture import MARKERS, SERIES  # noqa: PLC0415 (needs matplotlib)
-
-    for number, method in enumerate(dict.fromkeys(cell.method for cell in cells)):
-        points = [
-            (seconds, value)
-            for cell in cells
-            if (cell.bits, cell.method) == (bits, method)
-            and (value := cell.perplexity(text)) is not None
-            and (seconds := cell.seconds("quantization")) is not None
-        ]
-        if points:
-            times, values = zip(*points, strict=True)
-            panel.errorbar(
-                mean(times),
-                mean(values),
-                yerr=stdev(values) if len(values) > 1 else 0.0,
-                color=SERIES[number % len(SERIES)],
-                marker=MARKERS[number % len(MARKERS)],
-                linestyle="",
-                label=method,
-            )
-    panel.set(
-        xscale="log",
-        yscale="log",
-        title=f"{bits} bits",
-        xlabel="seconds of quantization",
-        ylabel=f"perplexity, {text} (lower is better)",
-    )
