@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 
 from aespa_pl.algorithm.grid_types import Factors, GridType, round_to_half
 
-STARTS = [k / 20 for k in range(-18, 19)]
+STARTS = [k / 5 for k in range(-4, 5)]
 """What the largest integer is taken for less or more in each start, where there are minimums."""
-SIGNED_STARTS = [k / 10 for k in range(-16, 17)]
+SIGNED_STARTS = [k / 5 for k in range(-8, 9)]
 """The same for a fixed zero point, whose largest weight meets the integer farthest from it."""
 TINY = 1e-30
 """Least divisor: below it all weights of a group are 0."""
