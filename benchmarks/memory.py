@@ -114,7 +114,7 @@ def main(
                 arguments["data.memory_gb"] = memory_gb
             words = ["fit", *(f"--{key}={value}" for key, value in arguments.items())]
             peak, seconds = _run(words + (options or []), threads)
-            shape = Shape.of(AutoConfig.from_pretrained(f"{folder}/model"), family_of(config))
+            shape = Shape.of(AutoConfig.from_pretrained(f"{folder}/model"), family_of(config).layouts(config))
         settings = resolved(QuantizationSettings(method=method))
         work = Work(segments, length, 1, getattr(torch, dtype).itemsize)
         data = DataSettings(hidden_states="disk")

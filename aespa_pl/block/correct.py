@@ -26,7 +26,7 @@ def correct(block: QuantizedBlock, shifts: Shifts, share: float) -> None:
     """
     for group in block.layout.groups:
         for name, projections in group.inputs.items():
-            for p in (block.projections[projection.name] for projection in projections):
+            for p in (block.projections[p.name] for p in projections if not p.kept):
                 with naming(block, p):
                     p.weight = _corrected(p, name, shifts, share)
 

@@ -60,7 +60,9 @@ def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: 
 
     for group in block.layout.groups:
         projections = block.of_group(group)
-        forms = [grid_format(settings, block.index, p.name) for p in group.projections]
+        if not projections:
+            continue
+        forms = [grid_format(settings, block.index, p.projection.name) for p in projections]
         if settings.grid.awq:
             zeta = _zeta_of_inputs(block, group, forms, world)
             effort = EXHAUSTIVE if settings.grid.exhaustive else THOROUGH

@@ -167,7 +167,7 @@ class QuantizedBlock:
         """
         projections = {}
         inputs = ((n, p) for group in layout.groups for n, ps in group.inputs.items() for p in ps)
-        for name, p in inputs:
+        for name, p in ((n, p) for n, p in inputs if not p.kept):
             weight = projection_weight(module, layout, p).float()
             weight = weight.view(head_count(layout, p), -1, weight.shape[-1])
             hessian = statistics.inputs[name]
@@ -192,8 +192,8 @@ class QuantizedBlock:
         return cls(index, layout, projections, statistics.magnitudes)
 
     def of_group(self, group: InputGroup) -> list[QuantizedProjection]:
-        """Return the projections that see one input."""
-        return [self.projections[p.name] for p in group.projections]
+        """Return the quantized projections that see one input."""
+        return [self.projections[p.name] for p in group.projections if not p.kept]
 
     def damp(self, share: float) -> None:
         """Damp all Hessians with a share of their mean diagonal."""

@@ -1,5 +1,7 @@
 """Choose the block type of every projection, where ``quantization.format`` is not uniform."""
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from aespa_pl.algorithm.grid_types import TYPES
@@ -16,13 +18,15 @@ from aespa_pl.models.llama_cpp_types import (
 )
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
-from aespa_pl.settings.quantization import names_projection
+from aespa_pl.settings.quantization import KEPT, names_projection
 from aespa_pl.sizing.target import Target
 
 UNIFORM, AUTO = "uniform", "auto"
 BEFORE_CHOICE = "Q4_K"
 """What stands for the types that quantization.target chooses, until it has."""
 ENDS = ("embedding", "head")
+LM_HEAD = "lm_head"
+"""Name of the head in ``quantization.bits_of``, as transformers has it."""
 
 
 def check_format(settings: QuantizationSettings) -> None:
@@ -40,6 +44,30 @@ def check_format(settings: QuantizationSettings) -> None:
             f"quantization.types has {others} and quantization.format is uniform: choose a format of "
             "GGUF, or quantization.bits_of"
         )
+
+
+def with_head(settings: QuantizationSettings, config: PreTrainedConfig) -> QuantizationSettings:
+    """Return settings with the head's bits, ``lm_head`` in ``bits_of``, as a block type in ``types``.
+
+    Raises UserError where no type has so many bits.
+    """
+    bits_of = dict(settings.bits_of)
+    bits = bits_of.pop(LM_HEAD, KEPT)
+    if settings.format != UNIFORM or bits == KEPT:
+        return replace(settings, bits_of=bits_of)
+    columns = Shape.of(config, family_of(config).layouts(config)).hidden
+    fitting = {int(kind[1]): kind for kind in sorted(TYPES) if TYPES[kind].fits(columns)}  # a K type is last
+    if config.tie_word_embeddings:
+        raise UserError(
+            f"quantization.bits_of has {LM_HEAD}, which is the embedding in this model: give it a block "
+            f"type, such as quantization.types '{{embedding: {fitting.get(bits, 'Q8_0')}}}'"
+        )
+    if bits not in fitting:
+        raise UserError(
+            f"quantization.bits_of has {LM_HEAD}: {bits}, and no block type for rows of {columns} weights "
+            f"has so many bits: expected {', '.join(map(str, sorted(fitting)))} or {KEPT}"
+        )
+    return replace(settings, bits_of=bits_of, types={**settings.types, "head": fitting[bits]})
 
 
 def _check_target(settings: QuantizationSettings) -> None:
@@ -67,7 +95,7 @@ def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dic
     """
     check_format(settings)
     family = family_of(config)
-    shape = Shape.of(config, family)
+    shape = Shape.of(config, family.layouts(config))
     columns = dict.fromkeys(ENDS, shape.hidden)
     types: dict[str, str] = {}
     if settings.format != UNIFORM:
@@ -101,7 +129,7 @@ def _mixture(name: str, config: PreTrainedConfig) -> tuple[dict[str, str], dict[
     if unsupported is not None:
         raise UserError(f"quantization.format is {name}, but {unsupported}: set quantization.format uniform")
     family = family_of(config)
-    shape = Shape.of(config, family)
+    shape = Shape.of(config, family.layouts(config))
     model = MixtureModel.of(config, shape.layout, architecture_of(config).name)
     tied = bool(config.tie_word_embeddings)
     types, columns = {}, {}

@@ -12,12 +12,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 import aespa_pl
 from aespa_pl.block.quantized import grid_format, nearest_weight
 from aespa_pl.commands import limits
-from aespa_pl.commands.block_types import block_types, check_format
+from aespa_pl.commands.block_types import block_types, check_format, with_head
 from aespa_pl.data.texts import short_names
 from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Family
+from aespa_pl.models.family import BlockLayout, Family
 from aespa_pl.models.hub import resolve
+from aespa_pl.models.kept import layouts_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
@@ -49,7 +50,12 @@ class Checked(Settings):
     @property
     def shape(self) -> Shape:
         """Return the sizes of the model, from which its needs follow."""
-        return Shape.of(self.config, self.family)
+        return Shape.of(self.config, self.layouts)
+
+    @property
+    def layouts(self) -> tuple[BlockLayout, ...]:
+        """Return the layout of every block."""
+        return layouts_of(self.family, self.config, self.quantization)
 
     @property
     def work(self) -> Work:
@@ -114,7 +120,7 @@ class Job(Checked):
 
     def round_to_nearest(self, index: int, block: nn.Module) -> None:
         """Round a block's weights to the nearest integers of min-max grids: the usual comparison."""
-        layout = self.family.layout(self.config, index)
+        layout = self.layouts[index]
         for projection in layout.projections:
             form = grid_format(self.quantization, index, projection.name)
             weight = nearest_weight(block, layout, projection, form)
@@ -188,18 +194,18 @@ def checked(
     """
     stored = stored or getattr(config, "dtype", None) or torch.float32
     family, quantization = family_of(config), settings.quantization
-    layouts, positions = family.layouts(config), family.positions(config)
-    shape = Shape.of(config, family)
     # a YAML file has the number of a block as a number
     bits_of = {str(key): bits for key, bits in quantization.bits_of.items()}
-    types = block_types(quantization, config)
-    quantization = replace(quantization, bits_of=bits_of, types=types)
+    quantization = with_head(replace(quantization, bits_of=bits_of), config)
+    quantization = replace(quantization, types=block_types(quantization, config))
+    layouts, positions = layouts_of(family, config, quantization), family.positions(config)
+    shape = Shape.of(config, layouts)
     quantization = resolved(quantization, device.type, shape.hidden)
     length = limits.calibration_length(settings.data, positions)
     limits.check_length("calibration", length, positions, settings.model.pretrained)
     held_out = limits.evaluation_length(settings.data, positions)
     limits.check_length("evaluation", held_out, positions, settings.model.pretrained)
-    limits.check_bits_of(layouts, quantization)
+    limits.check_bits_of(family.layouts(config), quantization)
     if quantization.format == "uniform":
         limits.check_groups(shape, quantization)
     limits.check_histograms(settings.output.histograms, layouts)

@@ -93,6 +93,8 @@ def check_bits_of(layouts: Sequence[BlockLayout], settings: QuantizationSettings
                 f"({', '.join(names)}), a block (0 to {len(layouts) - 1}), or both, such as 0.{names[0]} "
                 f"or *.{names[0]}"
             )
+    if all(settings.keeps(i, name) for i, has in enumerate(of_blocks) for name in has):
+        raise UserError("quantization.bits_of keeps all projections: give fewer of them 16 bits")
     for index, layout in enumerate(layouts):
         of_matrix: dict[str, dict[str, int]] = {}
         for p in layout.projections:

@@ -113,7 +113,7 @@ def with_choice(job: Job, given: Settings, chosen: Mapping[str, Any]) -> Job:
 
 def _choices(job: Job, given: Settings, progress: WalkProgress) -> Choices:
     matrices = _matrices(job, given)
-    layouts = job.family.layouts(job.config)
+    layouts = job.layouts
     progress.begin("Choosing for the target, matrices", 2 + sum(len(x.projections) for x in layouts))
     losses = predicted_losses(
         job.stream(job.pretrained),
@@ -126,7 +126,7 @@ def _choices(job: Job, given: Settings, progress: WalkProgress) -> Choices:
 
 
 def _matrices(job: Job, given: Settings) -> list[SizedMatrix]:
-    layouts, settings = job.family.layouts(job.config), job.quantization
+    layouts, settings = job.layouts, job.quantization
     if settings.format == UNIFORM:
         fixed = {
             key: str(settings.bits_for(int(block), name))
@@ -148,7 +148,7 @@ def _keys(job: Job) -> set[str]:
     """Return the keys of all that is chosen."""
     if job.quantization.format != UNIFORM:
         return set(job.quantization.types)
-    layouts = job.family.layouts(job.config)
+    layouts = job.layouts
     return {f"{i}.{p.name}" for i, layout in enumerate(layouts) for p in layout.projections}
 
 

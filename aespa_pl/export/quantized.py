@@ -19,6 +19,7 @@ from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family, Projection
 from aespa_pl.models.headers import DTYPES, opened
 from aespa_pl.models.hub import resolve
+from aespa_pl.models.kept import layout_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.folder import how_to_continue
@@ -137,7 +138,7 @@ class QuantizedModel:
 
     def layout(self, index: int = 0) -> BlockLayout:
         """Return the layout of a block."""
-        return self.family.layout(self.pretrained.config, index)
+        return layout_of(self.family, self.pretrained.config, self.settings.quantization, index)
 
     @property
     def block_count(self) -> int:
@@ -147,17 +148,21 @@ class QuantizedModel:
     @cached_property
     def matrices(self) -> Mapping[str, tuple[int, tuple[Projection, ...]]]:
         """Return, by the name of each quantized weight, its block and the projections in its rows."""
-        matrices: dict[str, tuple[int, tuple[Projection, ...]]] = {}
+        return {name: found for name, found in self._projections.items() if not found[1][0].kept}
+
+    @cached_property
+    def _projections(self) -> Mapping[str, tuple[int, tuple[Projection, ...]]]:
+        found: dict[str, tuple[int, tuple[Projection, ...]]] = {}
         for index in range(self.block_count):
-            for projection in self.layout(index).projections:
+            for projection in (p for group in self.layout(index).groups for p in group.projections):
                 name = f"{self.family.block_prefix(index)}{projection.module}.weight"
-                _, before = matrices.get(name, (index, ()))
-                matrices[name] = index, (*before, projection)
-        return matrices
+                _, before = found.get(name, (index, ()))
+                found[name] = index, (*before, projection)
+        return found
 
     def projections_of(self, name: str) -> tuple[Projection, ...]:
-        """Return the projections that a weight or bias belongs to; none outside of quantized layers."""
-        _, projections = self.matrices.get(f"{name.rpartition('.')[0]}.weight", (0, ()))
+        """Return the projections that a weight or bias belongs to, kept ones as well; none elsewhere."""
+        _, projections = self._projections.get(f"{name.rpartition('.')[0]}.weight", (0, ()))
         return projections
 
     def stem_names(self) -> tuple[str, ...]:

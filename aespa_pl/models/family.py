@@ -52,6 +52,8 @@ class Projection:
     """Whether a norm lies between the output and what it is added to (Gemma, OLMo)."""
     expert: int | None = None
     """Number of the expert that it is part of, which sees only the tokens that are routed to it."""
+    kept: bool = False
+    """Whether its weights stay as they are (``aespa_pl/models/kept.py``)."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,8 @@ class BlockLayout:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Return all projections of the block."""
-        return tuple(projection for group in self.groups for projection in group.projections)
+        """Return the projections of the block that are quantized."""
+        return tuple(p for group in self.groups for p in group.projections if not p.kept)
 
     @property
     def attended_group(self) -> InputGroup | None:

@@ -1,7 +1,7 @@
 """Describe the shape of a model and of its calibration text: all that its needs follow from."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from aespa_pl.models.family import BlockLayout, Family, Role
+from aespa_pl.models import family_of
+from aespa_pl.models.family import BlockLayout, Role
 from aespa_pl.models.skeleton import skeleton
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.settings import DataSettings, QuantizationSettings
@@ -55,18 +56,21 @@ class Shape:
     """Whether the model's own attention has the probabilities of all heads in memory."""
     vocabulary: int
     of_blocks: tuple[Mapping[str, Matrix], ...]
-    """Projections of each block, by name."""
+    """Projections of each block that are quantized, by name."""
+    hidden: int
+    """Hidden size."""
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, family: Family) -> "Shape":
-        """Read the shape off a model without weights."""
-        model, layouts = skeleton(config), family.layouts(config)
+    def of(cls, config: PreTrainedConfig, layouts: Sequence[BlockLayout]) -> "Shape":
+        """Read the shape off a model without weights, given the layout of each block."""
+        model, family = skeleton(config), family_of(config)
         blocks = list(cast(nn.Module, model.get_submodule(family.blocks_path)).children())
         of_blocks = tuple(map(_matrices, blocks, layouts))
         everything, *in_blocks = (
             sum(parameter.numel() for parameter in module.parameters()) for module in (model, *blocks)
         )
-        largest = max(range(len(blocks)), key=in_blocks.__getitem__)
+        quantized = [sum(matrix.size for matrix in of_block.values()) for of_block in of_blocks]
+        largest = max(range(len(blocks)), key=lambda block: (quantized[block], in_blocks[block]))
         return cls(
             len(blocks),
             in_blocks[largest],
@@ -76,12 +80,8 @@ class Shape:
             family.forms_probabilities,
             int(config.vocab_size),
             of_blocks,
+            projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1],
         )
-
-    @property
-    def hidden(self) -> int:
-        """Return the hidden size."""
-        return self.matrices[0].columns
 
     @property
     def weights(self) -> int:
@@ -111,13 +111,13 @@ class Shape:
     @property
     def widest_input(self) -> int:
         """Return the largest number of columns."""
-        return max(self.inputs.values())
+        return max(self.inputs.values(), default=0)
 
 
 def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:
     matrices, mixture = {}, layout.mixture
     inputs = ((g.name, name, p) for g in layout.groups for name, ps in g.inputs.items() for p in ps)
-    for group, name, p in inputs:
+    for group, name, p in ((group, name, p) for group, name, p in inputs if not p.kept):
         rows, columns = projection_weight(block, layout, p).shape
         added = p.residual is not None and not p.normed
         share = 1.0 if p.expert is None or mixture is None else mixture.share(p.expert)

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.kept import layout_of
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.progress import WalkProgress
@@ -73,7 +74,8 @@ class Context:
 
     def layout(self, block: int) -> BlockLayout:
         """Return the layout of a block, given its number."""
-        return self.source.family.layout(self.source.pretrained.config, block)
+        source = self.source
+        return layout_of(source.family, source.pretrained.config, self.settings, block)
 
     @property
     def quantized_stem(self) -> StreamedModel:

@@ -15,7 +15,11 @@ from aespa_pl.settings.types import (
     FinitePositive,
     MethodName,
     PenaltyExponent,
+    ProjectionBits,
 )
+
+KEPT = 16
+"""Bits in ``bits_of`` of a projection that stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +125,11 @@ class QuantizationSettings:
     is none that is uniform, and of embedding and head, which uniform formats otherwise leave as they are."""
     bits: Bits = 2
     """Bits of a weight, 2 to 8."""
-    bits_of: dict[str, Bits] = field(default_factory=dict)
+    bits_of: dict[str, ProjectionBits] = field(default_factory=dict)
     """Bits of some projections, where they are others: by name (down_proj: 4), by block (0: 4, counted from
     0), by a pattern (1?.*: 3), or by block and name (0.v_proj: 3), which counts first; of the others that fit
-    the largest number counts (docs/methods.md)."""
+    the largest number counts (docs/methods.md). 16: the projection stays as it is. lm_head, which else stays,
+    gets the block type of llama.cpp with so many bits."""
     symmetric: bool = False
     """Fix the zero point in the middle of the range."""
     group_size: PositiveInt | None = None
@@ -159,6 +164,11 @@ class QuantizationSettings:
         if kind is not None:
             return int(kind[1])  # Q4_K
         return bits_of_projection(self.bits, self.bits_of, block, projection)
+
+    def keeps(self, block: int, projection: str) -> bool:
+        """Return whether a projection of a block stays as it is."""
+        uniform = self.format == "uniform"
+        return uniform and bits_of_projection(self.bits, self.bits_of, block, projection) == KEPT
 
     def type_for(self, block: int, projection: str) -> str | None:
         """Return the name of the block type of a projection of a block; None where its grid is uniform."""

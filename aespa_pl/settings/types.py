@@ -18,6 +18,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 if TYPE_CHECKING:
     Bits = int
+    ProjectionBits = int
     Seed = int
     FinitePositive = float
     FiniteNonNegative = float
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 else:
     MethodName = Literal[tuple(METHODS)]
     Bits = restricted_number_type("Bits", int, [(">=", 2), ("<=", 8)])
+    ProjectionBits = Bits | Literal[16]
     Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
     # jsonargparse's PositiveFloat and NonNegativeFloat allow infinity
     FinitePositive = restricted_number_type("FinitePositive", float, [(">", 0), ("<", math.inf)])
@@ -36,6 +38,7 @@ Proportions = dict[str, FinitePositive]
 
 EXPECTED: dict[Any, str] = {
     Bits: "2 to 8",
+    ProjectionBits: "2 to 8, or 16 for a projection that stays as it is",
     Seed: "0 to 4294967295",
     PositiveInt: "a whole number, 1 or more",
     NonNegativeInt: "a whole number, 0 or more",

@@ -166,7 +166,7 @@ def transformations_of(
     made: Transformation
     for group in layout.groups:
         values = layout.values_before(group)
-        if values is not None:
+        if values is not None and not any(p.kept for p in (values, *group.projections)):
             heads = layout.key_value_heads, layout.head_dim, layout.heads // layout.key_value_heads
             mixes = matrices and not layout.gated  # a gate lets no channel into another
             made = HeadMatrices(*heads, epochs) if mixes else ChannelFactors(*heads)

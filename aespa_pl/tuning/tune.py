@@ -117,7 +117,7 @@ def changed_fraction(
     """Return the fraction of the integers that differ, of weights by block and projection."""
     pairs = [(q, b[name]) for a, b in zip(before, after, strict=True) for name, q in a.items()]
     changed = sum(int((old.integers != new.integers).sum()) for old, new in pairs)
-    return changed / sum(old.integers.numel() for old, _ in pairs)
+    return changed / max(1, sum(old.integers.numel() for old, _ in pairs))
 
 
 @contextmanager

@@ -154,6 +154,8 @@ def line(index: int, blocks: int, record: Mapping[str, Any], seconds: float) -> 
     """Return one line about a finished block, from its ``losses`` and the seconds that it took."""
     measured = record.values()
     text = f"block {index} of {blocks}: "
+    if not measured:
+        return f"{text}its projections are kept, {seconds:.1f} s"
     if all("polish_changed" in x for x in measured):
         changed = sum(x["polish_changed"] for x in measured)
         passes = max(x["polish_passes"] for x in measured)

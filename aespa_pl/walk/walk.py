@@ -164,6 +164,11 @@ class Walk:
     def _quantized(self, index: int, module: nn.Module, streams: Streams) -> Quantized:
         """Turn the module into the quantized block, with norms and biases in float32."""
         context, between = self.context, None
+        if not context.layout(index).projections:  # all of them are kept
+            if streams.original:
+                with context.measure("forward"):
+                    context.source.advance(module, streams.original)
+            return Quantized({}, {}, {}, None)
         if self.block_tuner is not None:
             with context.measure("tuning"):
                 between = self.block_tuner.between(index, module, streams.original)

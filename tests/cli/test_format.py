@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
 
-from aespa_pl.commands.block_types import block_types, check_format, types_in_words
+from aespa_pl.commands.block_types import block_types, check_format, types_in_words, with_head
 from aespa_pl.errors import UserError
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings
@@ -46,6 +46,20 @@ def test_a_uniform_format_takes_types_of_embedding_and_head() -> None:
     settings = QuantizationSettings(types={"embedding": "Q6_K", "head": "Q8_0"})
     assert block_types(settings, llama()) == {"embedding": "Q6_K", "head": "Q8_0"}
     assert settings.type_for(0, "q_proj") is None
+
+
+@pytest.mark.parametrize(("bits", "hidden", "kind"), [(8, 256, "Q8_0"), (4, 256, "Q4_K"), (4, 96, "Q4_1")])
+def test_the_bits_of_the_head_are_a_block_type_that_fits(bits: int, hidden: int, kind: str) -> None:
+    settings = QuantizationSettings(bits_of={"lm_head": bits, "v_proj": 4})
+    found = with_head(settings, llama(hidden))
+    assert (found.types, found.bits_of) == ({"head": kind}, {"v_proj": 4})
+
+
+def test_bits_that_no_block_type_of_the_head_has_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"lm_head: 7, and no block type for rows of 256 .*: expected 2, 3, 4"
+    ):
+        with_head(QuantizationSettings(bits_of={"lm_head": 7}), llama())
 
 
 def test_rows_that_are_no_whole_blocks_take_the_type_of_32() -> None:

@@ -23,7 +23,7 @@ DECIDED = (
         (["--quantization.bits", 9], r"quantization\.bits is [19]: expected 2 to 8$"),
         (
             ["--quantization.bits_of", "{down_proj: 9}"],
-            r"bits_of is {down_proj: 9}: expected a number for each name, 2 to 8, such as {down_proj: 4}$",
+            r"bits_of is {down_proj: 9}: expected a number .*, 2 to 8, or 16 for a projection that stays .*down_proj: 4}$",
         ),
         (
             ["--quantization.bits_of", "{v: 3}"],
@@ -33,6 +33,8 @@ DECIDED = (
             ["--quantization.bits_of", "{7: 3}"],
             r"bits_of: 7 names .*a block \(0 to 1\), or both, such as",
         ),
+        (["--quantization.bits_of", "{'*': 16}"], r"bits_of keeps all projections: give fewer of them 16"),
+        (["--quantization.bits_of", "{lm_head: 8}"], r"lm_head, which is the embedding .*embedding: Q8_0}'$"),
         (["--quantization.bits_of", "{0.v: 3}"], r"bits_of: 0\.v names nothing"),
         (["--quantization.bits_of", "{'*.v': 3}"], r"bits_of: \*\.v names nothing .*\*\.q_proj"),
         (

@@ -16,7 +16,7 @@ def words(width: int, intermediate: int, **options: object) -> str:
         num_hidden_layers=2, vocab_size=64,
     )  # fmt: skip
     settings = QuantizationSettings(**options)  # type: ignore[arg-type]
-    return forecast(settings, Shape.of(config, family_of(config)), config)
+    return forecast(settings, Shape.of(config, family_of(config).layouts(config)), config)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_a_family_that_llama_cpp_lacks_has_no_gguf() -> None:
         hidden_size=64, ffn_dim=128, num_attention_heads=4, num_hidden_layers=1, vocab_size=64,
         word_embed_proj_dim=64,
     )  # fmt: skip
-    said = forecast(QuantizationSettings(), Shape.of(config, family_of(config)), config)
+    said = forecast(QuantizationSettings(), Shape.of(config, family_of(config).layouts(config)), config)
     assert "no GGUF file, because llama.cpp has no architecture for model_type opt" in said
 
 
 def test_experts_with_zero_points_have_no_folder_of_integers() -> None:
     config = make_model("qwen3-moe").config
-    shape = Shape.of(config, family_of(config))
+    shape = Shape.of(config, family_of(config).layouts(config))
     said = forecast(QuantizationSettings(bits=4), shape, config)
     assert "no compressed-tensors, which has no zero points of experts" in said
     symmetric = forecast(QuantizationSettings(bits=4, symmetric=True), shape, config)

@@ -1,5 +1,6 @@
 """A run whose projections have different bits: GGUF has a type for each, other formats one container."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from aespa_pl.export.compressed_tensors import CompressedTensors
 from aespa_pl.export.folder import FolderFormat
 from aespa_pl.export.format import Format
 from aespa_pl.export.gguf import Gguf
+from aespa_pl.export.gguf_model import row_order
 from aespa_pl.export.gptq import Gptq
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
@@ -71,3 +73,19 @@ def test_without_a_container_they_are_refused(chosen: FolderFormat, several: Kno
 
 def test_a_run_of_an_earlier_version_has_the_same_bits_everywhere(known: MakeRun) -> None:
     assert QuantizedModel.open(known("llama", 3, None).folder).matrix_bits == (3,)
+
+
+def test_a_kept_projection_is_no_quantized_matrix_but_has_its_rows_in_the_order_of_llama_cpp(
+    several: Known,
+) -> None:
+    model = QuantizedModel.open(several.folder)
+    quantization = replace(model.settings.quantization, bits_of={"q_proj": 16})
+    kept = replace(model, settings=replace(model.settings, quantization=quantization))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert name in model.matrices
+    assert name not in kept.matrices
+    assert name.removesuffix(".weight") in kept.unquantized_linears()
+    order = row_order(model, name)
+    assert order is not None
+    assert not torch.equal(order, order.sort().values)
+    assert torch.equal(order, row_order(kept, name))

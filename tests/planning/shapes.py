@@ -41,4 +41,4 @@ def device_bytes(
 
 def shape(name: str = "llama-grouped") -> Shape:
     config = EXAMPLES[name]()
-    return Shape.of(config, family_of(config))
+    return Shape.of(config, family_of(config).layouts(config))

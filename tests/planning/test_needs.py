@@ -112,7 +112,7 @@ def test_optq_factors_as_many_heads_as_fit_a_chunk() -> None:
     heads, d = 32, 4096
     layout = replace(shape().layout, heads=heads, key_value_heads=heads)
     matrices = tuple(replace(m, columns=d, rows=d) for m in shape().matrices)
-    s = replace(shape(), layout=layout, matrices=matrices)
+    s = replace(shape(), layout=layout, matrices=matrices, hidden=d)
     one, other = (device_bytes(s, WORK, PAPER, accelerator=yes)["OPTQ"] for yes in (False, True))
     assert other - one == 6 * 4 * (16 - 1) * d**2
 

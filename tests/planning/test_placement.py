@@ -28,7 +28,7 @@ def shape() -> Shape:
         num_hidden_layers=2,
         vocab_size=50,
     )
-    return Shape.of(config, family_of(config))
+    return Shape.of(config, family_of(config).layouts(config))
 
 
 def resolve(data: DataSettings, device: torch.device, length: int = 512) -> DataSettings:

@@ -62,7 +62,7 @@ def test_limits_are_named_with_what_else_the_file_holds() -> None:
 def test_all_experts_of_a_block_get_the_same_bits() -> None:
     config = EXAMPLES["mixtral"]()
     family = family_of(config)
-    shape, layouts = Shape.of(config, family), family.layouts(config)
+    shape, layouts = Shape.of(config, family.layouts(config)), family.layouts(config)
     found = uniform_matrices(layouts, shape, QuantizationSettings(), {})
     experts = int(config.num_local_experts)
     assert sorted(len(m.keys) for m in found) == sorted(3 * ([1] * 4 + [experts] * 3))

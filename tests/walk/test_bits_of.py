@@ -101,3 +101,25 @@ def test_the_same_bits_by_another_way_give_the_same_integers(tmp_path: Path) -> 
 )
 def test_the_most_exact_key_counts_then_the_largest(bits_of: dict[str, int], expected: int) -> None:
     assert QuantizationSettings(bits=2, bits_of=bits_of).bits_for(3, "v_proj") == expected
+
+
+KEPT = {
+    "opt": {"v_proj": 16, "1.fc1": 16},
+    "bloom": {"dense": 16, "1": 16},
+    "llama": {"q_proj": 16, "up_proj": 16, "1": 16},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", KEPT)
+def test_a_projection_of_16_bits_keeps_its_weights(name: str, method: str, tmp_path: Path) -> None:
+    found = walk(name, tmp_path, {"bits_of": KEPT[name], "bits": 3, **METHODS[method]})
+    state, original = found.exported().state_dict(), found.original.state_dict()
+    for block in range(2):
+        stored = {key.partition(".")[0] for key in found.file(block)}
+        for p in found.layout.projections:
+            weight = f"{found.blocks_path}.{block}.{p.module}.weight"
+            kept = wanted(KEPT[name], block, p.name) == 16
+            assert kept == (p.name not in stored)
+            if p.fused == (0, 1):
+                assert kept == torch.equal(state[weight], original[weight])
