@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
+from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.llama_cpp import architecture_of, unsupported_part
 from aespa_pl.models.llama_cpp_types import (
     MIXTURES,
@@ -120,7 +121,24 @@ def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dic
                 f"and {kind} holds multiples of {TYPES[kind].block}: set quantization.types "
                 f"'{{{key}: {NARROW.get(kind, 'Q8_0')}}}' or quantization.format uniform"
             )
+    if settings.format != UNIFORM:
+        _refuse_several_of_experts(types, family.layouts(config))
     return types
+
+
+def _refuse_several_of_experts(types: dict[str, str], layouts: tuple[BlockLayout, ...]) -> None:
+    """Refuse several types of the experts of a block, which are one tensor in a file of llama.cpp."""
+    first: dict[str, str] = {}
+    for block, layout in enumerate(layouts):
+        for p in layout.projections:
+            if layout.mixture is not None and p.module.startswith(layout.mixture.experts):
+                key, layer = f"{block}.{p.name}", p.module.rpartition(".")[2]
+                before = first.setdefault(f"{block}.{layer}", key)
+                if types[key] != types[before]:
+                    raise UserError(
+                        f"quantization.types makes {before} {types[before]} and {key} {types[key]}, but "
+                        f"llama.cpp has {layer} of all experts in one tensor: give all the same type"
+                    )
 
 
 def _mixture(name: str, config: PreTrainedConfig) -> tuple[dict[str, str], dict[str, int]]:

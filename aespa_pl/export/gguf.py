@@ -4,6 +4,7 @@ Every matrix gets the smallest block type that holds it exactly; everything else
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,9 +31,11 @@ from aespa_pl.export.gguf_metadata import (
 from aespa_pl.export.gguf_model import (
     candidate_type,
     exact_type,
+    file_tensors,
     file_type,
     gguf_name,
     ideal_type,
+    in_float32,
     norm_offset,
     row_order,
 )
@@ -82,13 +85,16 @@ class Gguf(Format):
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
         """Read the file and dequantize every tensor."""
         tensors = {tensor.name: tensor for tensor in GGUFReader(folder / FILE).tensors}
-        for name in _all_names(model):
-            tensor = tensors[gguf_name(model, name)]
-            value = torch.tensor(dequantized(tensor.data, tensor.tensor_type))
-            order = row_order(model, name)
-            if order is not None:
-                value = torch.empty_like(value).index_copy_(0, order, value)
-            yield ReadTensor(name, value, int(tensor.n_bytes))
+        for place, names in file_tensors(model, _all_names(model)).items():
+            tensor = tensors[place]
+            data = tensor.data if len(names) > 1 else tensor.data[None]
+            for name, one in zip(names, data, strict=True):
+                value = torch.tensor(dequantized(one, tensor.tensor_type))
+                order = row_order(model, name)
+                if order is not None:
+                    value = torch.empty_like(value).index_copy_(0, order, value)
+                value = value.view(model.pretrained.tensors[name].shape)
+                yield ReadTensor(name, value, int(tensor.n_bytes) // len(names))
 
     def remark(self, model: QuantizedModel) -> str | None:
         """Say which matrices have a larger block type because of their width, or of the group size."""
@@ -97,7 +103,8 @@ class Gguf(Format):
             kind, ideal = exact_type(model, name), ideal_type(model, name)
             if kind.bits > ideal.bits:
                 words = f"as {kind.words}: blocks of {ideal.words} have {ideal.columns} columns"
-                larger.setdefault(words, {}).update({p.name: None for p in projections})
+                named = {re.sub(r"expert_\d+", "experts'", p.name): None for p in projections}
+                larger.setdefault(words, {}).update(named)
         if not larger:
             return None
         kinds = "; ".join(f"{', '.join(names)} {words}" for words, names in larger.items())
@@ -126,11 +133,15 @@ class Gguf(Format):
             writer.add_tensor_info(
                 ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes, GGMLQuantizationType.F32
             )
-        for name in _all_names(model):
+        for place, (name, *others) in file_tensors(model, _all_names(model)).items():
             kind, shape = self._type(model, name), model.pretrained.tensors[name].shape
+            if others:  # all experts in one tensor
+                shape = (1 + len(others), *shape)
+            elif in_float32(place) and shape[0] == 1:
+                shape = shape[1:]  # the gate of a shared expert is a vector there
             columns, size = GGML_QUANT_SIZES[kind]
             nbytes = math.prod(shape) // columns * size
-            writer.add_tensor_info(gguf_name(model, name), shape, np.dtype(np.float32), nbytes, kind)
+            writer.add_tensor_info(place, shape, np.dtype(np.float32), nbytes, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -145,9 +156,10 @@ class Gguf(Format):
             writer.write_tensor_data(self._encoded(model, name, model.stem(name)))
         for index in range(model.block_count):
             block = model.block(index)
-            for name in model.block_names(index):
-                value = {**block.others, **block.matrices}[name]
-                writer.write_tensor_data(self._encoded(model, name, value))
+            tensors = {**block.others, **block.matrices}
+            for names in file_tensors(model, model.block_names(index)).values():
+                each = [self._encoded(model, name, tensors[name]) for name in names]
+                writer.write_tensor_data(each[0] if len(each) == 1 else np.stack(each))
             after_block()
         writer.close()
 
@@ -176,7 +188,8 @@ class Gguf(Format):
             return library_type(exact_type(model, name))
         if self._rounds(model, name):
             return GGMLQuantizationType.Q8_0
-        if len(stored.shape) == 1:  # llama.cpp adds and multiplies vectors in float32 only
+        # llama.cpp adds and multiplies vectors in float32 only
+        if len(stored.shape) == 1 or in_float32(gguf_name(model, name)):
             return GGMLQuantizationType.F32
         return PLAIN.get(model.dtype(name), GGMLQuantizationType.F32)
 

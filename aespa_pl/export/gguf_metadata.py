@@ -38,6 +38,12 @@ MULTIPLIERS: dict[str, Callable[[GGUFWriter, float], None]] = {
 }
 """Functions that write multipliers and caps, by their names in config.json."""
 
+EXPERT_LENGTHS: dict[str, Callable[[GGUFWriter, int], None]] = {
+    "moe_intermediate_size": GGUFWriter.add_expert_feed_forward_length,
+    "shared_expert_intermediate_size": GGUFWriter.add_expert_shared_feed_forward_length,
+}
+"""Functions that write hidden sizes of experts, by their names in config.json."""
+
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
@@ -60,6 +66,12 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(model.block_count)
     writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    if layout.mixture is not None:
+        writer.add_expert_count(layout.mixture.count)
+        writer.add_expert_used_count(layout.mixture.chosen)
+    for field, add_length in EXPERT_LENGTHS.items():
+        if (length := getattr(config, field, None)) is not None:
+            add_length(writer, length)
     writer.add_head_count(layout.heads)
     writer.add_head_count_kv(layout.key_value_heads)
     writer.add_vocab_size(config.vocab_size)

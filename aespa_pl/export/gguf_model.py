@@ -1,8 +1,9 @@
 """Tell what each tensor of a model is in llama.cpp: its name, the order of its rows, its block type."""
 
 import math
+import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 
 import gguf
@@ -41,8 +42,22 @@ def norm_offset(model: QuantizedModel, name: str) -> float:
     return architecture_of(model.pretrained.config).norm_offset if of_norm else 0.0
 
 
+def file_tensors(model: QuantizedModel, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the tensors that each one of the file is made of, by its name: of experts, that of all."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(gguf_name(model, name), []).append(name)
+    return found
+
+
+def in_float32(name: str) -> bool:
+    """Return whether llama.cpp has a matrix in float32 alone, given its name there: routers."""
+    return "ffn_gate_inp" in name
+
+
 def gguf_name(model: QuantizedModel, name: str) -> str:
-    """Return the name of a tensor in llama.cpp."""
+    """Return the name of a tensor in llama.cpp, where all experts of a block are in one."""
+    name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
     names = _name_map(architecture_of(model.pretrained.config).name, model.block_count)
     prefix = model.family.blocks_path.partition(".")[0]
     for candidate in (name, name.removeprefix(f"{prefix}.")):
@@ -65,14 +80,27 @@ def candidate_type(model: QuantizedModel, name: str) -> BlockType | None:
     if (kind := model.type_of(name)) is not None:
         return BLOCK_TYPES[kind]
     columns = model.pretrained.tensors[name].shape[1]
-    return smallest_type(model.bits_of(name), columns, model.group_size, _zeros(model, name))
+    bits = max(map(model.bits_of, _together(model, name)))
+    return smallest_type(bits, columns, model.group_size, _zeros(model, name))
+
+
+def _together(model: QuantizedModel, name: str) -> list[str]:
+    """Return the matrices that are one tensor of the file."""
+    index, (projection, *_) = model.matrices[name]
+    if projection.expert is None:
+        return [name]
+    return file_tensors(model, filter(model.matrices.__contains__, model.block_names(index)))[
+        gguf_name(model, name)
+    ]
 
 
 def _zeros(model: QuantizedModel, name: str) -> Collection[int]:
-    """Return the zero points that a matrix has; of a symmetric grid without reading them."""
+    """Return the zero points of a tensor of the file; of a symmetric grid without reading them."""
+    together = _together(model, name)
     if model.symmetric:
-        return zero_points(model.bits_of(name), symmetric=True)
-    index, projections = model.matrices[name]
+        return {zero for n in together for zero in zero_points(model.bits_of(n), symmetric=True)}
+    index, _ = model.matrices[name]
+    projections = [p for n in together for p in model.matrices[n][1]]
     with opened(model.run.block_file(index)) as file:
         tensors = [file.get_tensor(f"{p.name}.zero_point") for p in projections]
     return {zero for tensor in tensors for zero in tensor.unique().tolist()}

@@ -31,6 +31,8 @@ class Architecture:
     """Whether the head must be the embedding, or a matrix of its own; None: it may be either."""
     caps: tuple[str, ...] = ()
     """Caps of scores and logits in config.json that it has; each must be a number."""
+    normalizes: bool | None = None
+    """The norm_topk_prob of config.json, whether weights of experts add up to 1, that it has; None: any."""
 
 
 GEMMA = Architecture("gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, tied=True)
@@ -49,6 +51,9 @@ ARCHITECTURES = {
     "olmo2": OLMO,
     "olmo3": OLMO,
     "exaone4": Architecture("exaone4", windows=True, window_blocks=64),
+    "qwen2_moe": Architecture("qwen2moe", tied=False, normalizes=False),
+    "qwen3_moe": Architecture("qwen3moe", normalizes=True),
+    "mixtral": Architecture("llama", rotates_neighbours=True),
     "bloom": Architecture("bloom", activation="gelu"),
 }
 """llama.cpp's architectures by ``model_type``; a type that is missing has none."""
@@ -83,7 +88,19 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
         return "llama.cpp ignores apply_residual_connection_post_layernorm"
     if architecture.tied not in (None, config.tie_word_embeddings):
         return f"llama.cpp has no {config.model_type} with tie_word_embeddings {not architecture.tied}"
-    return _unsupported_rope(config) or _unsupported_attention(config, architecture)
+    return (
+        _unsupported_experts(config, architecture)
+        or _unsupported_rope(config)
+        or _unsupported_attention(config, architecture)
+    )
+
+
+def _unsupported_experts(config: PreTrainedConfig, architecture: Architecture) -> str | None:
+    if architecture.normalizes not in (None, getattr(config, "norm_topk_prob", None)):
+        return f"llama.cpp has no {config.model_type} with norm_topk_prob {not architecture.normalizes}"
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        return "llama.cpp has experts in all blocks of a mixture of experts"
+    return None
 
 
 def _unsupported_rope(config: PreTrainedConfig) -> str | None:

@@ -38,6 +38,8 @@ NARROW = {
 """The types of 32 columns, for rows that are no multiple of a larger block."""
 MANY_QUERIES = 4
 """Query heads for each key/value head from which on values are small enough for a larger type."""
+FEW_EXPERTS = 8
+"""Experts of the models whose attention is small beside them, so that it gets larger types."""
 LARGE = 80
 """Blocks of the models with 70 billion weights, whose values get a larger type."""
 LARGE_KINDS = ("llama", "qwen2")
@@ -49,6 +51,7 @@ class Matrix(StrEnum):
     EMBEDDING = "embedding"
     HEAD = "head"
     VALUE = "value, or query, key and value in one"
+    KEY = "key"
     ATTENTION_OUTPUT = "attention output"
     DOWN = "last matrix of the MLP"
     OTHER = "other"
@@ -63,19 +66,24 @@ class MixtureModel:
     """Query heads for each key/value head."""
     large: bool
     """Whether llama.cpp knows it as one of 70 billion weights."""
+    experts: int = 0
+    """Experts of a block."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, layout: BlockLayout, architecture: str) -> "MixtureModel":
         """Read it off a model's configuration; the architecture is llama.cpp's."""
         blocks, queries = int(config.num_hidden_layers), layout.heads // layout.key_value_heads
         plain = architecture == LARGE_KINDS[0] and queries == 1
-        return cls(blocks, queries, architecture in LARGE_KINDS and blocks == LARGE and not plain)
+        large = architecture in LARGE_KINDS and blocks == LARGE and not plain
+        return cls(blocks, queries, large, 0 if layout.mixture is None else layout.mixture.count)
 
 
 def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
     """Return what a projection is to a mixture."""
     if any(p.role is Role.VALUE for p in layout.projections if p.module == projection.module):
         return Matrix.VALUE
+    if projection.role is Role.KEY:
+        return Matrix.KEY
     attended = layout.attended_group
     if attended is not None and projection in attended.projections:
         return Matrix.ATTENTION_OUTPUT
@@ -142,6 +150,10 @@ def _larger(name: str, matrix: Matrix, block: int, model: MixtureModel) -> str |
         ("Q4_0", Matrix.DOWN): "Q4_1" if first_eighth else None,
         ("Q5_0", Matrix.DOWN): "Q5_1" if first_eighth else None,
     }
+    if model.experts == FEW_EXPERTS and matrix in (Matrix.VALUE, Matrix.KEY):
+        return "Q8_0"
+    if model.experts == FEW_EXPERTS and matrix is Matrix.ATTENTION_OUTPUT:
+        return "Q5_K" if name in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M") else None
     found = rules.get((name, matrix))
     small = (found or MIXTURES[name]) in ("Q3_K", "Q4_K")
     return "Q5_K" if matrix is Matrix.VALUE and model.large and small else found

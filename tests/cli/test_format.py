@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
+from transformers import LlamaConfig, MixtralConfig, OPTConfig, PreTrainedConfig
 
 from aespa_pl.commands.block_types import block_types, check_format, types_in_words, with_head
 from aespa_pl.errors import UserError
@@ -71,6 +71,19 @@ def test_rows_that_are_no_whole_blocks_take_the_type_of_32() -> None:
 @pytest.mark.parametrize(
     ("settings", "config", "message"),
     [
+        (
+            QuantizationSettings(format="Q4_0", types={"0.expert_3_up_proj": "Q8_0"}),
+            MixtralConfig(
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                vocab_size=64,
+                num_local_experts=4,
+            ),
+            r"0.expert_0_up_proj Q4_0 and 0.expert_3_up_proj Q8_0, but llama.cpp has up_proj of all experts",
+        ),
         (QuantizationSettings(format="Q9"), llama(), "quantization.format is Q9: expected one of"),
         (QuantizationSettings(types={"0.q_proj": "Q4_K"}), llama(), "format is uniform"),
         (QuantizationSettings(format="Q4_K", types={"0.q_proj": "Q9"}), llama(), "0.q_proj: Q9"),

@@ -12,18 +12,22 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
 VOCABULARY = 280
 HEADS = 4
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 16,
@@ -128,6 +132,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen2": lambda: llama(Qwen2Config),
     "qwen3": lambda: llama(Qwen3Config, head_dim=32),
+    "qwen2-moe": lambda: llama(
+        Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=96, tie_word_embeddings=False
+    ),
+    "qwen3-moe": lambda: llama(Qwen3MoeConfig, **EXPERTS, head_dim=32, norm_topk_prob=True),
+    "qwen3-moe-mixed": lambda: llama(
+        Qwen3MoeConfig, **EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[0]
+    ),
+    "mixtral": lambda: llama(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),
     "bloom-post-residual": lambda: bloom(apply_residual_connection_post_layernorm=True),
 }  # fmt: skip

@@ -39,7 +39,7 @@ LLAMA_LAYERS = {
     "gate_proj": "mlp.gate_proj",
     "up_proj": "mlp.up_proj",
     "down_proj": "mlp.down_proj",
-}
+} | {f"shared_expert_{kind}_proj": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
 OPT_LAYERS = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")} | {
     "fc1": "fc1",
     "fc2": "fc2",
@@ -147,6 +147,8 @@ def make_run(
         block = f"{path}.{index}"
         tensors: dict[str, Tensor] = {}
         for name, layer in layers.items():
+            if f"{block}.{layer}.weight" not in state:
+                continue
             found = round_to_nearest(
                 state[f"{block}.{layer}.weight"], (bits_of or {}).get(name, bits), group_size,
                 symmetric=symmetric, forced=forced,
@@ -162,6 +164,11 @@ def make_run(
             for part, name in enumerate(names):
                 rows = rows_of(kind, name, part, len(found[0]))
                 tensors |= named(name, tuple(tensor[rows] for tensor in found))
+        for name, weight in experts_of(state, f"{block}.mlp.experts"):
+            found = round_to_nearest(weight, bits, group_size, symmetric=symmetric, forced=forced)
+            weight.copy_(dequantized(*found))
+            matrices[f"{block}.mlp.experts.{name}.weight"] = found
+            tensors |= named(f"expert_{name.replace('.', '_')}", found)
         save_file(tensors, folder / "blocks" / f"block_{index:03}.safetensors")
         shards.append({n: t for n, t in state.items() if n.startswith(f"{block}.")})
         for name, tensor in shards[-1].items():
@@ -175,6 +182,17 @@ def make_run(
     several = {"bits_of": dict(bits_of)} if bits_of else {}
     write_run(original, folder, shards, bits, group_size, symmetric=symmetric, **several)
     return Known(folder, original, matrices, model)
+
+
+def experts_of(state: Mapping[str, Tensor], path: str) -> list[tuple[str, Tensor]]:
+    """Return the matrices of each expert, views of those that transformers has for all of a block."""
+    found = []
+    for number, fused in enumerate(state.get(f"{path}.gate_up_proj", ())):
+        half = len(fused) // 2
+        down = state[f"{path}.down_proj"][number]
+        parts = {"gate": fused[:half], "up": fused[half:], "down": down}
+        found += [(f"{number}.{kind}_proj", weight) for kind, weight in parts.items()]
+    return found
 
 
 def named(name: str, found: tuple[Tensor, ...]) -> dict[str, Tensor]:
