@@ -95,24 +95,18 @@ def _half(value: Bytes) -> Bytes:
 def _nibbles(values: Bytes) -> Bytes:
     """Put the second half of the columns into the high nibbles of the first half's bytes."""
     low, high = np.split(values, 2, axis=-1)
-    packed: Bytes = low | (high << 4)
-    return packed
+    return np.asarray(low | (high << 4))
 
 
 def _spread(values: Bytes, bits: int) -> Bytes:
     """Join ``[..., fields, bytes]`` into ``[..., bytes]``: field i takes the bits from ``bits * i`` on."""
     shifts = bits * np.arange(values.shape[-2], dtype=np.uint8)[:, None]
-    joined: Bytes = np.bitwise_or.reduce(values << shifts, axis=-2)
-    return joined
+    return np.asarray(np.bitwise_or.reduce(values << shifts, axis=-2))
 
 
 def _cut(values: Bytes, *shape: int) -> Bytes:
     """Return the values of each block in another shape."""
     return values.reshape(*values.shape[:2], *shape)
-
-
-def _fifth_bits(values: Bytes) -> Bytes:
-    return np.packbits(values >> 4, axis=-1, bitorder="little")
 
 
 def _q2_0(p: Parts) -> list[Bytes]:
@@ -128,7 +122,8 @@ def _q4_1(p: Parts) -> list[Bytes]:
 
 
 def _q5_0(p: Parts) -> list[Bytes]:
-    return [_half(p.d), _fifth_bits(p.integers), _nibbles(p.integers & 15)]
+    fifth_bits = np.packbits(p.integers >> 4, axis=-1, bitorder="little")
+    return [_half(p.d), fifth_bits, _nibbles(p.integers & 15)]
 
 
 def _q5_1(p: Parts) -> list[Bytes]:
@@ -171,18 +166,14 @@ def _factor_pairs(p: Parts) -> Bytes:
 
 
 def _q4_k(p: Parts) -> list[Bytes]:
-    return [_half(p.d), _half(p.d_min), _factor_pairs(p), _pairs_of_32(p.integers)]
+    integers = _cut(_nibbles(_cut(p.integers, 4, 64)), 128)  # columns at distance 32 share a byte
+    return [_half(p.d), _half(p.d_min), _factor_pairs(p), integers]
 
 
 def _q5_k(p: Parts) -> list[Bytes]:
     fifth_bits = _spread(_cut(p.integers >> 4, 8, 32), 1)
     d, d_min, factors, low = _q4_k(Parts(p.integers & 15, p.d, p.d_min, p.sub_scale, p.sub_min))
     return [d, d_min, factors, fifth_bits, low]
-
-
-def _pairs_of_32(values: Bytes) -> Bytes:
-    """Pack 4 bits of each of 256 values: of each 64 columns, those at distance 32 share a byte."""
-    return _cut(_nibbles(_cut(values, 4, 64)), 128)
 
 
 def _q6_k(p: Parts) -> list[Bytes]:

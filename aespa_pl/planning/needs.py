@@ -93,7 +93,8 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     if shape.layout.mixture is not None:
         # also all experts' inputs, and while those of one are summed up, what all tokens have: the input, its
         # shift, the streams and their difference; all tokens may be routed to one expert
-        activations += int(shape.routed_columns) + shape.hidden
+        routed = sum(shares[name] * c for name, c in shape.inputs.items() if shares[name] < 1)
+        activations += int(routed) + shape.hidden
         in_group = max(in_group, (2 + 4 * original) * shape.hidden + 3 * shape.widest_input)
     in_group *= work.tokens
     # queries and keys, X and A X of a value head, and for a chunk of it scores, A and A X;

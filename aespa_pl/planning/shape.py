@@ -98,12 +98,6 @@ class Shape:
         """Return the share of the tokens that each input has."""
         return {matrix.input: matrix.share for matrix in self.matrices}
 
-    @property
-    def routed_columns(self) -> float:
-        """Return the columns of all experts' inputs for each token of the text, on average."""
-        shares, inputs = self.shares, self.inputs
-        return sum(shares[name] * columns for name, columns in inputs.items() if shares[name] < 1)
-
     def learned(self, settings: QuantizationSettings) -> list[Matrix]:
         """Return the projections of a block whose rounding the method learns."""
         return [m for m in self.matrices if settings.learns(attention=m.role is not Role.OTHER)]

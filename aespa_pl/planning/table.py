@@ -66,12 +66,8 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
     """Return needs as rows of a table: what, how much, from what."""
     shape, data, device = needs.setup.shape, needs.setup.data, needs.setup.device.type
     devices = needs.setup.devices
-
-    def phase_in_words(phase: str, count: int) -> str:
-        if count - _streams(needs.setup, needs.room) <= needs.room.free:
-            return phase
-        return f"{phase}: too much, {human(max(needs.room.free, 0.0), 'B')} may be taken"
-
+    too_much = f": too much, {human(max(needs.room.free, 0.0), 'B')} may be taken"
+    most = needs.room.free + _streams(needs.setup, needs.room)
     parameters = shape.blocks * shape.block_weights + shape.stem_weights
     stream = human(needs.setup.work.stream_bytes(shape.hidden), "B")
     host = f"hidden states: {stream} a stream, {data.hidden_states}"
@@ -88,7 +84,7 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
     return [
         ("model", f"{human(parameters)} parameters", blocks),
         ("device memory", human(max(needs.device.values()), "B"), on_device),
-        *(("", human(n, "B"), phase_in_words(p, n)) for p, n in needs.device.items() if n),
+        *(("", human(n, "B"), p + too_much * (n > most)) for p, n in needs.device.items() if n),
         *(("", "divided", words) for words in portions_in_words(needs.partition, shape)),
         ("host memory", human(needs.host, "B"), host),
         ("disk", human(needs.disk, "B"), f"model, integers{waiting}"),

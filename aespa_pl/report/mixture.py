@@ -16,14 +16,13 @@ CURVE_SHARE = 1.5
 """Largest size of the curve beside the chosen one: beyond it the divergence is nearly 0."""
 
 
-def width_map(run: StoredRun, width: float) -> Picture:
+def width_map(run: StoredRun, mixture: ShownMixture, width: float) -> Picture:
     """Return the heat map of the bits that each projection has; ``width`` is the figure's largest."""
-    mixture = _of(run)
     bits, ends = dict[tuple[int, str], float](), list[str]()
     for key, chosen in mixture.chosen.items():
         block, _, name = key.rpartition(".")
         if block:
-            bits[int(block), name] = _bits(chosen)
+            bits[int(block), name] = float(chosen) if chosen.isdigit() else BLOCK_TYPES[chosen].bits
         else:
             ends.append(f"{name}: {chosen}")
     names = list(dict.fromkeys(name for _, name in bits))
@@ -32,9 +31,8 @@ def width_map(run: StoredRun, width: float) -> Picture:
     return Picture(run.name, caption, heat_map(bits, names, width, WIDTHS, "bits a weight"))
 
 
-def size_curve(run: StoredRun, width: float) -> Picture:
+def size_curve(run: StoredRun, mixture: ShownMixture, width: float) -> Picture:
     """Return size against predicted divergence, with llama.cpp's mixtures as points."""
-    mixture = _of(run)
     scale, unit = (1e9, "GB") if mixture.bytes >= 1e9 else (1e6, "MB")
     figure = Figure(figsize=(min(width, HALF), 3.2), layout="constrained")
     axes = figure.subplots()
@@ -74,14 +72,3 @@ def _measured(run: StoredRun) -> dict[str, float]:
     """Return the measured divergence on each text."""
     of_texts = run.metrics.get("divergence", {}).get("quantized", {})
     return {name: values["mean"] for name, values in of_texts.items() if values.get("mean")}
-
-
-def _bits(chosen: str) -> float:
-    kind = BLOCK_TYPES.get(chosen)
-    return float(chosen) if kind is None else kind.bits
-
-
-def _of(run: StoredRun) -> ShownMixture:
-    if run.mixture is None:
-        raise ValueError(f"{run.folder} has no target")
-    return run.mixture

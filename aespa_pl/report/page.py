@@ -32,7 +32,7 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
     """Draw the pictures of some runs, in the order of the page."""
     width = WIDE if len(runs) == 1 else HALF
     limits = maps.limits_of([*map(maps.final_ratios, runs)])
-    sized = [run for run in runs if run.mixture is not None]
+    sized = [(run, run.mixture) for run in runs if run.mixture is not None]
     with style():
         drawn = [
             Section(
@@ -40,13 +40,13 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
                 "Bits of a weight, by projection",
                 "What quantization.target has chosen, so that the end loss suffers least: the bits that a "
                 "weight takes.",
-                [mixture.width_map(run, width) for run in sized],
+                [mixture.width_map(run, chosen, width) for run, chosen in sized],
             ),
             Section(
                 "sizes",
                 "Size and predicted divergence",
                 "What more bytes would buy: the least divergence that is predicted at each size of the file.",
-                [mixture.size_curve(run, width) for run in sized],
+                [mixture.size_curve(run, chosen, width) for run, chosen in sized],
             ),
             Section(
                 "final-loss",

@@ -1,6 +1,7 @@
 """Say in words and tables how good a run is, where it lost, and what it cost."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,6 @@ from aespa_pl.measure import duration, human
 from aespa_pl.report.maps import final_ratios
 from aespa_pl.report.stored import StoredRun
 
-NO_PERPLEXITY = (
-    "Not measured by this run. Measure it with aespa-pl test and the run's config.yaml, with at least one "
-    "text in data.evaluation.texts."
-)
 SIZES = (
     (0.01, "is as good as the original to within 1 %"),
     (0.05, "is slightly worse than the original"),
@@ -26,11 +23,16 @@ SIZES = (
 
 def verdict(run: StoredRun) -> str:
     """Return how much worse the quantized model is, on the text where it loses most."""
-    texts = list(_texts(run))
-    if not texts:
-        return NO_PERPLEXITY
-    text, original, nearest, quantized = max(texts, key=lambda of_text: of_text[3] / of_text[1])
-    rise = quantized / original - 1
+    by_kind: Mapping[str, Mapping[str, float]] = run.metrics.get("perplexity", {})
+    originals, results = by_kind.get("original", {}), by_kind.get("quantized", {})
+    rises = {text: value / originals[text] - 1 for text, value in results.items() if text in originals}
+    if not rises:
+        return (
+            "Not measured by this run. Measure it with aespa-pl test and the run's config.yaml, with at "
+            "least one text in data.evaluation.texts."
+        )
+    text, rise = max(rises.items(), key=itemgetter(1))
+    original, quantized, nearest = originals[text], results[text], by_kind.get("nearest", {}).get(text)
     words = next(words for limit, words in SIZES if rise <= limit)
     rest = ""
     if nearest is not None and nearest > original:
@@ -41,15 +43,6 @@ def verdict(run: StoredRun) -> str:
         )
     change = f"from {original:.2f} to {quantized:.2f} ({100 * rise:+.0f} %)"
     return f"The quantized model {words}: on {text} the perplexity goes {change}{rest}."
-
-
-def _texts(run: StoredRun) -> Iterator[tuple[str, float, float | None, float]]:
-    """Yield each text with the perplexities of original, nearest and quantized model."""
-    results: Mapping[str, Mapping[str, float]] = run.metrics.get("perplexity", {})
-    for text, quantized in results.get("quantized", {}).items():
-        if text in results.get("original", {}):
-            nearest = results.get("nearest", {}).get(text)
-            yield text, results["original"][text], nearest, quantized
 
 
 def where_lost(run: StoredRun) -> str:

@@ -90,7 +90,11 @@ def read_run(folder: Path) -> StoredRun:
     tuned = _record(journal.tuned or {}, "the end-to-end tuning", notes)
     if not blocks:
         notes.append("No block is finished yet. Make the report again when one is.")
-    notes += _progress(folder, len(blocks))
+    if not (folder / "metrics.json").is_file():
+        notes.append(
+            "This run has no metrics.json: it is still going, or it was stopped. "
+            f"{len(blocks)} blocks are finished. Continue it with: {how_to_continue(folder)}"
+        )
     settings, quantization = _settings(folder, journal.fingerprint, notes)
     metrics, of_metrics = measured(folder)
     description = known(ShownDescription, folder / "model" / DESCRIPTION, notes, "no versions are shown")
@@ -129,16 +133,6 @@ def _record(content: Any, where: str, notes: list[str]) -> ShownBlock:
         return ShownBlock()
 
 
-def _progress(folder: Path, finished: int) -> list[str]:
-    """Return what there is to say about a run that is not finished."""
-    if (folder / "metrics.json").is_file():
-        return []
-    return [
-        "This run has no metrics.json: it is still going, or it was stopped. "
-        f"{finished} blocks are finished. Continue it with: {how_to_continue(folder)}"
-    ]
-
-
 def _settings(
     folder: Path, fingerprint: Mapping[str, Any], notes: list[str]
 ) -> tuple[dict[str, Any], QuantizationSettings | None]:
@@ -168,10 +162,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _shape(
     folder: Path, blocks: Mapping[int, Any], quantization: QuantizationSettings | None, notes: list[str]
 ) -> dict[str, float]:
-    """Return how many weights the finished blocks have, and how many bits each takes.
-
-    Only the headers of their files are read.
-    """
+    """Return how many weights the finished blocks have, and how many bits each takes, from file headers."""
     shapes: dict[str, Sequence[int]] = {}
     for index in blocks:
         path = folder / "blocks" / f"block_{index:03}.safetensors"

@@ -35,7 +35,8 @@ def sized(folder: Path) -> Path:
 
 def test_widths_and_curve_are_those_of_the_choice(tmp_path: Path) -> None:
     run = read_run(sized(tmp_path / "run/version_0"))
-    widths, curve = width_map(run, 8.0), size_curve(run, 8.0)
+    assert run.mixture is not None
+    widths, curve = width_map(run, run.mixture, 8.0), size_curve(run, run.mixture, 8.0)
     assert widths.caption == "Chosen are 1 x Q2_K, 1 x Q4_K, 1 x Q6_K, 1 x Q8_0 (embedding: Q6_K)."
     assert widths.figure is not None
     numbers = {text.get_text() for text in widths.figure.axes[0].texts}
