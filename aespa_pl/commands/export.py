@@ -120,7 +120,7 @@ def write_model(
         sizes = prove(model, chosen, partial, progress.advance)
         answers = ask(model, chosen, partial, questions)
         verified = {agreement.engine: agreement.text for agreement in answers.agreements}
-        write_text(partial / "README.md", model_card(model, chosen, command, verified))
+        write_text(partial / "README.md", model_card(model, chosen, command, verified, answers.beside))
     return sizes, answers
 
 
@@ -235,5 +235,7 @@ def _show(
     console.print(f"read back by {chosen.reader}: {exactly}", soft_wrap=True)
     for agreement in answers.agreements:
         console.print(f"{agreement.engine}: {agreement.text}", soft_wrap=True)
+    if answers.beside is not None:
+        console.print(f"beside the original: {answers.beside}", soft_wrap=True)
     for engine, reason in answers.unchecked.items():
         console.print(f"{engine}: not checked, {reason}", soft_wrap=True)

@@ -13,12 +13,13 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from aespa_pl.data.tokens import evaluation_tokens
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.divergence import compared
+from aespa_pl.evaluation.divergence import compared, summary
 from aespa_pl.evaluation.perplexity import last_hidden
 from aespa_pl.export.engines import ENGINES, Engine
 from aespa_pl.export.format import Format, FormatName
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.measure import free_bytes, human
+from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 
 LARGEST_DIVERGENCE = 0.02
@@ -34,6 +35,8 @@ PERPLEXITY_CHANGE = 0.02
 Verify = Literal["auto", "bytes", "transformers", "llama.cpp", "vllm", "gptqmodel"]
 SEGMENT = 64
 """Number of tokens that engines are asked about."""
+BESIDE = 512
+"""Number of tokens at which the run is compared with the original."""
 TEXT = "embedded"
 """Text that engines are asked about; it comes with the package."""
 
@@ -71,6 +74,10 @@ class Asked:
     insist: bool = False
     """Whether an engine that fails ends the export; else it is one more that was not checked."""
     agreements: Sequence[Agreement] = ()
+    bytes_only: bool = False
+    """Whether no model is run."""
+    beside: str | None = None
+    """How far the file's distributions are from the original's."""
 
 
 def choose_engines(name: FormatName, verify: Verify) -> Asked:
@@ -82,7 +89,8 @@ def choose_engines(name: FormatName, verify: Verify) -> Asked:
     if verify in ("bytes", "auto"):
         asked = [engine for engine in readers.values() if verify == "auto" and engine.installed]
         reason = "not installed" if verify == "auto" else "not asked for"
-        return Asked(asked, dict.fromkeys(readers.keys() - {engine.name for engine in asked}, reason))
+        unchecked = dict.fromkeys(readers.keys() - {engine.name for engine in asked}, reason)
+        return Asked(asked, unchecked, bytes_only=verify == "bytes")
     engine = readers.get(verify)
     if engine is None:
         raise UserError(
@@ -102,21 +110,24 @@ def that_fit(model: QuantizedModel, questions: Asked) -> Asked:
     if questions.insist or needed < free_bytes(torch.device("cpu")) / 2:
         return questions
     reason = f"the whole model takes {human(needed, 'B')} of memory: --verify ENGINE asks it anyway"
-    return Asked([], {**questions.unchecked, **{engine.name: reason for engine in questions.engines}})
+    left_out = {engine.name: reason for engine in questions.engines}
+    return replace(questions, engines=[], unchecked={**questions.unchecked, **left_out})
 
 
 def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -> Asked:
-    """Compare next-token distributions of engines with the run's.
+    """Compare next-token distributions of engines with the run's, and the run's with the original's.
 
     Raises UserError where they differ by more than the engine's own rounding explains, or an engine that was
     insisted on can't run the folder.
     """
-    if not questions.engines:
+    if questions.bytes_only:
         return questions
     config = model.pretrained.config
-    length = min(SEGMENT, model.family.positions(config) or SEGMENT)
-    (tokens,) = evaluation_tokens(TEXT, model.pretrained.tokenizer(), length, 1, model.cache)
-    reference = reference_logits(model, chosen, tokens)
+    length = min(BESIDE, model.family.positions(config) or BESIDE)
+    (text,) = evaluation_tokens(TEXT, model.pretrained.tokenizer(), length, 1, model.cache)
+    reference = reference_logits(model, chosen, text)
+    questions = replace(questions, beside=beside_original(model, reference, text))
+    tokens, reference = text[:SEGMENT], reference[:SEGMENT]
     agreements, unchecked = list[Agreement](), dict(questions.unchecked)
     for engine in questions.engines:
         try:
@@ -136,6 +147,25 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
                 compare(engine, reference, logits, tokens, rounded, other_order=model.has_experts)
             )
     return replace(questions, unchecked=unchecked, agreements=agreements)
+
+
+@torch.inference_mode()
+def beside_original(model: QuantizedModel, logits: Tensor, tokens: Tensor) -> str:
+    """Say how far logits ``[L, V]`` of tokens ``[L]`` are from the original model's, as llama.cpp does."""
+    pretrained = PretrainedFolder.open(model.original, model.cache)
+    source = StreamedModel.open(pretrained, model.family, torch.device("cpu"), torch.float32)
+    with source.stem():
+        hidden = last_hidden(source, tokens[None], 1)
+        original = model.family.head(source.model, hidden[0])[0]
+    found = summary(*compared(original[:-1], logits[:-1]))
+    perplexity, before = (
+        math.exp(float(cross_entropy(x[:-1].float(), tokens[1:]))) for x in (logits, original)
+    )
+    return (
+        f"KL {found.mean:.4f} nats, {found.rare:.3f} at the 99.9 % quantile, the same top token "
+        f"at {100 * found.same_top:.1f} % of {len(tokens) - 1} positions, perplexity {perplexity:.2f} of "
+        f"{before:.2f}"
+    )
 
 
 @torch.inference_mode()

@@ -35,8 +35,18 @@ USES = {
 """Code that loads a folder, and its language, by format and engine."""
 
 
-def model_card(model: QuantizedModel, chosen: Format, command: str, verified: Mapping[str, str]) -> str:
-    """Return the text; ``verified`` says by its name what the check of each engine found."""
+def model_card(
+    model: QuantizedModel,
+    chosen: Format,
+    command: str,
+    verified: Mapping[str, str],
+    beside: str | None = None,
+) -> str:
+    """Return the text.
+
+    ``verified`` says by its name what the check of each engine found, ``beside`` what the comparison with
+    the original did.
+    """
     pretrained = model.settings.model.pretrained
     licence = base_licence(model.original)
     header = ModelCardData(
@@ -56,6 +66,7 @@ def model_card(model: QuantizedModel, chosen: Format, command: str, verified: Ma
         f"Licence of the base model: {markdown(licence or stated)}.",
         f"## Method\n\n{_method(model, chosen)}",
         f"## Perplexity\n\n{_perplexities(model.run)}",
+        *([f"Beside the original, on a text that comes with aespa_pl: {beside}."] if beside else []),
         f"## How it was made\n\n{_commands(model, command)}",
         f"## How to load it\n\n{_uses(chosen.name, verified)}",
     ]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.agreement import compare, reference_logits
+from aespa_pl.export.agreement import beside_original, compare, reference_logits
 from aespa_pl.export.engines import ENGINES, LlamaCpp, Transformers, Vllm
 from aespa_pl.export.format import make_format
 from aespa_pl.export.quantized import QuantizedModel
@@ -38,6 +39,22 @@ def test_reference_of_hf_has_its_rounded_weights(known: MakeRun, tmp_path: Path)
     with torch.inference_mode():
         exact = run.model(ids[None], use_cache=False).logits[0]
     assert not torch.equal(found, exact)
+
+
+def test_the_distance_from_the_original_is_by_its_definition(known: MakeRun) -> None:
+    run = known("llama", 3, 32)
+    ids = torch.randint(0, VOCABULARY, (LENGTH,))
+    original = AutoModelForCausalLM.from_pretrained(run.original, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits, before = (model(ids[None], use_cache=False).logits[0] for model in (run.model, original))
+    p, q = before[:-1].double().softmax(-1), logits[:-1].double().softmax(-1)
+    divergences = (p * (p / q).log()).sum(-1)
+    perplexity = [math.exp(-float(x.gather(1, ids[1:, None]).log().mean())) for x in (q, p)]
+    same = 100 * float((p.argmax(-1) == q.argmax(-1)).double().mean())
+    assert beside_original(QuantizedModel.open(run.folder), logits, ids) == (
+        f"KL {divergences.mean():.4f} nats, {divergences.max():.3f} at the 99.9 % quantile, the same top "
+        f"token at {same:.1f} % of {LENGTH - 1} positions, perplexity {perplexity[0]:.2f} of {perplexity[1]:.2f}"
+    )
 
 
 def noisy(logits: torch.Tensor, size: float) -> torch.Tensor:

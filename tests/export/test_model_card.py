@@ -30,6 +30,7 @@ def test_model_card_says_what_it_is_and_how_it_was_made(fresh: Known, tmp_path: 
         "aespa-pl fit --config settings.yaml --model.pretrained original\n",
         "aespa-pl export last --format compressed-tensors\n",
         "transformers (transformers 5",
+        "Beside the original, on a text that comes with aespa_pl: KL ",
     ):
         assert part in text
     assert "vllm serve" not in text  # it was not run
