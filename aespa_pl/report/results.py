@@ -85,8 +85,9 @@ def _costs(run: StoredRun) -> dict[str, str]:
     if bits := run.shape.get("bits_per_weight"):
         costs["bits per weight, with scales"] = f"{bits:.3f}"
     phases: dict[str, float] = {}
-    for record in (*run.blocks.values(), run.tuned):
-        for phase, seconds in record.seconds.items():
+    of_all = [*(record.seconds for record in run.blocks.values()), run.tuned.seconds if run.tuned else {}]
+    for of_one in of_all:
+        for phase, seconds in of_one.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
     total = sum(phases.values())
     for phase, seconds in phases.items():

@@ -7,24 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.later import known, measured
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.models.headers import read_header
 from aespa_pl.run.folder import how_to_continue
-from aespa_pl.run.schema import (
-    DESCRIPTION,
-    FORMAT,
-    DamagedFileError,
-    ShownBlock,
-    ShownDescription,
-    ShownJournal,
-    ShownMixture,
-    first_problem,
-    parse,
-)
+from aespa_pl.run.journal import Run
+from aespa_pl.run.schema import DESCRIPTION, BlockRecord, ShownDescription, ShownMixture, TunedModelRecord
 from aespa_pl.run.stored_settings import stored_settings
 from aespa_pl.settings import QuantizationSettings
 
@@ -36,13 +26,12 @@ class StoredRun:
     folder: Path
     settings: Mapping[str, Any]
     """Settings of ``config.yaml``, their keys joined by dots; empty where there is none."""
-    blocks: Mapping[int, ShownBlock]
+    blocks: Mapping[int, BlockRecord]
     """What the journal has of each finished block."""
     metrics: Mapping[str, Any]
     """``metrics.json``, with the measurements of a later ``aespa-pl test``, which ``test.json`` has."""
     versions: Mapping[str, str]
-    tuned: ShownBlock
-    """What the journal has of the end-to-end tuning."""
+    tuned: TunedModelRecord | None
     shape: Mapping[str, float]
     """``weights`` (number) and ``bits_per_weight``, of the projections of the finished blocks."""
     mixture: ShownMixture | None
@@ -78,59 +67,30 @@ class StoredRun:
 def read_run(folder: Path) -> StoredRun:
     """Read all that a run has stored; what is missing or damaged becomes a note.
 
-    Raises UserError where the journal is damaged, or a newer version of aespa-pl wrote it.
+    Raises UserError where the journal is damaged, or another version of aespa-pl wrote it.
     """
-    journal, notes = _journal(folder), list[str]()
-    if journal.format < FORMAT:
-        notes.append(
-            f"An older version of aespa-pl wrote this run (journal format {journal.format}, today's is "
-            f"{FORMAT}). The page shows what it stored; quantize again for the rest."
-        )
-    blocks = {i: _record(journal.blocks[i], f"block {i}", notes) for i in sorted(journal.blocks)}
-    tuned = _record(journal.tuned or {}, "the end-to-end tuning", notes)
-    if not blocks:
+    run, notes = Run.open(folder), list[str]()
+    if not run.blocks:
         notes.append("No block is finished yet. Make the report again when one is.")
     if not (folder / "metrics.json").is_file():
         notes.append(
             "This run has no metrics.json: it is still going, or it was stopped. "
-            f"{len(blocks)} blocks are finished. Continue it with: {how_to_continue(folder)}"
+            f"{len(run.blocks)} blocks are finished. Continue it with: {how_to_continue(folder)}"
         )
-    settings, quantization = _settings(folder, journal.fingerprint, notes)
+    settings, quantization = _settings(folder, run.fingerprint, notes)
     metrics, of_metrics = measured(folder)
     description = known(ShownDescription, folder / "model" / DESCRIPTION, notes, "no versions are shown")
     return StoredRun(
         folder,
         settings,
-        blocks,
+        dict(sorted(run.blocks.items())),
         metrics,
         versions={} if description is None else description.versions,
-        tuned=tuned,
-        shape=_shape(folder, blocks, quantization, notes),
+        tuned=run.tuned,
+        shape=_shape(run, quantization, notes),
         mixture=known(ShownMixture, folder / "mixture.json", notes, "its map and curve are not shown"),
         notes=(*notes, *of_metrics),
     )
-
-
-def _journal(folder: Path) -> ShownJournal:
-    path = folder / "journal.json"
-    try:
-        journal = parse(ShownJournal, path)
-    except (OSError, DamagedFileError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}): there is nothing to report; start a new run"
-        ) from error
-    if journal.format > FORMAT:
-        raise UserError(f"{path} was written by a newer version of aespa-pl: update aespa-pl")
-    return journal
-
-
-def _record(content: Any, where: str, notes: list[str]) -> ShownBlock:
-    """Return what is shown of a record; nothing where one of its numbers is damaged."""
-    try:
-        return ShownBlock.model_validate(content)
-    except ValidationError as error:
-        notes.append(f"journal.json is damaged, and {where} is left out: {first_problem(error)}.")
-        return ShownBlock()
 
 
 def _settings(
@@ -159,13 +119,11 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return settings
 
 
-def _shape(
-    folder: Path, blocks: Mapping[int, Any], quantization: QuantizationSettings | None, notes: list[str]
-) -> dict[str, float]:
+def _shape(run: Run, quantization: QuantizationSettings | None, notes: list[str]) -> dict[str, float]:
     """Return how many weights the finished blocks have, and how many bits each takes, from file headers."""
     shapes: dict[str, Sequence[int]] = {}
-    for index in blocks:
-        path = folder / "blocks" / f"block_{index:03}.safetensors"
+    for index in run.blocks:
+        path = run.block_file(index)
         try:
             shapes |= {f"{index}.{name}": tensor.shape for name, tensor in read_header(path).items()}
         except UserError as error:

@@ -140,23 +140,6 @@ class Measured(Strict):
     peak_bytes: Numbers = {}
 
 
-class ShownJournal(Strict):
-    """Defines what is shown of journal.json, of any version."""
-
-    format: int
-    fingerprint: dict[str, Any] = {}
-    blocks: dict[int, Any]
-    tuned: Any = None
-
-
-class ShownBlock(Strict):
-    """Defines what is shown of a block's record, or of the end-to-end tuning's."""
-
-    losses: Annotated[dict[str, Numbers], KNOWN] = {}
-    seconds: Numbers = {}
-    peak_bytes: Numbers = {}
-
-
 class ShownDescription(Strict):
     """Defines what is shown of quantization.json."""
 

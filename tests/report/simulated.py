@@ -57,7 +57,9 @@ def simulate(
         "format": FORMAT,
         "fingerprint": {},
         "checkpoint": None,
+        "portions": [],
         "damping": {},
+        "model": {},
         "blocks": {
             str(block): _record(block, {name: losses[block, name] for name in PROJECTIONS}, numbers, extras)
             for block in range(blocks)
@@ -92,7 +94,7 @@ def _record(
     block: int, losses: dict[str, dict[str, float]], numbers: np.random.Generator, extras: bool
 ) -> dict[str, object]:
     seconds = {phase: (3 + i) * (1 + 0.2 * numbers.random()) for i, phase in enumerate(PHASES)}
-    record: dict[str, object] = {"losses": losses, "seconds": seconds}
+    record: dict[str, object] = {"losses": losses, "seconds": seconds, "files": {}}
     if extras:
         error = 0.02 * (1 + block) ** 0.6 * (1 + 0.1 * numbers.random())
         record["output_error"] = {"rounded": 1.4 * error, "corrected": 1.1 * error, "tuned": error}

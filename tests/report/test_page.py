@@ -127,7 +127,10 @@ def test_costs_are_the_journal_s(tmp_path: Path) -> None:
     journal = json.loads(path.read_text())
     for number, record in journal["blocks"].items():
         record["seconds"] = {"grid": 30.0, "polish": 10.0 * (1 + int(number))}
-    journal["tuned"] = {"start_error": 0.2, "error": 0.1, "seconds": {"tuning the model": 30.0}}
+    journal["tuned"] = {
+        "start_error": 0.2, "error": 0.1, "epoch": 1, "changed": 0.0, "finite": True, "file": "tuned",
+        "checksum": "", "seconds": {"tuning the model": 30.0},
+    }  # fmt: skip
     path.write_text(json.dumps(journal))
     run = read_run(folder)
     costs = {row[0]: row[1] for row in results.cost_table([run]).rows}
