@@ -200,11 +200,7 @@ def shared_by_all(hessian: Hessian) -> Tensor:
 
 def attention_statistics(statistics: BlockStatistics) -> dict[str, Tensor]:
     """Return H_V, G_Q and G_K by name."""
-    return {
-        "attended": whole(statistics.attended),
-        "keys": statistics.g_query,
-        "queries": statistics.g_key,
-    }
+    return {"attended": whole(statistics.attended), "keys": statistics.g_query, "queries": statistics.g_key}
 
 
 def tokens() -> Tensor:

@@ -92,12 +92,7 @@ def test_one_chunk_of_one_value_head_is_computed_at_a_time(monkeypatch: pytest.M
 
     monkeypatch.setattr(Attention, "probabilities", note)
     list(attention_weighted_inputs(make(14), torch.randn(SEGMENTS, 14, WIDTH), LAYOUT, range(1, 2)))
-    assert sizes == [
-        (SEGMENTS, 2, 4, 4),
-        (SEGMENTS, 2, 4, 8),
-        (SEGMENTS, 2, 4, 12),
-        (SEGMENTS, 2, 2, 14),
-    ]
+    assert sizes == [(SEGMENTS, 2, 4, 4), (SEGMENTS, 2, 4, 8), (SEGMENTS, 2, 4, 12), (SEGMENTS, 2, 2, 14)]
 
 
 @pytest.mark.parametrize(("length", "rows"), [(1, 128), (512, 128), (1024, 128), (2048, 256), (2049, 257)])

@@ -5,9 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from tests.calibration.collected import (
     LENGTH,

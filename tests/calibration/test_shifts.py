@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.statistics import BlockStatistics
@@ -62,9 +60,7 @@ def collect_both(
 
 
 @pytest.mark.parametrize("model_of", MODELS)
-def test_shifts_are_the_mean_product_of_difference_and_input(
-    model_of: Callable[[], PreTrainedModel],
-) -> None:
+def test_shifts_are_the_mean_product_of_difference_and_input(model_of: Callable[[], PreTrainedModel]) -> None:
     model, ids, other = make(model_of), tokens(), tokens()
     plain, _, _ = collect(model, ids, 3)
     statistics, inputs, _ = collect_both(model, ids, other, 3)
@@ -83,9 +79,7 @@ def test_shifts_are_the_mean_product_of_difference_and_input(
 
 
 @pytest.mark.parametrize("model_of", MODELS)
-def test_value_shift_is_that_of_the_attention_output(
-    model_of: Callable[[], PreTrainedModel],
-) -> None:
+def test_value_shift_is_that_of_the_attention_output(model_of: Callable[[], PreTrainedModel]) -> None:
     """The shift is V's weights times the mean product of what A X differs by and A X."""
     model = make(model_of)
     _, block, layout = first_block(model)
@@ -105,10 +99,7 @@ def test_value_shift_is_that_of_the_attention_output(
                 expected += (AX_original - AX).T @ AX
         expected *= 2 / (SEGMENTS * LENGTH) / shared
         torch.testing.assert_close(
-            statistics.shifts.attended[head].double(),
-            weight[head].double() @ expected,
-            rtol=1e-4,
-            atol=1e-3,
+            statistics.shifts.attended[head].double(), weight[head].double() @ expected, rtol=1e-4, atol=1e-3
         )
 
 
@@ -139,9 +130,7 @@ def weighted_shift(Y_original: Tensor, Y: Tensor, X: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("model_of", MODELS)
-def test_output_shifts_are_those_of_the_residual_stream(
-    model_of: Callable[[], PreTrainedModel],
-) -> None:
+def test_output_shifts_are_those_of_the_residual_stream(model_of: Callable[[], PreTrainedModel]) -> None:
     """The first ends where the feed-forward network begins, the second is the block's output."""
     model, ids, other = make(model_of), tokens(), tokens()
     family, block, layout = first_block(model)
@@ -156,10 +145,7 @@ def test_output_shifts_are_those_of_the_residual_stream(
         weight = projection_weight(block, layout, p)
         X_original, X = (x.flatten(0, -2) for x in inputs[group.name][:2])
         R_original, R = (run_through(model, words).residuals[group.name] for words in (other, ids))
-        Y_original, Y = (
-            X_original @ weight.T + R_original.flatten(0, -2),
-            X @ weight.T + R.flatten(0, -2),
-        )
+        Y_original, Y = (X_original @ weight.T + R_original.flatten(0, -2), X @ weight.T + R.flatten(0, -2))
         expected = weighted_shift(Y_original, Y, X)
         torch.testing.assert_close(found[group.name].double(), expected, rtol=1e-4, atol=1e-3)
     after = []

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from aespa_pl.algorithm.second_moments import rotate_back, through_norm
 from tests import reference
@@ -41,9 +39,7 @@ from tests.calibration.collected import (
 
 
 @pytest.mark.parametrize("model_of", MODELS)
-def test_input_hessian_is_the_squared_error_of_the_output(
-    model_of: Callable[[], PreTrainedModel],
-) -> None:
+def test_input_hessian_is_the_squared_error_of_the_output(model_of: Callable[[], PreTrainedModel]) -> None:
     statistics, _, X = collect(make(model_of), tokens(), 3)
     dW = torch.randn(2, WIDTH, dtype=torch.float64)
     expected = 2 * reference.output_error(dW, X.T) / X.shape[0]

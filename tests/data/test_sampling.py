@@ -110,11 +110,7 @@ def test_few_long_documents_are_all_used_and_the_longer_ones_more_often() -> Non
 
 @pytest.mark.parametrize(
     ("lengths", "segments"),
-    [
-        ([150 * LENGTH], 128),
-        ([10 * LENGTH + 3], 10),
-        ([40 * LENGTH, 2 * LENGTH, 7 * LENGTH - 1], 40),
-    ],
+    [([150 * LENGTH], 128), ([10 * LENGTH + 3], 10), ([40 * LENGTH, 2 * LENGTH, 7 * LENGTH - 1], 40)],
 )
 def test_no_token_is_in_two_segments_so_none_held_back_is_trained_on(
     lengths: list[int], segments: int
@@ -214,9 +210,7 @@ def test_a_text_of_short_documents_is_given_up_in_time(monkeypatch: pytest.Monke
     assert len(words.asked) == 20
 
 
-def test_short_documents_between_long_ones_do_not_end_the_search(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_short_documents_between_long_ones_do_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "PATIENCE", 60)
     documents = make_documents([5, 5, 2 * LENGTH] * 100)
     assert len({origin(segment, documents) for segment in draw(documents, 100)}) == 100

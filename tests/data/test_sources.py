@@ -73,11 +73,7 @@ def test_conversations_go_through_the_chat_template_without_other_special_tokens
     ],
 )
 def test_conversations_that_no_template_takes_are_refused(
-    tokenizer: PreTrainedTokenizerFast,
-    cache: Path,
-    tmp_path: Path,
-    template: str | None,
-    message: str,
+    tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path, template: str | None, message: str
 ) -> None:
     settings = write_conversations(tmp_path / "chat.jsonl")
     tokenizer.chat_template = template

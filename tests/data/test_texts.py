@@ -167,12 +167,7 @@ def test_datasets_finds_the_files_we_ask_for() -> None:
     ],
 )
 def test_a_failing_hub_is_one_line_with_the_way_out(
-    hub: Any,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
-    purpose: str,
-    source: str,
-    message: str,
+    hub: Any, caplog: pytest.LogCaptureFixture, error: Exception, purpose: str, source: str, message: str
 ) -> None:
     hub.error = error
     text = READERS[purpose](source)
@@ -265,8 +260,7 @@ def test_the_same_bytes_read_in_another_way_are_another_text(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("purpose", "key"),
-    [("calibration", "data.calibration.source"), ("evaluation", "data.evaluation.texts")],
+    ("purpose", "key"), [("calibration", "data.calibration.source"), ("evaluation", "data.evaluation.texts")]
 )
 def test_a_wrong_name_is_refused_with_the_setting_it_stands_in(purpose: str, key: str) -> None:
     with pytest.raises(UserError, match=f"^{key}: c5 is neither"):
@@ -274,14 +268,6 @@ def test_a_wrong_name_is_refused_with_the_setting_it_stands_in(purpose: str, key
 
 
 def test_tables_name_files_without_their_folders_unless_another_text_has_the_name() -> None:
-    sources = [
-        "c4",
-        "/texts/held.txt",
-        "ptb.test.txt",
-        "own/c4",
-        "a/same.txt",
-        "b/same.txt",
-        "embedded",
-    ]
+    sources = ["c4", "/texts/held.txt", "ptb.test.txt", "own/c4", "a/same.txt", "b/same.txt", "embedded"]
     names = ["c4", "held.txt", "ptb.test.txt", "own/c4", "a/same.txt", "b/same.txt", "embedded"]
     assert short_names(sources) == dict(zip(sources, names, strict=True))

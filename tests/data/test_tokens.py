@@ -12,12 +12,7 @@ import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from aespa_pl.data import tokens
-from aespa_pl.data.tokens import (
-    calibration_tokens,
-    check_vocabulary,
-    evaluation_tokens,
-    few_tokens,
-)
+from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens, few_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 
@@ -215,10 +210,7 @@ def test_a_changed_length_is_never_served_from_an_old_cache(
 ) -> None:
     for length in [20, 21]:
         assert calibration_tokens(settings, tokenizer, length, cache).shape == (12, length)
-        assert evaluation_tokens(str(settings.source), tokenizer, length, 5, cache).shape == (
-            5,
-            length,
-        )
+        assert evaluation_tokens(str(settings.source), tokenizer, length, 5, cache).shape == (5, length)
 
 
 def test_a_changed_text_is_never_served_from_an_old_cache(

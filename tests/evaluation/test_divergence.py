@@ -57,9 +57,7 @@ def test_divergence_is_that_of_the_distributions(
     assert 0 < found.same_top < 1
 
 
-def test_a_model_does_not_diverge_from_itself(
-    models: tuple[PreTrainedModel, PreTrainedModel, Path],
-) -> None:
+def test_a_model_does_not_diverge_from_itself(models: tuple[PreTrainedModel, PreTrainedModel, Path]) -> None:
     source = open_stream(models[2] / "original")
     again = open_stream(models[2] / "original")
     (found,) = divergence(source, again, {"text": make_ids(2)}, batch_size=2).values()

@@ -187,8 +187,7 @@ def test_a_perplexity_that_is_no_number_is_infinity(tmp_path: Path, factor: floa
 
 
 @pytest.mark.parametrize(
-    ("dtype", "advice"),
-    [(torch.float32, "more bits"), (torch.float16, "try --model.dtype float32")],
+    ("dtype", "advice"), [(torch.float32, "more bits"), (torch.float16, "try --model.dtype float32")]
 )
 def test_a_perplexity_that_is_no_number_is_refused_by_the_texts_name(dtype: torch.dtype, advice: str) -> None:
     message = f"of the quantized model on b is not a finite number in {dtype}: {advice}"

@@ -42,9 +42,7 @@ def test_what_was_measured_is_recalled_to_the_last_digit(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"model": "abd"}, {"rounded": {"bits": 2}}, {"dtype": "float16"}, {"device": "cuda"}],
-    ids=str,
+    "change", [{"model": "abd"}, {"rounded": {"bits": 2}}, {"dtype": "float16"}, {"device": "cuda"}], ids=str
 )
 def test_another_model_or_setting_is_measured_anew(tmp_path: Path, change: dict[str, object]) -> None:
     remember(tmp_path, measured_on(MODEL, TOKENS), 3.5)

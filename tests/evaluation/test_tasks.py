@@ -117,12 +117,7 @@ def test_a_changed_model_is_measured_as_changed(task: str) -> None:
         nn.init.zeros_(block.get_parameter("fc2.weight"))
 
     found = measure_tasks(
-        folder,
-        find_tasks(settings),
-        settings,
-        device=CPU,
-        dtype=torch.float32,
-        change=zero,
+        folder, find_tasks(settings), settings, device=CPU, dtype=torch.float32, change=zero
     )
     assert visited == [0, 1, 2]
     assert found["tiny_task_of_this_test"].value == by_hand(folder, ITEMS, zeroed=True)[0]
@@ -197,9 +192,7 @@ def test_a_task_file_runs_no_function_while_it_is_looked_for(task: str) -> None:
     assert not Path("ran").exists()
 
 
-def test_without_the_harness_the_user_reads_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_harness_the_user_reads_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
     with pytest.raises(UserError, match=r"pip install 'aespa-pl\[eval\]'"):

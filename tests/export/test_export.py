@@ -191,8 +191,7 @@ def test_the_current_folder_is_an_output(
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"[]", b"{", b'{"perplexity": 3}', b"\xff\xfe", b'{"perplexity": {"quantized": {"a": "b"}}}'],
+    "content", [b"[]", b"{", b'{"perplexity": 3}', b"\xff\xfe", b'{"perplexity": {"quantized": {"a": "b"}}}']
 )
 def test_damaged_measurements_do_not_end_an_export(
     fresh: Known, tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture

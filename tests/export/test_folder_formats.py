@@ -157,12 +157,7 @@ def test_gptq_is_a_stream_of_bits(
     ],
 )
 def test_awq_has_its_order_of_nibbles(
-    name: str,
-    bits: int,
-    container: int | None,
-    group_size: int | None,
-    known: MakeRun,
-    tmp_path: Path,
+    name: str, bits: int, container: int | None, group_size: int | None, known: MakeRun, tmp_path: Path
 ) -> None:
     run = known(name, bits, group_size)
     write(run, Awq(container), tmp_path)
@@ -234,12 +229,7 @@ def test_sharded_original_gives_the_same_export(tmp_path: Path) -> None:
         ("llama", 3, Awq(), "its integers take 4 bits. Add --container_bits 4"),
         ("llama", 8, Awq(), "it has 4 bits. Use --format compressed-tensors"),
         ("llama", 5, Gptq(), "it has 2, 3, 4 or 8 bits. Use --format compressed-tensors"),
-        (
-            "llama-odd",
-            3,
-            Gptq(),
-            r"q_proj.weight is \[40, 40\].* in multiples of 32 only. Use --format",
-        ),
+        ("llama-odd", 3, Gptq(), r"q_proj.weight is \[40, 40\].* in multiples of 32 only. Use --format"),
         ("llama", 8, CompressedTensors(4), "8 bits do not fit 4. Leave --container_bits out"),
     ],
 )

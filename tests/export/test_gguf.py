@@ -147,12 +147,7 @@ def test_symmetric_grids_need_one_bit_less(
         ("gemma3-scaled", 4, 32, "llama.cpp runs query_pre_attn_scalar 32, not 20"),
         ("olmo3-odd", 4, 32, "windows in all blocks but every n-th, layer_types in others"),
         ("exaone4-mixed", 4, 32, "llama.cpp has sliding windows in a exaone4 of 64 blocks alone"),
-        (
-            "llama",
-            8,
-            32,
-            "no block type .* It holds 2 to 7 bits .* Use --format compressed-tensors",
-        ),
+        ("llama", 8, 32, "no block type .* It holds 2 to 7 bits .* Use --format compressed-tensors"),
         ("llama", 4, 16, "no block type .* groups of a multiple of 32"),
         ("llama-odd", 4, None, "q_proj.weight with 40 columns"),
     ],
@@ -168,11 +163,7 @@ def test_what_cannot_be_exact_is_refused_with_what_can(
 @pytest.mark.parametrize(
     ("bits", "group_size", "words"),
     [
-        (
-            2,
-            None,
-            "o_proj, gate_proj, up_proj as Q4_0 (4.5 bits a weight): blocks of Q2_K (2.625 ",
-        ),
+        (2, None, "o_proj, gate_proj, up_proj as Q4_0 (4.5 bits a weight): blocks of Q2_K (2.625 "),
         (2, 32, "up_proj, down_proj as Q4_0"),
         (4, None, "as Q5_0 (5.5 bits a weight): blocks of Q4_K (4.5 bits a weight)"),
     ],

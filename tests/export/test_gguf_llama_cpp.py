@@ -61,11 +61,7 @@ def test_llama_cpp_splits_text_as_the_tokenizer_does(known: MakeRun, tmp_path: P
     text = "The cat's 123 hats in the\n\n  theatre, naïve 日本 </s> over"
     ids = AutoTokenizer.from_pretrained(run.original)(text)["input_ids"]
     settings = xllamacpp.CommonParams()
-    settings.model.path, settings.warmup, settings.verbosity = (
-        str(tmp_path / "model.gguf"),
-        False,
-        0,
-    )
+    settings.model.path, settings.warmup, settings.verbosity = (str(tmp_path / "model.gguf"), False, 0)
     settings.n_ctx, settings.n_parallel = 128, 1
     server = xllamacpp.Server(settings)
     answers = [

@@ -10,15 +10,7 @@ import pytest
 from gguf import GGUFReader, GGUFWriter, TokenType
 from tokenizers import Regex, Tokenizer, normalizers
 from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import (
-    ByteLevel,
-    Digits,
-    Metaspace,
-    PreTokenizer,
-    Sequence,
-    Split,
-    Whitespace,
-)
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, PreTokenizer, Sequence, Split, Whitespace
 
 from aespa_pl.errors import UserError
 from aespa_pl.export.gguf_metadata import add_vocabulary, refuse_tokenizer
@@ -169,10 +161,7 @@ SPACES = normalizers.Replace(" ", "▁")
     ],
 )
 def test_space_before_the_text_is_the_tokenizers(
-    normalizer: normalizers.Normalizer | None,
-    rule: PreTokenizer | None,
-    expected: bool,
-    tmp_path: Path,
+    normalizer: normalizers.Normalizer | None, rule: PreTokenizer | None, expected: bool, tmp_path: Path
 ) -> None:
     save_pieces(tmp_path, normalizer, rule)
     refuse_tokenizer(tmp_path)

@@ -63,8 +63,7 @@ def test_engine_that_cannot_run_here_is_told_apart_from_one_that_differs(
 
     monkeypatch.setattr(engines.Transformers, "logits", fail)
     with pytest.raises(
-        UserError,
-        match=r"--verify transformers: it cannot run .* here \(AttributeError: no attribute",
+        UserError, match=r"--verify transformers: it cannot run .* here \(AttributeError: no attribute"
     ):
         export(str(fresh.folder), format="hf", verify="transformers")
     assert not (fresh.folder / "export" / "hf").exists()

@@ -43,13 +43,7 @@ def test_model_card_of_a_model_from_the_hub(
     settings["model"]["pretrained"] = "org/name"
     (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
     out = tmp_path / "out"
-    export(
-        str(fresh.folder),
-        format="hf",
-        output=str(out),
-        verify="bytes",
-        original=str(fresh.original),
-    )
+    export(str(fresh.folder), format="hf", output=str(out), verify="bytes", original=str(fresh.original))
     header, text = card(out)
     assert header["base_model"] == "org/name"
     assert "[name](https://huggingface.co/org/name) quantized with aespa_pl" in text

@@ -31,11 +31,7 @@ def written(known: Known, name: FormatName, folder: Path) -> QuantizedModel:
         ("hf", "mlp.up_proj.weight", "mlp.up_proj.weight differs in 1 of"),
         ("hf", "input_layernorm.weight", "input_layernorm.weight differs in 1 of 128 values"),
         ("compressed-tensors", "mlp.up_proj.weight_packed", "mlp.up_proj.weight differs in 1 of"),
-        (
-            "compressed-tensors",
-            "mlp.up_proj.weight_scale",
-            "mlp.up_proj.weight differs in [0-9]+ of",
-        ),
+        ("compressed-tensors", "mlp.up_proj.weight_scale", "mlp.up_proj.weight differs in [0-9]+ of"),
         ("compressed-tensors", "mlp.up_proj.weight_zero_point", "mlp.up_proj.weight differs in 32"),
         ("awq", "self_attn.q_proj.qweight", "self_attn.q_proj.weight differs in 1 of"),
         ("awq", "self_attn.q_proj.qzeros", "self_attn.q_proj.weight differs in 32 of"),

@@ -34,10 +34,7 @@ class Hub:
 
 
 def test_folder_is_pushed(
-    fresh: Known,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fresh: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "HfApi", Hub)
     Hub.calls = []
@@ -59,13 +56,7 @@ def test_upload_that_fails_leaves_the_folder(
         UserError,
         match=r"me/broken cannot be uploaded .no network.*complete in .*: hf upload \S+ '.*an output'",
     ):
-        export(
-            str(fresh.folder),
-            format="gguf",
-            output=str(out),
-            verify="bytes",
-            push_to_hub="me/broken",
-        )
+        export(str(fresh.folder), format="gguf", output=str(out), verify="bytes", push_to_hub="me/broken")
     assert (out / "model.gguf").is_file()
 
 

@@ -11,12 +11,7 @@ from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup
 from aespa_pl.planning.table import needs_of
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import (
-    DataSettings,
-    ObjectiveSettings,
-    QuantizationSettings,
-    RoundingSettings,
-)
+from aespa_pl.settings import DataSettings, ObjectiveSettings, QuantizationSettings, RoundingSettings
 from tests.planning.shapes import PAPER, WORK, setup, shape
 
 DATA = DataSettings(hidden_states="memory", memory_gb=1)

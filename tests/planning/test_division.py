@@ -10,11 +10,7 @@ from aespa_pl.planning.needs import PROCESS_BYTES, hidden_bytes
 from aespa_pl.planning.shape import Devices, Setup
 from aespa_pl.planning.table import needs_of, rows_of
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import (
-    DataSettings,
-    ModelTuningSettings,
-    QuantizationSettings,
-)
+from aespa_pl.settings import DataSettings, ModelTuningSettings, QuantizationSettings
 from tests.planning.shapes import PAPER, WORK, device_bytes, shape
 from tests.walks import changed
 

@@ -7,19 +7,10 @@ import pytest
 
 from aespa_pl.models.family import Role
 from aespa_pl.planning.arithmetic import block_flops
-from aespa_pl.planning.needs import (
-    batch_bytes,
-    disk_bytes,
-    hessian_bytes,
-    host_bytes,
-    shifts,
-)
+from aespa_pl.planning.needs import batch_bytes, disk_bytes, hessian_bytes, host_bytes, shifts
 from aespa_pl.planning.shape import Work
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import (
-    ObjectiveSettings,
-    QuantizationSettings,
-)
+from aespa_pl.settings import ObjectiveSettings, QuantizationSettings
 from tests.planning.shapes import PAPER, WORK, device_bytes, setup, shape
 
 
@@ -72,8 +63,7 @@ def test_less_is_learned_with_a_faster_method() -> None:
 
 
 @pytest.mark.parametrize(
-    ("products", "accelerator", "share"),
-    [("bfloat16", True, 0.5), ("tf32", True, 0), ("bfloat16", False, 1)],
+    ("products", "accelerator", "share"), [("bfloat16", True, 0.5), ("tf32", True, 0), ("bfloat16", False, 1)]
 )
 def test_products_of_less_precision_need_the_statistics_in_it(
     products: Literal["bfloat16", "tf32"], accelerator: bool, share: float

@@ -12,14 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.errors import UserError
-from aespa_pl.planning.partition import (
-    WHOLE,
-    Divisible,
-    HeadRange,
-    Partition,
-    Portion,
-    learning_portions,
-)
+from aespa_pl.planning.partition import WHOLE, Divisible, HeadRange, Partition, Portion, learning_portions
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
@@ -210,12 +203,7 @@ def test_parts_that_are_done_are_not_learned_again(
     assert len(stopped.portions) == 2
     again: list[int] = []
     resumed = walk(
-        "llama-grouped",
-        tmp_path,
-        SHORT,
-        options=stopping(again, 99),
-        run=stopped,
-        partition=DIVIDED,
+        "llama-grouped", tmp_path, SHORT, options=stopping(again, 99), run=stopped, partition=DIVIDED
     )
     assert len(again) == len(divided.learned) - 2
     same_files(resumed, whole)

@@ -22,11 +22,7 @@ WORK = Work(128, 512, 16, 2)
 
 def shape() -> Shape:
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        vocab_size=50,
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=2, vocab_size=50
     )
     return Shape.of(config, family_of(config).layouts(config))
 

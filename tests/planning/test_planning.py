@@ -9,18 +9,11 @@ from aespa_pl.measure import duration, human
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
 from aespa_pl.planning.budget import choose_partition, portions_in_words
-from aespa_pl.planning.needs import (
-    partition_for,
-)
+from aespa_pl.planning.needs import partition_for
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import (
-    DataSettings,
-    ObjectiveSettings,
-    QuantizationSettings,
-    RoundingSettings,
-)
+from aespa_pl.settings import DataSettings, ObjectiveSettings, QuantizationSettings, RoundingSettings
 from tests.models.examples import EXAMPLES, make_ours
 from tests.planning.shapes import WORK, device_bytes, setup, shape
 
@@ -77,9 +70,7 @@ def test_smallest_parts_are_planned_where_nothing_fits() -> None:
     assert partition.weights is not None
     assert partition.weights <= learning / 10
     layer = replace(
-        settings,
-        objective=ObjectiveSettings("layer", "layer"),
-        rounding=RoundingSettings(learn="none"),
+        settings, objective=ObjectiveSettings("layer", "layer"), rounding=RoundingSettings(learn="none")
     )
     assert partition_for(setup(s, WORK, layer), 0) == WHOLE
 

@@ -13,28 +13,12 @@ from aespa_pl.curve_names import NOT_NEAREST
 from aespa_pl.run.schema import FORMAT
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PHASES = (
-    "statistics",
-    "correction",
-    "grid",
-    "optq",
-    "rounding",
-    "polish",
-    "tuning",
-    "forward",
-    "writing",
-)
+PHASES = ("statistics", "correction", "grid", "optq", "rounding", "polish", "tuning", "forward", "writing")
 WIDTH = 16
 
 
 def simulate(
-    folder: Path,
-    blocks: int,
-    *,
-    finished: bool = True,
-    extras: bool = True,
-    bits: int = 2,
-    seed: int = 0,
+    folder: Path, blocks: int, *, finished: bool = True, extras: bool = True, bits: int = 2, seed: int = 0
 ) -> Path:
     """Write a run.
 
@@ -82,12 +66,7 @@ def _losses(block: int, blocks: int, name: str, numbers: np.random.Generator) ->
     nearest = 10 * math.exp(numbers.normal())
     place = PROJECTIONS.index(name) / 20 + 0.3 * math.sin(3 * block / blocks) ** 2
     final = nearest * (0.3 + place + 0.04 * numbers.random())
-    return {
-        "nearest": nearest,
-        "optq": 0.8 * nearest,
-        "final": final,
-        NOT_NEAREST: 0.2 * numbers.random(),
-    }
+    return {"nearest": nearest, "optq": 0.8 * nearest, "final": final, NOT_NEAREST: 0.2 * numbers.random()}
 
 
 def _record(
@@ -131,15 +110,7 @@ def _metrics(*, extras: bool) -> dict[str, object]:
         "peak_bytes": {"host": 2**31, "device": 2**32},
     }
     if extras:
-        tasks = (
-            "arc_easy",
-            "arc_challenge",
-            "hellaswag",
-            "piqa",
-            "winogrande",
-            "lambada_openai",
-            "mmlu",
-        )
+        tasks = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "lambada_openai", "mmlu")
         metrics["tasks"] = {
             kind: {
                 task: {"value": top - i / 30, "error": 0.012, "metric": "acc"} for i, task in enumerate(tasks)

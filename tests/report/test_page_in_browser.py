@@ -66,11 +66,7 @@ def browse(path: Path, width: int, profile: Path, *flags: str) -> tuple[dict[str
     copy.write_text(path.read_text().replace("</body>", f"{MEASURE}</body>"))
     command = [BROWSER, *FLAGS, *flags, f"--user-data-dir={profile}", f"--window-size={width},1400"]
     done = subprocess.run(
-        [*command, "--dump-dom", copy.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
+        [*command, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=120, check=True
     )
     found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stderr[-2000:]

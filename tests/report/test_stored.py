@@ -96,20 +96,7 @@ def test_a_damaged_file_costs_its_own_figures_only(tmp_path: Path, name: str, wo
     assert len(run.losses) == 2 * len(PROJECTIONS)
 
 
-WRONG = [
-    None,
-    [],
-    {},
-    "a",
-    1,
-    True,
-    -1,
-    1e999,
-    [1],
-    {"a": "b"},
-    {"a": {"b": "c"}},
-    {"a": {"b": {}}},
-]
+WRONG = [None, [], {}, "a", 1, True, -1, 1e999, [1], {"a": "b"}, {"a": {"b": "c"}}, {"a": {"b": {}}}]
 """Values of every other kind than a key should have."""
 PAGE_OF_METRICS = [("perplexity",), ("perplexity", "quantized"), ("perplexity", "original", "c4"),
                    ("seconds",), ("seconds", "quantization"), ("peak_bytes",), ("tasks",),

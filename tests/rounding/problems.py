@@ -78,9 +78,5 @@ def trainer(iterations: int = SETTINGS.iterations, **more: object) -> Trainer:
         "enable_model_summary": False,
         "accelerator": "cpu",
     }
-    defaults: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "log_every_n_steps": 10,
-    }
+    defaults: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "log_every_n_steps": 10}
     return Trainer(max_steps=iterations, max_epochs=-1, **(quiet | defaults | more))

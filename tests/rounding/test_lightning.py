@@ -71,10 +71,7 @@ def test_epochs_end_where_they_would_have_without_an_interruption(tmp_path: Path
         module_of(given), datamodule=data_of(given)
     )
     trainer(250, callbacks=[ends, saving], enable_checkpointing=True).fit(
-        module_of(given),
-        datamodule=data_of(given),
-        ckpt_path=saving.best_model_path,
-        weights_only=True,
+        module_of(given), datamodule=data_of(given), ckpt_path=saving.best_model_path, weights_only=True
     )
     assert ends.steps == [200, 250]
 

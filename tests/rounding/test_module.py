@@ -12,15 +12,7 @@ from torch import Tensor
 from aespa_pl.algorithm.adaround import decide, penalty_exponent, rounding_loss
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.errors import NumericalError
-from tests.rounding.problems import (
-    SETTINGS,
-    Learned,
-    Problem,
-    data_of,
-    module_of,
-    problems,
-    trainer,
-)
+from tests.rounding.problems import SETTINGS, Learned, Problem, data_of, module_of, problems, trainer
 
 
 def plain_loop(given: Mapping[str, Problem], iterations: int = SETTINGS.iterations) -> dict[str, Tensor]:

@@ -21,11 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "aespa": {"method": "aespa", "rounding.iterations": 12},
     "aespa-fast": {"method": "aespa-fast"},
     "tuned": {"method": "aespa-fast", **BOTH, **LEARNED},
-    "clipping": {
-        "method": "omniquant",
-        "tuning.blocks.epochs": 2,
-        "tuning.held_back": 0.3,
-    },
+    "clipping": {"method": "omniquant", "tuning.blocks.epochs": 2, "tuning.held_back": 0.3},
 }
 
 POLISHED: dict[str, Any] = {"method": "aespa-fast", "polish.enabled": True}

@@ -110,10 +110,7 @@ def test_coarse_products_find_nearly_the_same(walked: Walked, tmp_path: Path) ->
     exact = walked("opt", rough)
     precisions = Precisions()
     coarse = walk(
-        "opt",
-        tmp_path,
-        {**rough, "products": products},
-        options=lambda *_: {"callbacks": [precisions]},
+        "opt", tmp_path, {**rough, "products": products}, options=lambda *_: {"callbacks": [precisions]}
     )
     assert precisions.seen == [products] * BLOCKS
     losses = [(coarse.losses(0)[name], loss) for name, loss in exact.losses(0).items()]
@@ -125,11 +122,7 @@ def test_coarse_products_find_nearly_the_same(walked: Walked, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "others"),
-    [
-        *((name, {}) for name in FAMILIES),
-        ("opt", NOT_LEARNED),
-        ("llama-grouped", {"group_size": 4}),
-    ],
+    [*((name, {}) for name in FAMILIES), ("opt", NOT_LEARNED), ("llama-grouped", {"group_size": 4})],
 )
 def test_polish_lowers_the_losses_and_never_raises_one(
     name: str, others: dict[str, Any], walked: Walked

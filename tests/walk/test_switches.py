@@ -9,10 +9,7 @@ from tests.walk.by_hand import NOT_LEARNED, OFF, Walked, differing
 from tests.walks import BASE, changed
 
 
-@pytest.mark.parametrize(
-    ("method", "learned"),
-    [("aespa", 6), ("aespa-hybrid", 3), ("aespa-fast", 0)],
-)
+@pytest.mark.parametrize(("method", "learned"), [("aespa", 6), ("aespa-hybrid", 3), ("aespa-fast", 0)])
 def test_method_says_which_projections_learn(method: str, learned: int, walked: Walked) -> None:
     """The others keep OPTQ's integers; learning moves some of each of the learned ones."""
     quantized, plain = walked("opt", {"method": method}), walked("opt", NOT_LEARNED)
@@ -31,12 +28,7 @@ SWITCHES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("bloom", {"objective.query_key": "layer"}, {}, {"query", "key"}),
     ("opt", {"objective.query_key": "layer"}, NOT_LEARNED, set()),
     ("opt", {"rounding.penalty_attention": 90.0}, {}, {"q_proj", "k_proj", "v_proj"}),
-    (
-        "opt",
-        {"rounding.penalty_other": 90.0},
-        {"rounding.keep_best": False},
-        {"out_proj", "fc1", "fc2"},
-    ),
+    ("opt", {"rounding.penalty_other": 90.0}, {"rounding.keep_best": False}, {"out_proj", "fc1", "fc2"}),
 ]
 
 

@@ -100,8 +100,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
 
 
 @pytest.mark.parametrize(
-    ("name", "correction"),
-    [("llama-grouped", 0.0), ("opt", 0.0), ("bloom", 0.0), ("llama-grouped", 0.5)],
+    ("name", "correction"), [("llama-grouped", 0.0), ("opt", 0.0), ("bloom", 0.0), ("llama-grouped", 0.5)]
 )
 def test_the_error_in_the_journal_is_that_of_the_exported_block(
     name: str, correction: float, walked: Walked
@@ -185,10 +184,7 @@ def test_mini_batches_of_blocks_on_disk_are_summed_segment_by_segment(tmp_path: 
     memory = walk("llama-grouped", tmp_path / "memory", pairs).exported().state_dict()
     pairs |= {"tuning.model.blocks": "disk"}
     disk = walk("llama-grouped", tmp_path / "disk", pairs).exported().state_dict()
-    for (
-        key,
-        tensor,
-    ) in memory.items():  # Adam makes a step of a rounding error where a gradient is nearly 0
+    for key, tensor in memory.items():  # Adam makes a step of a rounding error where a gradient is nearly 0
         assert torch.allclose(disk[key], tensor, rtol=0.02, atol=1e-3)
 
 
