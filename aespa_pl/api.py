@@ -24,7 +24,13 @@ from aespa_pl.errors import UserError
 from aespa_pl.processors import threads
 from aespa_pl.progress import PlainConsole
 from aespa_pl.run.interruption import Interruption, RunInterrupted
-from aespa_pl.settings import SECTIONS, CalibrationSettings, OutputSettings, QuantizationSettings
+from aespa_pl.settings import (
+    SECTIONS,
+    CalibrationSettings,
+    EvaluationSettings,
+    OutputSettings,
+    QuantizationSettings,
+)
 
 OF_QUANTIZATION = tuple(each.name for each in fields(QuantizationSettings))
 OF_MODEL = ("revision", "dtype")
@@ -108,8 +114,12 @@ def quantize(
             model = keep_model(inputs, model, tokenizer)
     elif tokenizer is not None:
         raise UserError("tokenizer is given, but the model's folder has one: leave it out")
-    given = given.then(Option("model.pretrained", str(model)), *_calibration(inputs, calibration))
-    return _fit(given.then(*_evaluation(inputs, evaluation)), progress=progress)
+    given = given.then(
+        Option("model.pretrained", str(model)),
+        *_texts(inputs, "calibration", "source", CalibrationSettings, calibration),
+        *_texts(inputs, "evaluation", "texts", EvaluationSettings, evaluation),
+    )
+    return _fit(given, progress=progress)
 
 
 def resume(folder: str | Path, *, trust: bool = False, progress: bool = True) -> QuantizedRun:
@@ -154,40 +164,34 @@ def _runs_folder(given: Arguments) -> Path:
     return Path(folder).expanduser() / name
 
 
-def _calibration(inputs: Path, given: Any) -> list[Option]:
+def _texts(inputs: Path, name: str, key: str, kind: type, given: Any) -> list[Option]:
+    """Return what was given for a section of texts as options; texts in memory are kept in a file.
+
+    ``name`` is the section's, ``kind`` its dataclass, and ``key`` the field that takes the texts.
+    """
     if given is None:
         return []
-    names = {each.name for each in fields(CalibrationSettings)}
-    are_settings = isinstance(given, Mapping) and given.keys() <= names
-    known = dict(given) if are_settings else {"source": given}
-    source = known.get("source", "")
-    if not isinstance(source, str | Path | Mapping) and not is_texts(source):
-        tokens = token_ids(source, "calibration")
-        known = {"segments": tokens.shape[0], "segment_length": tokens.shape[1], **known}
-    if "source" in known and not isinstance(source, Mapping):
-        known["source"] = keep_text(inputs, source, "calibration")
-    return [_option(f"data.calibration.{key}", value) for key, value in known.items()]
+    names = {each.name for each in fields(kind)}
+    known = dict(given) if isinstance(given, Mapping) and given.keys() <= names else {key: given}
+    texts = known.get(key, "")
+    if not _are_names(texts):
+        if not is_texts(texts):
+            sizes = zip(("segments", "segment_length"), token_ids(texts, name).shape, strict=True)
+            known = {size: number for size, number in sizes if size in names} | known
+        known[key] = keep_text(inputs, texts, name)
+    return [_option(f"data.{name}.{field}", value) for field, value in known.items()]
 
 
-def _evaluation(inputs: Path, given: Any) -> list[Option]:
-    if given is None:
-        return []
-    known = dict(given) if isinstance(given, Mapping) else {"texts": given}
-    texts = known.get("texts", "")
-    names = isinstance(texts, str | Path) or (
-        isinstance(texts, Sequence) and all(isinstance(t, Path) or _is_name(t) for t in texts)
-    )
-    if not names and not is_texts(texts):
-        known = {"segment_length": token_ids(texts, "evaluation").shape[1], **known}
-    if "texts" in known:
-        kept = texts if names else keep_text(inputs, texts, "evaluation")
-        known["texts"] = [str(kept)] if isinstance(kept, str | Path) else [*map(str, kept)]
-    return [_option(f"data.evaluation.{key}", value) for key, value in known.items()]
+def _are_names(given: Any) -> bool:
+    """Tell whether texts are given by their names or files: one, a list of them, or proportions."""
+    if isinstance(given, list | tuple):
+        return all(isinstance(item, Path) or _is_name(item) for item in given)
+    return isinstance(given, str | Path | Mapping)
 
 
-def _is_name(text: Any) -> bool:
+def _is_name(item: Any) -> bool:
     """Tell whether an item of a list is the name of a text or of a file, not a text itself."""
-    return isinstance(text, str) and (not any(c.isspace() for c in text) or os.path.isfile(text))  # noqa: PTH113  (a text may be too long for a Path)
+    return isinstance(item, str) and (not any(c.isspace() for c in item) or os.path.isfile(item))  # noqa: PTH113  (a text may be too long for a Path)
 
 
 def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from aespa_pl.commands.evaluate import evaluate
 from aespa_pl.commands.job import Job
-from aespa_pl.commands.output import quiet_libraries
+from aespa_pl.commands.output import quiet
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
@@ -123,7 +123,6 @@ def main(
         says: Print what the walk tells of each block.
         output: JSON lines are appended to this file.
     """
-    quiet_libraries()
     torch.set_num_threads(threads)
     length = 256
     data = DataSettings(
@@ -197,4 +196,5 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    with quiet():
+        auto_cli(main)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from aespa_pl.commands.block_types import block_types
 from aespa_pl.commands.job import Job
-from aespa_pl.commands.output import quiet_libraries
+from aespa_pl.commands.output import quiet
 from aespa_pl.evaluation.divergence import divergence
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -69,7 +69,6 @@ def main(
         segments: Calibration segments that the method sees.
         held_out: Segments of the held-out text that are measured.
     """
-    quiet_libraries()
     torch.set_num_threads(1)
     job = _job(model, method)
     tokens, ids = calibration_ids(job, calibration), evaluation_ids(job, evaluation)[:held_out]
@@ -139,4 +138,5 @@ def _measured(job: Job, types: Mapping[str, str], tokens: Tensor, ids: Tensor) -
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    with quiet():
+        auto_cli(main)

@@ -26,7 +26,7 @@ from aespa_pl.algorithm.adaround import penalty_exponent
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.algorithm.workspace import Workspace
-from aespa_pl.commands.output import quiet_libraries
+from aespa_pl.commands.output import quiet
 from aespa_pl.rounding.data import StatisticsDataModule
 from aespa_pl.rounding.module import BlockRounding, ProjectionRounding
 from aespa_pl.run.checkpointing import StopAtIteration, checkpoints
@@ -61,7 +61,6 @@ def main(
         device: Where.
         output: JSON lines are appended to this file.
     """
-    quiet_libraries()
     torch.set_num_threads(threads)
     where = torch.device(device)
     report = Report(COLUMNS, output, benchmark="step_overhead", threads=threads, device=device)
@@ -161,4 +160,5 @@ def _projections(block: list[Problem]) -> dict[str, ProjectionRounding]:
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    with quiet():
+        auto_cli(main)

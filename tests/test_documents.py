@@ -73,13 +73,11 @@ def options_of(program: str) -> set[str]:
     is_script = program in SCRIPTS
     words = [program, "--help"] if is_script else ["aespa-pl", program, "--help"]
     text = shown_by(program, words)
-    if program in ("fit", "test", "plan"):  # whose help shows the common keys, and sections
+    if program in ("fit", "test", "plan", "compare"):  # whose help shows the common keys, and sections
         sections = ("model", "data", "quantization", "output", "trainer")
         text += "".join(shown_by(program, [*words, name]) for name in sections)
         text += shown_by(program, [*words, "tasks"]) if program == "test" else ""
-    own = set(OPTION.findall(re.sub(r"[\[|,]", " ", text)))
-    takes_those_of_fit = "All keys of aespa-pl fit are taken" in " ".join(text.split())
-    return own | options_of("fit") if takes_those_of_fit else own
+    return set(OPTION.findall(re.sub(r"[\[|,]", " ", text)))
 
 
 def shown_by(program: str, words: list[str]) -> str:

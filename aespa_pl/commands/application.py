@@ -21,7 +21,7 @@ from aespa_pl.commands.exported import measure_exported, quantized_folder
 from aespa_pl.commands.job import Job, checked, find_model
 from aespa_pl.commands.limits import shortages, tuning_shortages
 from aespa_pl.commands.loggers import Loggers
-from aespa_pl.commands.output import PipeConsole, print_results, quiet_libraries, quiet_writers
+from aespa_pl.commands.output import PipeConsole, print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.target import for_target, settings_for_target
 from aespa_pl.commands.trainers import BlockTrainers, check_tuning, first_trainer
@@ -46,23 +46,11 @@ PEER_LOST = 1
 
 def run(words: Sequence[str], interruption: Interruption) -> None:
     """Run ``fit``, ``test`` or ``plan``. Raises EndedError where another process of the run has ended."""
-    quiet_libraries()
-    quiet_writers()
     end_with_launcher()
     torch.set_float32_matmul_precision("highest")  # whatever the environment says
     try:
-        arguments = Arguments.read(words[1:])
-        if words[0] == "plan":
-            _plan(arguments)
-            return
-        parsed = AespaCLI(arguments, words[0])
-        if words[0] == "test":
-            _test(parsed)
-        elif parsed.config.print_config:
-            device = first_trainer(parsed).strategy.root_device.type
-            sys.stdout.write(parsed.text(parsed.planned(device)))
-        else:
-            _fit(parsed, interruption)
+        with quiet():
+            _run(words[0], Arguments.read(words[1:]), interruption)
     except PeerLostError as error:
         let_the_first_speak()
         raise EndedError(
@@ -71,6 +59,20 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     except (Exception, RunInterrupted):
         let_the_first_speak()
         raise
+
+
+def _run(command: str, arguments: Arguments, interruption: Interruption) -> None:
+    if command == "plan":
+        _plan(arguments)
+        return
+    parsed = AespaCLI(arguments, command)
+    if command == "test":
+        _test(parsed)
+    elif parsed.config.print_config:
+        device = first_trainer(parsed).strategy.root_device.type
+        sys.stdout.write(parsed.text(parsed.planned(device)))
+    else:
+        _fit(parsed, interruption)
 
 
 def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> tuple[Run, dict[str, Any]]:

@@ -3,7 +3,6 @@
 ``fit``, ``test``, ``plan``, ``compare`` and the Python call share one set of keys.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -13,21 +12,25 @@ from typing import Any, NamedTuple, Self, get_type_hints
 import yaml
 
 from aespa_pl.errors import UserError
-from aespa_pl.settings import SECTIONS, Seed, TaskSettings, keys_of
+from aespa_pl.settings import SECTIONS, CompareSettings, Seed, TaskSettings, keys_of
 
 KEYS: dict[str, Any] = {
     key: kind for name, section in SECTIONS.items() for key, kind in keys_of(section, name).items()
 } | {"seed_everything": bool | Seed}
-"""Type of each key that is checked here."""
-TASK_KEYS: dict[str, Any] = get_type_hints(TaskSettings)
-"""Types of the keys that only test takes."""
+"""Type of each key of a configuration, but those of the section that Lightning checks."""
+PLAN_DEVICE = "plan.device"
+OWN_KEYS: dict[str, dict[str, Any]] = {
+    "test": get_type_hints(TaskSettings),
+    "plan": {PLAN_DEVICE: str},
+    "compare": keys_of(CompareSettings, "compare"),
+}
+"""Types of the keys that only one command takes, on its command line."""
 OTHERS = ("config", "ckpt_path")
 FREE = "trainer"
 """The section that Lightning checks."""
-FLAGS = re.compile(r"--(help|print_config|print_shtab)|-h|--.*\.help")
+FLAG = "print_config"
+"""The key that takes no value."""
 REQUIRED = "model.pretrained"
-PLAN_DEVICE = "plan.device"
-"""The key that only plan takes."""
 
 
 class Option(NamedTuple):
@@ -38,24 +41,16 @@ class Option(NamedTuple):
     file: str = ""
     """Configuration that has the key; empty for the command line."""
 
-    @property
-    def words(self) -> list[str]:
-        """Return the option as it is typed."""
-        return [f"--{self.key}"] if self.value is None else [f"--{self.key}={self.value}"]
-
 
 @dataclass(frozen=True)
 class Arguments:
     """Holds the options of a command in their order; the last one of a key wins."""
 
     options: tuple[Option, ...]
-    wants_help: bool = False
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
         """Divide a command line into options. Raises UserError where a word belongs to no option."""
-        if any(word == "-h" or re.fullmatch(r"--(.*\.)?help", word) for word in words):
-            return cls((), wants_help=True)
         options, rest = [], list(words)
         while rest:
             word = rest.pop(0)
@@ -65,7 +60,7 @@ class Arguments:
                 )
             key, equals, text = word.removeprefix("--").partition("=")
             value = text if equals else None
-            if not (equals or FLAGS.match(word)) and rest and not rest[0].startswith("--"):
+            if not equals and key != FLAG and rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
             options.append(Option(key, value))
         return cls(tuple(options))
@@ -73,22 +68,22 @@ class Arguments:
     @property
     def words(self) -> list[str]:
         """Return the options as they are typed."""
-        return [word for option in self.options for word in option.words]
+        return [f"--{key}" if value is None else f"--{key}={value}" for key, value, _ in self.options]
 
     def last(self, key: str) -> str | None:
         """Return the value that was given to a key, None if there is none."""
         return next((o.value for o in reversed(self.options) if o.key == key), None)
 
     def given(self) -> list[Option]:
-        """Return all keys in their order, those of a configuration in its place; the last one counts."""
+        """Return all keys in order, those of a configuration or section in its place; the last one counts."""
         keys: list[Option] = []
         for option in self.options:
             if option.key == "config" and option.value:
                 content = read_configuration(Path(option.value))
                 keys += [Option(key, value, option.value) for key, value in leaves(content)]
             else:
-                keys.append(Option(option.key.removesuffix("+"), option.value))
-        return keys
+                keys.append(option)
+        return [inner for option in keys for inner in _of_section(option)]
 
     def setting(self, key: str, default: str) -> str:
         """Return the value of a key among the options or in their configurations."""
@@ -108,13 +103,25 @@ class Arguments:
         kept = tuple(o for o in self.options if o.key.partition(".")[0] != name)
         return replace(self, options=kept)
 
-    def after(self, *options: Option) -> Self:
-        """Return these options with others before them, over which these win."""
-        return replace(self, options=(*options, *self.options))
-
     def then(self, *options: Option) -> Self:
         """Return these options with others behind them, which win."""
         return replace(self, options=(*self.options, *options))
+
+
+def _of_section(option: Option) -> list[Option]:
+    """Return the keys in a section that is given whole: in YAML, or in a file beside the configuration."""
+    if option.key not in (*SECTIONS, FREE) or not isinstance(option.value, str):
+        return [option]
+    try:
+        content = yaml.safe_load(option.value)
+    except yaml.YAMLError:
+        return [option]
+    if isinstance(content, str):
+        path = Path(option.file).parent / Path(content).expanduser()
+        content = read_configuration(path) if path.is_file() else None
+    if not isinstance(content, Mapping):
+        return [option]
+    return [Option(key, value, option.file) for key, value in leaves({option.key: content})]
 
 
 def find_configuration(name: str) -> Path:
@@ -155,8 +162,7 @@ def leaves(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]
     values: list[tuple[str, Any]] = []
     for name, value in content.items():
         key = f"{prefix}{name}"
-        is_section = any(known.startswith(f"{key}.") for known in KEYS)
-        if isinstance(value, Mapping) and (is_section or key not in KEYS):
+        if isinstance(value, Mapping) and key not in KEYS:
             values += leaves(value, f"{key}.")
         else:
             values.append((key, value))

@@ -5,37 +5,38 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
+from jsonargparse import ArgumentParser
 from rich.console import Console
 
 import aespa_pl
-from aespa_pl.commands.arguments import Arguments, Option, read_configuration
-from aespa_pl.commands.compare_section import (
-    SECTION,
-    CompareSettings,
-    compare_parser,
-    split_options,
-)
+from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.mistakes import refuse_other_methods
 from aespa_pl.commands.output import PipeConsole, print_table
 from aespa_pl.errors import EndedError, UserError
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.find import last_run
+from aespa_pl.run.fingerprint import differences
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
-from aespa_pl.settings import OutputSettings
-from aespa_pl.storage.files import disk_errors, write_json, write_text, write_whole
+from aespa_pl.settings import CompareSettings, OutputSettings
+from aespa_pl.storage.files import disk_errors, read_json, write_json, write_text, write_whole
 
+SECTION = "compare"
+DECIDED = {
+    "ckpt_path": "each cell finds its own run",
+    "quantization.method": "use --compare.methods",
+    "quantization.bits": "use --compare.bits",
+    "data.calibration.seed": "use --compare.seeds",
+}
+"""Keys of fit that differ from cell to cell, and what to do instead of giving them."""
 CELLS_FAILED = 1
 """Status where some cells have no result."""
-VERSION = "version of aespa-pl"
-POLL_SECONDS = 0.2
-"""Seconds after which a signal is passed on to the run under way."""
 
 
 RunCell = Callable[[Sequence[str]], str]
@@ -45,15 +46,27 @@ RunCell = Callable[[Sequence[str]], str]
 def run(words: Sequence[str], interruption: Interruption) -> None:
     """Run all cells that are not finished, and write the results; the same command goes on after a signal."""
     given = Arguments.read(words[1:])
-    if given.wants_help:
-        compare_parser().print_help()
-        sys.exit()
-    settings, rest = split_options(given)
-    refuse_other_methods(rest, settings.methods)
+    chosen, shared = _chosen(given), given.without(SECTION)
+    refuse_other_methods(shared, chosen.methods)
     interruption.how_to_continue = shlex.join(["aespa-pl", *words])
     console = PipeConsole()
-    folder = compare(settings, rest, in_processes(interruption), console)
+    folder = compare(chosen, shared, in_processes(interruption), console)
     console.print(str(folder), soft_wrap=True)
+
+
+def _chosen(given: Arguments) -> CompareSettings:
+    """Return what the cells are. Raises UserError where there are none, or an option differs among them."""
+    for option in given.options:
+        if option.key in DECIDED:
+            raise UserError(f"{option.key} differs from cell to cell: {DECIDED[option.key]}")
+    own = replace(given, options=tuple(o for o in given.options if o.key.startswith(f"{SECTION}.")))
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(CompareSettings, SECTION)
+    chosen: CompareSettings = parser.instantiate(parser.parse_args(own.words))[SECTION]
+    for name, values in vars(chosen).items():
+        if not values:
+            raise UserError(f"{SECTION}.{name} is empty: name at least one")
+    return chosen
 
 
 def compare(settings: CompareSettings, given: Arguments, run_cell: RunCell, console: Console) -> Path:
@@ -64,7 +77,9 @@ def compare(settings: CompareSettings, given: Arguments, run_cell: RunCell, cons
     ).expanduser()
     _refuse_other(folder, given)
     # all of them first: a process that is killed early leaves a table with every finished cell
-    cells = [_finished(folder, cell) for cell in settings.cells()]
+    every = product(settings.bits, settings.methods, settings.seeds)
+    named = dict.fromkeys(Cell(method, bits, seed) for bits, method, seed in every)
+    cells = [_finished(folder, cell) for cell in named]
     for number, cell in enumerate(cells):
         if cell.metrics is None:
             console.print(f"cell {number + 1} of {len(cells)}: {cell.name}", soft_wrap=True)
@@ -89,7 +104,6 @@ def in_processes(interruption: Interruption) -> RunCell:
 
     def run_cell(words: Sequence[str]) -> str:
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
-            interruption.defer(active=True)
             # a process group of its own: a Ctrl-C reaches it once, from us
             process = subprocess.Popen(  # noqa: S603 - our own program
                 # -P: a file of the current folder, such as yaml.py, stands for no library
@@ -97,8 +111,7 @@ def in_processes(interruption: Interruption) -> RunCell:
                 stderr=errors,
                 process_group=0,
             )
-            status = _wait(process, interruption)
-            interruption.defer(active=False)
+            status = _wait(process)
             errors.seek(0)
             said = errors.read()
         interruption.check()  # first: how the cell is continued would stand beside how all are
@@ -120,20 +133,16 @@ def failure(status: int, said: str) -> str:
     return last.removeprefix("aespa-pl: ").partition("; continue with:")[0]
 
 
-def _wait(process: "subprocess.Popen[bytes]", interruption: Interruption) -> int:
-    """Return the status of a process; a signal is passed on, and a second one doesn't wait."""
-    passed_on = False
+def _wait(process: "subprocess.Popen[bytes]") -> int:
+    """Return the status of a process; a signal is passed on to it, and a second one doesn't wait."""
     try:
-        while True:
-            try:
-                return process.wait(POLL_SECONDS)
-            except subprocess.TimeoutExpired:
-                if interruption.received is not None and not passed_on:
-                    process.send_signal(interruption.received)
-                    passed_on = True
-    except RunInterrupted as second:
-        # the process may not have the first one yet, and would go on alone
-        process.send_signal(second.number)
+        return process.wait()
+    except RunInterrupted as stop:
+        try:
+            process.send_signal(stop.number)
+            process.wait()
+        except RunInterrupted:
+            process.send_signal(stop.number)
         raise
 
 
@@ -161,44 +170,18 @@ def _finished(folder: Path, cell: Cell) -> Cell:
 def _refuse_other(folder: Path, given: Arguments) -> None:
     """Note what the cells of a folder share. Raises UserError where others of its cells don't share it."""
     file = folder / "compare.json"
-    options = [
-        (o.key, read_configuration(Path(o.value)) if o.key == "config" and o.value else o.value)
-        for o in given.options
-        if not o.key.startswith("output.")
-    ]
+    options = {o.key: o.value for o in given.given() if not o.key.startswith("output.")}
     # as it comes back from the file: keys of a YAML mapping may be numbers
-    shared = json.loads(json.dumps({VERSION: aespa_pl.__version__, "options": options}))
+    shared = json.loads(json.dumps({"version of aespa-pl": aespa_pl.__version__, **options}))
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    before = _shared_before(file) if file.is_file() else shared
-    if before != shared:
+    before = read_json(file) if file.is_file() else shared
+    if changes := differences(before, shared):
         raise UserError(
-            f"{folder} has a comparison with other options ({_differing(before, shared)}): give another "
+            f"{folder} has a comparison with other options ({'; '.join(changes)}): give another "
             f"--output.name, or remove {file} if the difference changes no result"
         )
     write_json(file, shared)
-
-
-def _shared_before(file: Path) -> dict[str, Any]:
-    """Return what the cells of an earlier comparison share. Raises UserError where the file is damaged."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        options = [(str(key), value) for key, value in content["options"]]
-        return {VERSION: content[VERSION], "options": [list(option) for option in options]}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(
-            f"{file} is damaged, so that nobody knows what the cells beside it share: give another "
-            "--output.name, or remove it if they have these options"
-        ) from error
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the names of the options that two comparisons have different values for."""
-    one, other = ({(key, json.dumps(value)) for key, value in x["options"]} for x in (before, now))
-    names = sorted({key for key, _ in one ^ other})
-    if before[VERSION] != now[VERSION]:
-        names.insert(0, VERSION)
-    return ", ".join(names) or "their order"
 
 
 def _write(folder: Path, cells: Sequence[Cell]) -> None:

@@ -73,7 +73,7 @@ def test(
         refuse_too_large(job.pretrained.folder, job.device, job.dtype)
         chosen = find_tasks(tasks)
     kinds = ("original", "nearest", "quantized") if tasks.tasks else ("original", "quantized")
-    metrics: dict[str, Any] = {"size": sizes(job, run, kinds)}
+    metrics: dict[str, Any] = {"size": model_sizes(job, run, kinds)}
     if texts:
         metrics["perplexity"] = compare_perplexities(job, model, texts, kinds, progress=progress, world=world)
     if tasks.kld and texts:
@@ -92,7 +92,7 @@ def method_of(run: Run) -> str:
     return stored_quantization(run).method
 
 
-def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
+def model_sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return ``bits_per_weight`` of the blocks and ``bytes`` of each kind of model, with integers packed."""
     shapes = {
         f"{index}.{name}": tensor.shape
@@ -110,11 +110,9 @@ def sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float
         weights += projection_weights(stem)
         total += packed_bits(stem, lambda name: int(settings.types[names[name]][1]))
     small = packed_bytes(original, weights, int(bits), total)
+    own = {"bits_per_weight": bits, "bytes": original}
     return {
-        kind: {"bits_per_weight": bits, "bytes": original}
-        if kind == "original"
-        else {"bits_per_weight": packed, "bytes": small}
-        for kind in kinds
+        kind: own if kind == "original" else {"bits_per_weight": packed, "bytes": small} for kind in kinds
     }
 
 
@@ -170,8 +168,9 @@ def compare_perplexities(
     """
     results = {}
     for kind in kinds:
-        keys = {name: _remembered_as(job, kind, tokens) for name, tokens in texts.items()}
-        known = world.from_first(partial(_recalled, job, keys))
+        # of the quantized model nothing is remembered, because it is new
+        keys = {} if kind == "quantized" else {n: _made_from(job, kind, t) for n, t in texts.items()}
+        known = world.from_first(partial(_remembered, job.cache, keys))
         unknown = {name: tokens for name, tokens in texts.items() if name not in known}
         measured = {}
         if unknown:
@@ -187,45 +186,22 @@ def compare_perplexities(
             )
         values = {name: {**known, **measured}[name] for name in texts}
         if kind == "nearest":
-            values = _without_diverged(values, progress)
+            diverged = [name for name, value in values.items() if not math.isfinite(value)]
+            values = {name: value for name, value in values.items() if name not in diverged}
+            if diverged:
+                progress.say(f"round-to-nearest has no finite perplexity on {', '.join(diverged)}")
         else:
             refuse_diverged(values, f"the {kind} model", job.dtype, MENDED_BY[kind])
-        if kind == "original":
-            _say_if_guessing(values, job.config.vocab_size, progress)
         if world.is_first:
-            for name in values.keys() & measured.keys():
-                if (key := keys[name]) is not None:
-                    remember(job.cache, key, measured[name])
+            for name in keys.keys() & measured.keys() & values.keys():
+                remember(job.cache, keys[name], measured[name])
         if values:
             results[kind] = values
     return results
 
 
-def _say_if_guessing(values: Mapping[str, float], vocabulary: int, progress: WalkProgress) -> None:
-    """Say where the original is worse than one that gives all tokens the same probability."""
-    for name, value in values.items():
-        if value > vocabulary:
-            progress.say(
-                f"the original model's perplexity on {name} is {value:,.0f}, worse than a guess among its "
-                f"{vocabulary:,} tokens: does the tokenizer in its folder belong to the model?"
-            )
-
-
-def _without_diverged(values: Mapping[str, float], progress: WalkProgress) -> dict[str, float]:
-    """Return the finite ones of round-to-nearest's perplexities, by text; say which are left out."""
-    finite = {name: value for name, value in values.items() if math.isfinite(value)}
-    if left_out := ", ".join(name for name in values if name not in finite):
-        progress.say(
-            f"round-to-nearest is left out of the comparison on {left_out}: its perplexity is not a finite "
-            "number"
-        )
-    return finite
-
-
-def _remembered_as(job: Job, kind: str, tokens: Tensor) -> dict[str, object] | None:
-    """Return what the perplexity of a kind depends on; None for the quantized model, which is new."""
-    if kind == "quantized":
-        return None
+def _made_from(job: Job, kind: str, tokens: Tensor) -> dict[str, object]:
+    """Return what the perplexity of the original or of round-to-nearest depends on."""
     q = job.quantization
     rounding = {"bits": q.bits, "symmetric": q.symmetric, "group_size": q.group_size}
     if q.bits_of:
@@ -239,9 +215,9 @@ def _remembered_as(job: Job, kind: str, tokens: Tensor) -> dict[str, object] | N
     return measured_on(model, tokens)
 
 
-def _recalled(job: Job, keys: Mapping[str, dict[str, object] | None]) -> dict[str, float]:
+def _remembered(cache: Path, keys: Mapping[str, dict[str, object]]) -> dict[str, float]:
     """Return the perplexities that an earlier run measured, by text."""
-    values = {name: recall(job.cache, key) for name, key in keys.items() if key is not None}
+    values = {name: recall(cache, key) for name, key in keys.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 

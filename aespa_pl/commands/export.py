@@ -3,7 +3,7 @@
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,7 @@ from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
+from aespa_pl.commands.limits import check_space
 from aespa_pl.commands.output import PipeConsole
 from aespa_pl.commands.resuming import is_own
 from aespa_pl.errors import UserError
@@ -25,12 +26,12 @@ from aespa_pl.measure import human
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import find_run
 from aespa_pl.run.interruption import Interruption
-from aespa_pl.storage.files import disk_errors, existing, write_text
+from aespa_pl.storage.files import disk_errors, write_text
 
 Embedding = Literal["keep", "q8_0"]
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
-PARTIAL = ".partial"
-"""End of the name of a folder that an export has not finished."""
+PARTIAL = ".aespa-pl.partial"
+"""Folder in the target that has the files of an export that is not finished."""
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
@@ -79,7 +80,9 @@ def export(
     _refuse_target(target)
     model = QuantizedModel.open(folder, original, trusts_places=is_own(folder))
     chosen.refuse(model)
-    _refuse_full_disk(model, target)
+    # no format exceeds the size of the original by much
+    files = {tensor.file for tensor in model.pretrained.tensors.values()}
+    check_space(target, sum(file.stat().st_size for file in files), "--output")
     if push_to_hub is not None:
         _refuse_no_login(push_to_hub)
     questions = that_fit(model, questions)
@@ -126,19 +129,14 @@ def write_model(
 
 @contextmanager
 def _growing(target: Path) -> Iterator[Path]:
-    """Give a folder to write to, whose files become those of ``target`` when the context ends well.
+    """Give a folder in ``target`` to write to, whose files become the target's when the context ends well.
 
-    It lies in ``target`` where that exists, which may be another disk's folder or the current one. Raises
-    UserError where another export writes there, or something that no export left has the folder's name.
+    Raises UserError where another export writes there.
     """
-    exists = target.is_dir()
-    partial = target / PARTIAL if exists else target.with_name(f".{target.name}{PARTIAL}")
-    mark = partial / "lock"  # tells an export's folder from one of the user's
-    if partial.exists() and not mark.is_file():
-        raise UserError(f"--output: {partial} is in the way: move it, or choose another --output")
-    with disk_errors(target.parent):
+    partial = target / PARTIAL
+    with disk_errors(target):
         partial.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(mark)
+        lock = FileLock(partial / "lock")
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
@@ -147,22 +145,19 @@ def _growing(target: Path) -> Iterator[Path]:
             ) from error
     try:
         for left in partial.iterdir():  # by a process that was killed
-            if left != mark:
+            if left.name != "lock":
                 left.unlink()
         yield partial
-        with disk_errors(target.parent):
-            lock.release()
-            mark.unlink(missing_ok=True)
-            if exists:
-                # the weights first: a folder that has config.json and README.md is complete
-                for file in sorted(partial.iterdir(), key=lambda file: file.suffix not in WEIGHT_FILES):
+        with disk_errors(target):
+            # the weights first: a folder that has config.json and README.md is complete
+            for file in sorted(partial.iterdir(), key=lambda file: file.suffix not in WEIGHT_FILES):
+                if file.name != "lock":
                     file.replace(target / file.name)
-                partial.rmdir()
-            else:
-                partial.replace(target)
     finally:
         lock.release()
         shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # where it has the files
+            target.rmdir()
 
 
 def push(folder: Path, name: str) -> None:
@@ -181,18 +176,6 @@ def push(folder: Path, name: str) -> None:
 def _refuse_target(target: Path) -> None:
     if target.is_file() or (target.is_dir() and {p.name for p in target.iterdir()} - {PARTIAL}):
         raise UserError(f"--output: {target} exists and is not an empty folder: remove it, or choose another")
-
-
-def _refuse_full_disk(model: QuantizedModel, target: Path) -> None:
-    """Raise UserError if the disk lacks the size of the original, which no format exceeds by much."""
-    files = {tensor.file for tensor in model.pretrained.tensors.values()}
-    needed = sum(file.stat().st_size for file in files)
-    free = shutil.disk_usage(existing(target)).free
-    if free < needed:
-        raise UserError(
-            f"--output: the disk of {existing(target)} has {human(free, 'B')} free, and up to "
-            f"{human(needed, 'B')} are needed: free space there, or choose another folder"
-        )
 
 
 def _refuse_no_login(name: str) -> None:

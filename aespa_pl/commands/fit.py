@@ -123,7 +123,7 @@ def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgres
     refuse_own(job.pretrained.folder, job.model.pretrained)
     if earlier is None or not earlier.metrics_file.is_file():
         folder = earlier.folder if earlier else job.runs_folder
-        check_space(folder, _bytes_to_write(job, earlier))
+        check_space(folder, _bytes_to_write(job, earlier), "--output.folder")
         refuse_tuning(job.setup(devices))
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()

@@ -1,4 +1,4 @@
-"""Show the keys of ``fit``, ``test`` and ``plan``: the common ones, or all of a section."""
+"""Show the keys of the commands that take a configuration: the common ones, or all of a section."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from aespa_pl.commands.arguments import FREE, Arguments
+from aespa_pl.commands.arguments import FREE
 from aespa_pl.commands.mistakes import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.settings import SECTIONS, TaskSettings
@@ -37,27 +37,33 @@ ONLY = {
     },
     "test": {"tasks": "list of zero-shot tasks; also task_limit, task_examples ..."},
     "plan": {"plan.device 'GB, TFLOPS'": "a machine that isn't this one, such as '24 GB, 80 TFLOPS'"},
+    "compare": {
+        "compare.methods": "list of values of quantization.method; by default all",
+        "compare.bits": "list of values of quantization.bits; by default [2, 3, 4]",
+        "compare.seeds": "list of values of data.calibration.seed; mean and spread are over them",
+    },
 }
 """Further keys of each command."""
 NAMES = (*SECTIONS, FREE)
+HELP = ("-h", "--help")
 
 
 def show_help(command: str, says: str, words: Sequence[str]) -> None:
-    """Print the help that the words of a command ask for, and end.
-
-    They are ``--help``, alone or before the name of a section; or what jsonargparse answers, such as
-    ``--trainer.callbacks.help LearningRateMonitor``. Raises UserError where there is no such section.
-    """
-    named = [word for word in words if word not in ("-h", "--help")]
-    if len(named) == len(words):
-        from aespa_pl.commands.sections import AespaCLI  # noqa: PLC0415  (takes seconds to import)
-
-        AespaCLI(Arguments.read(words), command)
-    if named:
-        _parser_of(command, named[0]).print_help()
-    else:
+    """Print the common keys, or all of the section that the words name beside ``--help``."""
+    named = next((word for word in words if word not in HELP), None)
+    if named is None:
         sys.stdout.write(_overview(command, says))
-    sys.exit()
+        return
+    parser = ArgumentParser(prog=f"aespa-pl {command}", usage=f"aespa-pl {command} [--KEY VALUE ...]")
+    if named == FREE:
+        from aespa_pl.commands.sections import add_trainer  # noqa: PLC0415  (takes seconds to import)
+
+        add_trainer(parser)
+    elif (command, named) == ("test", "tasks"):
+        parser.add_class_arguments(TaskSettings)
+    else:
+        parser.add_class_arguments(_kind(named), named)
+    parser.print_help()
 
 
 def _overview(command: str, says: str) -> str:
@@ -77,35 +83,6 @@ def _overview(command: str, says: str) -> str:
             "",
         ]
     )
-
-
-def add_general(parser: ArgumentParser, command: str) -> None:
-    """Add the keys that belong to no section."""
-    parser.add_argument("--config", action="config", help="YAML file of keys; of several, the last counts.")
-    parser.add_argument(
-        "--ckpt_path",
-        type=str | None,
-        default=None,
-        help="last (the run of output.folder/output.name that was worked on last), or the folder of a "
-        "run or a file in it. fit continues this run, test measures it (without the key, the last). "
-        "Without --config and --model.pretrained, the run's own config.yaml is taken; "
-        "--trust_run true lets that of a run from somebody else name callbacks, loggers and data.cache.",
-    )
-    if command == "fit":
-        parser.add_argument("--print_config", action="store_true", help="Print what would be run, and exit.")
-
-
-def _parser_of(command: str, path: str) -> ArgumentParser:
-    parser = ArgumentParser(prog=f"aespa-pl {command}", usage=f"aespa-pl {command} [--KEY VALUE ...]")
-    if path == FREE:
-        from aespa_pl.commands.sections import add_trainer  # noqa: PLC0415  (takes seconds to import)
-
-        add_trainer(parser)
-    elif (command, path) == ("test", "tasks"):
-        parser.add_class_arguments(TaskSettings)
-    else:
-        parser.add_class_arguments(_kind(path), path)
-    return parser
 
 
 def _kind(path: str) -> Any:

@@ -46,13 +46,7 @@ def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
 
 
 def keep_text(folder: Path, given: Any, name: str) -> str:
-    """Return the file of texts or of token ids that are in memory; the name of a text comes back unchanged.
-
-    Token ids are a tensor, array or lists ``[segments, L]``; ``name`` is that of the file, without its
-    ending.
-    """
-    if isinstance(given, str | Path):
-        return str(given)
+    """Return the file of texts or of token ids ``[segments, L]`` that are in memory."""
     if is_texts(given):
         file = f"{name}.jsonl"
         lines = "".join(json.dumps({"text": text}) + "\n" for text in given)

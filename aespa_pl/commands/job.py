@@ -198,20 +198,27 @@ def checked(
     bits_of = {str(key): bits for key, bits in quantization.bits_of.items()}
     quantization = with_head(replace(quantization, bits_of=bits_of), config)
     quantization = replace(quantization, types=block_types(quantization, config))
-    layouts, positions = layouts_of(family, config, quantization), family.positions(config)
+    layouts = layouts_of(family, config, quantization)
     shape = Shape.of(config, layouts)
     quantization = resolved(quantization, device.type, shape.hidden)
-    length = limits.calibration_length(settings.data, positions)
-    limits.check_length("calibration", length, positions, settings.model.pretrained)
-    held_out = limits.evaluation_length(settings.data, positions)
-    limits.check_length("evaluation", held_out, positions, settings.model.pretrained)
+    given = Checked(settings.model, settings.data, quantization, settings.output, device, config, stored)
+    for section, length in (
+        ("calibration", given.segment_length), ("evaluation", given.evaluation_length)
+    ):  # fmt: skip
+        limits.check_length(section, length, family.positions(config), settings.model.pretrained)
     limits.check_bits_of(family.layouts(config), quantization)
     if quantization.format == "uniform":
         limits.check_groups(shape, quantization)
     limits.check_histograms(settings.output.histograms, layouts)
-    bytes_ = block_dtype(settings.model, device, stored).itemsize
-    data = resolved_data(settings.data, quantization, shape, device, length=length, dtype_bytes=bytes_)
-    found = Checked(settings.model, data, quantization, settings.output, device, config, stored)
+    data = resolved_data(
+        settings.data,
+        quantization,
+        shape,
+        device,
+        length=given.segment_length,
+        dtype_bytes=given.dtype.itemsize,
+    )
+    found = replace(given, data=data)
     return replace(found, quantization=resolved_place(found.setup()))
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from aespa_pl.commands.mistakes import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes, human
 from aespa_pl.models.family import BlockLayout
-from aespa_pl.planning.budget import Room, room
+from aespa_pl.planning.budget import room
 from aespa_pl.planning.shape import Setup, Shape
 from aespa_pl.planning.table import Needs
 from aespa_pl.planning.tuning import block_bytes, inputs_bytes, model_bytes
@@ -116,17 +115,14 @@ def refuse_tuning(setup: Setup) -> None:
 
 def tuning_shortages(setup: Setup) -> list[str]:
     """Return which tuning doesn't fit into the device's memory. Raises UserError for too few segments."""
-    shape, work, data, settings = setup.shape, setup.work, setup.data, setup.quantization
-    devices = setup.devices
-    tuning = settings.tuning
+    shape, work, settings, given = setup.shape, setup.work, setup.quantization, room(setup)
+    tuning, said = settings.tuning, list[str]()
     if not tuning.enabled:
-        return []
-    said, given = [], room(setup)
+        return said
     of_model = model_bytes(shape, work, settings, recompute=True)
     if setup.on_cpu:
         of_model += inputs_bytes(shape, work, settings)
-    allowed = f" by data.memory_gb {data.memory_gb:g}" if data.memory_gb else ""
-    shared = f" by each of {devices.of_host} processes" if devices.of_host > 1 else ""
+    shared = f" by each of {setup.devices.of_host} processes" if setup.devices.of_host > 1 else ""
     for key, section, needed in (
         ("blocks", tuning.blocks, block_bytes(shape, work, settings)),
         ("model", tuning.model, of_model),
@@ -135,32 +131,14 @@ def tuning_shortages(setup: Setup) -> list[str]:
             continue
         held_back_and_steps(work.segments, section.batch_size, tuning.held_back)
         if needed > given.free:
-            remedies = [
-                f"lower quantization.tuning.{key}.batch_size or data.calibration.segment_length where "
-                "the activations are too large",
-                f"set quantization.tuning.{key}.enabled to false",
-            ]
-            if key == "model" and tuning.model.blocks == "memory":
-                remedies.insert(1, "set quantization.tuning.model.blocks to disk")
-            if given.waiting and needed <= given.free + given.waiting:
-                remedies.insert(
-                    0,
-                    f"move the hidden states, {human(given.waiting, 'B')} of it, to a file with "
-                    "data.hidden_states disk, or lower data.calibration.segments",
-                )
             said.append(
-                f"quantization.tuning.{key} needs about {human(needed, 'B')} of the "
-                f"{setup.device.type}'s memory, of which {_may_be_taken(given)}{shared}{allowed}: "
-                f"{', or '.join(remedies)}"
+                f"quantization.tuning.{key} needs about {human(needed, 'B')} of the {setup.device.type}'s "
+                f"memory, of which {human(max(0.0, given.free), 'B')} may be taken{shared} beside "
+                f"{human(given.waiting, 'B')} of hidden states: lower quantization.tuning.{key}.batch_size "
+                "or data.calibration.segment_length, set data.hidden_states or "
+                f"quantization.tuning.model.blocks to disk, or quantization.tuning.{key}.enabled to false"
             )
     return said
-
-
-def _may_be_taken(room: Room) -> str:
-    if room.free > 0:
-        return f"{human(room.free, 'B')} may be taken"
-    waiting, total = human(room.waiting, "B"), human(room.free + room.waiting, "B")
-    return f"nothing is left, because the hidden states take {waiting} and {total} may be taken"
 
 
 def check_output(output: OutputSettings) -> None:
@@ -183,20 +161,21 @@ def check_histograms(chosen: Sequence[str], layouts: Sequence[BlockLayout]) -> N
     known = list(dict.fromkeys(p.name for layout in layouts for p in layout.projections))
     unknown = [name for name in chosen if name not in known]
     if unknown:
-        has = f"the projections of this model are {', '.join(known)}"
-        hint = nearest(unknown[0], known) or ":"
-        raise UserError(f"output.histograms has {', '.join(unknown)}{hint} {has}")
+        raise UserError(
+            f"output.histograms has {', '.join(unknown)}: the projections of this model are "
+            f"{', '.join(known)}"
+        )
 
 
-def check_space(folder: Path, needed: float) -> None:
+def check_space(folder: Path, needed: float, key: str) -> None:
     """Raise UserError for a folder that can't be written to or has too few bytes; it need not exist yet."""
     with disk_errors(folder, ANOTHER_FOLDER), tempfile.TemporaryFile(dir=existing(folder)):
         pass
     free = shutil.disk_usage(existing(folder)).free
     if free < needed:
         raise UserError(
-            f"{folder} has {human(free, 'B')} free, but the run needs about {human(needed, 'B')} more: "
-            "free space there, or choose another folder with --output.folder"
+            f"{folder} has {human(free, 'B')} free, but about {human(needed, 'B')} more are needed: free "
+            f"space there, or choose another folder with {key}"
         )
 
 

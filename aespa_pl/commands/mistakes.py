@@ -3,28 +3,28 @@
 Each key and value of our own sections is checked here; Lightning checks the section of its Trainer.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser
 
 from aespa_pl.commands.arguments import (
-    FLAGS,
+    FLAG,
     FREE,
     KEYS,
     OTHERS,
-    PLAN_DEVICE,
+    OWN_KEYS,
     REQUIRED,
-    TASK_KEYS,
     Arguments,
+    Option,
+    leaves,
+    read_configuration,
 )
 from aespa_pl.errors import UserError
-from aespa_pl.settings import EXPECTED, SECTIONS, QuantizationSettings, TaskSettings
+from aespa_pl.settings import EXPECTED, SECTIONS, QuantizationSettings
 
 METHOD = "quantization.method"
 DECIDED = {
@@ -36,27 +36,10 @@ DECIDED = {
 
 
 def refuse_mistakes(arguments: Arguments, command: str) -> None:
-    """Raise UserError with all mistakes in our own sections, unless help is asked for."""
-    if arguments.wants_help:
-        return
-    own: dict[str, dict[str, Any]] = {"test": TASK_KEYS, "plan": {PLAN_DEVICE: str}}
-    parser, mistakes, seen = _parser(), list[str](), set[str]()
-    by_file = defaultdict[str, list[tuple[str, Any]]](list)
-    for key, value, file in arguments.given():
-        if not file and FLAGS.match(f"--{key}"):
-            continue
-        if not file and value is None:
-            mistakes.append(f"{key} has no value: give one after --{key}")
-        elif not file and key in SECTIONS and _is_section(value):
-            seen.add(REQUIRED)  # a section as a whole, in JSON or in a file: the parser's to check
-        else:
-            seen.add(key)
-            by_file[file].append((key, value))
-    for file, given in by_file.items():
-        # tasks may name files that run Python, so they stand where the user sees them
-        kinds = KEYS if file else KEYS | own.get(command, {})
-        mistakes += _mistakes(parser, kinds, given, f" ({file})" if file else "")
-    if REQUIRED not in seen:
+    """Raise UserError with all mistakes in our own sections, and in the keys that only this command takes."""
+    given = arguments.given()
+    mistakes = [words for option in given if (words := _mistake(option, command))]
+    if REQUIRED not in [option.key for option in given]:
         mistakes.append(f"{REQUIRED} is missing: give --{REQUIRED} FOLDER, or a configuration with --config")
     if mistakes:
         raise UserError("; ".join(dict.fromkeys(mistakes)))
@@ -70,18 +53,15 @@ def refuse_other_methods(arguments: Arguments, methods: Sequence[str] = ()) -> N
     one.
     """
     wanted = methods or [arguments.setting(METHOD, QuantizationSettings().method)]
-    by_file = defaultdict[str, dict[str, Any]](dict)
-    for each in arguments.given():
-        by_file[each.file][each.key] = each.value
-    for file, values in by_file.items():
+    for file in (Path(each.value) for each in arguments.options if each.key == "config" and each.value):
+        values = dict(leaves(read_configuration(file)))
         method = values.get(METHOD)
-        others = [other for other in wanted if other != method]
-        is_complete = method and all(values.get(key) is not None for key in DECIDED)
-        if file and is_complete and others:
+        others = ", ".join(other for other in wanted if other != method)
+        if method and others and all(values.get(key) is not None for key in DECIDED):
             raise UserError(
                 f"config: {file} is the configuration of a run and sets all that {METHOD} decides, so "
-                f"{', '.join(others)} would give {method}'s result: take the configuration that the run was "
-                "begun with, or remove from its section quantization what the method should decide"
+                f"{others} would give {method}'s result: take the configuration that the run was begun with, "
+                "or remove from its section quantization what the method should decide"
             )
 
 
@@ -99,73 +79,54 @@ def expected(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is list:
-        return "a list"
+        return f"a list, each item {expected(get_args(kind)[0])}"
     if get_origin(kind) is dict:
         return f"a number for each name, {expected(get_args(kind)[1])}, such as {{down_proj: 4}}"
     choices = sorted(get_args(kind), key=lambda choice: choice is NoneType)
     return ", or ".join(map(expected, choices))
 
 
-def _mistakes(
-    parser: ArgumentParser, kinds: Mapping[str, Any], given: Sequence[tuple[str, Any]], where: str
-) -> list[str]:
-    """Return a message for each key or value that is wrong; ``where`` names the file that they are from.
-
-    All values are tried together first, because the parser takes as long for one of them.
-    """
-    right = _takes(parser, [(key, value) for key, value in given if key in kinds], where)
-    mistakes = []
-    for key, value in given:
-        if key not in kinds:
-            mistakes += _unknown(kinds, key, where)
-        elif not right and not _takes(parser, [(key, value)], where):
-            shown = "null" if value is None else value
-            mistakes.append(f"{key} is {shown}: expected {expected(kinds[key])}{where}")
-    return mistakes
-
-
-def _is_section(value: str) -> bool:
-    """Return whether a word stands for a section: in YAML or JSON, or in a file."""
-    try:
-        return isinstance(yaml.safe_load(value), Mapping) or Path(value).expanduser().is_file()
-    except yaml.YAMLError:
-        return True  # the parser says what is wrong with it
+def _mistake(option: Option, command: str) -> str | None:
+    """Return what is wrong with a key or its value; None where nothing is."""
+    key, where = option.key.removesuffix("+"), f" ({option.file})" if option.file else ""
+    # tasks may name files that run Python, so they stand where the user sees them
+    kinds = KEYS if option.file else KEYS | OWN_KEYS.get(command, {})
+    if key == FLAG:
+        return None
+    if option.value is None and not option.file:
+        return f"{key} has no value: give one after --{key}"
+    if key.partition(".")[0] == FREE or key in OTHERS:
+        return None
+    if key not in kinds:
+        return _unknown(kinds, key) + where
+    if _takes(kinds[key], option):
+        return None
+    shown = "null" if option.value is None else option.value
+    return f"{key} is {shown}: expected {expected(kinds[key])}{where}"
 
 
-def _unknown(kinds: Mapping[str, Any], key: str, where: str) -> list[str]:
-    """Return what is wrong with a key that is not of our own sections, none or one message."""
-    if key.split(".", maxsplit=1)[0] == FREE or key in OTHERS:
-        return []
+def _unknown(kinds: Mapping[str, Any], key: str) -> str:
+    """Return what is wrong with a key that this command doesn't know."""
     if key in SECTIONS:
         first = next(known for known in KEYS if known.startswith(f"{key}."))
-        return [f"{key} is a section, not a value: give the keys in it, such as {first}{where}"]
-    if key in TASK_KEYS:
-        return [f"{key} is a key of aespa-pl test alone, on its command line{where}"]
-    hint = nearest(key, [*kinds, *OTHERS, *SECTIONS, FREE])
-    return [f"{key} is unknown{where}{hint or ': aespa-pl fit --help lists all keys'}"]
+        return f"{key} is a section, not a value: give the keys in it, such as {first}"
+    for command, own in OWN_KEYS.items():
+        if key in own:
+            return f"{key} is a key of aespa-pl {command} alone, on its command line"
+    return f"{key} is unknown{nearest(key, [*kinds, *OTHERS, *SECTIONS, FREE])}"
 
 
-def _takes(parser: ArgumentParser, values: Sequence[tuple[str, Any]], where: str) -> bool:
-    """Return whether the parser takes values of a file, or of the command line."""
-    given = [(REQUIRED, "any"), *values]  # of two values the second counts
+def _takes(kind: Any, option: Option) -> bool:
+    """Return whether an option's value is of a type."""
+    if option.value is None:
+        return NoneType in get_args(kind)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=kind)
     try:
-        if where:
-            content = Namespace()  # type: ignore[no-untyped-call]
-            for key, value in given:
-                content[key] = value
-            parser.parse_object(content.as_dict())
+        if option.file or not isinstance(option.value, str):
+            parser.parse_object({"value": option.value})
         else:
-            parser.parse_args([f"--{key}={value}" for key, value in given])
+            parser.parse_args([f"--value{'+' if option.key.endswith('+') else ''}={option.value}"])
     except (ArgumentError, TypeError, ValueError):
         return False
     return True
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False)
-    for name, section in SECTIONS.items():
-        parser.add_class_arguments(section, name)
-    parser.add_class_arguments(TaskSettings)
-    parser.add_argument(f"--{PLAN_DEVICE}", type=str)
-    parser.add_argument("--seed_everything", type=KEYS["seed_everything"])
-    return parser

@@ -29,6 +29,13 @@ LEVELS = {
     "huggingface_hub": logging.ERROR,  # eight lines of retries
 }
 """Levels of other libraries' loggers."""
+MESSAGES = (
+    ".*does not have many workers.*",
+    ".*exists and is not empty.*",  # of a continued block
+    ".*smaller than the logging interval.*",  # of tuning
+    ".*LeafSpec.*",
+)
+"""Warnings of other libraries that a walk would repeat for each block."""
 
 
 class PipeConsole(PlainConsole):
@@ -64,59 +71,39 @@ def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
 
 def print_table(console: Console, text: TextTable) -> None:
     """Print a table, each row on one line however narrow the terminal is."""
-    table, width = Table(), console.width
+    table = Table()
     for number, head in enumerate(text.head):
         table.add_column(head, justify="right" if number else "left")
     for row in text.rows:
         table.add_row(*row)
-    console.width = max(
-        width, console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
-    )
-    try:
-        console.print(table, crop=False)
-    finally:
-        console.width = width
+    wide = console.options.update(max_width=WIDEST)
+    console.width = max(console.width, console.measure(table, options=wide).maximum)
+    console.print(table, crop=False)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep other libraries' messages off the screen in this context."""
-    loggers = [logging.getLogger(name) for name in LEVELS]
-    before, hook = [logger.level for logger in loggers], threading.excepthook
-    bars = transformers.utils.logging.is_progress_bar_enabled()
+    """Keep other libraries' messages about each Trainer and model off the screen in this context."""
+    before = {name: logging.getLogger(name).level for name in LEVELS}
+    bars, hook = transformers.utils.logging.is_progress_bar_enabled(), threading.excepthook
     with warnings.catch_warnings():
-        quiet_libraries()
-        quiet_writers()
+        for name, level in LEVELS.items():
+            logging.getLogger(name).setLevel(level)
+        for message in MESSAGES:
+            warnings.filterwarnings("ignore", message=message)
         transformers.utils.logging.disable_progress_bar()
+        threading.excepthook = _leave_to_the_logger
         try:
             yield
         finally:
+            threading.excepthook = hook
             if bars:
                 transformers.utils.logging.enable_progress_bar()
-            threading.excepthook = hook
-            for logger, level in zip(loggers, before, strict=True):
-                logger.setLevel(level)
+            for name, level in before.items():
+                logging.getLogger(name).setLevel(level)
 
 
-def quiet_libraries() -> None:
-    """Keep Lightning's messages about each Trainer off the screen: a walk makes one for each block."""
-    for name, level in LEVELS.items():
-        logging.getLogger(name).setLevel(level)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # a continued block
-    warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")  # of tuning
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-
-
-def quiet_writers() -> None:
-    """Let a disk that fills under a logger's own thread be reported once, by the thread that works.
-
-    The next write of the logger raises the thread's error, of which Python would print a traceback as well.
-    """
-    before = threading.excepthook
-
-    def report(arguments: threading.ExceptHookArgs) -> None:
-        if not issubclass(arguments.exc_type, OSError):
-            before(arguments)
-
-    threading.excepthook = report
+def _leave_to_the_logger(arguments: threading.ExceptHookArgs) -> None:
+    """Print no traceback of a disk that fills under a logger's thread: its next write raises the error."""
+    if not issubclass(arguments.exc_type, OSError):
+        threading.__excepthook__(arguments)

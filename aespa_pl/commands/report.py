@@ -56,8 +56,6 @@ def report(
         UserError: There is no such run, its journal is damaged, or a library for figures is missing.
     """
     folders = list(dict.fromkeys(find_run(run, Path(runs_folder).expanduser()) for run in runs))
-    if not folders:
-        raise UserError("give at least one run: its folder NAME/version_N, or last")
     try:
         from aespa_pl.report.page import render, sections, write_figures  # noqa: PLC0415  (optional)
     except ModuleNotFoundError as error:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
     trusts = any(o.key == TRUST and o.value in (None, "true") for o in arguments.options)
     arguments = arguments.without(TRUST)
     which = arguments.last(CKPT_PATH)
-    if arguments.wants_help or (which in UNNAMED and command != "test"):
+    if which in UNNAMED and command != "test":
         return arguments
     runs = Path(arguments.last("output.folder") or OutputSettings().folder).expanduser()
     name = arguments.last("output.name")
@@ -55,12 +56,13 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
         return named
     if not (trusts or is_own(folder)):
         _refuse_code_and_places(configuration)
-    return named.after(
+    own = (
         Option("config", str(configuration)),
         # where it lies now, which may not be where it was begun
         Option("output.folder", str(folder.parent.parent)),
         Option("output.name", folder.parent.name),
     )
+    return replace(named, options=(*own, *named.options))  # of which the later ones win
 
 
 def is_own(run: Path) -> bool:

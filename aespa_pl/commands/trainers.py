@@ -134,56 +134,39 @@ def first_trainer(parsed: AespaCLI) -> Trainer:
 
 def _made(parsed: AespaCLI, **changes: Any) -> Trainer:
     """Return a Trainer of the section without loggers; UserError where Lightning refuses it."""
-    accelerator = parsed.trainer_section.accelerator
     try:
         return parsed.instantiate_trainer(logger=False, **changes)
     # a RuntimeError is what Lightning makes of SLURM's variables that do not fit
     except (
         MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
     ) as error:  # fmt: skip
-        advice = ""
-        if accelerator not in ("auto", "cpu"):
-            advice = (
-                f" (trainer.accelerator is {accelerator}: set it to cpu, or install a torch that "
-                "finds the device)"
-            )
-        raise UserError(f"trainer: {error}{advice}") from error
+        raise UserError(f"trainer: {error}") from error
 
 
 def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: Work) -> None:
     """Raise UserError where the trainer section asks for something that a tuning can't do."""
     if not settings.enabled:
         return
-    _check_segments(trainer.world_size, settings, work)
-    stopping = [c for c in listed(chosen.callbacks) if isinstance(c, EarlyStopping)]
-    if stopping:
-        tuned = {"blocks": settings.blocks.enabled, "model": settings.model.enabled}
-        epochs = [f"quantization.tuning.{name}.epochs" for name, on in tuned.items() if on]
+    if any(isinstance(callback, EarlyStopping) for callback in listed(chosen.callbacks)):
         raise UserError(
             "trainer.callbacks has EarlyStopping, which a tuning doesn't need, because it keeps its best "
-            f"epoch: remove it, or lower {' and '.join(epochs)} instead"
+            "epoch: remove it, or lower quantization.tuning.blocks.epochs and "
+            "quantization.tuning.model.epochs instead"
         )
-
-
-def _check_segments(devices: int, settings: TuningSettings, work: Work) -> None:
-    """Raise UserError where a device has too few segments for a mini-batch and the share held back."""
+    devices = trainer.world_size
+    if devices == 1:
+        return
     last = World(devices - 1, devices)  # has the fewest
     fewest = len(last.segments(torch.empty(work.segments, 0), work.batch_size))
-    if devices > 1 and not fewest:
+    if not fewest:
         raise UserError(
             f"trainer.devices and trainer.num_nodes make {devices} devices, but {work.segments} segments in "
             f"batches of {work.batch_size} are enough for {-(-work.segments // work.batch_size)}: lower "
             "trainer.devices or data.batch_size"
         )
     for section in (settings.blocks, settings.model):
-        if section.enabled and devices > 1:
-            try:
-                held_back_and_steps(fewest, section.batch_size, settings.held_back)
-            except UserError as error:
-                raise UserError(
-                    f"{error}. One of {devices} devices has so few: {work.segments} segments are divided in "
-                    f"batches of {work.batch_size}: lower trainer.devices or data.batch_size"
-                ) from error
+        if section.enabled:
+            held_back_and_steps(fewest, section.batch_size, settings.held_back)
 
 
 def _check_processes(trainer: Trainer, chosen: Any) -> None:

@@ -4,19 +4,16 @@ Lightning starts them when the first Trainer fits; ours divide the work from the
 come before.
 """
 
+import logging
 import os
-import select
 import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -26,6 +23,8 @@ from torch import distributed
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 
+log = logging.getLogger(__name__)
+
 LAUNCHER = "AESPA_PL_LAUNCHER"
 """Environment variable with the id of the process that has started this one."""
 LOOK_SECONDS = 0.2
@@ -33,11 +32,9 @@ LOOK_SECONDS = 0.2
 FIRST_TO_SPEAK_SECONDS = 10.0
 """Seconds that a process other than the first waits before it reports an error, so that the first one
 reports an error of all of them once."""
-SPEAK_SECONDS = 10.0
-"""Seconds without the other processes after which this one says that it waits."""
-LONGEST_ARRIVAL = 600.0
+LONGEST_ARRIVAL = 600
 """Seconds after which a process gives up on others; a cluster may start its nodes minutes apart."""
-STOPPING = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 LONGEST_WAIT = timedelta(hours=2)
 """Longest wait of one process for another: the first may have to tokenize a long text."""
 
@@ -69,7 +66,14 @@ def launch(trainer: Trainer) -> World:
         return World(device=strategy.root_device)
     os.environ[LAUNCHER] = str(os.getpid())
     try:
-        with waiting_for(trainer.world_size, getattr(strategy, "cluster_environment", None)):
+        if trainer.num_nodes > 1:
+            log.warning(
+                "waiting up to %d minutes for %d processes (trainer.devices times trainer.num_nodes): start "
+                "the others too, or correct trainer.num_nodes",
+                LONGEST_ARRIVAL // 60,
+                trainer.world_size,
+            )
+        with waiting_for_others():
             strategy.launcher.launch(strategy.setup_environment)
     except ValueError as error:
         raise UserError(f"trainer: {error}") from error
@@ -79,53 +83,23 @@ def launch(trainer: Trainer) -> World:
 
 
 @contextmanager
-def waiting_for(count: int, environment: ClusterEnvironment | None = None) -> Iterator[None]:
-    """End this process, in this context, at a signal or when the others don't come.
+def waiting_for_others() -> Iterator[None]:
+    """Let signals end this process at once in this context, and an alarm after LONGEST_ARRIVAL.
 
-    torch waits for them in its own code, where Python calls no handler; another thread sees the signals
-    that have one.
+    torch waits for the other processes in its own code, where Python calls no handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)  # noqa: FBT003 - positional only
-    before = signal.set_wakeup_fd(writer.fileno())
-    address = f" at {environment.main_address}:{environment.main_port}" if environment else ""
-    awaited = (
-        f"{count} processes to meet{address} (trainer.devices times trainer.num_nodes): start the others "
-        "too, or correct trainer.num_nodes"
-    )
-    thread = threading.Thread(target=_watch_arrivals, args=(reader, awaited), daemon=True)
-    thread.start()
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in heard}
+    signal.alarm(LONGEST_ARRIVAL)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
-        writer.close()  # the thread reads the end and returns
-        thread.join()
-        reader.close()
-
-
-def _watch_arrivals(reader: socket.socket, awaited: str) -> None:
-    """Say after some seconds which processes are awaited; end at a signal or after LONGEST_ARRIVAL."""
-    if not select.select([reader], [], [], SPEAK_SECONDS)[0]:
-        _speak(f"waiting for {awaited}; gives up after {LONGEST_ARRIVAL / 60:.0f} minutes")
-        if not select.select([reader], [], [], LONGEST_ARRIVAL - SPEAK_SECONDS)[0]:
-            _speak(f"gave up waiting for {awaited}")
-            os._exit(2)
-    received = reader.recv(1)
-    while received and received[0] not in STOPPING:  # such as SIGCHLD, when a child has ended
-        received = reader.recv(1)
-    if received:
-        _speak(f"stopped by {signal.Signals(received[0]).name}; no run had begun")
-        os._exit(128 + received[0])
-
-
-def _speak(words: str) -> None:
-    with suppress(OSError):
-        sys.stderr.write(f"aespa-pl: {words}\n")
-        sys.stderr.flush()
+        signal.alarm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def environment_plugins(trainer: Trainer) -> list[SLURMEnvironment]:

@@ -1,7 +1,6 @@
 """Find the run that a user means, in every command alike; nothing large is imported here."""
 
 import os
-import time
 from pathlib import Path
 
 from aespa_pl.errors import UserError
@@ -9,8 +8,6 @@ from aespa_pl.errors import UserError
 LAST = "last"
 """Word for the run that was worked on last."""
 JOURNAL = "journal.json"
-DAY = 86_400.0
-"""Seconds by which a journal may be dated later than now: a disk may keep the time of another zone."""
 
 
 def find_run(given: str, runs: Path, name: str | None = None) -> Path:
@@ -44,23 +41,11 @@ def last_run(runs: Path, name: str | None = None) -> Path | None:
     """Return the run that was worked on last, of a name or of any; None if there is none.
 
     It is the one whose journal was written last, so a run that was continued comes after runs that were begun
-    later; of journals with the same time, the one of the highest version. Raises UserError where there are
-    several, and the clock was wrong when the last journal was written.
+    later; of journals with the same time, the one of the highest version.
     """
-    journals = runs.glob(f"*/version_*/{JOURNAL}")
-    if name:
-        journals = (runs / name).glob(f"version_*/{JOURNAL}")
-    dated = sorted((j.stat().st_mtime, version_number(j.parent), j) for j in journals)
-    if not dated:
-        return None
-    written, _, journal = dated[-1]
-    if len(dated) > 1 and written > time.time() + DAY:
-        date = time.strftime("%Y-%m-%d", time.localtime(written))
-        raise UserError(
-            f"which run is the last is not known, because {journal} is dated {date}, which is in the future: "
-            f"give the folder of a run (NAME/version_N), or correct the date with: touch {journal}"
-        )
-    return journal.parent
+    journals = (runs / name if name else runs).glob(f"{'' if name else '*/'}version_*/{JOURNAL}")
+    last = max(journals, key=lambda j: (j.stat().st_mtime, version_number(j.parent)), default=None)
+    return None if last is None else last.parent
 
 
 def version_number(path: Path) -> int:

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Signals that ask for an end; SIGHUP comes when a terminal is closed, and not on every system."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask for an end; SIGHUP comes when a terminal is closed."""
 
 
 class RunInterrupted(BaseException):
@@ -36,14 +36,7 @@ class Interruption:
         self.how_to_continue: str | None = None
         self.run_folder: Path | None = None
         self._deferred = False
-        self._watching = False
-        self._watched: list[int] = []
-
-    @property
-    def advice(self) -> str | None:
-        """Return how to continue; None where no run has begun, or its folder was removed."""
-        gone = self.run_folder is not None and not (self.run_folder / "journal.json").is_file()
-        return None if gone else self.how_to_continue
+        self._watched: list[signal.Signals] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -54,19 +47,18 @@ class Interruption:
         before = {number: signal.getsignal(number) for number in SIGNALS}
         # nohup lets a command ignore SIGHUP, and a shell lets one in the background ignore SIGINT
         self._watched = [n for n, handler in before.items() if handler is not signal.SIG_IGN]
-        self._watching = True
         self._take_signals()
         try:
             yield
         finally:
-            self._watching = False
             for number in self._watched:
                 signal.signal(number, before[number])
+            self._watched = []
 
     def defer(self, *, active: bool) -> None:
         """Let signals wait for :meth:`check`, or no longer."""
         self._deferred = active
-        if active and self._watching:
+        if active:
             # Lightning's Trainer put itself before us: at a SIGTERM that comes after our callbacks
             # it would end the process with status 0 and without a checkpoint
             self._take_signals()

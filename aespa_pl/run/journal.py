@@ -27,9 +27,6 @@ from aespa_pl.storage.files import move_whole, write_json
 
 log = logging.getLogger(__name__)
 
-SHOWN = 3
-"""Files that a message names at most: a model folder that was removed had one for each block."""
-
 
 @dataclass
 class Run(RunFolder):
@@ -60,7 +57,7 @@ class Run(RunFolder):
         """Make a new run in ``parent/version_N``; an old one is never touched."""
         run = cls(next_version(parent), dict(fingerprint))
         try:
-            run._write()
+            run.save()
         except UserError:  # without a journal it is no run
             shutil.rmtree(run.folder, ignore_errors=True)
             raise
@@ -82,18 +79,10 @@ class Run(RunFolder):
             raise UserError(f"{path} is damaged ({error}): start a new run") from error
 
     def save(self) -> None:
-        """Write the journal. Raises UserError where somebody has removed it with the rest of the run."""
+        """Write the journal."""
         if self.writes:
-            if not self.journal_file.is_file():
-                raise UserError(
-                    f"{self.folder} was removed while the run was writing to it: nothing of it can be "
-                    "continued, so begin again"
-                )
-            self._write()
-
-    def _write(self) -> None:
-        content = JournalContent(format=FORMAT, **_kept(self))
-        write_json(self.journal_file, content.model_dump(exclude_unset=True))
+            content = JournalContent(format=FORMAT, **_kept(self))
+            write_json(self.journal_file, content.model_dump(exclude_unset=True))
 
     def metrics(self) -> dict[str, Any] | None:
         """Return what was measured at the end; None where it is not there yet, or damaged."""
@@ -201,10 +190,8 @@ class Run(RunFolder):
     def damage(self) -> str:
         """Return in words which files of a finished run are missing or changed; empty where none is."""
         damaged = self.all_damaged_files()
-        names = [file.relative_to(self.folder).as_posix() for file in damaged[:SHOWN]]
-        more = f" and {len(damaged) - SHOWN} more files" if len(damaged) > SHOWN else ""
-        verb = "are" if len(damaged) > 1 else "is"
-        return f"{', '.join(names)}{more} {verb} missing or changed" if damaged else ""
+        more = f" and {len(damaged) - 1} more files" if len(damaged) > 1 else ""
+        return f"missing or changed: {damaged[0].relative_to(self.folder)}{more}" if damaged else ""
 
     def refuse_damaged(self) -> None:
         """Raise UserError where a file of a finished run is missing or changed."""

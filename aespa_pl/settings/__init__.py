@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from aespa_pl.settings.data import (
     CalibrationSettings,
+    CompareSettings,
     DataSettings,
     EvaluationSettings,
     ModelSettings,
@@ -33,6 +34,7 @@ __all__ = [
     "Bits",
     "BlockTuningSettings",
     "CalibrationSettings",
+    "CompareSettings",
     "DataSettings",
     "EvaluationSettings",
     "GridSettings",

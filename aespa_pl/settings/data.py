@@ -5,7 +5,8 @@ from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from aespa_pl.settings.types import FinitePositive
+from aespa_pl.methods import METHODS
+from aespa_pl.settings.types import Bits, FinitePositive, MethodName, Seed
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,18 @@ class TaskSettings:
     kld: bool = False
     """Measure on each text how far next-token distributions are from the original's as well: mean KL
     divergence, its 99.9 % quantile, and how often the likeliest token is the same."""
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """Runs of aespa-pl compare: each method with each bit width and each seed."""
+
+    methods: list[MethodName] = field(default_factory=lambda: list(METHODS))
+    """Values of quantization.method; by default all of them."""
+    bits: list[Bits] = field(default_factory=lambda: [2, 3, 4])
+    """Values of quantization.bits."""
+    seeds: list[Seed] = field(default_factory=lambda: [0])
+    """Values of data.calibration.seed; mean and spread are over them."""
 
 
 @dataclass(frozen=True)

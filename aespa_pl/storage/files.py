@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,13 +26,9 @@ def disk_errors(folder: Path, advice: str = MEND) -> Iterator[None]:
     """Turn a full disk or a missing permission into a UserError that names the folder and what to do."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror or error}: {advice}") from error
-    except Exception as error:
-        # safetensors reports a failed write as an exception of its own, with the system's words
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise UserError(f"cannot write to {folder}: {error}: {advice}") from error
+    except (OSError, SafetensorError) as error:  # safetensors' has the system's words
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write to {folder}: {reason}: {advice}") from error
 
 
 def existing(folder: Path) -> Path:
@@ -85,11 +82,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file. Raises UserError where it can't be read."""
+    """Read a JSON file of keys. Raises UserError where it can't be read."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): remove it") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged, because it has no keys: remove it")
     return content
 
 
@@ -101,8 +100,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def _flush_folder(folder: Path) -> None:
     """Make a rename durable; a file system that can't do it is no reason to stop."""
-    if os.name != "posix":
-        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

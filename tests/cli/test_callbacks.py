@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,19 +105,6 @@ def test_a_logger_that_fails_at_its_end_costs_a_warning(
     assert (Path(out.splitlines()[-1]) / "metrics.json").is_file()
     said = [m for m in caplog.messages if "the server of curves is gone" in m]
     assert len(said) == 5  # of two blocks, of the passes of the descent in each, and of the walk
-
-
-class Removing(Callback):
-    def on_train_end(self, trainer: Any, *_: Any) -> None:
-        shutil.rmtree(Path("lightning_logs"))
-
-
-def test_a_folder_that_is_removed_ends_the_run_in_one_line(aespa: CommandLine, model: Path) -> None:
-    callback = ("--trainer.callbacks", f"{__name__}.Removing", "--trainer.logger", "false")
-    status, _, err = aespa("fit", *small(model), *NO_TEXTS, *callback)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "was removed while the run was writing to it" in err
-    assert "continue with" not in err
 
 
 class Interrupting(Callback):

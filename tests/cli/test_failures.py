@@ -61,19 +61,6 @@ def test_lack_of_memory_names_what_needs_less(
         assert word in err
 
 
-def test_lack_of_memory_names_no_key_to_a_command_that_has_none(
-    aespa: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("aespa_pl.commands.report.run", fail)
-    status, _, err = aespa("report", "last")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "end other programs" in err
-    assert "data." not in err
-
-
 def test_other_errors_keep_their_traceback(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,15 +105,3 @@ def test_a_fault_says_how_the_run_goes_on(
     with pytest.raises(ZeroDivisionError) as fault:
         aespa("fit", *small(model), *NO_TEXTS)
     assert "continue with: aespa-pl fit --ckpt_path" in fault.value.__notes__[0]
-
-
-def test_a_thread_that_the_system_refuses_is_one_line(
-    aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("aespa_pl.walk.walk.Walk.quantize", fail)
-    status, _, err = aespa("fit", *small(model), *NO_TEXTS)
-    assert (status, err.count("\n")) == (2, 1)
-    assert re.search(r"new thread: end other programs, .*ulimit -u.*; continue with: aespa-pl", err)

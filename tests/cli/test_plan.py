@@ -66,7 +66,7 @@ def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
             ["--quantization.grid.zfold", "true", "--quantization.grid.search", "false"],
             r"zeta is fitted",
         ),
-        (["--output.histograms", "[gate_prj]"], r"did you mean gate_proj\?"),
+        (["--output.histograms", "[gate_prj]"], r"histograms has gate_prj: the projections"),
     ],
 )
 def test_plan_refuses_what_fit_refuses_in_the_same_words(
@@ -127,4 +127,4 @@ def test_plan_of_a_machine_that_is_not_this_one(aespa: CommandLine, model: Path)
         assert f"plan.device is {wrong}: expected such as '24 GB, 80 TFLOPS'" in err
     status, _, err = aespa("fit", *words[1:], "--plan.device", "24 GB, 80 TFLOPS")
     assert (status, err.count("\n")) == (2, 1)
-    assert "plan.device is unknown" in err
+    assert "plan.device is a key of aespa-pl plan alone" in err

@@ -69,7 +69,7 @@ def test_full_disk_is_said_before_anything_is_computed(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     status, out, err = aespa("fit", *small(model))
     assert (status, out) == (2, "")
-    assert re.search(r"1\.0 KB free, but the run needs about [\d.]+ KB more.* --output\.folder", err)
+    assert re.search(r"1\.0 KB free, but about [\d.]+ KB more are needed.* --output\.folder", err)
 
 
 def test_refused_input_leaves_no_folder(

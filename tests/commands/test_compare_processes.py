@@ -11,10 +11,10 @@ import pytest
 
 from aespa_pl.cli import message_and_status
 from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.compare import POLL_SECONDS, compare, in_processes, run
-from aespa_pl.commands.compare_section import CompareSettings
+from aespa_pl.commands.compare import compare, in_processes, run
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
+from aespa_pl.settings import CompareSettings
 from tests.commands.test_compare import silent
 from tests.models.examples import make_model
 from tests.walks import save_with_words
@@ -42,7 +42,7 @@ def test_a_comparison_that_is_stopped_says_once_how_it_goes_on(
     words = ["compare", "--model.pretrained=m", f"--output.folder={tmp_path}"]
     with pytest.raises(RunInterrupted) as stopped:
         run(words, interruption)
-    said = message_and_status(stopped.value, interruption.how_to_continue, configured=True)
+    said = message_and_status(stopped.value, interruption.how_to_continue)
     assert said == (f"stopped by SIGTERM; continue with: aespa-pl {shlex.join(words)}", 143)
     assert capfd.readouterr().err == ""
 
@@ -83,7 +83,7 @@ class Impatient(subprocess.Popen[bytes]):
         Impatient.started = self
 
     def wait(self, timeout: float | None = None) -> int:
-        if timeout == POLL_SECONDS:
+        if timeout is None:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
         return super().wait(timeout)

@@ -159,8 +159,7 @@ def test_nearest_rounding_that_is_no_number_is_left_out_and_said(
         "nearest": {"b": 9.0},
         "quantized": {"a": 3.5, "b": 4.5},
     }
-    said = "round-to-nearest is left out of the comparison on a: its perplexity is not a finite"
-    assert said in capsys.readouterr().out
+    assert "round-to-nearest has no finite perplexity on a" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("broken", ["original", "quantized"])
@@ -179,22 +178,3 @@ def test_another_model_whose_perplexity_is_no_number_is_refused_by_its_kind(
             progress=WalkProgress(Console(quiet=True)),
             world=ALONE,
         )
-
-
-def test_an_original_that_is_worse_than_a_guess_is_spoken_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = job_with_cache(tmp_path)
-    vocabulary = job.config.vocab_size
-    measured = {"a": vocabulary - 1.0, "b": vocabulary + 1.0}
-    monkeypatch.setattr(evaluate, "perplexity", lambda *_, **__: measured)
-    evaluate.compare_perplexities(
-        job,
-        job.pretrained.folder,
-        {"a": TOKENS, "b": TOKENS + 1},
-        ("original", "quantized"),
-        progress=WalkProgress(Console(width=300)),
-        world=ALONE,
-    )
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "guess" in line]
-    assert said.startswith(f"the original model's perplexity on b is {vocabulary + 1:,}, worse than")

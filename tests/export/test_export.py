@@ -13,7 +13,7 @@ from jsonargparse import auto_cli
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from aespa_pl.commands.export import export
+from aespa_pl.commands.export import PARTIAL, export
 from aespa_pl.commands.resuming import note_own
 from aespa_pl.errors import UserError
 from aespa_pl.export import format as formats
@@ -125,7 +125,7 @@ def test_full_disk_is_refused_before_anything_is_written(
         free = 1000
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: Full())
-    with pytest.raises(UserError, match=r"--output: the disk of .* has [\d.]+ K?B free"):
+    with pytest.raises(UserError, match=r"has [\d.]+ K?B free, but .* more are needed: .* with --output"):
         export(str(fresh.folder), format="hf", output=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -139,28 +139,17 @@ def test_export_that_is_not_the_run_is_not_kept(
     monkeypatch.setattr(proof, "_refuse_difference", fail)
     with pytest.raises(UserError, match="differs"):
         export(str(fresh.folder), format="gguf", output=str(tmp_path / "out" / "gguf"))
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out" / "gguf").exists()
 
 
 def test_export_again_after_a_kill(fresh: Known, tmp_path: Path) -> None:
-    left = tmp_path / "out" / ".hf.partial"
+    left = tmp_path / "out" / "hf" / PARTIAL
     left.mkdir(parents=True)
     (left / "model-00009-of-00009.safetensors").write_text("half")
     (left / "lock").touch()
     export(str(fresh.folder), format="hf", output=str(tmp_path / "out" / "hf"), verify="bytes")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["hf"]
     assert "model-00009-of-00009.safetensors" not in files(tmp_path / "out" / "hf")
-
-
-def test_a_folder_of_the_users_is_not_removed(fresh: Known, tmp_path: Path) -> None:
-    """It has the name that an export gives to a folder that it has not finished."""
-    for mine in (tmp_path / ".hf.partial", tmp_path / "other" / ".partial"):
-        mine.mkdir(parents=True)
-        (mine / "file").write_text("mine")
-        output = mine.parent / "hf" if mine.name != ".partial" else mine.parent
-        with pytest.raises(UserError, match=r"partial is in the way: move it"):
-            export(str(fresh.folder), format="hf", output=str(output), verify="bytes")
-        assert (mine / "file").read_text() == "mine"
 
 
 def test_two_exports_to_one_folder_do_not_meet(fresh: Known, tmp_path: Path) -> None:
@@ -176,7 +165,7 @@ def test_two_exports_to_one_folder_do_not_meet(fresh: Known, tmp_path: Path) -> 
         patch.setattr(HuggingFace, "write", and_another)
         export(str(fresh.folder), format="hf", output=output, verify="bytes")
     assert (tmp_path / "out" / "README.md").is_file()
-    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+    assert PARTIAL not in files(tmp_path / "out")
 
 
 def test_the_current_folder_is_an_output(
@@ -186,7 +175,7 @@ def test_the_current_folder_is_an_output(
     monkeypatch.chdir(tmp_path / "out")
     export(str(fresh.folder), format="hf", output=".", verify="bytes")
     assert {"README.md", "config.json"} < files(Path.cwd())
-    assert not Path(".partial").exists()
+    assert not Path(PARTIAL).exists()
     assert AutoModelForCausalLM.from_pretrained(Path.cwd()).config.model_type == "llama"
 
 

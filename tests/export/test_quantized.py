@@ -72,7 +72,7 @@ def test_unfinished_run_is_refused(fresh: Known) -> None:
 def test_damaged_file_is_refused_by_name(file: str, fresh: Known) -> None:
     flip_byte(fresh.folder / file)
     with pytest.raises(
-        UserError, match=rf"{file} is missing or changed.*: mend it with aespa-pl fit --ckpt_path"
+        UserError, match=rf"missing or changed: {file}.*: mend it with aespa-pl fit --ckpt_path"
     ):
         QuantizedModel.open(fresh.folder)
 

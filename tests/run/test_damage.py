@@ -65,11 +65,10 @@ def test_run_without_its_files_names_some_and_how_to_mend_it(run: Run) -> None:
     mend = f"mend it with aespa-pl fit --ckpt_path {run.folder}"
     with pytest.raises(UserError) as caught:
         run.refuse_damaged()
-    assert str(caught.value) == (f"the run {run.folder} is damaged (model/b is missing or changed): {mend}")
+    assert str(caught.value) == (f"the run {run.folder} is damaged (missing or changed: model/b): {mend}")
     shutil.rmtree(run.model_folder)
     with pytest.raises(UserError) as caught:
         run.refuse_damaged()
     assert str(caught.value) == (
-        f"the run {run.folder} is damaged (model/a, model/b, model/c and 2 more files are missing or "
-        f"changed): {mend}"
+        f"the run {run.folder} is damaged (missing or changed: model/a and 4 more files): {mend}"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aespa_pl.errors import UserError
-from aespa_pl.run.find import find_run, last_run
+from aespa_pl.run.find import find_run
 from aespa_pl.run.journal import Run
 from tests.disks import files, full
 
@@ -33,14 +33,6 @@ def test_without_any_run_the_user_reads_what_to_do(tmp_path: Path) -> None:
         find_run("last", tmp_path)
     with pytest.raises(UserError, match=r"is not the folder of a run.*give the folder of a run"):
         find_run(str(tmp_path), tmp_path)
-
-
-def test_a_journal_of_the_future_does_not_become_the_last_run(tmp_path: Path) -> None:
-    future = run_of(tmp_path / "a", 4e9)
-    assert last_run(tmp_path) == future  # there is no other
-    run_of(tmp_path / "a", 2000)
-    with pytest.raises(UserError, match=r"version_0.*dated 2096-.*in the future: give the folder"):
-        last_run(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["blocks", "lock", "rewriting", "test.json", "model/config.json"])

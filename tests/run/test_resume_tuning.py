@@ -128,7 +128,7 @@ def test_damaged_file_after_the_tuning_is_named_and_everything_is_done_again(
     run = copied(bench.run_of("whole"), bench, name)
     flip(run / file)
     text = finished(bench, name, whole)
-    assert f"{run}: {file} is missing or changed: what was lost is made again" in text
+    assert f"{run}: missing or changed: {file}: what was lost is made again" in text
     assert "all blocks are quantized again" in text
 
 
