@@ -40,6 +40,9 @@ have ended; the integers that are chosen."""
 FRAGMENTED = 1.1
 """Memory that a CPU takes for blocks with experts, of that of their tensors: matrices of a MB come from the
 heap, whose free pieces do not fit all others. 1.175 GB were measured where the tensors make 1.169 GB."""
+LINEAR_ATTENTION = 6
+"""Numbers in float32 that linear attention has at once for a token and a row of its first projections; 5.7 to
+7.4 were measured for Gated DeltaNet in chunks on a CPU."""
 CHECKPOINT_BYTES = 3 * FLOAT
 """Bytes in a checkpoint of a weight whose rounding is learned: the rounding variable and two moments. The
 checkpoint is there twice while one replaces another."""
@@ -50,13 +53,13 @@ accelerator (True) does all of it at once, a CPU most of it in chunks."""
 
 def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
     """Return the bytes of H_V of one key/value head; 0 where the objective has none."""
-    return FLOAT * shape.hidden**2 if settings.objective.value == "attention" else 0
+    return FLOAT * shape.hidden**2 if shape.attends and settings.objective.value == "attention" else 0
 
 
 def hessian_bytes(shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE) -> int:
     """Return the bytes of H for each input group, H_V of the heads at once, G_Q and G_K."""
     layout, numbers = shape.layout, sum(columns**2 for columns in shape.inputs.values())
-    if settings.objective.query_key == "attention":
+    if shape.attends and settings.objective.query_key == "attention":
         numbers += (layout.heads + layout.key_value_heads) * layout.head_dim**2
     return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
 
@@ -71,7 +74,7 @@ def shifts(shape: Shape, settings: QuantizationSettings) -> int:
     layout = shape.layout
     outputs = {m.input: shape.hidden for m in shape.matrices if m.adds_to_residual}
     numbers = sum(outputs.get(name, columns) * columns for name, columns in shape.inputs.items())
-    if settings.objective.value == "attention":
+    if shape.attends and settings.objective.value == "attention":
         numbers += layout.key_value_heads * layout.head_dim * shape.hidden
     return numbers
 
@@ -99,7 +102,9 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     in_group *= work.tokens
     # queries and keys, X and A X of a value head, and for a chunk of it scores, A and A X;
     in_attention = formed = 0
-    if settings.objective.value == "attention":
+    if not shape.attends:
+        in_attention = LINEAR_ATTENTION * work.tokens * shape.linear_rows
+    elif settings.objective.value == "attention":
         rows = min(work.length, chunk_rows(work.length))
         in_attention = work.tokens * (heads + (1 + shared) * shape.hidden)
         in_attention += 3 * original * work.tokens * layout.heads * layout.head_dim
@@ -114,8 +119,16 @@ def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool 
     """Return the bytes on the device, by phase; the largest is what a run needs.
 
     An accelerator has larger chunks than a CPU. Blocks that ``recompute`` run once more in the end-to-end
-    tuning.
+    tuning. Of blocks with and without attention, each phase has those that need more.
     """
+    needs = _block_bytes(setup, partition, recompute=recompute)
+    if setup.shape.other is None:
+        return needs
+    others = _block_bytes(replace(setup, shape=setup.shape.other), partition, recompute=recompute)
+    return {phase: max(size, others[phase]) for phase, size in needs.items()}
+
+
+def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict[str, int]:
     shape, work, settings = setup.shape, setup.work, setup.quantization
     accelerator = not setup.on_cpu
     hidden, weights = work.tokens * shape.hidden, shape.weights

@@ -49,7 +49,7 @@ class Shape:
     """Number of parameters of the largest block, norms and biases included."""
     stem_weights: int
     matrices: tuple[Matrix, ...]
-    """Projections of the largest block; needs are computed as if all blocks were of its kind."""
+    """Projections of the largest block with attention; time is computed as if all blocks were of its kind."""
     layout: BlockLayout
     """Layout of the largest block."""
     forms_probabilities: bool
@@ -59,6 +59,8 @@ class Shape:
     """Projections of each block that are quantized, by name."""
     hidden: int
     """Hidden size."""
+    other: "Shape | None" = None
+    """The same with the largest block without attention; None: all have it."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, layouts: Sequence[BlockLayout]) -> "Shape":
@@ -70,18 +72,38 @@ class Shape:
             sum(parameter.numel() for parameter in module.parameters()) for module in (model, *blocks)
         )
         quantized = [sum(matrix.size for matrix in of_block.values()) for of_block in of_blocks]
-        largest = max(range(len(blocks)), key=lambda block: (quantized[block], in_blocks[block]))
-        return cls(
-            len(blocks),
-            in_blocks[largest],
-            everything - sum(in_blocks),
-            tuple(of_blocks[largest].values()),
-            layouts[largest],
-            family.forms_probabilities,
-            int(config.vocab_size),
-            of_blocks,
-            projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1],
-        )
+        hidden = projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1]
+
+        def of_kind(other: Shape | None, *, attends: bool) -> Shape | None:
+            kind = [i for i, layout in enumerate(layouts) if (layout.attended_group is not None) == attends]
+            if not kind:
+                return other
+            largest = max(kind, key=lambda block: (quantized[block], in_blocks[block]))
+            return cls(
+                len(blocks),
+                in_blocks[largest],
+                everything - sum(in_blocks),
+                tuple(of_blocks[largest].values()),
+                layouts[largest],
+                family.forms_probabilities,
+                int(config.vocab_size),
+                of_blocks,
+                hidden,
+                other,
+            )
+
+        return cast(Shape, of_kind(of_kind(None, attends=False), attends=True))
+
+    @property
+    def attends(self) -> bool:
+        """Tell whether the block has attention."""
+        return self.layout.attended_group is not None
+
+    @property
+    def linear_rows(self) -> int:
+        """Return the rows of the first projections of a block with linear attention; 0 with another."""
+        first = self.layout.groups[0].name
+        return 0 if self.attends else sum(m.rows for m in self.matrices if m.group == first)
 
     @property
     def weights(self) -> int:

@@ -1,6 +1,7 @@
 """A plan follows from the shape of a model, divides what does not fit, and reads well."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from aespa_pl.models.family import Role
 from aespa_pl.planning.budget import choose_partition, portions_in_words
 from aespa_pl.planning.needs import partition_for
 from aespa_pl.planning.partition import WHOLE, Partition
-from aespa_pl.planning.shape import Setup
+from aespa_pl.planning.shape import Setup, Shape
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import DataSettings, ObjectiveSettings, QuantizationSettings, RoundingSettings
 from tests.models.examples import EXAMPLES, make_ours
@@ -45,6 +46,20 @@ def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
     many = replace(few, blocks=10 * few.blocks)
     settings = resolved(QuantizationSettings(method="aespa"))
     assert device_bytes(few, WORK, settings) == device_bytes(many, WORK, settings)
+
+
+def test_blocks_of_two_kinds_need_what_the_hungrier_needs() -> None:
+    config: Any = EXAMPLES["qwen3.5"]()
+    settings = resolved(QuantizationSettings(method="aespa"))
+    needs = []
+    for kinds in ("full full full", "linear linear linear", "full linear full"):
+        config.layer_types = [f"{kind}_attention" for kind in kinds.split()]
+        found = Shape.of(config, family_of(config).layouts(config))
+        needs.append(device_bytes(found, WORK, settings))
+    full, linear, mixed = needs
+    phases = [phase for phase in mixed if phase not in ("embedding and head", "tuning of the model")]
+    assert [mixed[phase] for phase in phases] == [max(full[phase], linear[phase]) for phase in phases]
+    assert full["OPTQ"] > linear["OPTQ"]  # of V's Hessians
 
 
 def test_parts_need_no_more_than_there_is() -> None:
