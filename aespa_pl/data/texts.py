@@ -50,19 +50,11 @@ class Text:
 
     source: str
     """Name or path, as the user wrote it."""
-    content: Mapping[str, str | None]
-    """What decides which rows it has."""
+    identity: Mapping[str, object]
+    """What tells different texts apart."""
     protocol: Protocol
-    rows: Callable[[], Sequence[Document]]
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """Return what tells different texts apart."""
-        return {"content": dict(self.content), "protocol": asdict(self.protocol)}
-
-    def documents(self) -> Sequence[Document]:
-        """Read the text, of evaluation one document. Raises UserError where it can't be had."""
-        return self.protocol.documents(self.rows())
+    documents: Callable[[], Sequence[Document]]
+    """Reads the text, of evaluation one document. Raises UserError where it can't be had."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +74,7 @@ class HubRows:
     @property
     def identity(self) -> dict[str, str | None]:
         """Return the names that decide which rows these are; cached tokens are found by them, offline."""
-        identity = asdict(self)
-        del identity["local_copy"]
-        return identity
+        return {name: value for name, value in asdict(self).items() if name != "local_copy"}
 
     def load(self, key: str) -> Sequence[str]:
         """Return the rows' texts, read from the disk one by one as they are asked for.
@@ -171,11 +161,7 @@ def calibration_text(source: str) -> Text:
     Every row of a .json or .jsonl is a document; any other file is one document. Raises UserError where the
     source is neither a known name nor a file that can be read.
     """
-
-    def protocol_of(file: TextFile) -> Protocol:
-        return SENTENCES if file.name in SENTENCE_FILES else AS_THEY_ARE
-
-    return _find(source, CALIBRATION_KEY, CALIBRATION, "calibration.txt", protocol_of)
+    return _find(source, CALIBRATION_KEY, CALIBRATION, "calibration.txt")
 
 
 def evaluation_text(source: str) -> Text:
@@ -186,29 +172,28 @@ def evaluation_text(source: str) -> Text:
     ``ptb`` and ``c4`` are. Raises UserError where the source is neither a known name nor a file that can be
     read.
     """
-
-    def protocol_of(file: TextFile) -> Protocol:
-        if file.is_json:
-            return C4_EVALUATION if file.name.startswith("c4-validation.") else PARAGRAPHS
-        return SENTENCES if file.name in SENTENCE_FILES else AS_THEY_ARE
-
-    return _find(source, EVALUATION_KEY, EVALUATION, "heldout.txt", protocol_of)
+    return _find(source, EVALUATION_KEY, EVALUATION, "heldout.txt")
 
 
-def _find(
-    source: str,
-    key: str,
-    known: Mapping[str, tuple[HubRows, Protocol]],
-    embedded: str,
-    protocol_of: Callable[[TextFile], Protocol],
-) -> Text:
+def _find(source: str, key: str, known: Mapping[str, tuple[HubRows, Protocol]], embedded: str) -> Text:
+    def text(content: object, protocol: Protocol, rows: Callable[[], Sequence[Document]]) -> Text:
+        identity = {"content": content, "protocol": asdict(protocol)}
+        return Text(source, identity, protocol, lambda: protocol.documents(rows()))
+
     if source == "embedded":
         raw = (EMBEDDED / embedded).read_bytes()
-        content = {"sha256": hashlib.sha256(raw).hexdigest()}
-        return Text(source, content, AS_THEY_ARE, lambda: [raw.decode()])
+        return text({"sha256": hashlib.sha256(raw).hexdigest()}, AS_THEY_ARE, lambda: [raw.decode()])
     if source in known:
         hub, protocol = known[source]
-        return Text(source, hub.identity, protocol, lambda: hub.load(key))
+        return text(hub.identity, protocol, lambda: hub.load(key))
     file = TextFile.find(source, key, conversations=key == CALIBRATION_KEY)
-    kind = "json" if file.is_json else "text"
-    return Text(source, {"format": kind, "sha256": file.checksum()}, protocol_of(file), file.rows)
+    content = {"format": "json" if file.is_json else "text", "sha256": file.checksum()}
+    return text(content, _protocol(file, key), file.rows)
+
+
+def _protocol(file: TextFile, key: str) -> Protocol:
+    if file.name in SENTENCE_FILES:
+        return SENTENCES
+    if key == CALIBRATION_KEY or not file.is_json:
+        return AS_THEY_ARE
+    return C4_EVALUATION if file.name.startswith("c4-validation.") else PARAGRAPHS
