@@ -18,7 +18,7 @@ from aespa_pl.commands.help import HELP, show_help
 from aespa_pl.commands.mistakes import nearest, refuse_mistakes, refuse_other_methods
 from aespa_pl.commands.resuming import with_run
 from aespa_pl.errors import EndedError, UserError, one_line
-from aespa_pl.run.interruption import Interruption, RunInterrupted, interrupted_by_closed_pipe
+from aespa_pl.run.interruption import Interruption, RunInterrupted
 
 MISTAKE = 2
 """Status of a mistake that the user can mend."""
@@ -55,8 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with interruption.watching():
             _run(words, interruption)
-    except BrokenPipeError:
-        _end(interrupted_by_closed_pipe(), interruption)
     except (Exception, RunInterrupted) as error:  # noqa: BLE001  (raised again where it is a fault)
         _end(error, interruption)
 

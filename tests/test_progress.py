@@ -4,13 +4,14 @@ import io
 
 from rich.table import Table
 
-from aespa_pl.commands.output import PipeConsole, print_results
+from aespa_pl.commands.output import print_results
+from aespa_pl.progress import PlainConsole
 
 
 def test_names_neither_style_nor_move_anything() -> None:
     name = "[red]a[/red]:smile:\x1b[2Jb"
     screen = io.StringIO()
-    console = PipeConsole(file=screen, width=120, force_terminal=True, color_system=None)
+    console = PlainConsole(file=screen, width=120, force_terminal=True, color_system=None)
     console.print(f"run {name}")
     table = Table(title=name)
     table.add_column(name)

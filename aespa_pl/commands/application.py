@@ -21,7 +21,7 @@ from aespa_pl.commands.exported import measure_exported, quantized_folder
 from aespa_pl.commands.job import Job, checked, find_model
 from aespa_pl.commands.limits import shortages, tuning_shortages
 from aespa_pl.commands.loggers import Loggers
-from aespa_pl.commands.output import PipeConsole, print_results, quiet
+from aespa_pl.commands.output import print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.target import for_target, settings_for_target
 from aespa_pl.commands.trainers import BlockTrainers, check_tuning, first_trainer
@@ -32,8 +32,8 @@ from aespa_pl.models.headers import read_config
 from aespa_pl.planning.arithmetic import product_rate
 from aespa_pl.planning.shape import Devices
 from aespa_pl.planning.table import needs_of, rows_of
-from aespa_pl.progress import WalkProgress
-from aespa_pl.run.find import LAST
+from aespa_pl.progress import PlainConsole, WalkProgress
+from aespa_pl.run.find import LAST, find_run
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 
@@ -104,7 +104,7 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
 
 def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
     """Quantize, and print the results."""
-    console = PipeConsole()
+    console = PlainConsole()
     run, metrics = quantize(parsed, interruption, console)
     print_results(console, metrics, evaluate.method_of(run))
     console.print(f"{metrics['seconds']['quantization']:.0f} s for the quantization")
@@ -115,16 +115,17 @@ def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
 
 def _test(parsed: AespaCLI) -> None:
     """Measure, and print the results."""
-    trainer, console, model = first_trainer(parsed), PipeConsole(), parsed.settings.model
+    trainer, console, model = first_trainer(parsed), PlainConsole(), parsed.settings.model
     if (exported := quantized_folder(model)) is not None:
         device = trainer.strategy.root_device
         metrics = measure_exported(exported, model, parsed.settings.data, parsed.tasks, device)
         print_results(console, metrics, exported.name)
         return
     job = Job.prepare(parsed.settings, trainer.strategy.root_device)
+    folder = find_run(parsed.config.ckpt_path or LAST, job.runs_folder.parent, job.output.name)
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:
-        run, metrics = evaluate.test(job, parsed.config.ckpt_path or LAST, parsed.tasks, progress, world)
+        run, metrics = evaluate.test(job, folder, parsed.tasks, progress, world)
     print_results(console, metrics, evaluate.method_of(run))
     console.print(str(run.folder), soft_wrap=True)
 
@@ -137,7 +138,7 @@ def _plan(arguments: Arguments) -> None:
     parsed = AespaCLI(arguments, "plan")
     trainer = first_trainer(parsed)
     device = torch.device("cuda") if rented else trainer.strategy.root_device
-    console = PipeConsole()
+    console = PlainConsole()
     settings = settings_for_target(parsed.settings, trainer.strategy.root_device, console)
     if rented:
         settings = replace(settings, data=replace(settings.data, memory_gb=rented[0]))

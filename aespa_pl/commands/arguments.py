@@ -28,6 +28,11 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
 OTHERS = ("config", "ckpt_path")
 FREE = "trainer"
 """The section that Lightning checks."""
+WALK_KEYS = (
+    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time",
+    "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
+)  # fmt: skip
+"""Keys of the Trainer that would change the number of iterations, which the walk decides."""
 FLAG = "print_config"
 """The key that takes no value."""
 REQUIRED = "model.pretrained"

@@ -17,8 +17,9 @@ from rich.console import Console
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.mistakes import refuse_other_methods
-from aespa_pl.commands.output import PipeConsole, print_table
+from aespa_pl.commands.output import print_table
 from aespa_pl.errors import EndedError, UserError
+from aespa_pl.progress import PlainConsole
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.find import last_run
 from aespa_pl.run.fingerprint import differences
@@ -49,7 +50,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     chosen, shared = _chosen(given), given.without(SECTION)
     refuse_other_methods(shared, chosen.methods)
     interruption.how_to_continue = shlex.join(["aespa-pl", *words])
-    console = PipeConsole()
+    console = PlainConsole()
     folder = compare(chosen, shared, in_processes(interruption), console)
     console.print(str(folder), soft_wrap=True)
 

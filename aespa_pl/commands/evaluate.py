@@ -28,7 +28,6 @@ from aespa_pl.evaluation.whole import refuse_too_large
 from aespa_pl.models.headers import read_header
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run.find import find_run
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
@@ -44,13 +43,12 @@ MENDED_BY = {
 
 
 def test(
-    job: Job, which: str, tasks: TaskSettings, progress: WalkProgress, world: World
+    job: Job, folder: Path, tasks: TaskSettings, progress: WalkProgress, world: World
 ) -> tuple[Run, dict[str, Any]]:
     """Measure perplexities and accuracies of original and quantized model; return run and metrics.
 
-    They are written to the folder of the run, which ``which`` names, as ``test.json`` and ``test.md``.
+    They are written to the folder of the run as ``test.json`` and ``test.md``.
     """
-    folder = find_run(which, Path(job.output.folder).expanduser(), job.output.name)
     run = Run.open(folder)
     model = run.model_folder
     if run.fingerprint["model"] != job.model_fingerprint:

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.commands.limits import check_space
-from aespa_pl.commands.output import PipeConsole
 from aespa_pl.commands.resuming import is_own
 from aespa_pl.errors import UserError
 from aespa_pl.export.agreement import Asked, Verify, ask, choose_engines, that_fit
@@ -23,7 +22,7 @@ from aespa_pl.export.model_card import model_card
 from aespa_pl.export.proof import ClassSize, prove
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.measure import human
-from aespa_pl.progress import WalkProgress
+from aespa_pl.progress import PlainConsole, WalkProgress
 from aespa_pl.run.find import find_run
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.storage.files import disk_errors, write_text
@@ -77,7 +76,8 @@ def export(
     questions = choose_engines(format, verify)
     folder = find_run(run, Path(runs_folder).expanduser(), name)
     target = Path(output).expanduser().absolute() if output else folder / "export" / format
-    _refuse_target(target)
+    if target.is_file() or (target.is_dir() and {p.name for p in target.iterdir()} - {PARTIAL}):
+        raise UserError(f"--output: {target} exists and is not an empty folder: remove it, or choose another")
     model = QuantizedModel.open(folder, original, trusts_places=is_own(folder))
     chosen.refuse(model)
     # no format exceeds the size of the original by much
@@ -86,16 +86,19 @@ def export(
     if push_to_hub is not None:
         _refuse_no_login(push_to_hub)
     questions = that_fit(model, questions)
-    command = f"aespa-pl export last --format {format}"
-    if container_bits is not None:
-        command += f" --container_bits {container_bits}"
-    if embedding is not None:
-        command += f" --embedding {embedding}"
-    console = PipeConsole()
-    with WalkProgress(console) as progress:
-        sizes, answers = write_model(
-            model, chosen, target, questions=questions, command=command, progress=progress
-        )
+    own = {"format": format, "container_bits": container_bits, "embedding": embedding}
+    options = " ".join(f"--{name} {value}" for name, value in own.items() if value is not None)
+    command = f"aespa-pl export last {options}"
+    model_card(model, chosen, command, {})  # what can't be described is said before hours of work
+    console = PlainConsole()
+    with WalkProgress(console) as progress, _growing(target) as partial:
+        progress.begin("Writing, blocks", model.block_count)
+        chosen.write(model, partial, progress.advance)
+        progress.begin("Reading back, blocks", model.block_count)
+        sizes = prove(model, chosen, partial, progress.advance)
+        answers = ask(model, chosen, partial, questions)
+        verified = {agreement.engine: agreement.text for agreement in answers.agreements}
+        write_text(partial / "README.md", model_card(model, chosen, command, verified, answers.beside))
     _show(console, chosen, target, sizes, answers, rounded=chosen.rounded(model))
     if remark := chosen.remark(model):
         console.print(remark, soft_wrap=True)
@@ -105,34 +108,9 @@ def export(
     console.print(str(target), soft_wrap=True)
 
 
-def write_model(
-    model: QuantizedModel,
-    chosen: Format,
-    target: Path,
-    *,
-    questions: Asked,
-    command: str,
-    progress: WalkProgress,
-) -> tuple[Mapping[str, ClassSize], Asked]:
-    """Write, prove, and only then give the folder its name. Raises UserError where that fails."""
-    model_card(model, chosen, command, {})  # what can't be described is said before hours of work
-    with _growing(target) as partial:
-        progress.begin("Writing, blocks", model.block_count)
-        chosen.write(model, partial, progress.advance)
-        progress.begin("Reading back, blocks", model.block_count)
-        sizes = prove(model, chosen, partial, progress.advance)
-        answers = ask(model, chosen, partial, questions)
-        verified = {agreement.engine: agreement.text for agreement in answers.agreements}
-        write_text(partial / "README.md", model_card(model, chosen, command, verified, answers.beside))
-    return sizes, answers
-
-
 @contextmanager
 def _growing(target: Path) -> Iterator[Path]:
-    """Give a folder in ``target`` to write to, whose files become the target's when the context ends well.
-
-    Raises UserError where another export writes there.
-    """
+    """Give a folder in ``target`` to write to, whose files become the target's when the context ends well."""
     partial = target / PARTIAL
     with disk_errors(target):
         partial.mkdir(parents=True, exist_ok=True)
@@ -171,11 +149,6 @@ def push(folder: Path, name: str) -> None:
             f"--push_to_hub: {name} cannot be uploaded ({error}). The export is complete in {folder}: "
             f"hf upload {name} {shlex.quote(str(folder))}"
         ) from error
-
-
-def _refuse_target(target: Path) -> None:
-    if target.is_file() or (target.is_dir() and {p.name for p in target.iterdir()} - {PARTIAL}):
-        raise UserError(f"--output: {target} exists and is not an empty folder: remove it, or choose another")
 
 
 def _refuse_no_login(name: str) -> None:

@@ -28,7 +28,7 @@ from aespa_pl.planning.shape import ONE_DEVICE, Devices
 from aespa_pl.planning.tuning import recomputes
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context, Trainers
-from aespa_pl.run.find import LAST, find_run, last_run
+from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.walk import Walk
@@ -119,7 +119,9 @@ def fit(
 def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: Devices) -> Start:
     """Return the run, new or to be continued, locked, and its texts."""
     progress.phase("reading the model and the texts")
-    earlier = _run_to_continue(job, resume, progress)
+    if resume == LAST:
+        progress.say(f"no run in {job.runs_folder} yet: this is the first")
+    earlier = None if resume in (None, LAST) else Run.open(Path(resume))
     refuse_own(job.pretrained.folder, job.model.pretrained)
     if earlier is None or not earlier.metrics_file.is_file():
         folder = earlier.folder if earlier else job.runs_folder
@@ -143,25 +145,14 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     """Return the metrics of a run that is finished and whole, else None; damage is said and mended."""
     if not run.metrics_file.is_file():
         return None
+    if damage := run.damage():
+        progress.say(f"{run.folder}: {damage}: what was lost is made again")
+        run.metrics_file.unlink()  # a process that is killed meanwhile leaves a run that is not finished
+        return None
     metrics = run.metrics()
     if metrics is None:
         progress.say(f"{run.metrics_file} is damaged: the perplexities are measured again")
-    damage = run.damage()
-    if damage:
-        progress.say(f"{run.folder}: {damage}: what was lost is made again")
-        run.metrics_file.unlink()  # a process that is killed meanwhile leaves a run that is not finished
-    return None if damage else metrics
-
-
-def _run_to_continue(job: Job, resume: str | None, progress: WalkProgress) -> Run | None:
-    """Return the run that ``--ckpt_path`` names; ``last`` before the first run means a new one."""
-    if resume is None:
-        return None
-    runs, name = Path(job.output.folder).expanduser(), job.output.name
-    if resume == LAST and last_run(runs, name) is None:
-        progress.say(f"no run in {runs / name} yet: this is the first")
-        return None
-    return Run.open(find_run(resume, runs, name))
+    return metrics
 
 
 def _check_weights(job: Job, progress: WalkProgress) -> None:

@@ -15,6 +15,7 @@ from aespa_pl.commands import limits
 from aespa_pl.commands.block_types import block_types, check_format, with_head
 from aespa_pl.data.texts import short_names
 from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
+from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family
 from aespa_pl.models.hub import resolve
@@ -74,7 +75,12 @@ class Checked(Settings):
     @property
     def segment_length(self) -> int:
         """Return the number of tokens in a calibration segment."""
-        return limits.calibration_length(self.data, self.family.positions(self.config))
+        length = self.data.calibration.segment_length or self.family.positions(self.config)
+        if length is None:
+            raise UserError(
+                "data.calibration.segment_length must be a number: this model has no limit of positions"
+            )
+        return length
 
     @property
     def evaluation_length(self) -> int:

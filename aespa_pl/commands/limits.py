@@ -1,6 +1,5 @@
 """Refuse what a model, its texts or this machine don't allow, in ``fit`` and ``plan`` alike."""
 
-import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -35,18 +34,8 @@ def refuse_own(folder: Path, given: str) -> None:
         )
 
 
-def calibration_length(data: DataSettings, positions: int | None) -> int:
-    """Return the tokens in a calibration segment; a model without ``positions`` has no limit of them."""
-    length = data.calibration.segment_length or positions
-    if length is None:
-        raise UserError(
-            "data.calibration.segment_length must be a number: this model has no limit of positions"
-        )
-    return length
-
-
 def evaluation_length(data: DataSettings, positions: int | None) -> int:
-    """Return the tokens in a segment of held-out text; ``positions`` as in calibration_length."""
+    """Return the tokens in a segment of held-out text; a model without ``positions`` has no limit of them."""
     return data.evaluation.segment_length or min(positions or EVALUATION_LENGTH, EVALUATION_LENGTH)
 
 
@@ -73,11 +62,9 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
     widths = {matrix.group: matrix.columns for matrix in every}
     if size and any(columns % size for columns in widths.values()):
         given = ", ".join(f"{columns} ({group})" for group, columns in widths.items())
-        common = math.gcd(*widths.values())
-        largest = max(d for d in range(1, min(size, common) + 1) if common % d == 0)
         raise UserError(
-            f"quantization.group_size is {size}, but the projections have columns {given}: choose a "
-            f"divisor of all, such as {largest}, or null"
+            f"quantization.group_size is {size}, but the projections have columns {given}: choose a divisor "
+            "of all, or null"
         )
 
 

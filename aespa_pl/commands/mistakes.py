@@ -1,6 +1,6 @@
 """Refuse mistakes in the sections of a configuration before any large library is imported.
 
-Each key and value of our own sections is checked here; Lightning checks the section of its Trainer.
+Each key and value of our own sections is checked here; Lightning's parser checks the section of its Trainer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from aespa_pl.commands.arguments import (
     OTHERS,
     OWN_KEYS,
     REQUIRED,
+    WALK_KEYS,
     Arguments,
     Option,
     leaves,
@@ -91,11 +92,10 @@ def _mistake(option: Option, command: str) -> str | None:
     key, where = option.key.removesuffix("+"), f" ({option.file})" if option.file else ""
     # tasks may name files that run Python, so they stand where the user sees them
     kinds = KEYS if option.file else KEYS | OWN_KEYS.get(command, {})
-    if key == FLAG:
-        return None
-    if option.value is None and not option.file:
+    section, _, name = key.partition(".")
+    if option.value is None and not option.file and key != FLAG:
         return f"{key} has no value: give one after --{key}"
-    if key.partition(".")[0] == FREE or key in OTHERS:
+    if key in (FLAG, *OTHERS) or (section == FREE and name.partition(".")[0] not in WALK_KEYS):
         return None
     if key not in kinds:
         return _unknown(kinds, key) + where
@@ -106,7 +106,13 @@ def _mistake(option: Option, command: str) -> str | None:
 
 
 def _unknown(kinds: Mapping[str, Any], key: str) -> str:
-    """Return what is wrong with a key that this command doesn't know."""
+    """Return what is wrong with a key that this command doesn't take."""
+    if key.startswith(f"{FREE}."):
+        return (
+            f"{key} is decided by the walk: set quantization.tuning.blocks.epochs and "
+            "quantization.tuning.model.epochs, or quantization.rounding.iterations where the method learns "
+            "the rounding"
+        )
     if key in SECTIONS:
         first = next(known for known in KEYS if known.startswith(f"{key}."))
         return f"{key} is a section, not a value: give the keys in it, such as {first}"

@@ -14,8 +14,6 @@ from rich.table import Table
 
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.table import TextTable, result_table
-from aespa_pl.progress import PlainConsole
-from aespa_pl.run.interruption import interrupted_by_closed_pipe
 from aespa_pl.storage.files import write_json, write_text
 
 log = logging.getLogger(__name__)
@@ -36,14 +34,6 @@ MESSAGES = (
     ".*LeafSpec.*",
 )
 """Warnings of other libraries that a walk would repeat for each block."""
-
-
-class PipeConsole(PlainConsole):
-    """Writes to stdout; a reader that has gone stops the run, which can then be continued."""
-
-    def on_broken_pipe(self) -> None:
-        """Stop as a signal would, instead of ending without a word. Always raises RunInterrupted."""
-        raise interrupted_by_closed_pipe()
 
 
 def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> None:

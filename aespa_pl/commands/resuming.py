@@ -20,8 +20,6 @@ from aespa_pl.errors import UserError
 from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.settings import OutputSettings
 
-UNNAMED = (None, "null")
-"""Values of ``--ckpt_path`` that name no run."""
 CKPT_PATH = "ckpt_path"
 TRUST = "trust_run"
 CONFIGURATION = "config.yaml"
@@ -32,24 +30,22 @@ WORDS = ("accelerator", "precision", "strategy", "profiler", "devices", "gradien
 def with_run(arguments: Arguments, command: str) -> Arguments:
     """Return the arguments with the folder of the run as ``ckpt_path``, and with its configuration.
 
-    The configuration is taken where the command line names neither one nor a model; test alone takes the last
-    run without being asked. Raises UserError where ``ckpt_path`` names no run, or the configuration names
-    code or places that the user has not confirmed.
+    ``last`` stays where there is no run yet. The configuration is taken where the command line names neither
+    one nor a model; test alone takes the last run without being asked. Raises UserError where ``ckpt_path``
+    names no run, or the configuration names code or places that the user has not confirmed.
     """
     trusts = any(o.key == TRUST and o.value in (None, "true") for o in arguments.options)
     arguments = arguments.without(TRUST)
-    which = arguments.last(CKPT_PATH)
-    if which in UNNAMED and command != "test":
+    default, which = OutputSettings(), arguments.setting(CKPT_PATH, "null")
+    has_settings = arguments.last("config") or arguments.setting(REQUIRED, "")
+    runs = Path(arguments.setting("output.folder", default.folder)).expanduser()
+    name = arguments.setting("output.name", default.name if has_settings else "")
+    if which == "null" and command == "test":
+        which = LAST
+    is_new = which == LAST and last_run(runs, name) is None and (command != "test" or has_settings)
+    if which == "null" or is_new:
         return arguments
-    runs = Path(arguments.last("output.folder") or OutputSettings().folder).expanduser()
-    name = arguments.last("output.name")
-    is_last = which in (*UNNAMED, LAST)
-    has_settings = arguments.last("config") or arguments.last(REQUIRED)
-    # the name may stand in that configuration, which is read later
-    if is_last and (has_settings or (command != "test" and last_run(runs, name) is None)):
-        return arguments
-    folder = find_run(LAST if is_last else str(which), runs, name)
-    # by its folder: last may be another run by the time that the command asks
+    folder = find_run(which, runs, name)
     named = arguments.then(Option(CKPT_PATH, str(folder)))
     configuration = folder / CONFIGURATION
     if has_settings or not configuration.is_file():

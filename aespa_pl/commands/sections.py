@@ -15,15 +15,9 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from aespa_pl.commands.arguments import KEYS, OWN_KEYS, Arguments
+from aespa_pl.commands.arguments import OWN_KEYS, WALK_KEYS, Arguments
 from aespa_pl.commands.job import checked
-from aespa_pl.commands.trainer_section import (
-    TRAINER_DEFAULTS,
-    WALK_KEYS,
-    first_cause,
-    refuse_trainer_keys,
-    value_refused,
-)
+from aespa_pl.commands.trainer_section import TRAINER_DEFAULTS, first_cause, value_refused
 from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config
@@ -54,7 +48,6 @@ class AespaCLI(LightningCLI):
     def __init__(self, arguments: Arguments, command: str) -> None:
         """Parse options that are already checked by :mod:`aespa_pl.commands.mistakes`."""
         self.arguments, self.command = arguments, command
-        refuse_trainer_keys(arguments)
         super().__init__(
             save_config_callback=None,  # the walk writes config.yaml
             seed_everything_default=False,  # our own code draws nothing from it
@@ -70,23 +63,13 @@ class AespaCLI(LightningCLI):
             args=arguments.words,
         )
 
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Return a parser with the keys that belong to no section."""
-        parser = LightningArgumentParser(**kwargs)
-        parser.add_argument("--config", action="config")
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add our sections, and the Trainer's without the keys that the walk decides."""
         parser.add_argument("--ckpt_path", type=str | None, default=None)
         if self.command == "fit":
             parser.add_argument("--print_config", action="store_true")
         if self.command == "test":
             parser.add_class_arguments(TaskSettings)
-        return parser
-
-    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the seed for random numbers in callbacks and loggers of the user."""
-        parser.add_argument("--seed_everything", type=KEYS["seed_everything"], default=False)
-
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add our sections, and the Trainer's without the keys that the walk decides."""
         for name, section in SECTIONS.items():
             parser.add_class_arguments(section, name)
         add_trainer(parser)
@@ -96,7 +79,7 @@ class AespaCLI(LightningCLI):
         try:
             self.config = parser.parse_args(self.arguments.words)
         except ArgumentError as error:
-            raise UserError(value_refused(error, self.command)) from error
+            raise UserError(value_refused(error)) from error
         if self.config.trainer.fast_dev_run:
             _shrink(self.config)
 

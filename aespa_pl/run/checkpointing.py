@@ -1,7 +1,6 @@
 """Decide when Lightning's checkpoints inside a block are written, and write them whole."""
 
 import errno
-import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
-from aespa_pl.run.interruption import Interruption, RunInterrupted
+from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.run.training import Training
 from aespa_pl.settings import OutputSettings
@@ -97,14 +96,8 @@ class StopAtIteration(Callback):
         self._save_and_stop(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let signals through again.
-
-        Raises RunInterrupted where a callback of the user's raised KeyboardInterrupt (Ctrl-C itself is a
-        signal), at which Lightning would end the process without a word.
-        """
+        """Let signals through again."""
         self.interruption.defer(active=False)
-        if isinstance(exception, KeyboardInterrupt):
-            raise RunInterrupted(signal.SIGINT) from exception
 
     def _save_and_stop(self, trainer: Trainer) -> None:
         # what they agree on: a signal that comes now to one of them waits for the next iteration

@@ -1,11 +1,9 @@
 """Stop at Ctrl-C, SIGTERM and SIGHUP: at once where nothing is lost, in a training after the step."""
 
-import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -19,13 +17,6 @@ class RunInterrupted(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
-
-
-def interrupted_by_closed_pipe() -> RunInterrupted:
-    """Return the error that stops a command whose output nobody reads any more; silence that output."""
-    with suppress(OSError, ValueError):  # so that Python's own flush at the end says nothing
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return RunInterrupted(signal.SIGPIPE)
 
 
 class Interruption:

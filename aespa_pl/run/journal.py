@@ -20,7 +20,6 @@ from aespa_pl.run.schema import (
     TunedModelRecord,
     TuningRecord,
     parse,
-    refuse_other_format,
 )
 from aespa_pl.run.training import Training
 from aespa_pl.storage.files import move_whole, write_json
@@ -68,7 +67,6 @@ class Run(RunFolder):
         """Read a run. Raises UserError where no journal is there, it is damaged, or of another version."""
         path = folder / "journal.json"
         try:
-            refuse_other_format(path)
             return cls(folder, **_kept(parse(JournalContent, path)))
         except OSError as error:
             raise UserError(
@@ -76,7 +74,9 @@ class Run(RunFolder):
                 "run (NAME/version_N), or last"
             ) from error
         except (DamagedFileError, ValueError) as error:
-            raise UserError(f"{path} is damaged ({error}): start a new run") from error
+            raise UserError(
+                f"{path} is damaged, or of another version of aespa-pl ({error}): start a new run"
+            ) from error
 
     def save(self) -> None:
         """Write the journal."""
@@ -183,13 +183,9 @@ class Run(RunFolder):
         files = [(self.folder / name, expected) for name, expected in known.items()]
         return [file for file, expected in files if not file.is_file() or checksum(file) != expected]
 
-    def all_damaged_files(self) -> list[Path]:
-        """Return every file of a finished run that is missing or not what the journal knows."""
-        return [f for index in (*sorted(self.blocks), None) for f in self.damaged_files(index)]
-
     def damage(self) -> str:
         """Return in words which files of a finished run are missing or changed; empty where none is."""
-        damaged = self.all_damaged_files()
+        damaged = [file for index in (*sorted(self.blocks), None) for file in self.damaged_files(index)]
         more = f" and {len(damaged) - 1} more files" if len(damaged) > 1 else ""
         return f"missing or changed: {damaged[0].relative_to(self.folder)}{more}" if damaged else ""
 

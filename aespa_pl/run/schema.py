@@ -6,8 +6,6 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from aespa_pl.errors import UserError
-
 DESCRIPTION = "quantization.json"
 """File in the folder of a quantized model; it says how the model was made."""
 FORMAT = 2
@@ -79,7 +77,7 @@ class LearnedFile(Strict):
 class JournalContent(Strict):
     """Defines journal.json."""
 
-    format: int
+    format: int = Field(ge=FORMAT, le=FORMAT)
     fingerprint: dict[str, Any]
     blocks: dict[int, BlockRecord]
     checkpoint: LearnedFile | None
@@ -156,12 +154,6 @@ class ShownMixture(Strict):
     others: dict[str, tuple[int, Number]]
 
 
-class Version(Strict):
-    """Defines what is read of a journal first: its format, which says whether the rest can be read."""
-
-    format: int
-
-
 Content = TypeVar("Content", bound=Strict)
 
 
@@ -182,13 +174,3 @@ def first_problem(error: ValidationError) -> str:
 
 class DamagedFileError(Exception):
     """Says that a file of a run is missing, or not what the run says of it."""
-
-
-def refuse_other_format(path: Path) -> None:
-    """Raise UserError where another version of this program wrote a journal."""
-    version = parse(Version, path).format
-    if version != FORMAT:
-        other = "a newer" if version > FORMAT else "an older"
-        raise UserError(
-            f"{path} was written by {other} version of aespa-pl: use that version, or start a new run"
-        )

@@ -15,14 +15,14 @@ from aespa_pl.settings import QuantizationSettings, Settings
 
 
 def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
-    """Return the settings of the run in a folder; its fingerprint counts where config.yaml was edited later.
+    """Return the settings of the run in a folder; what its fingerprint has counts before config.yaml.
 
     Keys that this version does not know are left out. Raises UserError where a value is none that is allowed.
     """
     path = folder / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        content["quantization"] = _over(content["quantization"], _of_journal(fingerprint))
+        content["quantization"] = _of_journal(fingerprint) or content["quantization"]
         settings: Settings = _typed(Settings, content)
     except (
         OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError, yaml.YAMLError
@@ -46,13 +46,6 @@ def stored_quantization(run: Run) -> QuantizationSettings:
 def _of_journal(fingerprint: Mapping[str, Any]) -> Mapping[str, Any]:
     section = fingerprint.get("quantization", {})
     return section if isinstance(section, Mapping) else {}
-
-
-def _over(lower: Any, upper: Any) -> Any:
-    """Return a nested mapping with the values of another in the place of its own."""
-    if not (isinstance(lower, Mapping) and isinstance(upper, Mapping)):
-        return upper
-    return {**lower, **{key: _over(lower.get(key), value) for key, value in upper.items()}}
 
 
 def _typed(kind: Any, content: Any) -> Any:

@@ -147,7 +147,7 @@ def test_a_model_that_differs_in_one_weight_is_another(tmp_path: Path) -> None:
         ({"calibration": tokens()[:, :1]}, r"segment_length is 1: expected 2 or more"),
         (
             {"trainer": {"devises": 2}},
-            r"trainer\.devises is unknown: did you mean trainer\.devices",
+            r"unrecognized arguments: --trainer\.devises=2",
         ),
         ({"config": "no.yaml"}, r"there is no file no\.yaml"),
     ],

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -107,21 +106,9 @@ def test_a_logger_that_fails_at_its_end_costs_a_warning(
     assert len(said) == 5  # of two blocks, of the passes of the descent in each, and of the walk
 
 
-class Interrupting(Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
-        raise KeyboardInterrupt
-
-
 class Unmade(Callback):
     def __init__(self) -> None:
         raise RuntimeError("the reason of the callback")
-
-
-def test_a_callback_that_interrupts_ends_as_ctrl_c_does(aespa: CommandLine, model: Path) -> None:
-    callback = ("--trainer.callbacks", f"{__name__}.Interrupting")
-    status, _, err = aespa("fit", *small(model), *NO_TEXTS, *callback)
-    assert (status, err.count("\n")) == (130, 1)
-    assert "stopped by SIGINT; continue with: aespa-pl fit --ckpt_path" in err
 
 
 def test_a_callback_that_cannot_be_made_keeps_its_reason(aespa: CommandLine, model: Path) -> None:

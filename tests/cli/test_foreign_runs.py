@@ -52,8 +52,10 @@ def test_code_and_places_of_a_run_are_taken_only_where_the_user_confirms(
     assert trusted.last("trust_run") is None  # no key of the settings
     with pytest.raises(UserError, match="names code"):
         with_run(Arguments.read([*words, "--trust_run", "false"]), "fit")
-    own = with_run(Arguments.read([*words, "--config", "mine.yaml"]), "fit")
-    assert own.last("config") == "mine.yaml"
+    mine = tmp_path / "mine.yaml"
+    mine.touch()
+    own = with_run(Arguments.read([*words, "--config", str(mine)]), "fit")
+    assert own.last("config") == str(mine)
 
 
 def test_a_run_of_data_alone_needs_no_confirmation(tmp_path: Path) -> None:

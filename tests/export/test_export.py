@@ -17,7 +17,6 @@ from aespa_pl.commands.export import PARTIAL, export
 from aespa_pl.commands.resuming import note_own
 from aespa_pl.errors import UserError
 from aespa_pl.export import format as formats
-from aespa_pl.export import proof
 from aespa_pl.export.folder import HuggingFace
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.fingerprint import model_fingerprint
@@ -136,7 +135,7 @@ def test_export_that_is_not_the_run_is_not_kept(
     def fail(*_: object) -> None:
         raise UserError("differs")
 
-    monkeypatch.setattr(proof, "_refuse_difference", fail)
+    monkeypatch.setattr("aespa_pl.commands.export.prove", fail)
     with pytest.raises(UserError, match="differs"):
         export(str(fresh.folder), format="gguf", output=str(tmp_path / "out" / "gguf"))
     assert not (tmp_path / "out" / "gguf").exists()

@@ -45,7 +45,7 @@ def test_finished_run_whose_repair_is_killed_is_mended_at_the_next_start(
     assert not left.metrics_file.exists()  # so test refuses it
     assert not left.model  # so export does
     check(bench, "killed_repair", bench.fit("killed_repair", *LAST), whole)
-    assert Run.open(run).all_damaged_files() == []
+    assert Run.open(run).damage() == ""
 
 
 @pytest.mark.parametrize("damage", [truncate, remove])
