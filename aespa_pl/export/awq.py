@@ -5,16 +5,15 @@ Source: AutoAWQ's packing: eight integers of one input channel in an int32, in t
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import StoredWeight
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.export.compressed_tensors import CompressedTensors, unpacked_by_library
 from aespa_pl.export.folder import PackedFormat, packed_words
-from aespa_pl.export.format import uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 BITS = 4
@@ -47,7 +46,7 @@ class Awq(PackedFormat):
 
     def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in, rows / 8]``, ``qzeros [G, rows / 8]`` and ``scales [G, rows]``."""
-        matrix = uniform(matrix)
+        matrix = cast(QuantizedWeight, matrix)  # other grids are refused
         order = torch.arange(len(matrix.integers)).unflatten(0, (-1, len(ORDER)))[:, list(ORDER)]
         integers, zero_point = matrix.integers[order.flatten()], matrix.zero_point[order.flatten()]
         return {

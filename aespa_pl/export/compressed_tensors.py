@@ -6,7 +6,7 @@ stream of bits in int32, zero points the same along the rows.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
@@ -14,9 +14,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import StoredWeight
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.export.folder import PackedFormat
-from aespa_pl.export.format import uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 
@@ -29,7 +28,7 @@ class CompressedTensors(PackedFormat):
 
     def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return integers, scale, zero point and shape."""
-        matrix = uniform(matrix)
+        matrix = cast(QuantizedWeight, matrix)  # other grids are refused
         bits = self.bits(model)
         middle = 2 ** (bits - 1)
         integers = (matrix.integers.short() - middle).to(torch.int8)

@@ -10,8 +10,6 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from aespa_pl.algorithm.grid_types import TypedWeight
-from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.errors import UserError
 from aespa_pl.export.quantized import QuantizedModel
 
@@ -85,13 +83,6 @@ class Format(ABC):
     @abstractmethod
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return what the file should hold of a tensor; ``value`` is it in float32 or as stored."""
-
-
-def uniform(matrix: StoredWeight) -> QuantizedWeight:
-    """Return the matrix of a model that was not refused, whose grids are uniform."""
-    if isinstance(matrix, TypedWeight):
-        raise TypeError("this format has no block types")
-    return matrix
 
 
 def make_format(

@@ -6,14 +6,13 @@ zero points the same along the output channels.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import StoredWeight
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.export.folder import WORD, PackedFormat, packed_words
-from aespa_pl.export.format import uniform
 from aespa_pl.export.quantized import QuantizedModel
 
 BITS = (2, 3, 4, 8)
@@ -41,7 +40,7 @@ class Gptq(PackedFormat):
 
     def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
         """Return ``qweight [d_in * bits / 32, rows]``, ``qzeros [G, rows * bits / 32]`` and others."""
-        matrix = uniform(matrix)
+        matrix = cast(QuantizedWeight, matrix)  # other grids are refused
         bits, columns = self.bits(model), matrix.integers.shape[1]
         return {
             "qweight": packed_words(matrix.integers.T, bits),

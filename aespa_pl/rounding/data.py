@@ -1,6 +1,6 @@
 """Deliver the statistics of a block by a LightningDataModule: every batch is the same set of tensors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -18,36 +18,18 @@ def epochs_of(iterations: int) -> int:
     return -(-iterations // EPOCH)
 
 
-class Repetition:
-    """Stands for one epoch: the objective of all calibration tokens, once for each iteration.
+class Repetition(list[StatisticsBatch]):
+    """Holds one epoch: the objective of all calibration tokens, once for each iteration.
 
-    Lightning takes any iterable for a loader. This one tells it where inside an epoch it is, so that a
-    training that continues there has its epochs end where they would have ended.
+    Lightning counts from where a checkpoint was in its epoch; it asks a loader for a state to trust it there.
     """
 
-    def __init__(self, batch: StatisticsBatch) -> None:
-        """Repeat ``batch``, the tensors themselves and not copies."""
-        self._batch = batch
-        self._done = 0
-
-    def __len__(self) -> int:
-        """Return the iterations of an epoch."""
-        return EPOCH
-
-    def __iter__(self) -> Iterator[StatisticsBatch]:
-        """Yield the batch for the rest of the epoch."""
-        self._done %= EPOCH  # Lightning stops at the last batch, not after it
-        while self._done < EPOCH:
-            self._done += 1
-            yield self._batch
-
     def state_dict(self) -> dict[str, int]:
-        """Return the place inside the epoch."""
-        return {"done": self._done}
+        """Return nothing: all items are the same."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a place inside the epoch."""
-        self._done = state["done"]
+        """Do nothing."""
 
 
 class StatisticsDataModule(LightningDataModule):
@@ -64,7 +46,7 @@ class StatisticsDataModule(LightningDataModule):
 
     def train_dataloader(self) -> Repetition:
         """Return what Trainer.fit reads."""
-        return Repetition(self.batch)
+        return Repetition([self.batch] * EPOCH)
 
     def transfer_batch_to_device(
         self, batch: StatisticsBatch, device: torch.device, dataloader_idx: int

@@ -57,7 +57,8 @@ def test_a_checkpoint_of_the_last_iteration_gives_the_same_integers(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty.*")  # as on the command line
-def test_epochs_end_where_they_would_have_without_an_interruption(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupted", [100, 130])
+def test_epochs_end_where_they_would_have_without_an_interruption(tmp_path: Path, interrupted: int) -> None:
     class Ends(Callback):
         def __init__(self) -> None:
             self.steps: list[int] = []
@@ -66,8 +67,8 @@ def test_epochs_end_where_they_would_have_without_an_interruption(tmp_path: Path
             self.steps.append(trainer.global_step)
 
     given, ends = problems(), Ends()
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=130, save_on_train_epoch_end=False)
-    trainer(130, callbacks=[saving], enable_checkpointing=True).fit(
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=interrupted, save_on_train_epoch_end=False)
+    trainer(interrupted, callbacks=[saving], enable_checkpointing=True).fit(
         module_of(given), datamodule=data_of(given)
     )
     trainer(250, callbacks=[ends, saving], enable_checkpointing=True).fit(
