@@ -35,16 +35,18 @@ def resolved(
 
     Settings that are resolved already come back unchanged. ``device`` is the type of the device that blocks
     run on, ``width`` the hidden size of the model; without it learning rates stay null. Raises UserError
-    where the method is unknown, or settings contradict each other.
+    where settings contradict each other.
     """
-    if settings.format != "uniform":
-        _refuse_with_types(settings)
-        settings = replace(settings, bits=_usual_bits(settings), bits_of={})
-    method = METHODS.get(settings.method)
-    if method is None:
-        known = ", ".join(METHODS)
-        raise UserError(f"quantization.method is {settings.method}: expected one of {known}")
+    method = METHODS[settings.method]
     learned = settings.tuning.blocks.parametrization or method.parametrization
+    if settings.format != "uniform":
+        if learned != "straight-through":
+            raise UserError(
+                f"quantization.format is {settings.format}, whose types "
+                f"quantization.tuning.blocks.parametrization {learned} (method {settings.method}) can't "
+                "learn: choose straight-through, or another method"
+            )
+        settings = replace(settings, bits=_usual_bits(settings), bits_of={})
     rates = {} if width is None else _rates(settings, learned, width)
     decided = {
         "input_correction": method.input_correction,
@@ -89,29 +91,13 @@ def _usual_bits(settings: QuantizationSettings) -> int:
     return settings.bits if settings.format == "auto" else int(settings.format[1])
 
 
-def _refuse_with_types(settings: QuantizationSettings) -> None:
-    """Raise UserError where block types of GGUF meet a parametrization of uniform grids."""
-    method = METHODS.get(settings.method)
-    given = settings.tuning.blocks.parametrization
-    learned = given or ("straight-through" if method is None else method.parametrization)
-    if learned != "straight-through":
-        raise UserError(
-            f"quantization.format is {settings.format}, which quantization.tuning.blocks.parametrization "
-            f"{learned} (method {settings.method}) can't learn: choose straight-through, or another method"
-        )
-
-
 def _refuse_contradictions(settings: QuantizationSettings) -> None:
     grid = settings.grid
-    for key, reason in (
-        ("zfold", "zeta is fitted by the search"),
-        ("exhaustive", "nothing is searched"),
-        ("awq", "the clip is searched after zeta is found"),
-    ):
+    for key in ("zfold", "exhaustive", "awq"):
         if getattr(grid, key) and not grid.search:
             raise UserError(
                 f"quantization.grid.{key} is true and quantization.grid.search is false (method "
-                f"{settings.method}): {reason}, so switch both on or both off"
+                f"{settings.method}), but it is a part of the search: switch both on or both off"
             )
     if grid.awq and grid.zfold:
         raise UserError(

@@ -33,8 +33,6 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import TaskSettings
 
-GRIDS = ("format", "types", "bits", "bits_of", "symmetric", "group_size")
-"""Settings that decide the size of a model and its nearest rounding."""
 MENDED_BY = {
     "original": "check model.pretrained",
     "quantized": "quantize with another method or more bits",
@@ -60,9 +58,7 @@ def test(
         raise UserError(f"the run {folder} is not finished: continue it with {how_to_continue(folder)}")
     world.from_first(run.refuse_damaged)
     PretrainedFolder.open(model)  # such as an index that names other files
-    stored = stored_quantization(run)  # the run's grids, whatever the settings of this command are
-    grids = {key: getattr(stored, key) for key in GRIDS}
-    job = replace(job, quantization=replace(job.quantization, **grids))
+    job = replace(job, quantization=stored_quantization(run))  # whatever the settings of this command are
     texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
         raise UserError("data.evaluation.texts is empty: name at least one text, or tasks with --tasks")

@@ -184,7 +184,6 @@ def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Pa
     """Return a model's folder, or that of its config.json, once settings that can't work are refused."""
     check_format(settings.quantization)
     resolved(settings.quantization, device.type)
-    limits.check_output(settings.output)
     return resolve(settings.model.pretrained, settings.model.revision, weights=weights)
 
 

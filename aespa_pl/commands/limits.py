@@ -16,7 +16,7 @@ from aespa_pl.planning.table import Needs
 from aespa_pl.planning.tuning import block_bytes, inputs_bytes, model_bytes
 from aespa_pl.run.folder import ANOTHER_FOLDER
 from aespa_pl.run.schema import DESCRIPTION
-from aespa_pl.settings import DataSettings, OutputSettings, QuantizationSettings
+from aespa_pl.settings import DataSettings, QuantizationSettings
 from aespa_pl.settings.quantization import names_projection
 from aespa_pl.storage.files import disk_errors, existing
 from aespa_pl.tuning.data import held_back_and_steps
@@ -53,11 +53,6 @@ def check_length(section: str, length: int, positions: int | None, model: str) -
 def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
     """Raise UserError if the columns of a projection can't be divided into groups."""
     size = settings.group_size
-    if size == 1:
-        raise UserError(
-            "quantization.group_size is 1: each weight would have a scale of its own, larger than itself; "
-            "choose 16 or more, or null"
-        )
     every = (matrix for of_block in shape.of_blocks for matrix in of_block.values())
     widths = {matrix.group: matrix.columns for matrix in every}
     if size and any(columns % size for columns in widths.values()):
@@ -126,21 +121,6 @@ def tuning_shortages(setup: Setup) -> list[str]:
                 f"quantization.tuning.model.blocks to disk, or quantization.tuning.{key}.enabled to false"
             )
     return said
-
-
-def check_output(output: OutputSettings) -> None:
-    """Raise UserError if the runs would be in no folder of this machine, or outside of ``output.folder``."""
-    if "://" in output.folder:
-        raise UserError(
-            f"output.folder is {output.folder}: expected a folder of this machine; copy the run to its "
-            "destination afterwards"
-        )
-    name = Path(output.name)
-    if name.is_absolute() or ".." in name.parts or not name.parts:
-        raise UserError(
-            f"output.name is {output.name!r}: expected a relative name without '..', because runs lie "
-            "inside of output.folder"
-        )
 
 
 def check_histograms(chosen: Sequence[str], layouts: Sequence[BlockLayout]) -> None:

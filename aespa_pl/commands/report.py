@@ -29,7 +29,6 @@ def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG0
         help="Folder of a run (NAME/version_N), or folder of runs of one name, of which the last is taken; "
         "last: the run that was worked on last, of all.",
     )
-    parser.add_argument("--config", action="config", help="Path to a configuration file.")
     parser.add_function_arguments(report, skip={"runs"})
     given = parser.parse_args(list(words[1:]))
     report(given.runs, given.output, given.figures, given.runs_folder)
@@ -46,8 +45,7 @@ def report(
     A run may still be going on. The page needs no network to be read.
 
     Args:
-        runs: Folders of runs, or folders of runs of one name, of which the last is taken; last: the run
-            that was worked on last, of all.
+        runs: Folders of runs, or of runs of one name; last.
         output: Folder for report.html and the figures; null: report in the folder of the first run.
         figures: Format of the files with one figure each, beside the page; none: only the page.
         runs_folder: Folder of all runs (their output.folder), where last looks for them.

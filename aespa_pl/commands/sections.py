@@ -15,9 +15,8 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from aespa_pl.commands.arguments import OWN_KEYS, WALK_KEYS, Arguments
+from aespa_pl.commands.arguments import FREE, OWN_KEYS, WALK_KEYS, Arguments
 from aespa_pl.commands.job import checked
-from aespa_pl.commands.trainer_section import TRAINER_DEFAULTS, first_cause, value_refused
 from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config
@@ -29,6 +28,22 @@ log = logging.getLogger(__name__)
 
 SMOKE_SEGMENTS, SMOKE_ITERATIONS, SMOKE_NAME = 4, 10, "_smoke_test"
 """Calibration segments and iterations that ``trainer.fast_dev_run`` leaves, and its runs' ending."""
+TRAINER_DEFAULTS = {
+    "accelerator": "auto",
+    "devices": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": True,
+    "log_every_n_steps": 20,
+}
+"""Defaults that differ from Lightning's."""
+CLASSES = {
+    f"{FREE}.callbacks": "the name of a class in lightning.pytorch.callbacks, such as LearningRateMonitor",
+    f"{FREE}.logger": "the name of a class in lightning.pytorch.loggers, such as CSVLogger",
+}
+"""Keys that take classes, and what to give to them."""
+SHOWN = 200
+"""Largest number of characters that are shown of a library's message."""
 
 
 def add_trainer(parser: ArgumentParser) -> None:
@@ -174,3 +189,27 @@ def _absolute(given: str, is_meant: Callable[[Path], bool]) -> str:
     """Return the absolute path of what is meant on this machine, and any other name as it is."""
     path = Path(os.path.expanduser(given))  # noqa: PTH111  (Path's raises for an unknown ~user)
     return str(path.absolute()) if is_meant(path) else given
+
+
+def value_refused(error: ArgumentError) -> str:
+    """Return the message for a key or value of the section that jsonargparse refuses."""
+    key = re.search(r'key "([^"]*)"', str(error))
+    if key is None:
+        return f"{first_cause(error)}: aespa-pl fit --help {FREE} shows what it takes"
+    # of the reasons of all types that a key may have, the one of the class that was named
+    named = re.search(r"Problem with given class_path '(?:[^']*\.)?(\w+)':\s*(.*)", str(error))
+    given = re.search(r"Given value: (.*)", str(error))
+    cause = f"{named[1]}: {named[2]}" if named else given[1] if given else first_cause(error)
+    advice = f"aespa-pl fit --help {FREE} shows what it can be"
+    if key[1] in CLASSES:
+        advice = f"give {CLASSES[key[1]]}, or the import path of yours, such as my_module.MyClass, with the "
+        advice += "folder of my_module.py in the environment variable PYTHONPATH"
+    return f"{key[1]} can't have this value ({cause}): {advice}"
+
+
+def first_cause(error: BaseException) -> str:
+    """Return the message of the error that all others were raised because of, in one line."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    text = " ".join(str(error).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

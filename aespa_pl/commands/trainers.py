@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from aespa_pl.commands.loggers import Loggers
 from aespa_pl.commands.resuming import note_own
 from aespa_pl.commands.sections import AespaCLI
-from aespa_pl.commands.trainer_section import check_trainer, listed
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
@@ -32,6 +32,13 @@ from aespa_pl.settings import TuningSettings
 from aespa_pl.sizing.mixture import Mixture
 from aespa_pl.storage.files import write_json, write_text
 from aespa_pl.tuning.data import held_back_and_steps
+
+CHANGE_STEPS = (
+    "GradientAccumulationScheduler", "StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder",
+)  # fmt: skip
+"""Lightning's callbacks that change the steps, the rates or the batches of a training."""
+PRECISIONS = (None, 32, "32", "32-true")
+"""Values of trainer.precision that mean what Lightning means by them here."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,37 @@ def _made(parsed: AespaCLI, **changes: Any) -> Trainer:
         MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
     ) as error:  # fmt: skip
         raise UserError(f"trainer: {error}") from error
+
+
+def check_trainer(trainer: Namespace) -> None:
+    """Raise UserError where the trainer section asks for something that a walk can't do."""
+    for callback in listed(trainer["callbacks"]):
+        name = type(callback).__name__
+        if isinstance(callback, ProgressBar) or name in CHANGE_STEPS:
+            raise UserError(
+                f"trainer.callbacks has {name}: remove it, because fit has bars of its own, and its settings "
+                "decide steps, learning rates and batches"
+            )
+    steps, precision, clip = trainer.log_every_n_steps, trainer.precision, trainer.gradient_clip_val
+    if steps in (None, 0):
+        raise UserError(f"trainer.log_every_n_steps is {steps}: expected 1 or more steps")
+    if precision not in PRECISIONS:
+        raise UserError(
+            f"trainer.precision is {precision}, but rounding variables are learned in 32-true: set "
+            "quantization.products for the matrix products, and model.dtype for the model's own passes"
+        )
+    if clip is not None:  # each portion and each device would be clipped by a norm of its own
+        raise UserError(
+            f"trainer.gradient_clip_val is {clip}: remove it, because the result would depend on the memory "
+            "and the devices that learning is divided by"
+        )
+
+
+def listed(one_or_more: Any) -> list[Any]:
+    """Return what Lightning takes alone or in a list as a list."""
+    if one_or_more is None:
+        return []
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 
 def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: Work) -> None:

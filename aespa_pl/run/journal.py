@@ -145,7 +145,7 @@ class Run(RunFolder):
             names = ", ".join(map(str, files)) + " is damaged or missing"
             yield f"block {index} of {count}: {names}: the block is quantized again"
             del self.blocks[index]
-        if self.tuned is not None and (damaged or not self._is_intact(self.tuned)):
+        if self.tuned is not None and (damaged or not self._is_whole(self.tuned.file, self.tuned.checksum)):
             # the blocks that it has changed are no longer what a block was quantized after
             yield (
                 "cannot resume the end-to-end tuning, because a file is damaged or missing: all blocks are "
@@ -180,8 +180,7 @@ class Run(RunFolder):
     def damaged_files(self, index: int | None = None) -> list[Path]:
         """Return which files of a block, or beside the blocks, are missing or not what the journal knows."""
         known = self.model if index is None else self.blocks[index].files
-        files = [(self.folder / name, expected) for name, expected in known.items()]
-        return [file for file, expected in files if not file.is_file() or checksum(file) != expected]
+        return [self.folder / name for name, value in known.items() if not self._is_whole(name, value)]
 
     def damage(self) -> str:
         """Return in words which files of a finished run are missing or changed; empty where none is."""
@@ -205,11 +204,10 @@ class Run(RunFolder):
         """Return the checkpoint of a training, if there is one; a damaged one is named and forgotten."""
         if self.checkpoint is None or not _is_about(self.checkpoint, training):
             return None
-        if not self._is_intact(self.checkpoint):
-            self._warn_of_damage(self.checkpoint, "it is not used")
+        file = self._intact(self.checkpoint, "it is not used")
+        if file is None:
             self.forget_checkpoint()
-            return None
-        return self.folder / self.checkpoint.file
+        return file
 
     def forget_checkpoint(self) -> None:
         """Remove the checkpoints, also what an interrupted removal has left."""
@@ -227,9 +225,9 @@ class Run(RunFolder):
         """Return what a training has learned; where it isn't intact, it and all later ones are forgotten."""
         known = self.portions[training.number : training.number + 1]
         if known and _is_about(known[0], training):
-            if self._is_intact(known[0]):
-                return self.folder / known[0].file
-            self._warn_of_damage(known[0], "it is learned again")
+            file = self._intact(known[0], "it is learned again")
+            if file is not None:
+                return file
         del self.portions[training.number :]  # their files are overwritten, or go with the block
         return None
 
@@ -249,13 +247,16 @@ class Run(RunFolder):
         name, key = file.relative_to(self.folder).as_posix(), training.key
         return LearnedFile(block=training.block, key=key, file=name, checksum=checksum(file))
 
-    def _is_intact(self, record: LearnedFile | TunedModelRecord) -> bool:
-        file = self.folder / record.file
-        return file.is_file() and checksum(file) == record.checksum
+    def _is_whole(self, name: str, expected: str) -> bool:
+        file = self.folder / name
+        return file.is_file() and checksum(file) == expected
 
-    def _warn_of_damage(self, record: LearnedFile, then: str) -> None:
-        file = self.folder / record.file
-        log.warning("block %d: %s is damaged or missing: %s", record.block, file, then)
+    def _intact(self, record: LearnedFile, then: str) -> Path | None:
+        """Return the file of a record; where it is damaged, say what follows from that."""
+        if self._is_whole(record.file, record.checksum):
+            return self.folder / record.file
+        log.warning("block %d: %s is damaged or missing: %s", record.block, self.folder / record.file, then)
+        return None
 
 
 def _is_about(record: LearnedFile, training: Training) -> bool:

@@ -64,7 +64,7 @@ def test_plan_refuses_what_fit_refuses_and_says_what_is_too_little(
         ),
         (
             ["--quantization.grid.zfold", "true", "--quantization.grid.search", "false"],
-            r"zeta is fitted",
+            r"zfold is true .* part of the search",
         ),
         (["--output.histograms", "[gate_prj]"], r"histograms has gate_prj: the projections"),
     ],

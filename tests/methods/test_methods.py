@@ -205,11 +205,6 @@ def test_steps_whose_result_would_be_lost_are_refused(method: str) -> None:
     resolved(changed({"polish.enabled": True, "tuning.blocks.enabled": False}, settings))
 
 
-def test_unknown_method_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"method is aesop: .*rtn.*aespa"):
-        resolved(QuantizationSettings(method="aesop"))
-
-
 def test_unresolved_settings_do_not_pass_for_a_method_that_learns_nothing() -> None:
     with pytest.raises(ValueError, match="not resolved"):
         QuantizationSettings().learns(attention=True)
