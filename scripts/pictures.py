@@ -26,7 +26,7 @@ def main() -> None:
     with style():
         picture = final_loss_map(run, WIDE, limits_of([final_ratios(run)]))
     if picture.figure is None:
-        raise SystemExit(f"{run.folder}: {picture.caption}")
+        raise SystemExit(f"{run.name}: {picture.caption}")
     path = arguments.folder / "final-loss.png"
     path.write_bytes(saved(picture.figure, "png"))
     print(f"{path}: {picture.caption}")

@@ -89,7 +89,7 @@ def choose_engines(name: FormatName, verify: Verify) -> Asked:
     if verify in ("bytes", "auto"):
         asked = [engine for engine in readers.values() if verify == "auto" and engine.installed]
         reason = "not installed" if verify == "auto" else "not asked for"
-        unchecked = dict.fromkeys(readers.keys() - {engine.name for engine in asked}, reason)
+        unchecked = {name: reason for name, engine in readers.items() if engine not in asked}
         return Asked(asked, unchecked, bytes_only=verify == "bytes")
     engine = readers.get(verify)
     if engine is None:

@@ -79,15 +79,15 @@ def cost_table(runs: Sequence[StoredRun]) -> TextTable:
 
 
 def _costs(run: StoredRun) -> dict[str, str]:
-    costs = {"blocks finished": str(len(run.blocks))}
+    blocks, tuned = run.journal.blocks.values(), run.journal.tuned
+    costs = {"blocks finished": str(len(blocks))}
     if weights := run.shape.get("weights"):
         costs["weights of these blocks"] = f"{weights:,.0f}"
     if bits := run.shape.get("bits_per_weight"):
         costs["bits per weight, with scales"] = f"{bits:.3f}"
     phases: dict[str, float] = {}
-    of_all = [*(record.seconds for record in run.blocks.values()), run.tuned.seconds if run.tuned else {}]
-    for of_one in of_all:
-        for phase, seconds in of_one.items():
+    for taken in (*(record.seconds for record in blocks), tuned.seconds if tuned else {}):
+        for phase, seconds in taken.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
     total = sum(phases.values())
     for phase, seconds in phases.items():
@@ -96,7 +96,7 @@ def _costs(run: StoredRun) -> dict[str, str]:
         costs["all phases"] = duration(total)
     if seconds := run.metrics.get("seconds", {}).get("quantization"):
         costs["quantization, wall clock"] = duration(seconds)
-    peaks = [*(record.peak_bytes for record in run.blocks.values()), run.metrics.get("peak_bytes", {})]
+    peaks = [*(record.peak_bytes for record in blocks), run.metrics.get("peak_bytes", {})]
     for place in ("host", "device"):
         if most := max(peak.get(place, 0) for peak in peaks):
             costs[f"{place} memory, peak"] = human(most, "B")

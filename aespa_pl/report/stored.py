@@ -14,7 +14,7 @@ from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 from aespa_pl.models.headers import read_header
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
-from aespa_pl.run.schema import DESCRIPTION, BlockRecord, ShownDescription, ShownMixture, TunedModelRecord
+from aespa_pl.run.schema import DESCRIPTION, ShownDescription, ShownMixture
 from aespa_pl.run.stored_settings import stored_settings
 from aespa_pl.settings import QuantizationSettings
 
@@ -23,15 +23,12 @@ from aespa_pl.settings import QuantizationSettings
 class StoredRun:
     """Holds what the folder of a run says; all numbers are finite."""
 
-    folder: Path
+    journal: Run
     settings: Mapping[str, Any]
     """Settings of ``config.yaml``, their keys joined by dots; empty where there is none."""
-    blocks: Mapping[int, BlockRecord]
-    """What the journal has of each finished block."""
     metrics: Mapping[str, Any]
     """``metrics.json``, with the measurements of a later ``aespa-pl test``, which ``test.json`` has."""
     versions: Mapping[str, str]
-    tuned: TunedModelRecord | None
     shape: Mapping[str, float]
     """``weights`` (number) and ``bits_per_weight``, of the projections of the finished blocks."""
     mixture: ShownMixture | None
@@ -42,14 +39,14 @@ class StoredRun:
     @property
     def name(self) -> str:
         """Return name and version, ``opt125m_w2/version_0``."""
-        return f"{self.folder.parent.name}/{self.folder.name}"
+        return f"{self.journal.folder.parent.name}/{self.journal.folder.name}"
 
     @property
     def losses(self) -> dict[tuple[int, str], dict[str, float]]:
         """Return the losses in the journal (nearest, optq, final ...), by block and projection."""
         return {
             (index, projection): values
-            for index, record in self.blocks.items()
+            for index, record in sorted(self.journal.blocks.items())
             for projection, values in record.losses.items()
         }
 
@@ -61,7 +58,7 @@ class StoredRun:
     @property
     def command(self) -> str:
         """Return the command that makes the run again."""
-        return f"aespa-pl fit --config {shlex.quote(str(self.folder / 'config.yaml'))}"
+        return f"aespa-pl fit --config {shlex.quote(str(self.journal.folder / 'config.yaml'))}"
 
 
 def read_run(folder: Path) -> StoredRun:
@@ -81,12 +78,10 @@ def read_run(folder: Path) -> StoredRun:
     metrics, of_metrics = measured(folder)
     description = known(ShownDescription, folder / "model" / DESCRIPTION, notes, "no versions are shown")
     return StoredRun(
-        folder,
+        run,
         settings,
-        dict(sorted(run.blocks.items())),
         metrics,
         versions={} if description is None else description.versions,
-        tuned=run.tuned,
         shape=_shape(run, quantization, notes),
         mixture=known(ShownMixture, folder / "mixture.json", notes, "its map and curve are not shown"),
         notes=(*notes, *of_metrics),

@@ -55,15 +55,6 @@ def test_a_run_without_metrics_says_so_and_how_to_go_on(tmp_path: Path) -> None:
     assert shlex.split(run.command) == ["aespa-pl", "fit", "--config", str(folder / "config.yaml")]
 
 
-@pytest.mark.parametrize(("format_", "words"), [(1, "an older"), (1000, "a newer")])
-def test_a_run_of_another_version_is_refused(tmp_path: Path, format_: int, words: str) -> None:
-    folder = simulate(tmp_path / "a/version_0", 1)
-    journal = json.loads((folder / "journal.json").read_text())
-    (folder / "journal.json").write_text(json.dumps({**journal, "format": format_}))
-    with pytest.raises(UserError, match=f"was written by {words} version of aespa-pl: use that version"):
-        read_run(folder)
-
-
 @pytest.mark.parametrize(
     "content",
     [
