@@ -259,8 +259,10 @@ def waiting_bytes(shape: Shape, settings: QuantizationSettings, stored_bytes: in
     waiting = {"two checkpoints of a block": of_block}
     if settings.tuning.model.enabled:
         replaced = shape.block_weights * stored_bytes + shape.weights
-        if settings.tuning.model.integer_rate and settings.tuning.model.blocks != "disk":
-            integers = shape.blocks * shape.weights
+        integers = shape.blocks * shape.weights
+        if settings.tuning.model.integer_rate and settings.tuning.model.blocks == "disk":
+            waiting["how far integers have moved"] = replaced + tuning.MOVED_BYTES * integers
+        elif settings.tuning.model.integer_rate:
             checkpoints = max(replaced, 2 * tuning.CHECKPOINT_BYTES * integers)
             waiting["two checkpoints of the end-to-end tuning"] = checkpoints + integers
         else:

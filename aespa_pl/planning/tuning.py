@@ -22,6 +22,9 @@ epoch in float32, the integer in uint8, and two numbers in float32 that peaks of
 CHECKPOINT_BYTES = 4 * FLOAT
 """Bytes in a checkpoint of a weight whose latent value is learned: the value, two moments and the best epoch.
 The checkpoint is there twice while one replaces another."""
+MOVED_BYTES = 4 * 2
+"""Bytes on disk of a weight whose integer moves there: its offset in float16, of the step under way and the
+one before, of the last checkpoint and of the best epoch."""
 SCALE_BYTES = 6 * FLOAT
 """Bytes of a scale: its logarithm with gradient, two moments and best epoch, and itself; two strengths in
 place of the logarithm take the same twice."""
@@ -62,7 +65,9 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
         return 0
     on_disk, tokens = tuning.blocks == "disk", int(tuning.batch_size) * work.length
     running = work.length if on_disk else tokens
-    of_weight = MODEL_BYTES_LEARNED if tuning.integer_rate and not on_disk else MODEL_BYTES
+    of_weight = MODEL_BYTES
+    if tuning.integer_rate:  # on disk there are no moments, but the gradient of a segment and their sum
+        of_weight = MODEL_BYTES + 2 * FLOAT if on_disk else MODEL_BYTES_LEARNED
     of_block = running * _activations(shape, work) + FLOAT * shape.weights
     if on_disk:
         of_blocks = of_block + PASSING * FLOAT * tokens * shape.hidden

@@ -36,6 +36,8 @@ class RunFolder:
         """Holds measurements; they are written last, so a run that has them is finished."""
         self.tuned_file = self.folder / "tuned.safetensors"
         """Holds all that the end-to-end tuning has learned."""
+        self.moved_folder = self.folder / "moved"
+        """Holds how far it has moved the integers of blocks on disk, until these are rewritten."""
         self.mixture_file = self.folder / "mixture.json"
         """Holds what is predicted of the types or bits that were chosen for a size."""
         self.stem_file = self.folder / "blocks" / "stem.safetensors"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aespa_pl.errors import UserError
@@ -96,6 +96,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write a safetensors file, whole or not at all."""
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_whole(path, lambda temporary: save_file(stored, temporary, dict(metadata)))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file, by name."""
+    return load_file(path)
 
 
 def _flush_folder(folder: Path) -> None:

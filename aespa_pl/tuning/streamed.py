@@ -1,28 +1,39 @@
 """Train a model end to end whose blocks are read from disk whenever they run.
 
 On the device are the learned numbers of all blocks (scales, norms, biases), one block and the activations
-of one segment; the inputs of the blocks wait in host memory. The backward pass reads and runs every block
-once more, so larger mini-batches read less.
+of one segment; the inputs of the blocks wait in host memory. Integers stay, or move on disk (``moving.py``).
+The backward pass reads and runs every block once more, so larger mini-batches read less.
 
 Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (arXiv 2407.11062),
 E2E-QP: integers stay, scales are trained; "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from aespa_pl.models.family import Family
+from aespa_pl.tuning.moving import Moves, latents
 
-Run = Callable[[Tensor], Tensor]
-"""Runs hidden states ``[B, L, d]`` through a block."""
-Opened = AbstractContextManager[tuple[Run, list[Tensor]]]
-"""Holds a block in memory: what runs it, and its learned parameters."""
+
+class Opened(NamedTuple):
+    """Holds what runs a block that is in memory, and what of it is learned."""
+
+    run: Callable[[Tensor], Tensor]
+    """Runs hidden states ``[B, L, d]`` through the block."""
+    learned: Sequence[Tensor]
+    """Parameters of the block that the stream has too."""
+    moving: Sequence[Tensor]
+    """Latent values of integers that move."""
+    move: Callable[[list[Tensor]], None]
+    """Lets them make a step, given their gradients."""
+
+
 OpenBlock = Callable[[int], nn.Module]
 """Reads the block of a number, parametrized; what requires a gradient is learned."""
 
@@ -30,22 +41,26 @@ OpenBlock = Callable[[int], nn.Module]
 class TrainableStream(nn.Module):
     """Runs a model block by block; its parameters are the learned numbers of all blocks."""
 
-    def __init__(self, model: Any, family: Family, blocks: int, read: OpenBlock) -> None:
+    def __init__(
+        self, model: Any, family: Family, blocks: int, read: OpenBlock, moves: Moves | None = None
+    ) -> None:
         """Read each block once, in the state before the training.
 
         The model has its blocks on the meta device. What lies outside of them is loaded, and what of it
-        requires a gradient is learned too.
+        requires a gradient is learned too. Without ``moves`` no latent values are learned.
         """
         super().__init__()
         self._whole = (model, family)  # no submodule: what is on the meta device can't be moved
         self._read = read
+        self.moves = moves
         self.outside = _holder(trained(model))
         self.blocks = nn.ModuleList(self._learned(index) for index in range(blocks))
 
     def _learned(self, index: int) -> nn.Module:
         """Return a module that has the parameters of a block that are learned."""
         block = self._read(index)
-        held = _holder(trained(block))
+        moving = {id(made.original) for made in latents(block).values()}
+        held = _holder({name: p for name, p in trained(block).items() if id(p) not in moving})
         for parameter in held.parameters():
             parameter.data = parameter.data.clone()
         return held
@@ -70,20 +85,28 @@ class TrainableStream(nn.Module):
     def block(self, index: int) -> Iterator[nn.Module]:
         """Hold a block, with the numbers that it has learned, in memory for the time of this context."""
         block, learned = self._read(index), self.blocks[index]
-        for name, own in trained(block).items():
-            own.data = learned.get_parameter(name).detach()
+        for name, parameter in learned.named_parameters():
+            block.get_parameter(name).data = parameter.detach()
+        if self.moves is not None:
+            self.moves.apply(index, block)
         try:
             yield block
         finally:
             _empty(block)
 
     @contextmanager
-    def _opened(self, index: int, arguments: Mapping[str, Any]) -> Iterator[tuple[Run, list[Tensor]]]:
+    def _opened(self, index: int, arguments: Mapping[str, Any]) -> Iterator[Opened]:
         """Hold what runs a segment through a block, and its parameters in the order of ``self.blocks``."""
         names = [name for name, _ in self.blocks[index].named_parameters()]
         with self.block(index) as block:
             run = partial(self._whole[1].run_block, block, arguments=arguments)
-            yield run, [block.get_parameter(name) for name in names]
+            learned = [block.get_parameter(name) for name in names]
+            moving = [made.original for made in latents(block).values()]
+            yield Opened(run, learned, moving, partial(self._move, index, block))
+
+    def _move(self, index: int, block: nn.Module, gradients: list[Tensor]) -> None:
+        if self.moves is not None:
+            self.moves.take_step(index, block, gradients)
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -101,25 +124,30 @@ class _Block(torch.autograd.Function):
     """Runs a block that is in memory only for the time of a pass; its input waits in host memory."""
 
     @staticmethod
-    def forward(ctx: Any, opened: Callable[[], Opened], hidden: Tensor, *_: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, opened: Callable[[], AbstractContextManager[Opened]], hidden: Tensor, *_: Tensor
+    ) -> Tensor:
         ctx.opened, ctx.device = opened, hidden.device
         ctx.save_for_backward(hidden.cpu())
-        with opened() as (run, _learned):
-            return torch.cat([run(segment) for segment in hidden.split(1)])
+        with opened() as block:
+            return torch.cat([block.run(segment) for segment in hidden.split(1)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         segments, to_hidden = ctx.saved_tensors[0].split(1), []
-        with ctx.opened() as (run, learned):
+        with ctx.opened() as block:
+            learned = [*block.learned, *block.moving]
             to_learned = [torch.zeros_like(parameter) for parameter in learned]
             for segment, gradient in zip(segments, gradients[0].split(1), strict=True):
                 own = segment.to(ctx.device).detach().requires_grad_()
                 with torch.enable_grad():
-                    output = run(own)
+                    output = block.run(own)
                 first, *others = torch.autograd.grad(output, [own, *learned], gradient)
                 to_hidden.append(first)
                 torch._foreach_add_(to_learned, others)
-        return None, torch.cat(to_hidden), *to_learned
+            count = len(block.learned)
+            block.move(to_learned[count:])
+        return None, torch.cat(to_hidden), *to_learned[:count]
 
 
 def _holder(parameters: Mapping[str, nn.Parameter]) -> nn.Module:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import Loss
+from aespa_pl.tuning.moving_training import MovingTuning
 from aespa_pl.tuning.recipes import EVERYTHING, Recipe
 from aespa_pl.tuning.streamed import TrainableStream
 from aespa_pl.tuning.training import LearningRates, Tuning, fit
@@ -102,11 +103,14 @@ def tune_streamed(
     label: str,
     checkpoint: Path | None = None,
 ) -> Tuned:
-    """Tune scales, norms and biases of a model whose blocks are on disk; they stay in ``model``.
+    """Tune a model whose blocks are on disk; what is learned is in ``model`` and its files.
 
-    Arguments as of ``tune``. The weights of the result are empty, because integers stay.
+    Arguments as of ``tune``. The weights of the result are empty, and none is counted as changed.
     """
-    tuning = Tuning(model, loss, rates, label)
+    if model.moves is None:
+        tuning = Tuning(model, loss, rates, label)
+    else:
+        tuning = MovingTuning(model.moves, model, loss, rates, label)
     fit(tuning, pairs, trainer, checkpoint)
     return Tuned([], tuning.start_error, tuning.best_error, tuning.best_epoch, tuning.finite, 0.0)
 

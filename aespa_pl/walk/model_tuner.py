@@ -2,20 +2,25 @@
 
 import copy
 import gc
+import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from aespa_pl.algorithm.quantizer import StoredWeight
+from aespa_pl.errors import UserError
 from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.run.context import Context
+from aespa_pl.run.fingerprint import checksum
+from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.training import Training
 from aespa_pl.storage.batches import Batches
@@ -27,10 +32,12 @@ from aespa_pl.tuning import (
     SegmentPairs,
     TunableBlock,
     Tuned,
+    changed_fraction,
     divergence,
     tune,
     tune_streamed,
 )
+from aespa_pl.tuning.moving import Moves, moved
 from aespa_pl.tuning.streamed import TrainableStream
 from aespa_pl.tuning.weights import (
     merged,
@@ -74,27 +81,33 @@ class ModelTuner:
         model = self._model()
         streamed = settings.blocks == "disk"
         original_head = partial(source.family.head, source.model)
+        rates = LearningRates(
+            cast(float, settings.integer_rate),
+            cast(float, settings.scale_rate),
+            settings.bias_rate,
+            bits=context.settings.bits,
+        )
         with source.stem():
             train = partial(
                 tune_streamed if streamed else tune,
                 pairs=pairs,
                 loss=divergence(original_head, one_by_one=streamed),
-                rates=LearningRates(
-                    cast(float, settings.integer_rate),
-                    cast(float, settings.scale_rate),
-                    settings.bias_rate,
-                    bits=context.settings.bits,
-                ),
+                rates=rates,
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
                 label="the model",
                 checkpoint=world.from_first(lambda: context.run.checkpoint_to_continue(training)),
             )
+            checksums: dict[str, str] = {}
             if streamed:
-                found, learned = self._tune_streamed(model, train)
+                moves = Moves(context.run.moved_folder, rates.of_latent, world)
+                found, learned = self._tune_streamed(model, train, moves if rates.latent else None)
+                if rates.latent and moves.step:
+                    files = map(moves.file, range(count))
+                    checksums = {f.relative_to(context.run.folder).as_posix(): checksum(f) for f in files}
             else:
                 found, learned = self._tune_in_memory(model, train)
         if world.is_first:
-            write_tensors(context.run.tuned_file, learned, {})
+            write_tensors(context.run.tuned_file, learned, checksums)
             context.run.finish_tuning(record.tuning(found))
         del model, train
         gc.collect()  # Trainer, module and optimizer refer to each other
@@ -120,12 +133,11 @@ class ModelTuner:
         return found, learned
 
     def _tune_streamed(
-        self, model: PreTrainedModel, train: Callable[..., Tuned]
+        self, model: PreTrainedModel, train: Callable[..., Tuned], moves: Moves | None
     ) -> tuple[Tuned, dict[str, Tensor]]:
-        """Tune scales, norms and biases with one block in memory; return the same."""
+        """Tune with one block in memory; return the same, without integers."""
         source = self.context.source
         parametrize_vectors(model, self._outside(model))
-
         shells = cast(nn.ModuleList, model.get_submodule(source.family.blocks_path))
 
         def read(index: int) -> nn.Module:
@@ -135,16 +147,20 @@ class ModelTuner:
             unread = {f"{p.module}.weight" for p in self.context.layout(index).projections}
             tunable = self._block(model, index, unread)
             shells[index] = empty  # so that the model doesn't hold what was read
-            parametrize_block(tunable, SCALES)
+            parametrize_block(tunable, SCALES if moves is None else EVERYTHING)
             return tunable.block
 
-        streamed = TrainableStream(model, source.family, source.block_count, read)
+        streamed = TrainableStream(model, source.family, source.block_count, read, moves)
         found = train(streamed)
         learned: dict[str, Tensor] = {}
+        changed = []
         for index in range(source.block_count):
             prefix = source.family.block_prefix(index)
             with streamed.block(index) as block:
                 weights = quantized_weights(block, self.context.layout(index))
+                before = self._weights(index, load_file(self.context.run.block_file(index)))
+                on_host = {name: replace(q, integers=q.integers.cpu()) for name, q in weights.items()}
+                changed.append(changed_fraction([before], [on_host]))
                 remove_parametrizations(block)
                 learned |= self._vectors(block, prefix)
             learned |= {
@@ -153,6 +169,7 @@ class ModelTuner:
                 if not name.endswith(".integers")
             }
         remove_parametrizations(model)
+        found = replace(found, changed=sum(changed) / len(changed))
         return found, learned | self._vectors(model)
 
     def rewrite(self) -> None:
@@ -161,7 +178,8 @@ class ModelTuner:
         learned = load_file(run.tuned_file)
         for index in range(source.block_count):
             if not run.blocks[index].end_to_end:
-                self._rewrite_block(index, learned)
+                self._rewrite_block(index, learned, offsets(run, index))
+        shutil.rmtree(run.moved_folder, ignore_errors=True)
         stem = stem_tensors(self.context)
         self.writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
 
@@ -211,7 +229,9 @@ class ModelTuner:
         vectors = {prefix + name: p for name, p in module.named_parameters() if p.dim() == 1}
         return {n: p.detach().to(types[n]) for n, p in vectors.items() if not p.is_meta}
 
-    def _rewrite_block(self, index: int, learned: Mapping[str, Tensor]) -> None:
+    def _rewrite_block(
+        self, index: int, learned: Mapping[str, Tensor], offsets: Mapping[str, Tensor]
+    ) -> None:
         """Replace the two files of a block by new ones, both at once."""
         run, layout, source = self.context.run, self.context.layout(index), self.context.source
         family, files = source.family, (run.block_file(index), self.writer.block_file(index))
@@ -221,7 +241,11 @@ class ModelTuner:
         )
         shard = {name: complete.tensor(name) for name in complete.block_names(family, index)}
         tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}
-        weights = {name: q.weight() for name, q in self._weights(index, tensors).items()}
+        quantized = self._weights(index, tensors)
+        if offsets:
+            quantized = moved(quantized, layout, offsets)
+            tensors |= {f"{name}.integers": q.integers for name, q in quantized.items()}
+        weights = {name: q.weight() for name, q in quantized.items()}
         prefix, types = family.block_prefix(index), stored_types(source, index)
         shard |= {name: learned[name] for name in shard if name in learned}
         for path in {p.module: None for p in layout.projections}:
@@ -236,3 +260,22 @@ class ModelTuner:
 
 def _key(index: int, name: str) -> str:
     return f"block_{index:03}.{name}"
+
+
+def offsets(run: Run, index: int) -> dict[str, Tensor]:
+    """Return how far the integers of a block have moved on disk; nothing where none have.
+
+    Raises:
+        UserError: The file is missing, or another than the one that the tuning has left.
+    """
+    with safe_open(run.tuned_file, "pt") as file:
+        checksums: dict[str, str] = file.metadata() or {}
+    if not checksums:
+        return {}
+    name = sorted(checksums)[index]
+    if not (run.folder / name).is_file() or checksum(run.folder / name) != checksums[name]:
+        raise UserError(
+            f"{run.folder / name} is missing or changed: remove {run.tuned_file}, and all blocks are "
+            "quantized again"
+        )
+    return load_file(run.folder / name)

@@ -30,7 +30,8 @@ def method_in_words(settings: QuantizationSettings, layout: BlockLayout) -> str:
     elif model.enabled:
         text += ", then the model is trained"
     if model.enabled and model.blocks == "disk":
-        text += " (of the model scales and norms, with its blocks read from disk)"
+        what = "with" if model.integer_rate else "of the model scales and norms, with"
+        text += f" ({what} its blocks read from disk)"
     return f"method {settings.method}: {text}"
 
 

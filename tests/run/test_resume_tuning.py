@@ -107,17 +107,32 @@ def test_checkpoint_of_a_tuning_is_used(when: str, bench: Bench, whole: dict[str
     assert results(bench.run_of(name)) != whole
 
 
-def test_killed_while_blocks_are_on_disk_it_goes_on_to_the_same_bytes(bench: Bench) -> None:
-    streamed = (*TUNED, "--quantization.tuning.model.blocks=disk")
-    assert bench.fit("disk_whole", *streamed).status == 0
-    whole, journal = results(bench.run_of("disk_whole")), bench.journal("disk_whole")
+@pytest.mark.parametrize(
+    ("options", "moments"),
+    [
+        (("integer_rate=0",), (f"{MODEL}/step_1*", f"{MODEL}/step_6*")),
+        (
+            ("integer_rate=0.05", "epochs=6"),
+            ("moved/step_15/*", "tuned.safetensors", "rewriting/blocks/block_001.safetensors"),
+        ),
+    ],
+    ids=["scales", "integers"],
+)
+def test_killed_while_blocks_are_on_disk_it_goes_on_to_the_same_bytes(
+    options: tuple[str, ...], moments: tuple[str, ...], bench: Bench
+) -> None:
+    given = [f"--quantization.tuning.model.{option}" for option in ("blocks=disk", *options)]
+    name = f"disk_{len(options)}"
+    assert bench.fit(name, *TUNED, *given).status == 0
+    whole, journal = results(bench.run_of(name)), bench.journal(name)
     assert journal["tuned"]["epoch"] > 0
-    assert journal["tuned"]["changed"] == 0
-    for step in (1, 6):
-        name = f"disk_{step}"
-        stopped = bench.fit(name, *streamed, number=signal.SIGTERM, when=f"*/{MODEL}/step_{step}*")
-        assert stopped.status == 128 + signal.SIGTERM, stopped.text
-        check(bench, name, bench.fit(name, *LAST, *streamed), whole)
+    assert (journal["tuned"]["changed"] > 0) == (len(options) > 1)
+    for when in moments:
+        number = signal.SIGTERM if "step_1*" in when else signal.SIGKILL
+        stopped = bench.fit(f"{name}_killed", *LAST, *TUNED, *given, number=number, when=f"*/{when}")
+        assert stopped.status in (128 + signal.SIGTERM, -signal.SIGKILL), stopped.text
+    check(bench, f"{name}_killed", bench.fit(f"{name}_killed", *LAST, *TUNED, *given), whole)
+    assert not (bench.run_of(f"{name}_killed") / "moved").exists()
 
 
 @pytest.mark.parametrize("file", ["blocks/block_001.safetensors", "model/model-00002-of-00003.safetensors"])

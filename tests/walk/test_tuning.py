@@ -132,9 +132,14 @@ def test_the_divergence_in_the_journal_is_that_of_the_exported_model(name: str, 
                 assert torch.equal(found.file(index)[key], tensor)
 
 
-def test_integers_that_the_model_learns_are_those_that_are_stored(walked: Walked) -> None:
-    before = walked("llama-grouped", BLOCKS_ONLY | NEAREST)
-    found = walked("llama-grouped", BOTH | LEARNED | NEAREST)
+@pytest.mark.parametrize(
+    ("name", "place"), [("llama-grouped", "memory"), ("llama-grouped", "disk"), ("bloom", "disk")]
+)
+def test_integers_that_the_model_learns_are_those_that_are_stored(
+    name: str, place: str, walked: Walked
+) -> None:
+    before = walked(name, BLOCKS_ONLY | NEAREST)
+    found = walked(name, BOTH | LEARNED | NEAREST | {"tuning.model.blocks": place})
     record = found.journal["tuned"]
     assert record["error"] == pytest.approx(divergence(found), rel=1e-3)
     assert record["error"] < record["start_error"]

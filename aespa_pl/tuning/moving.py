@@ -1,0 +1,115 @@
+"""Keep on disk how far integers have moved, while a model is trained whose blocks are read when they run.
+
+A latent value is the integer of the start plus an offset. A step is the gradient, divided by its root mean
+square over row and column, times the learning rate. So there are no moments to keep, and a weight takes two
+bytes: float16 holds an offset below 1/2 to a four-thousandth of the distance of two integers.
+
+Source: "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235), without averages
+over steps.
+"""
+
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from aespa_pl.algorithm.quantizer import StoredWeight
+from aespa_pl.distributed.processes import ALONE, World
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.weights import projection_rows
+from aespa_pl.storage.files import read_tensors, write_tensors
+from aespa_pl.tuning.parametrization import WeightParametrization
+
+TINY = 1e-30
+"""Least root mean square, so that gradients of zero stay zero."""
+LARGEST = 3.0
+"""Limit of a gradient relative to its root mean square, because single ones are far larger."""
+
+
+class Moves:
+    """Reads the offsets of a block, and writes them in a new file for each optimizer step."""
+
+    def __init__(self, folder: Path, rate: Callable[[int], float], world: World = ALONE) -> None:
+        """Begin in a folder; ``rate`` returns the largest learning rate of weights with so many bits."""
+        self.folder = folder
+        self.rate = rate
+        self.world = world
+        self.step = 0
+        """Optimizer steps that have been taken; before the first one nothing has moved."""
+        self.share = 0.0
+        """Learning rate of the next step, relative to the largest."""
+
+    def file(self, index: int) -> Path:
+        """Return the file of a block's offsets, by the paths of its linear layers."""
+        return self._of_step(self.step) / f"block_{index:03}.safetensors"
+
+    def apply(self, index: int, block: nn.Module) -> None:
+        """Give a block that was read from disk the latent values that it has learned."""
+        offsets = self._read(index)
+        for path, made in latents(block).items():
+            latent = made.original.data
+            latent.round_()  # to the integers exactly: it is computed from the weight
+            if offsets:
+                latent += offsets[path].to(latent.device)
+
+    def take_step(self, index: int, block: nn.Module, gradients: Sequence[Tensor]) -> None:
+        """Write the offsets of a block after a step, from the gradients of its ``latents``."""
+        offsets, moved = self._read(index), {}
+        for (path, made), gradient in zip(latents(block).items(), gradients, strict=True):
+            self.world.sum_(gradient)
+            rate = self.share * self.rate(cast(WeightParametrization, made[0]).bits)
+            start = offsets[path].to(gradient) if offsets else torch.zeros_like(gradient)
+            moved[path] = start.sub_(normalized(gradient), alpha=rate).half()
+        if self.world.is_first:
+            file = self._of_step(self.step + 1) / self.file(index).name
+            write_tensors(file, moved, {})
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Remove the files of all other steps."""
+        if self.world.is_first:
+            kept = {self._of_step(step) for step in steps}
+            for folder in set(self.folder.glob("step_*")) - kept:
+                shutil.rmtree(folder)
+
+    def _read(self, index: int) -> dict[str, Tensor]:
+        return read_tensors(self.file(index)) if self.step else {}
+
+    def _of_step(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+
+def normalized(gradient: Tensor) -> Tensor:
+    """Return a gradient ``[rows, columns]`` over its root mean square, as a product of rows and columns."""
+    squares = gradient.square()
+    rows, columns = squares.mean(1, keepdim=True), squares.mean(0, keepdim=True)
+    size = (rows / rows.mean().clamp(min=TINY)).sqrt() * columns.sqrt()
+    return (gradient / size.clamp_(min=TINY)).clamp_(-LARGEST, LARGEST)
+
+
+def latents(block: nn.Module) -> dict[str, ParametrizationList]:
+    """Return the parametrizations of a block whose latent values are learned, by the paths of the layers."""
+    return {
+        path.removesuffix(".parametrizations.weight"): made
+        for path, made in block.named_modules()
+        if isinstance(made, ParametrizationList)
+        and isinstance(made[0], WeightParametrization)
+        and made[0].learns_latent
+    }
+
+
+def moved(
+    weights: Mapping[str, StoredWeight], layout: BlockLayout, offsets: Mapping[str, Tensor]
+) -> dict[str, StoredWeight]:
+    """Return the weights of a block, by projection, with the integers that they have moved to."""
+    found: dict[str, StoredWeight] = {}
+    for p in layout.projections:
+        old, offset = weights[p.name], projection_rows(offsets[p.module], layout, p).flatten(0, 1)
+        latent = old.integers + offset.float()
+        integers = latent.round_().clamp_(0, 2**old.bits - 1).to(torch.uint8)
+        found[p.name] = replace(old, integers=integers)
+    return found

@@ -1,0 +1,55 @@
+"""Integers that move on disk: a step is the formula, and its files are those that are needed."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from aespa_pl.tuning.moving import Moves, latents
+from aespa_pl.tuning.parametrization import StraightThrough
+from tests.tuning.tuned import quantize
+
+
+def make_block() -> nn.Module:
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False)
+    for layer, bits in ((first, 2), (second, 3)):
+        start = quantize(layer.weight.detach(), bits)
+        parametrize.register_parametrization(layer, "weight", StraightThrough(start, start.weight()))
+    return nn.Sequential(first, nn.ReLU(), second)
+
+
+def test_a_step_is_the_formula_with_the_rate_of_the_bits(tmp_path: Path) -> None:
+    moves = Moves(tmp_path, {2: 0.25, 3: 0.125}.__getitem__)
+    integers = [made.original.detach().round() for made in latents(make_block()).values()]
+    expected = [value.clone() for value in integers]
+    for share in (1.0, 0.5):
+        moves.share, block = share, make_block()  # read again
+        moves.apply(7, block)
+        gradients = [1e-6 * torch.randn_like(value) for value in integers]
+        gradients[0][1] = 0
+        gradients[1][2, 3] = 1.0  # others are small beside it
+        moves.take_step(7, block, [g.clone() for g in gradients])
+        moves.step += 1
+        for value, g, rate in zip(expected, gradients, (0.25, 0.125), strict=True):
+            squares = g.double().square()
+            for i, j in itertools.product(*map(range, g.shape)):
+                size = math.sqrt(squares[i].sum() * squares[:, j].sum() / squares.sum())
+                value[i, j] -= share * rate * max(-3.0, min(3.0, float(g[i, j]) / (size or 1.0)))
+    block = make_block()
+    moves.apply(7, block)
+    for made, value in zip(latents(block).values(), expected, strict=True):
+        assert torch.allclose(made.original.detach(), value, atol=1e-3)  # offsets in float16
+
+
+@pytest.mark.parametrize("kept", [{0}, {1, 3}])
+def test_files_of_other_steps_are_removed(kept: set[int], tmp_path: Path) -> None:
+    moves, block = Moves(tmp_path, lambda _: 0.1), make_block()
+    for moves.step in range(3):
+        moves.take_step(0, block, [torch.ones_like(made.original) for made in latents(block).values()])
+    moves.keep(kept)
+    assert {path.name for path in tmp_path.iterdir()} == {f"step_{step}" for step in kept - {0}}
