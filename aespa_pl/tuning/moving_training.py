@@ -42,10 +42,9 @@ class MovingTuning(Tuning):
         self._needed = {self.moves.step, self._best_step}
 
     def restore_best(self) -> None:
-        """Go back to the best epoch, and keep its files alone."""
+        """Go back to the best epoch; the checkpoint counts until its result is written, so all files stay."""
         super().restore_best()
         self.moves.step = self._best_step
-        self.moves.keep({self._best_step})
 
     @property
     def _best_step(self) -> int:
