@@ -36,7 +36,7 @@ from aespa_pl.export.gguf_model import (
     gguf_name,
     ideal_type,
     in_float32,
-    norm_offset,
+    own_value,
     row_order,
 )
 from aespa_pl.export.quantized import QuantizedModel
@@ -115,7 +115,7 @@ class Gguf(Format):
         if self._rounds(model, name):
             kind = GGMLQuantizationType.Q8_0
             return torch.from_numpy(dequantized(gguf.quantize(_float32(value), kind), kind))
-        return value.float() + norm_offset(model, name)
+        return own_value(model, name, value)
 
     def rounded(self, model: QuantizedModel) -> str | None:
         """Name embedding and head, where they are rounded."""
@@ -137,8 +137,8 @@ class Gguf(Format):
             kind, shape = self._type(model, name), model.pretrained.tensors[name].shape
             if others:  # all experts in one tensor
                 shape = (1 + len(others), *shape)
-            elif in_float32(place) and shape[0] == 1:
-                shape = shape[1:]  # the gate of a shared expert is a vector there
+            elif in_float32(place):  # the gate of a shared expert is a vector there, a convolution a matrix
+                shape = tuple(size for size in shape if size > 1)
             columns, size = GGML_QUANT_SIZES[kind]
             nbytes = math.prod(shape) // columns * size
             writer.add_tensor_info(place, shape, np.dtype(np.float32), nbytes, kind)
@@ -177,7 +177,7 @@ class Gguf(Format):
         if kind is GGMLQuantizationType.Q8_0:
             return gguf.quantize(_float32(value), kind)
         if kind is GGMLQuantizationType.F32:
-            return _float32(value) + np.float32(norm_offset(model, name))
+            return _float32(own_value(model, name, value))
         return value.contiguous().view(torch.uint8).numpy()
 
     def _type(self, model: QuantizedModel, name: str) -> GGMLQuantizationType:

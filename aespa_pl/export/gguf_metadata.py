@@ -20,8 +20,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aespa_pl.errors import UserError
 from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.models.llama import attention_kinds
 from aespa_pl.models.llama_cpp import (
+    LINEAR,
     architecture_of,
+    attention_period,
     context_length,
     rope_parameters,
     rope_type,
@@ -86,9 +89,22 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
         if (value := getattr(config, field, None)) is not None:
             add(writer, value)
     _add_windows(writer, config)
+    if LINEAR in attention_kinds(config):
+        _add_linear_attention(writer, config)
     rope = rope_parameters(config)
     if rope:
         _add_rope(writer, config, layout.head_dim)
+
+
+def _add_linear_attention(writer: GGUFWriter, config: PreTrainedConfig) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(attention_period(config))
+    # positions of text, height and width, which are all the same in text
+    writer.add_rope_dimension_sections([*rope_parameters(config).get("mrope_section", [11, 11, 10]), 0])
 
 
 def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:

@@ -28,18 +28,24 @@ def row_order(model: QuantizedModel, name: str) -> Tensor | None:
         return None
     layout, rows = model.layout(), torch.arange(model.pretrained.tensors[name].shape[0])
     first = projections[0]
-    if first.fused[1] > 1:  # [heads, parts, d_head] to [parts, heads, d_head]
-        return rows.view(-1, len(projections), layout.head_dim).transpose(0, 1).flatten()
     architecture = architecture_of(model.pretrained.config)
+    if architecture.divides_fused and first.fused[1] > 1:  # [heads, parts, d_head] to [parts, heads, d_head]
+        return rows.view(-1, len(projections), layout.head_dim).transpose(0, 1).flatten()
     if architecture.rotates_neighbours and first.role in (Role.QUERY, Role.KEY):
         return rows.view(-1, 2, layout.head_dim // 2).transpose(1, 2).flatten()
     return None
 
 
-def norm_offset(model: QuantizedModel, name: str) -> float:
-    """Return what llama.cpp's tensor has in addition to the model's: norms that add 1 have it there."""
-    of_norm = name.endswith("norm.weight")
-    return architecture_of(model.pretrained.config).norm_offset if of_norm else 0.0
+def own_value(model: QuantizedModel, name: str, value: Tensor) -> Tensor:
+    """Return a tensor that is not quantized as llama.cpp has it, in float32.
+
+    Norms that add 1 to their weight have it there; the one of linear attention adds none. The decay of linear
+    attention is no logarithm.
+    """
+    if name.endswith(".A_log"):
+        return -value.float().exp()
+    of_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return value.float() + (architecture_of(model.pretrained.config).norm_offset if of_norm else 0.0)
 
 
 def file_tensors(model: QuantizedModel, names: Iterable[str]) -> dict[str, list[str]]:
@@ -51,13 +57,16 @@ def file_tensors(model: QuantizedModel, names: Iterable[str]) -> dict[str, list[
 
 
 def in_float32(name: str) -> bool:
-    """Return whether llama.cpp has a matrix in float32 alone, given its name there: routers."""
-    return "ffn_gate_inp" in name
+    """Return whether llama.cpp has a matrix in float32, given its name there.
+
+    These are routers, and what rules the state of linear attention.
+    """
+    return "ffn_gate_inp" in name or (".ssm_" in name and ".ssm_out" not in name)
 
 
 def gguf_name(model: QuantizedModel, name: str) -> str:
     """Return the name of a tensor in llama.cpp, where all experts of a block are in one."""
-    name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+    name = re.sub(r"\.experts\.\d+\.", ".experts.", name).replace(".dt_bias", ".dt_proj.bias")
     names = _name_map(architecture_of(model.pretrained.config).name, model.block_count)
     prefix = model.family.blocks_path.partition(".")[0]
     for candidate in (name, name.removeprefix(f"{prefix}.")):

@@ -19,6 +19,8 @@ class Architecture:
     name: str
     rotates_neighbours: bool = False
     """RoPE turns columns 2i and 2i + 1 of a head; in transformers' weights the pair is i and i + d_h/2."""
+    divides_fused: bool = False
+    """Fused projections follow one another there; in transformers' weights their rows alternate by heads."""
     activation: str = "silu"
     """Name in config.json of the only activation that llama.cpp has for this architecture."""
     windows: bool = False
@@ -26,7 +28,7 @@ class Architecture:
     window_blocks: int | None = None
     """Number of blocks of the only model in which it has them; None: of all."""
     norm_offset: float = 0.0
-    """What the weights of all norms are stored with in addition to transformers' (Gemma: 1)."""
+    """What the weights of norms are stored with in addition to transformers' (Gemma: 1)."""
     tied: bool | None = None
     """Whether the head must be the embedding, or a matrix of its own; None: it may be either."""
     caps: tuple[str, ...] = ()
@@ -54,9 +56,19 @@ ARCHITECTURES = {
     "qwen2_moe": Architecture("qwen2moe", tied=False, normalizes=False),
     "qwen3_moe": Architecture("qwen3moe", normalizes=True),
     "mixtral": Architecture("llama", rotates_neighbours=True),
-    "bloom": Architecture("bloom", activation="gelu"),
+    "qwen3_5_text": Architecture("qwen35", norm_offset=1.0),
+    "qwen3_5_moe_text": Architecture("qwen35moe", norm_offset=1.0),
+    "bloom": Architecture("bloom", activation="gelu", divides_fused=True),
 }
-"""llama.cpp's architectures by ``model_type``; a type that is missing has none."""
+"""llama.cpp's architectures by ``model_type``; a type that is missing has none, but for these."""
+UNWRITTEN = {
+    "qwen3_next": "no GGUF is written of a qwen3_next: llama.cpp divides in_proj_qkvz into two tensors",
+    "gpt_oss": "no GGUF is written of a gpt_oss: sinks, and biases of experts, are not translated",
+}
+"""Why no file is written, by the ``model_type`` of models that llama.cpp has."""
+
+LINEAR = "linear_attention"
+"""Kind of the blocks with linear attention in ``config.layer_types``."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of RoPE's frequencies that are written exactly."""
@@ -80,7 +92,8 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
     """Return the part of config.json that llama.cpp would run differently; None if there is none."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
-        return f"llama.cpp has no architecture for model_type {config.model_type}"
+        kind = config.model_type
+        return UNWRITTEN.get(kind, f"llama.cpp has no architecture for model_type {kind}")
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation not in (None, architecture.activation):
         return f"llama.cpp runs {architecture.activation} where hidden_act is {activation}"
@@ -90,6 +103,7 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
         return f"llama.cpp has no {config.model_type} with tie_word_embeddings {not architecture.tied}"
     return (
         _unsupported_experts(config, architecture)
+        or _unsupported_linear_attention(config)
         or _unsupported_rope(config)
         or _unsupported_attention(config, architecture)
     )
@@ -101,6 +115,29 @@ def _unsupported_experts(config: PreTrainedConfig, architecture: Architecture) -
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         return "llama.cpp has experts in all blocks of a mixture of experts"
     return None
+
+
+def _unsupported_linear_attention(config: PreTrainedConfig) -> str | None:
+    kinds = attention_kinds(config)
+    if LINEAR not in kinds:
+        return None
+    if config.linear_num_key_heads != config.linear_num_value_heads:
+        return (
+            "llama.cpp has the value heads of linear attention in another order where they are more than the "
+            "keys', and out_proj would need blocks of other columns"
+        )
+    if config.linear_key_head_dim != config.linear_value_head_dim:
+        return "llama.cpp has keys and values of linear attention of one size"
+    period = attention_period(config)
+    if kinds != tuple(LINEAR if (i + 1) % period else "full_attention" for i in range(len(kinds))):
+        return "llama.cpp has linear attention in all blocks but every n-th, layer_types in others"
+    return None
+
+
+def attention_period(config: PreTrainedConfig) -> int:
+    """Return the n of a model in which every n-th block has no linear attention."""
+    kinds = attention_kinds(config)
+    return kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
 
 
 def _unsupported_rope(config: PreTrainedConfig) -> str | None:
@@ -123,7 +160,7 @@ def _unsupported_rope(config: PreTrainedConfig) -> str | None:
 
 def _unsupported_attention(config: PreTrainedConfig, architecture: Architecture) -> str | None:
     kinds = attention_kinds(config)
-    if not architecture.windows and len(set(kinds)) > 1:
+    if not architecture.windows and len(set(kinds) - {LINEAR}) > 1:
         return f"llama.cpp has no sliding windows in some blocks of a {config.model_type}"
     only = architecture.window_blocks
     if "sliding_attention" in kinds and only not in (None, len(kinds)):

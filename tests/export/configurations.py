@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -28,6 +30,10 @@ from transformers import (
 VOCABULARY = 280
 HEADS = 4
 EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+HYBRID = {
+    "head_dim": 32, "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "full_attention_interval": 2,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 16,
@@ -139,6 +145,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-moe-mixed": lambda: llama(
         Qwen3MoeConfig, **EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[0]
     ),
+    "qwen3.5": lambda: llama(Qwen3_5TextConfig, num_hidden_layers=3, **HYBRID),
+    "qwen3.5-moe": lambda: llama(
+        Qwen3_5MoeTextConfig, num_hidden_layers=3, **HYBRID, shared_expert_intermediate_size=96,
+        **{**EXPERTS, "num_experts_per_tok": 8},  # no choice of experts that rounded activations could change
+    ),
+    "qwen3.5-shared": lambda: llama(Qwen3_5TextConfig, **{**HYBRID, "linear_num_key_heads": 1}),
     "mixtral": lambda: llama(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),
     "bloom-post-residual": lambda: bloom(apply_residual_connection_post_layernorm=True),

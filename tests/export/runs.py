@@ -26,15 +26,19 @@ from tests.export.configurations import CONFIGS, HEADS, VOCABULARY
 
 __all__ = ["CONFIGS", "HEADS", "VOCABULARY"]
 
-LLAMA_LAYERS = {
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-} | {f"shared_expert_{kind}_proj": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
+LLAMA_LAYERS = (
+    {
+        "q_proj": "self_attn.q_proj",
+        "k_proj": "self_attn.k_proj",
+        "v_proj": "self_attn.v_proj",
+        "o_proj": "self_attn.o_proj",
+        "gate_proj": "mlp.gate_proj",
+        "up_proj": "mlp.up_proj",
+        "down_proj": "mlp.down_proj",
+    }
+    | {f"shared_expert_{kind}_proj": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
+    | {name: f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")}
+)
 OPT_LAYERS = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")} | {
     "fc1": "fc1",
     "fc2": "fc2",
@@ -53,8 +57,13 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """Projections of the layers that hold several, by model type."""
+GATED: dict[str, tuple[str, ...]] = {"self_attn.q_proj": ("q_proj", "q_gate")}
+"""Rows that are query and gate of a head in turn."""
+FUSED |= {"qwen3_5_text": GATED, "qwen3_5_moe_text": GATED}
+HYBRID_LAYERS = {name: layer for name, layer in LLAMA_LAYERS.items() if name != "q_proj"}
 PATHS = {"opt": "model.decoder.layers", "bloom": "transformer.h"}
 LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS, "phi3": PHI3_LAYERS}
+LAYERS |= {"qwen3_5_text": HYBRID_LAYERS, "qwen3_5_moe_text": HYBRID_LAYERS}
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ def save_original(config: PreTrainedConfig, folder: Path, max_shard_size: str = 
     """Write a model with random weights, biases and norms, in float16."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config)
-    one = 0 if config.model_type.startswith("gemma") else 1  # whose norms add 1 themselves
+    one = 0 if config.model_type.startswith(("gemma", "qwen3_5")) else 1  # whose norms add 1 themselves
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
@@ -134,23 +143,25 @@ def make_run(
     """Write a finished run of a checkpoint; ``bits_of`` is about whole projections."""
     model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
     kind = model.config.model_type
-    path, layers = PATHS.get(kind, "model.layers"), LAYERS.get(kind, LLAMA_LAYERS)
+    path, of_kind = PATHS.get(kind, "model.layers"), LAYERS.get(kind, LLAMA_LAYERS)
+    all_layers = {*of_kind.values(), *FUSED.get(kind, {})}
     state, matrices = model.state_dict(), {}
     shards: list[dict[str, Tensor]] = [{}]
     (folder / "blocks").mkdir(parents=True)
     for index in range(model.config.num_hidden_layers):
         block = f"{path}.{index}"
         tensors: dict[str, Tensor] = {}
+        present = {layer for layer in all_layers if f"{block}.{layer}.weight" in state}
+        layers = {name: layer for name, layer in of_kind.items() if layer in present}
+        fused = {layer: names for layer, names in FUSED.get(kind, {}).items() if layer in present}
         for name, layer in layers.items():
-            if f"{block}.{layer}.weight" not in state:
-                continue
             found = round_to_nearest(
                 state[f"{block}.{layer}.weight"], (bits_of or {}).get(name, bits), group_size,
                 symmetric=symmetric, forced=forced,
             )  # fmt: skip
             matrices[f"{block}.{layer}.weight"] = found
             tensors |= named(name, found)
-        for layer, names in FUSED.get(kind, {}).items():
+        for layer, names in fused.items():
             found = round_to_nearest(
                 state[f"{block}.{layer}.weight"], bits, group_size,
                 symmetric=symmetric, forced=forced,
@@ -197,9 +208,10 @@ def named(name: str, found: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 def rows_of(kind: str, name: str, part: int, count: int) -> list[int]:
     """Return the rows of one projection of a layer with ``count`` rows."""
-    if kind == "bloom":  # which alternate from head to head
-        size = count // (3 * HEADS)
-        return [(3 * head + part) * size + i for head in range(HEADS) for i in range(size)]
+    if kind == "bloom" or kind.startswith("qwen3_5"):  # which alternate from head to head
+        parts = 3 if kind == "bloom" else 2
+        size = count // (parts * HEADS)
+        return [(parts * head + part) * size + i for head in range(HEADS) for i in range(size)]
     if name.startswith(("gate", "up")):
         return list(range(part * count // 2, (part + 1) * count // 2))
     ends = [0, count // 2, 3 * count // 4, count]  # two query heads for each key and value head

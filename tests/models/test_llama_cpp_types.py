@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -96,6 +97,33 @@ def test_types_are_those_of_llama_cpps_own_file(row: dict[str, str]) -> None:
     if not tied:
         head = mixture_type(mixture, Matrix.HEAD, hidden, model)
         assert [head] == in_order(row["output"], 1)
+
+
+@pytest.mark.parametrize(
+    ("mixture", "expected"),
+    [
+        ("Q2_K", {"in_proj_qkv": "Q3_K", "in_proj_z": "Q2_K", "out_proj": "Q2_K", "o_proj": "Q3_K"}),
+        ("Q3_K_M", {"in_proj_qkv": "Q5_K*2 Q4_K*10", "out_proj": "Q3_K", "o_proj": "Q4_K", "v_proj": "Q4_K"}),
+        ("Q4_K_S", {"in_proj_qkv": "Q5_K*3 Q4_K*9", "v_proj": "Q5_K*1 Q4_K*3", "q_proj": "Q4_K"}),
+    ],
+)
+def test_linear_attention_has_the_types_of_llama_cpps_own_file(
+    mixture: str, expected: dict[str, str]
+) -> None:
+    """As in the table, of a model with 12 blocks of linear attention and 4 of attention."""
+    config = Qwen3_5TextConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=16, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+    layouts = family_of(config).layouts(config)
+    model = MixtureModel.of(config, layouts[0], architecture_of(config).name)
+    found: dict[str, list[str]] = {}
+    for block, layout in enumerate(layouts):
+        for p in layout.projections:
+            kind = mixture_type(mixture, matrix_of(layout, p), 256, model, block)
+            found.setdefault(p.name, []).append(kind)
+    for name, text in expected.items():
+        assert found[name] == in_order(text, len(found[name])), name
 
 
 @pytest.mark.parametrize(
