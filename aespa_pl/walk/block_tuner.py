@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
 from aespa_pl.measure import release_memory
@@ -31,7 +32,7 @@ from aespa_pl.tuning import (
     recipe,
     tune,
 )
-from aespa_pl.walk.learned_unit import LearnedUnit, read_unit, write_unit
+from aespa_pl.walk.learned_unit import read_unit, write_unit
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ class BlockTuner:
         *first, last = self._units(tunable.layout, between, targets)
         weights, finite = dict(tunable.weights), True
         for unit in first:
-            learned = self._tune_before(index, unit, tunable, inputs)
-            weights |= learned.weights
-            finite = finite and learned.finite
+            learned, usable = self._tune_before(index, unit, tunable, inputs)
+            weights |= learned
+            finite = finite and usable
         found = self._tune_unit(self._training(index, last), last, tunable, inputs)
         weights |= found.weights[0]
         changed = changed_fraction([tunable.weights], [weights])
@@ -108,8 +109,10 @@ class BlockTuner:
             Unit(FEED_FORWARD, groups[end:], self._run_block, targets),
         ]
 
-    def _tune_before(self, index: int, unit: Unit, tunable: TunableBlock, inputs: Batches) -> LearnedUnit:
-        """Tune a unit that others follow, or read what an interrupted run has learned of it."""
+    def _tune_before(
+        self, index: int, unit: Unit, tunable: TunableBlock, inputs: Batches
+    ) -> tuple[dict[str, StoredWeight], bool]:
+        """Tune a unit that others follow, or read what an interrupted run learned of it (``read_unit``)."""
         context = self.context
         training, file = context.world.from_first(lambda: self._known_unit(index, unit))
         if file is not None:
@@ -119,7 +122,7 @@ class BlockTuner:
             file = context.run.portion_file(training)
             write_unit(file, tunable, found)
             context.run.note_portion(training, file)
-        return LearnedUnit(found.weights[0], found.finite)
+        return found.weights[0], found.finite
 
     def _training(self, index: int, unit: Unit, number: int = 0) -> Training:
         """Return the training of a unit of a block; ``number`` is its place among those that are kept."""

@@ -1,7 +1,5 @@
 """Keep what the tuning of one unit of a block has learned, while the next unit is tuned."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,16 +14,6 @@ from aespa_pl.tuning import TunableBlock, Tuned
 from aespa_pl.walk.record import read_weight, weight_tensors
 
 
-@dataclass(frozen=True)
-class LearnedUnit:
-    """Holds what the rest of the walk needs of a unit; norms and biases are in the block."""
-
-    weights: Mapping[str, StoredWeight]
-    """Quantized weights by projection."""
-    finite: bool
-    """Whether all errors were finite numbers."""
-
-
 def write_unit(file: Path, tunable: TunableBlock, found: Tuned) -> None:
     """Write what was learned of a unit: its weights, and the norms and biases of the block."""
     tensors = weight_tensors(found.weights[0])
@@ -34,11 +22,11 @@ def write_unit(file: Path, tunable: TunableBlock, found: Tuned) -> None:
 
 
 @torch.no_grad()
-def read_unit(file: Path, tunable: TunableBlock) -> LearnedUnit:
-    """Put what ``write_unit`` wrote into the block, and return it."""
+def read_unit(file: Path, tunable: TunableBlock) -> tuple[dict[str, StoredWeight], bool]:
+    """Put what ``write_unit`` wrote into the block; return weights, and whether all errors were finite."""
     device = next(tunable.block.parameters()).device
     tensors = load_file(file, str(device))
-    weights = {}
+    weights: dict[str, StoredWeight] = {}
     for p in tunable.layout.projections:
         if f"{p.name}.integers" in tensors:
             start = tunable.weights[p.name]
@@ -47,7 +35,7 @@ def read_unit(file: Path, tunable: TunableBlock) -> LearnedUnit:
             set_projection_weight(tunable.block, tunable.layout, p, weights[p.name].weight())
     for name, parameter in _vectors(tunable).items():
         parameter.copy_(tensors[f"vector {name}"])
-    return LearnedUnit(weights, bool(tensors["finite"]))
+    return weights, bool(tensors["finite"])
 
 
 def _vectors(tunable: TunableBlock) -> dict[str, nn.Parameter]:
