@@ -30,7 +30,7 @@ def polish(block: QuantizedBlock, passes: int, world: World) -> None:
     for p in projections:
         if p.other_side is None:
             found = [
-                _descend(rows, passes, heads_alone=len(p.hessian) > 1) for rows in p.rows(p.share(world))
+                descend_rows(rows, passes, heads_alone=len(p.hessian) > 1) for rows in p.rows(p.share(world))
             ]
             _take(p, found, world)
 
@@ -41,7 +41,7 @@ def _polish_coupled(projections: list[QuantizedProjection], passes: int, world: 
     Their rows are visited a few at a time, so twice the heads take hardly longer.
     """
     each = [next(p.rows(p.share(world))) for p in projections]
-    found, grid = _descend(_together(each), passes)
+    found, grid = descend_rows(_together(each), passes)
     first = 0
     for p, rows in zip(projections, each, strict=True):
         heads = slice(first, first + len(rows.weight))
@@ -65,7 +65,7 @@ def _together(each: list[Rows]) -> Rows:
     )
 
 
-def _descend(rows: Rows, passes: int, *, heads_alone: bool = False) -> tuple[Descent, Grid]:
+def descend_rows(rows: Rows, passes: int, *, heads_alone: bool = False) -> tuple[Descent, Grid]:
     """Return the descent, and the grid: a block type's is fitted to the integers between descents."""
     W, H, G, grid = rows.weight, rows.hessian, rows.other_side, rows.grid
     found = descend(rows.integers, W, grid, H, G, passes=passes, heads_alone=heads_alone)

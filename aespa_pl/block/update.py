@@ -33,7 +33,7 @@ def update(block: QuantizedBlock, world: World, *, rows: bool = False) -> None:
     for p in block.projections.values():
         share = p.share(world)
         with naming(block, p), world.failing_together():
-            found = [_updated(part, rows=rows) for part in p.rows(share)]
+            found = [updated_rows(part, rows=rows) for part in p.rows(share)]
         updated, integers, grids, added = zip(*found, strict=True)
         p.updated = share.whole(torch.cat(updated))
         p.integers = share.whole(torch.cat(integers).to(torch.uint8))
@@ -41,7 +41,7 @@ def update(block: QuantizedBlock, world: World, *, rows: bool = False) -> None:
         p.measured["extra_damping"] = world.largest(float(torch.cat(added).max()))
 
 
-def _updated(part: Rows, *, rows: bool) -> tuple[Tensor, Tensor, Grid, Tensor]:
+def updated_rows(part: Rows, *, rows: bool = False) -> tuple[Tensor, Tensor, Grid, Tensor]:
     """Return W', integers, grid and extra damping; a block type's grid follows the integers, and these it."""
     updated, integers, added = _update(part, part.grid, rows=rows)
     grid = part.grid

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.end_loss import predicted, uncompensated
-from aespa_pl.calibration.end_loss import Seen, end_loss
+from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, Seen, end_loss
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.sizing.matrices import SizedMatrix, form_of
 
-SEGMENTS, LENGTH = 16, 512
-"""Calibration segments, and tokens of each, that the end loss is looked at with."""
 ROWS = 256
 """Rows of a matrix that are rounded for the prediction; they stand for all."""
 SEED = 0
@@ -47,7 +45,8 @@ def predicted_losses(
         key = "embedding" if key == "head" and tied else key
         if key in losses:
             if not columns or columns[0][0] is not seen.inputs:
-                columns = [(seen.inputs, _columns(seen, settings.damping))]
+                share = TIED_DAMPING if seen.block is None and tied else settings.damping
+                columns = [(seen.inputs, _columns(seen, share))]
             for candidate in candidates[key]:
                 losses[key][candidate] += _predicted(seen, columns[0][1], candidate, settings)
         after()
@@ -60,11 +59,9 @@ def of_matrices(matrices: Sequence[SizedMatrix], losses: Losses) -> list[Mapping
 
 
 def _columns(seen: Seen, damping: float) -> Tensor:
-    """Return the weight of each column; embedding and head are rounded without compensation."""
+    """Return the weight of each column; an embedding is rounded without compensation."""
     if seen.inputs is None:
         return torch.ones(seen.weight.shape[1], device=seen.weight.device)
-    if seen.block is None:
-        return seen.inputs.diagonal().clone()
     return uncompensated(seen.inputs, damping)
 
 

@@ -94,8 +94,9 @@ class StatisticsPasses:
         )
         attention = partial(source.family.observe_attention, source.model, module)
         either = attention if collector.value or collector.query_key else None
-        # before block 0 both streams are equal, and so are what comes out and the statistics
-        differ = len(streams.original) > 0 and index > 0
+        # both streams are equal before block 0, and so is all that follows, unless the embedding is quantized
+        own_stem = self.context.quantized_stem is not source
+        differ = len(streams.original) > 0 and (index > 0 or own_stem)
         compare = differ and bool(settings.input_correction)
         originals = in_turn(streams.original, device)
         watching = partial(observing, module, collector.groups, mixture)

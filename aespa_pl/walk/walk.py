@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, stored_types
 from aespa_pl.walk.collect import StatisticsPasses, Streams
 from aespa_pl.walk.model_tuner import ModelTuner
-from aespa_pl.walk.stem import stem_tensors
+from aespa_pl.walk.stem import quantize_stem, stem_tensors
 from aespa_pl.walk.words import time_left
 
 
@@ -60,7 +61,7 @@ class Walk:
         """
         keep_threads()
         run, world, count = self.context.run, self.context.world, self.context.source.block_count
-        run.take_complete(*world.from_first(self._begin))
+        run.take_complete(*world.from_first(partial(self._begin, tokens)))
         missing = [index for index in range(count) if index not in run.blocks]
         if self.context.one_block:
             for index in missing[:1]:
@@ -77,13 +78,14 @@ class Walk:
                 self.model_tuner.rewrite()
             self._finish()
 
-    def _begin(self) -> tuple[dict[int, BlockRecord], TunedModelRecord | None]:
+    def _begin(self, tokens: Tensor) -> tuple[dict[int, BlockRecord], TunedModelRecord | None]:
         """Write what lies outside the blocks; return what is complete: blocks, end-to-end tuning."""
         run = self.context.run
         for folder in (run.block_file(0).parent, run.model_folder):
             remove_leftovers(folder)
         for line in run.reopen(self.context.source.block_count):
             self.context.progress.say(line)
+        quantize_stem(self.context, tokens)
         if run.tuned is None:  # otherwise it is rewritten with the blocks
             self.writer.write_stem(stem_tensors(self.context))
         return run.blocks, run.tuned

@@ -1,0 +1,51 @@
+"""A run in block types of llama.cpp that was killed goes on, and ends with the same bytes."""
+
+import signal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.export.configurations import CONFIGS
+from tests.forks import Forks
+from tests.run.bench import LAST, Bench, check, results
+from tests.walks import save_with_words, shortened
+
+TYPES = (
+    "--quantization.format=Q2_K",
+    "--quantization.types={embedding: Q3_K}",
+    "--quantization.method=aespa-fast",
+    "--quantization.tuning.blocks.enabled=true",
+    "--quantization.tuning.blocks.epochs=1",
+    "--quantization.tuning.held_back=0.15",
+    "--data.calibration.segments=8",
+    "--output.checkpoint_iterations=1",
+)
+MOMENTS = [
+    "blocks/stem.safetensors",
+    "blocks/block_000.safetensors",
+    "checkpoints/block_001/tuning/step_2.ckpt",
+]
+"""Files that have just appeared when the run is killed, in their order."""
+
+
+@pytest.fixture(scope="module")
+def bench(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("types")
+    torch.manual_seed(0)
+    save_with_words(shortened(AutoModelForCausalLM.from_config(CONFIGS["llama-wide"]())), folder / "model")
+    return Bench(folder, forks)
+
+
+def test_killed_at_each_of_its_writes_it_goes_on_to_the_same_bytes(bench: Bench) -> None:
+    outcome = bench.fit("whole", *TYPES)
+    assert outcome.status == 0, outcome.text
+    whole = results(bench.run_of("whole"))
+    assert "blocks/stem.safetensors" in whole
+    kills = 0
+    for when in MOMENTS:
+        outcome = bench.fit("killed", *LAST, *TYPES, number=signal.SIGKILL, when=f"*/{when}")
+        assert outcome.status in (-signal.SIGKILL, 0), f"{when}: {outcome.text}"
+        kills += outcome.status == -signal.SIGKILL
+    assert kills > len(MOMENTS) / 2  # a file may be renamed before it is seen
+    check(bench, "killed", bench.fit("killed", *LAST, *TYPES), whole)
