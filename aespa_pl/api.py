@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -207,21 +207,16 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
             run, metrics = application.quantize(parsed, interruption, console)
     except UserError as error:
         raise UserError(f"{error}{_then(interruption)}") from error
-    except RunInterrupted as stop:
-        _end(stop, interruption)
+    except RunInterrupted as stop:  # it ends as a process ends that does not watch signals
+        if stop.number != signal.SIGINT:
+            signal.raise_signal(stop.number)
+        raise KeyboardInterrupt(f"stopped{_then(interruption) or ': nothing was begun'}") from None
     return QuantizedRun(run.folder.absolute(), metrics)
 
 
 def _then(interruption: Interruption) -> str:
     folder = interruption.run_folder
     return f"; continue with aespa_pl.resume({str(folder)!r})" if folder else ""
-
-
-def _end(stop: RunInterrupted, interruption: Interruption) -> NoReturn:
-    """End as a process ends that does not watch signals: by the signal, or by KeyboardInterrupt."""
-    if stop.number != signal.SIGINT:
-        signal.raise_signal(stop.number)
-    raise KeyboardInterrupt(f"stopped{_then(interruption) or ': nothing was begun'}") from None
 
 
 @contextmanager

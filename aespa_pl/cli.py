@@ -7,7 +7,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from jsonargparse import ArgumentError
 from rich.console import Console
@@ -26,26 +25,25 @@ NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate
 """Words of torch in a RuntimeError where the host has no memory; it has no class for that error."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """Describes what the first word of a command line calls."""
-
-    module: str
-    """Module with a function ``run(words, interruption)``, imported when it is called."""
-    says: str
-    """One line for the list of commands."""
-    configured: bool = True
-    """Whether it takes the sections of a configuration."""
-
-
 COMMANDS = {
-    "fit": Command("application", "Quantize a model block by block, or continue a run."),
-    "test": Command("application", "Measure the perplexity of the original and of the quantized model."),
-    "compare": Command("compare", "Compare methods, bit widths and seeds on one model, in one table."),
-    "plan": Command("application", "Estimate memory, disk space and time of fit; nothing is written."),
-    "export": Command("export", "Pack the integers of a run for an inference engine.", configured=False),
-    "report": Command("report", "Describe what a run did to each block.", configured=False),
+    "fit": "Quantize a model block by block, or continue a run.",
+    "test": "Measure the perplexity of the original and of the quantized model.",
+    "compare": "Compare methods, bit widths and seeds on one model, in one table.",
+    "plan": "Estimate memory, disk space and time of fit; nothing is written.",
+    "export": "Pack the integers of a run for an inference engine.",
+    "report": "Describe what a run did to each block.",
 }
+MODULES = {"fit": "application", "test": "application", "plan": "application"}
+"""Modules in ``commands`` with ``run(words, interruption)``, of which the others have the command's name."""
+OVERVIEW = """\
+Quantize the weights of a language model with aespa.
+
+usage: aespa-pl COMMAND [--key value ...]
+       aespa-pl COMMAND --help | --help | --version
+
+""" + "".join(f"  {name:<8} {says}\n" for name, says in COMMANDS.items())
+CONFIGURED = ("fit", "test", "compare", "plan")
+"""Commands that take the sections of a configuration."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,34 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _end(error, interruption)
 
 
-def overview() -> str:
-    """Return the list of commands."""
-    commands = "\n".join(f"  {name:<8} {command.says}" for name, command in COMMANDS.items())
-    return f"""\
-Quantize the weights of a language model with aespa.
-
-usage: aespa-pl COMMAND [--key value ...]
-       aespa-pl COMMAND --help | --help | --version
-
-{commands}
-"""
-
-
 def _run(words: Sequence[str], interruption: Interruption) -> None:
-    if not words or words[0] in ("-h", "--help"):
-        sys.stdout.write(overview())
+    if not words or words[0] in HELP:
+        sys.stdout.write(OVERVIEW)
         return
     if words[0] == "--version":
         sys.stdout.write(f"aespa-pl {aespa_pl.__version__}\n")
         return
     name, *rest = words
-    command = COMMANDS.get(name)
-    if command is None:
+    if name not in COMMANDS:
         hint = nearest(name, list(COMMANDS)) or f": expected one of {', '.join(COMMANDS)}"
         raise UserError(f"{name} is no command{hint}")
-    if command.configured:
+    if name in CONFIGURED:
         if {*rest} & {*HELP}:
-            show_help(name, command.says, rest)
+            show_help(name, COMMANDS[name], rest)
             sys.exit()
         given = with_run(Arguments.read(rest).with_configurations(), name)
         refuse_mistakes(given, name)
@@ -95,7 +79,7 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
         rest = given.words
     # shown in a terminal only; importing torch and Lightning takes seconds
     with Console(stderr=True).status(f"{name}: importing PyTorch and Lightning"):
-        module = importlib.import_module(f"aespa_pl.commands.{command.module}")
+        module = importlib.import_module(f"aespa_pl.commands.{MODULES.get(name, name)}")
     module.run([name, *rest], interruption)
 
 

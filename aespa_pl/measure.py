@@ -63,12 +63,7 @@ def free_bytes(device: torch.device) -> int:
     free = int(psutil.virtual_memory().available)
     for folder, limit, used, cached in (
         (CGROUP, "memory.max", "memory.current", "inactive_file"),
-        (
-            CGROUP / "memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
+        (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
             left = int((folder / limit).read_text()) - int((folder / used).read_text())

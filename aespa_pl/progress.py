@@ -105,12 +105,7 @@ class IterationProgress(Callback):
         self.name = name
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Show iteration and loss, as often as the losses are logged."""
         done = trainer.global_step

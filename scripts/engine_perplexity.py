@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aespa_pl.data.tokens import evaluation_tokens
-from aespa_pl.storage.cache import default_cache
+from aespa_pl.storage.cache import cache_folder
 
 PACKAGES = {
     "transformers": "transformers",
@@ -51,7 +51,7 @@ def main(
         tokenizer: Folder of the tokenizer; null: the folder itself. GGUF folders have none.
     """
     loaded = AutoTokenizer.from_pretrained(tokenizer or folder)
-    tokens = evaluation_tokens(text, loaded, length, segments, default_cache())
+    tokens = evaluation_tokens(text, loaded, length, segments, cache_folder())
     losses = ENGINES[engine](folder, tokens)
     print(
         f"{engine} ({PACKAGES[engine]} {version(PACKAGES[engine])}): perplexity "

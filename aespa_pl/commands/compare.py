@@ -88,7 +88,9 @@ def compare(settings: CompareSettings, given: Arguments, run_cell: RunCell, cons
             cells[number] = replace(_finished(folder, cell), failure=failure)
             if failure:
                 console.print(f"{cell.name}: {failure}", soft_wrap=True)
-        _write(folder, cells)
+        # so far: they can be read while the rest is under way
+        write_text(folder / "compare.csv", cells_csv(cells))
+        write_text(folder / "compare.md", summary(cells).markdown())
     print_table(console, summary(cells))
     _draw(folder, cells, console)
     if failed := [cell.name for cell in cells if cell.metrics is None]:
@@ -183,12 +185,6 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
             f"--output.name, or remove {file} if the difference changes no result"
         )
     write_json(file, shared)
-
-
-def _write(folder: Path, cells: Sequence[Cell]) -> None:
-    """Write the table so far: it can be read while the rest is under way."""
-    write_text(folder / "compare.csv", cells_csv(cells))
-    write_text(folder / "compare.md", summary(cells).markdown())
 
 
 def _draw(folder: Path, cells: Sequence[Cell], console: Console) -> None:

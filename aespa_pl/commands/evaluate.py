@@ -17,12 +17,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.evaluation.divergence import divergence
 from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
-from aespa_pl.evaluation.size import (
-    bits_per_weight,
-    packed_bits,
-    packed_bytes,
-    projection_weights,
-)
+from aespa_pl.evaluation.size import bits_per_weight, packed_bits, packed_bytes, projection_weights
 from aespa_pl.evaluation.tasks import Tasks, find_tasks, measure_tasks
 from aespa_pl.evaluation.whole import refuse_too_large
 from aespa_pl.models.headers import read_header
@@ -33,10 +28,7 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import TaskSettings
 
-MENDED_BY = {
-    "original": "check model.pretrained",
-    "quantized": "quantize with another method or more bits",
-}
+MENDED_BY = {"original": "check model.pretrained", "quantized": "quantize with another method or more bits"}
 """Advice where a model of a kind has a perplexity that is not finite."""
 
 

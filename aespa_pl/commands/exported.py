@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -53,11 +52,7 @@ def quantized_folder(model: ModelSettings) -> Path | None:
 
 
 def measure_exported(
-    folder: Path,
-    model: ModelSettings,
-    data: DataSettings,
-    tasks: TaskSettings,
-    device: torch.device,
+    folder: Path, model: ModelSettings, data: DataSettings, tasks: TaskSettings, device: torch.device
 ) -> dict[str, Any]:
     """Return metrics as in ``test.json``, and write them with their table into the folder."""
     if not tasks.tasks and not data.evaluation.names:
@@ -67,7 +62,12 @@ def measure_exported(
             f"--kld: {folder} has no original to compare with: test the run that it was exported from"
         )
     chosen, start = find_tasks(tasks) if tasks.tasks else None, time.perf_counter()
-    texts = _tokens(folder, data)
+    config = unpacked_config(folder)
+    positions = family_of(config).positions(config)
+    length = evaluation_length(data, positions)
+    check_length("evaluation", length, positions, str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    texts = held_out_texts(data, tokenizer, length, config.vocab_size)
     dtype = block_dtype(model, device, torch.float16)
     metrics: dict[str, Any] = {
         "size": {"quantized": {"bytes": sum(path.stat().st_size for path in shards(folder))}}
@@ -84,13 +84,3 @@ def measure_exported(
         metrics["test_seconds"] = {"quantized": time.perf_counter() - start}
     store(folder, metrics, folder.name)
     return metrics
-
-
-def _tokens(folder: Path, data: DataSettings) -> dict[str, Tensor]:
-    """Return the segments of each text, by its name."""
-    config = unpacked_config(folder)
-    positions = family_of(config).positions(config)
-    length = evaluation_length(data, positions)
-    check_length("evaluation", length, positions, str(folder))
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return held_out_texts(data, tokenizer, length, config.vocab_size)

@@ -167,13 +167,7 @@ def _check_weights(job: Job, progress: WalkProgress) -> None:
 
 
 def _context(
-    job: Job,
-    run: Run,
-    *,
-    trainers: Trainers,
-    progress: WalkProgress,
-    devices: Devices,
-    world: World,
+    job: Job, run: Run, *, trainers: Trainers, progress: WalkProgress, devices: Devices, world: World
 ) -> Context:
     """Return what all steps of the run work with."""
     loggers = trainers.begin(run) if world.is_first else []

@@ -188,10 +188,7 @@ def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Pa
 
 
 def checked(
-    settings: Settings,
-    device: torch.device,
-    config: PreTrainedConfig,
-    stored: torch.dtype | None = None,
+    settings: Settings, device: torch.device, config: PreTrainedConfig, stored: torch.dtype | None = None
 ) -> Checked:
     """Return settings without auto. Raises UserError where the model can't be quantized with them.
 

@@ -14,11 +14,10 @@ from aespa_pl.planning.budget import room
 from aespa_pl.planning.shape import Setup, Shape
 from aespa_pl.planning.table import Needs
 from aespa_pl.planning.tuning import block_bytes, inputs_bytes, model_bytes
-from aespa_pl.run.folder import ANOTHER_FOLDER
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.settings import DataSettings, QuantizationSettings
 from aespa_pl.settings.quantization import names_projection
-from aespa_pl.storage.files import disk_errors, existing
+from aespa_pl.storage.files import MEND, disk_errors, existing
 from aespa_pl.tuning.data import held_back_and_steps
 
 EVALUATION_LENGTH = 2048
@@ -136,13 +135,13 @@ def check_histograms(chosen: Sequence[str], layouts: Sequence[BlockLayout]) -> N
 
 def check_space(folder: Path, needed: float, key: str) -> None:
     """Raise UserError for a folder that can't be written to or has too few bytes; it need not exist yet."""
-    with disk_errors(folder, ANOTHER_FOLDER), tempfile.TemporaryFile(dir=existing(folder)):
+    advice = f"{MEND}, or choose another folder with {key}"
+    with disk_errors(folder, advice), tempfile.TemporaryFile(dir=existing(folder)):
         pass
     free = shutil.disk_usage(existing(folder)).free
     if free < needed:
         raise UserError(
-            f"{folder} has {human(free, 'B')} free, but about {human(needed, 'B')} more are needed: free "
-            f"space there, or choose another folder with {key}"
+            f"{folder} has {human(free, 'B')} free, but about {human(needed, 'B')} more are needed: {advice}"
         )
 
 

@@ -7,15 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aespa_pl.commands.arguments import (
-    FREE,
-    KEYS,
-    REQUIRED,
-    Arguments,
-    Option,
-    leaves,
-    read_configuration,
-)
+from aespa_pl.commands.arguments import FREE, KEYS, REQUIRED, Arguments, Option, leaves, read_configuration
 from aespa_pl.errors import UserError
 from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.settings import OutputSettings
@@ -75,13 +67,13 @@ def note_own(run: Path) -> None:
 
 
 def _mark(configuration: Path) -> Path:
-    from aespa_pl.storage.cache import default_cache  # noqa: PLC0415 - torch takes seconds
+    from aespa_pl.storage.cache import cache_folder  # noqa: PLC0415 - torch takes seconds
 
     try:
         name = hashlib.sha256(configuration.read_bytes()).hexdigest()
     except OSError:
         name = "none"
-    return default_cache() / "own_configurations" / name
+    return cache_folder() / "own_configurations" / name
 
 
 def _refuse_code_and_places(configuration: Path) -> None:

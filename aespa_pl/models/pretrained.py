@@ -34,7 +34,7 @@ from aespa_pl.models.headers import (
 )
 from aespa_pl.models.pickles import converted
 from aespa_pl.models.skeleton import skeleton
-from aespa_pl.storage.cache import default_cache
+from aespa_pl.storage.cache import cache_folder
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PretrainedFolder:
         config = read_config(folder)
         refuse_no_tokenizer(folder)
         files = [
-            converted(path, cache or default_cache()) if path.suffix == ".bin" else path
+            converted(path, cache or cache_folder()) if path.suffix == ".bin" else path
             for path in shards(folder)
         ]
         stored = dict[str, StoredTensor]()

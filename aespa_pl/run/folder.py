@@ -14,9 +14,6 @@ from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.run.training import Training
 from aespa_pl.storage.files import MEND, disk_errors
 
-ANOTHER_FOLDER = f"{MEND}, or choose another folder with --output.folder"
-"""Advice to a user whose run has not begun."""
-
 
 @dataclass
 class RunFolder:
@@ -89,7 +86,7 @@ def how_to_continue(folder: Path) -> str:
 
 def next_version(folder: Path) -> Path:
     """Make and return ``folder/version_N`` for the smallest N above all that exist."""
-    with disk_errors(folder, ANOTHER_FOLDER):
+    with disk_errors(folder, f"{MEND}, or choose another folder with --output.folder"):
         folder.mkdir(parents=True, exist_ok=True)
         taken = [version_number(path) for path in folder.glob("version_*")]
         while True:

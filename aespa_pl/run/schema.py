@@ -1,10 +1,9 @@
 """Define the JSON files of a run; they are validated here and nowhere else."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 DESCRIPTION = "quantization.json"
 """File in the folder of a quantized model; it says how the model was made."""
@@ -96,17 +95,8 @@ class Metrics(Strict):
     peak_bytes: dict[str, int]
 
 
-def _known(value: Any) -> Any:
-    """Return a mapping without null, which stands for a number that is missing or was not finite."""
-    if isinstance(value, Mapping):
-        return {key: number for key, number in value.items() if number is not None}
-    return value or {}
-
-
-KNOWN = BeforeValidator(_known)
 Number = Annotated[int | float, Field(ge=0, lt=1e100)]
 """A number that is shown; others are damage, because ratios of these are finite."""
-Numbers = Annotated[dict[str, Number], KNOWN]
 Perplexity = Annotated[int | float, Field(gt=0, lt=1e100)]
 
 
@@ -129,13 +119,13 @@ class _Size(Strict):
 class Measured(Strict):
     """Defines what is shown of metrics.json and test.json: by kind of model, then by text or task."""
 
-    perplexity: Annotated[dict[str, Annotated[dict[str, Perplexity], KNOWN]], KNOWN] = {}
-    divergence: Annotated[dict[str, Annotated[dict[str, _Distance], KNOWN]], KNOWN] = {}
-    tasks: Annotated[dict[str, Annotated[dict[str, _Accuracy], KNOWN]], KNOWN] = {}
-    size: Annotated[dict[str, _Size], KNOWN] = {}
-    test_seconds: Numbers = {}
-    seconds: Numbers = {}
-    peak_bytes: Numbers = {}
+    perplexity: dict[str, dict[str, Perplexity]] = {}
+    divergence: dict[str, dict[str, _Distance]] = {}
+    tasks: dict[str, dict[str, _Accuracy]] = {}
+    size: dict[str, _Size] = {}
+    test_seconds: dict[str, Number] = {}
+    seconds: dict[str, Number] = {}
+    peak_bytes: dict[str, Number] = {}
 
 
 class ShownDescription(Strict):
@@ -162,14 +152,9 @@ def parse(kind: type[Content], path: Path) -> Content:
     try:
         return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise DamagedFileError(first_problem(error)) from error
-
-
-def first_problem(error: ValidationError) -> str:
-    """Return the first key of a file that is not what it should be, and why."""
-    first = error.errors()[0]
-    where = ".".join(str(key) for key in first["loc"])
-    return f"{where}: {first['msg']}" if where else first["msg"]
+        first = error.errors()[0]
+        where = ".".join(str(key) for key in first["loc"])
+        raise DamagedFileError(f"{where}: {first['msg']}" if where else first["msg"]) from error
 
 
 class DamagedFileError(Exception):

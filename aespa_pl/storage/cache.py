@@ -23,16 +23,13 @@ from aespa_pl.storage.files import write_tensors
 log = logging.getLogger(__name__)
 
 
-def cache_folder(given: str | None) -> Path:
-    """Return the folder of the cache that ``data.cache`` names; None: the default one."""
-    return Path(given).expanduser() if given else default_cache()
-
-
-def default_cache() -> Path:
-    """Return the folder of the cache where none is named: aespa_pl under $XDG_CACHE_HOME or ~/.cache."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+def cache_folder(given: str | None = None) -> Path:
+    """Return the folder that ``data.cache`` names; None: aespa_pl under $XDG_CACHE_HOME or ~/.cache."""
+    if given:
+        return Path(given).expanduser()
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # the XDG specification: a relative path is to be ignored
-    return (given if given.is_absolute() else Path.home() / ".cache") / "aespa_pl"
+    return (base if base.is_absolute() else Path.home() / ".cache") / "aespa_pl"
 
 
 def recalled(cache: Path, kind: str, made_from: Mapping[str, object]) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aespa_pl.data import tokens
 from aespa_pl.data.tokens import cached_tokens
-from aespa_pl.storage.cache import default_cache
+from aespa_pl.storage.cache import cache_folder
 
 TOKENS = torch.arange(600, dtype=torch.int64).view(20, 30)
 
@@ -133,9 +133,9 @@ def test_a_full_disk_is_only_a_warning_and_leaves_nothing(
 def test_the_cache_lies_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert default_cache() == tmp_path / "xdg/aespa_pl"
+    assert cache_folder() == tmp_path / "xdg/aespa_pl"
     for ignored in ["", "relative"]:
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert default_cache() == tmp_path / ".cache/aespa_pl"
+        assert cache_folder() == tmp_path / ".cache/aespa_pl"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache() == tmp_path / ".cache/aespa_pl"
+    assert cache_folder() == tmp_path / ".cache/aespa_pl"
