@@ -63,7 +63,14 @@ def draw_segments(
     drawn = _draw_documents(documents, tokenize, settings, length, random)
     lengths = [len(tokens) for tokens in drawn]
     room = sum(n // length for n in lengths)
-    _refuse_short_text(room, settings, length, short=len(documents) > len(drawn))
+    if room < settings.segments:
+        advice = _PACK if len(documents) > len(drawn) and not settings.pack else ""
+        raise UserError(
+            f"{CALIBRATION_KEY}: {settings.source} is too short: {settings.segments} segments are to be "
+            f"drawn, and its documents of more than {length} tokens have room for {room} that don't "
+            f"overlap; set data.calibration.segments (or this text's part of them) to {room} at most, "
+            f"{advice}choose a shorter data.calibration.segment_length, or another text"
+        )
     chosen = [*range(len(drawn))]
     chosen += random.choices(chosen, [n - length + 1 for n in lengths], k=settings.segments - len(drawn))
     windows = [(i, random.randint(0, lengths[i] - length)) for i in chosen]
@@ -122,19 +129,7 @@ def _draw_documents(
     if not long:
         raise UserError(
             f"{CALIBRATION_KEY}: {settings.source} has no document of more than {length} tokens "
-            f"(documents read: {read}, the longest has {longest} tokens); "
-            f"{'' if settings.pack else _PACK}choose a "
-            "shorter data.calibration.segment_length, or another text (a .txt is one document)"
+            f"(documents read: {read}, the longest has {longest} tokens); {'' if settings.pack else _PACK}"
+            "choose a shorter data.calibration.segment_length, or another text (a .txt is one document)"
         )
     return long
-
-
-def _refuse_short_text(room: int, settings: CalibrationSettings, length: int, *, short: bool) -> None:
-    if room < settings.segments:
-        raise UserError(
-            f"{CALIBRATION_KEY}: {settings.source} is too short: {settings.segments} segments are to be "
-            f"drawn, and its documents of more than {length} tokens have room for {room} that don't "
-            f"overlap; set data.calibration.segments (or this text's part of them) to {room} at most, "
-            f"{_PACK if short and not settings.pack else ''}choose a shorter "
-            "data.calibration.segment_length, or another text"
-        )

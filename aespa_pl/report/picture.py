@@ -52,7 +52,7 @@ def saved(figure: Figure, kind: str) -> bytes:
 @contextmanager
 def style() -> Iterator[None]:
     """Draw in our colours and sizes for the time of this context."""
-    ink, muted, grid, panel = (PALETTE[name][0] for name in ("ink", "muted", "grid", "panel"))
+    ink, muted, grid, panel, _ = (light for light, _ in PALETTE.values())
     settings: dict[Any, Any] = {
         "text.parse_math": False,  # a dollar sign in a name is no formula
         "svg.fonttype": "none",  # text stays text: it can be searched, and is read aloud
