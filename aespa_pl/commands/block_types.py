@@ -8,7 +8,7 @@ from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout
-from aespa_pl.models.llama_cpp import architecture_of, unsupported_part
+from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads, unsupported_part
 from aespa_pl.models.llama_cpp_types import (
     MIXTURES,
     NARROW,
@@ -143,7 +143,7 @@ def _refuse_several_of_experts(types: dict[str, str], layouts: tuple[BlockLayout
 
 def _mixture(name: str, config: PreTrainedConfig) -> tuple[dict[str, str], dict[str, int]]:
     """Return the types that a format gives the matrices of a model, and the lengths of their rows."""
-    unsupported = unsupported_part(config)
+    unsupported = unsupported_part(config) or (OTHER_ORDER if other_heads(config) else None)
     if unsupported is not None:
         raise UserError(f"quantization.format is {name}, but {unsupported}: set quantization.format uniform")
     family = family_of(config)

@@ -30,18 +30,20 @@ from aespa_pl.export.gguf_metadata import (
 )
 from aespa_pl.export.gguf_model import (
     candidate_type,
+    column_order,
     exact_type,
     file_tensors,
     file_type,
     gguf_name,
     ideal_type,
+    in_column_order,
     in_float32,
     own_value,
     row_order,
 )
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.hub import LICENCES
-from aespa_pl.models.llama_cpp import architecture_of, unsupported_part
+from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads, unsupported_part
 from aespa_pl.run.model_writer import copy_companions
 from aespa_pl.storage.files import write_whole
 
@@ -68,6 +70,8 @@ class Gguf(Format):
         if part := unsupported_part(model.pretrained.config):
             yield part, "Use --format compressed-tensors (transformers, vLLM), or hf"
         refuse_tokenizer(model.original)
+        if other_heads(model.pretrained.config) and _crosses_heads(model):
+            yield OTHER_ORDER, "Set quantization.group_size to a divisor of linear_value_head_dim"
         for name in model.matrices:
             if candidate_type(model, name) is None:
                 columns = model.pretrained.tensors[name].shape[1]
@@ -93,6 +97,8 @@ class Gguf(Format):
                 order = row_order(model, name)
                 if order is not None:
                     value = torch.empty_like(value).index_copy_(0, order, value)
+                if (order := column_order(model, name)) is not None:
+                    value = torch.empty_like(value).index_copy_(1, order, value)
                 value = value.view(model.pretrained.tensors[name].shape)
                 yield ReadTensor(name, value, int(tensor.n_bytes) // len(names))
 
@@ -168,6 +174,8 @@ class Gguf(Format):
         order = row_order(model, name)
         if order is not None:
             value = value[order] if isinstance(value, Tensor) else value.rows(order)
+        if not isinstance(value, Tensor):
+            value = in_column_order(model, name, value)
         if isinstance(value, TypedWeight):
             return BLOCK_TYPES[value.kind.name].encode(value)
         if isinstance(value, QuantizedWeight):
@@ -198,6 +206,12 @@ class Gguf(Format):
         whole = model.pretrained.tensors[name].shape[-1] % columns == 0
         asked = self.embedding == "q8_0" and name in model.embeddings
         return asked and whole and model.stem_type(name) is None
+
+
+def _crosses_heads(model: QuantizedModel) -> bool:
+    """Return whether groups of columns do not lie within a head of linear attention."""
+    typed = model.settings.quantization.format != "uniform"
+    return typed or model.pretrained.config.linear_value_head_dim % (model.group_size or 1) != 0
 
 
 def _all_names(model: QuantizedModel) -> Iterator[str]:

@@ -20,9 +20,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aespa_pl.errors import UserError
 from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.models.hybrid import LINEAR
 from aespa_pl.models.llama import attention_kinds
 from aespa_pl.models.llama_cpp import (
-    LINEAR,
     architecture_of,
     attention_period,
     context_length,

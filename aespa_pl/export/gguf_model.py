@@ -4,12 +4,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import cache
 
 import gguf
 import torch
 from torch import Tensor
 
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, BlockType, smallest_type, zero_points
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.family import Role
@@ -23,6 +25,8 @@ IDEAL_WIDTH = 256
 
 def row_order(model: QuantizedModel, name: str) -> Tensor | None:
     """Return the rows of a weight or bias in the order that llama.cpp wants, None if it is theirs."""
+    if (order := _value_heads(model, name)) is not None:
+        return order
     projections = model.projections_of(name)
     if not projections:
         return None
@@ -34,6 +38,46 @@ def row_order(model: QuantizedModel, name: str) -> Tensor | None:
     if architecture.rotates_neighbours and first.role in (Role.QUERY, Role.KEY):
         return rows.view(-1, 2, layout.head_dim // 2).transpose(1, 2).flatten()
     return None
+
+
+def _value_heads(model: QuantizedModel, name: str) -> Tensor | None:
+    """Return the order of the rows of linear attention that belong to value heads, behind those of others.
+
+    In transformers the value heads of a key head follow one another; in llama.cpp the first of all key heads
+    come first.
+    """
+    config, kind = model.pretrained.config, name.rpartition(".linear_attn.")[2].removesuffix(".weight")
+    if ".linear_attn." not in name or kind in ("norm", "out_proj"):
+        return None
+    size = 1 if kind in ("in_proj_b", "in_proj_a", "A_log", "dt_bias") else config.linear_value_head_dim
+    others = 0
+    if kind in ("in_proj_qkv", "conv1d"):
+        others = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    rows = torch.arange(values * size).view(keys, values // keys, size).transpose(0, 1).flatten()
+    return torch.cat((torch.arange(others), others + rows))
+
+
+def column_order(model: QuantizedModel, name: str) -> Tensor | None:
+    """Return the columns of a matrix in the order that llama.cpp wants, None if it is theirs."""
+    if not name.endswith(".linear_attn.out_proj.weight"):
+        return None
+    return _value_heads(model, name.replace("out_proj", "in_proj_z"))
+
+
+def in_column_order(model: QuantizedModel, name: str, value: StoredWeight) -> StoredWeight:
+    """Return a quantized matrix with its columns in llama.cpp's order; groups lie within a head."""
+    order = column_order(model, name)
+    if order is None or not isinstance(value, QuantizedWeight):
+        return value
+    size, groups = value.group_size, value.scale.shape[1]
+    of_groups = order[::size] // size if groups > 1 else torch.zeros(1, dtype=torch.long)
+    return replace(
+        value,
+        integers=value.integers[:, order],
+        scale=value.scale[:, of_groups],
+        zero_point=value.zero_point[:, of_groups],
+    )
 
 
 def own_value(model: QuantizedModel, name: str, value: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from aespa_pl.models.moe import Qwen3MoeFamily
 from aespa_pl.models.observed import Attention
 
 LINEAR = "linear_attention"
+"""Kind of the blocks with linear attention in ``config.layer_types``."""
 LARGE = {"qwen3_next": ("in_proj_qkvz",)}
 SMALL = {"qwen3_next": ("in_proj_ba",)}
 """Projections of a Gated DeltaNet that are quantized, and that are not; the others have each by itself."""

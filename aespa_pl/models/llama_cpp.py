@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from aespa_pl.models.hybrid import LINEAR
 from aespa_pl.models.llama import attention_kinds
 
 
@@ -67,8 +68,10 @@ UNWRITTEN = {
 }
 """Why no file is written, by the ``model_type`` of models that llama.cpp has."""
 
-LINEAR = "linear_attention"
-"""Kind of the blocks with linear attention in ``config.layer_types``."""
+OTHER_ORDER = (
+    "llama.cpp has the value heads of linear attention in another order, and groups of out_proj's columns "
+    "would cross them"
+)
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of RoPE's frequencies that are written exactly."""
@@ -121,17 +124,18 @@ def _unsupported_linear_attention(config: PreTrainedConfig) -> str | None:
     kinds = attention_kinds(config)
     if LINEAR not in kinds:
         return None
-    if config.linear_num_key_heads != config.linear_num_value_heads:
-        return (
-            "llama.cpp has the value heads of linear attention in another order where they are more than the "
-            "keys', and out_proj would need blocks of other columns"
-        )
     if config.linear_key_head_dim != config.linear_value_head_dim:
         return "llama.cpp has keys and values of linear attention of one size"
     period = attention_period(config)
     if kinds != tuple(LINEAR if (i + 1) % period else "full_attention" for i in range(len(kinds))):
         return "llama.cpp has linear attention in all blocks but every n-th, layer_types in others"
     return None
+
+
+def other_heads(config: PreTrainedConfig) -> bool:
+    """Return whether llama.cpp has the value heads of linear attention in an order of its own."""
+    linear = LINEAR in attention_kinds(config)
+    return linear and config.linear_num_key_heads != config.linear_num_value_heads
 
 
 def attention_period(config: PreTrainedConfig) -> int:

@@ -150,7 +150,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         Qwen3_5MoeTextConfig, num_hidden_layers=3, **HYBRID, shared_expert_intermediate_size=96,
         **{**EXPERTS, "num_experts_per_tok": 8},  # no choice of experts that rounded activations could change
     ),
-    "qwen3.5-shared": lambda: llama(Qwen3_5TextConfig, **{**HYBRID, "linear_num_key_heads": 1}),
+    "qwen3.5-grouped": lambda: llama(
+        Qwen3_5TextConfig, num_hidden_layers=3, **{**HYBRID, "linear_num_value_heads": 6}
+    ),
     "mixtral": lambda: llama(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),
     "bloom-post-residual": lambda: bloom(apply_residual_connection_post_layernorm=True),

@@ -146,7 +146,7 @@ def test_symmetric_grids_need_one_bit_less(
         ("smollm3-other", 4, 32, "llama.cpp leaves RoPE out of every 4th block, no_rope_layers of"),
         ("gemma3-scaled", 4, 32, "llama.cpp runs query_pre_attn_scalar 32, not 20"),
         ("qwen3-moe-mixed", 4, 32, "llama.cpp has experts in all blocks of a mixture of experts"),
-        ("qwen3.5-shared", 4, 32, "value heads of linear attention in another order where they are more"),
+        ("qwen3.5-grouped", 4, 64, "value heads of linear attention in another order, and groups of"),
         ("olmo3-odd", 4, 32, "windows in all blocks but every n-th, layer_types in others"),
         ("exaone4-mixed", 4, 32, "llama.cpp has sliding windows in a exaone4 of 64 blocks alone"),
         ("llama", 8, 32, "no block type .* It holds 2 to 7 bits .* Use --format compressed-tensors"),

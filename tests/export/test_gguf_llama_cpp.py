@@ -38,7 +38,10 @@ from tests.export.runs import VOCABULARY, Known
         ("llama-yarn", 4, 32),
         *((name, 4, 32) for name in ("granite", "smollm3", "ministral3", "fused", "fused-partial")),
         *((name, 4, 32) for name in ("gemma2", "gemma3", "olmo2", "olmo3", "exaone4")),
-        *((name, 4, 32) for name in ("qwen2-moe", "qwen3-moe", "mixtral", "qwen3.5", "qwen3.5-moe")),
+        *(
+            (name, 4, 32)
+            for name in ("qwen2-moe", "qwen3-moe", "mixtral", "qwen3.5", "qwen3.5-grouped", "qwen3.5-moe")
+        ),
     ],
 )
 def test_llama_cpp_gives_the_same_distributions(
