@@ -50,8 +50,9 @@ class Learner:
         ]
         context, run = self.context, self.context.run
         integers: dict[str, list[Tensor]] = {name: [] for name in learned}
-        for portion in learning_portions(block.index, divisible, context.partition):
-            training = Training(block.index, portion.name, block_curves(block.index), portion.number)
+        for number, portion in enumerate(learning_portions(divisible, context.partition)):
+            name = ", ".join(heads.key for heads in portion)
+            training = Training(block.index, name, block_curves(block.index), number)
             of_portion = context.world.from_first(partial(self._learned_before, training))
             if of_portion is None:
                 release_memory()
@@ -66,7 +67,7 @@ class Learner:
                 of_portion = self._integers(module, portion, block)
                 del module, trainer
                 self._keep(training, of_portion)
-            for heads in portion.ranges:
+            for heads in portion:
                 integers[heads.name].append(of_portion[heads.key].to(context.device))
         for name, p in learned.items():
             q = torch.cat(integers[name])
@@ -78,7 +79,7 @@ class Learner:
         return self.context.settings.learns(attention=p.projection.role is not Role.OTHER)
 
     def _module(self, portion: Portion, block: QuantizedBlock) -> BlockRounding:
-        projections = {heads.key: self._rounding(heads, block) for heads in portion.ranges}
+        projections = {heads.key: self._rounding(heads, block) for heads in portion}
         settings = self.context.settings
         return BlockRounding(projections, settings.rounding, f"block {block.index}", settings.precision)
 
@@ -90,7 +91,7 @@ class Learner:
             heads.key: self._share(heads, block.projections[heads.name]).whole(
                 own[heads.key].to(self.context.device)
             )
-            for heads in portion.ranges
+            for heads in portion
         }
 
     def _keep(self, training: Training, integers: dict[str, Tensor]) -> None:
@@ -127,7 +128,7 @@ class Learner:
         """Return H and G of this process's rows; projections with the same input share an H."""
         batch, shared = {}, dict[Hessian, Tensor]()
         with multiplying_in(self.context.settings.precision):
-            for heads in portion.ranges:
+            for heads in portion:
                 p = block.projections[heads.name]
                 taken = self._share(heads, p).taken_heads
                 taken = slice(heads.first + taken.start, heads.first + taken.stop)

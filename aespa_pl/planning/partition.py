@@ -45,19 +45,8 @@ class HeadRange:
         return f"{self.name}_heads_{self.first}_to_{self.end - 1}"
 
 
-@dataclass(frozen=True)
-class Portion:
-    """Names the parts of a block that are learned together."""
-
-    block: int
-    number: int
-    """Place among the portions of the block, from 0."""
-    ranges: tuple[HeadRange, ...]
-
-    @property
-    def name(self) -> str:
-        """Return a name that tells these parts from all others of the block."""
-        return ", ".join(heads.key for heads in self.ranges)
+Portion = Sequence[HeadRange]
+"""Parts of a block that are learned together."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,7 @@ class Divisible:
     """Whether it has a Hessian for each head, and they are on disk."""
 
 
-def learning_portions(block: int, projections: Sequence[Divisible], partition: Partition) -> list[Portion]:
+def learning_portions(projections: Sequence[Divisible], partition: Partition) -> list[Portion]:
     """Return what of a block is learned together, portion after portion.
 
     A portion has at most ``partition.weights`` weights, but always something: a projection whose rows do
@@ -93,4 +82,4 @@ def learning_portions(block: int, projections: Sequence[Divisible], partition: P
             portions[-1].append(HeadRange(p.name, first, first + count, p.heads))
             first += count
             free -= count * each
-    return [Portion(block, number, tuple(ranges)) for number, ranges in enumerate(portions) if ranges]
+    return [portion for portion in portions if portion]

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.errors import UserError
-from aespa_pl.planning.partition import WHOLE, Divisible, HeadRange, Partition, Portion, learning_portions
+from aespa_pl.planning.partition import WHOLE, Divisible, HeadRange, Partition, learning_portions
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
@@ -41,7 +41,7 @@ def test_every_head_is_learned_once(weights: int | None, heads: int | None) -> N
         Divisible("v", 8, 80, on_disk=True),
         Divisible("o", 1, 120, on_disk=False),
     ]
-    parts = [portion.ranges for portion in learning_portions(3, projections, Partition(heads, weights))]
+    parts = learning_portions(projections, Partition(heads, weights))
     for p in projections:
         pieces = [piece for part in parts for piece in part if piece.name == p.name]
         found = [head for piece in pieces for head in range(piece.first, piece.end)]
@@ -57,10 +57,8 @@ def test_every_head_is_learned_once(weights: int | None, heads: int | None) -> N
 
 def test_nothing_to_divide_is_one_portion_of_whole_projections() -> None:
     projections = [Divisible("q", 4, 80, on_disk=False), Divisible("o", 1, 120, on_disk=False)]
-    (portion,) = learning_portions(3, projections, WHOLE)
-    assert portion == Portion(3, 0, (HeadRange("q", 0, 4, 4), HeadRange("o", 0, 1, 1)))
-    assert portion.name == "q, o"
-    assert learning_portions(3, [], WHOLE) == []
+    assert learning_portions(projections, WHOLE) == [[HeadRange("q", 0, 4, 4), HeadRange("o", 0, 1, 1)]]
+    assert learning_portions([], WHOLE) == []
 
 
 def test_heads_on_disk_read_like_a_tensor(tmp_path: Path) -> None:
