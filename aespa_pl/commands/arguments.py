@@ -25,6 +25,13 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "compare": keys_of(CompareSettings, "compare"),
 }
 """Types of the keys that only one command takes, on its command line."""
+CELL_KEYS = {
+    "ckpt_path": "each cell finds its own run",
+    "quantization.method": "use --compare.methods",
+    "quantization.bits": "use --compare.bits",
+    "data.calibration.seed": "use --compare.seeds",
+}
+"""Keys that differ from cell to cell of a comparison, and what to do instead of giving them."""
 OTHERS = ("config", "ckpt_path")
 FREE = "trainer"
 """The section that Lightning checks."""

@@ -29,13 +29,6 @@ from aespa_pl.settings import CompareSettings, OutputSettings
 from aespa_pl.storage.files import disk_errors, read_json, write_json, write_text, write_whole
 
 SECTION = "compare"
-DECIDED = {
-    "ckpt_path": "each cell finds its own run",
-    "quantization.method": "use --compare.methods",
-    "quantization.bits": "use --compare.bits",
-    "data.calibration.seed": "use --compare.seeds",
-}
-"""Keys of fit that differ from cell to cell, and what to do instead of giving them."""
 CELLS_FAILED = 1
 """Status where some cells have no result."""
 
@@ -51,15 +44,12 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     refuse_other_methods(shared, chosen.methods)
     interruption.how_to_continue = shlex.join(["aespa-pl", *words])
     console = PlainConsole()
-    folder = compare(chosen, shared, in_processes(interruption), console)
+    folder = compare(chosen, shared, partial(in_process, interruption), console)
     console.print(str(folder), soft_wrap=True)
 
 
 def _chosen(given: Arguments) -> CompareSettings:
-    """Return what the cells are. Raises UserError where there are none, or an option differs among them."""
-    for option in given.options:
-        if option.key in DECIDED:
-            raise UserError(f"{option.key} differs from cell to cell: {DECIDED[option.key]}")
+    """Return what the cells are. Raises UserError where there are none."""
     own = replace(given, options=tuple(o for o in given.options if o.key.startswith(f"{SECTION}.")))
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(CompareSettings, SECTION)
@@ -102,26 +92,22 @@ def compare(settings: CompareSettings, given: Arguments, run_cell: RunCell, cons
     return folder
 
 
-def in_processes(interruption: Interruption) -> RunCell:
-    """Return a function that runs a cell in a process of its own, so that its end spares the others."""
-
-    def run_cell(words: Sequence[str]) -> str:
-        with tempfile.TemporaryFile("w+", errors="replace") as errors:
-            # a process group of its own: a Ctrl-C reaches it once, from us
-            process = subprocess.Popen(  # noqa: S603 - our own program
-                # -P: a file of the current folder, such as yaml.py, stands for no library
-                [sys.executable, "-P", "-m", "aespa_pl", "fit", *words],
-                stderr=errors,
-                process_group=0,
-            )
-            status = _wait(process)
-            errors.seek(0)
-            said = errors.read()
-        interruption.check()  # first: how the cell is continued would stand beside how all are
-        sys.stderr.write(said)
-        return failure(status, said)
-
-    return run_cell
+def in_process(interruption: Interruption, words: Sequence[str]) -> str:
+    """Run a cell in a process of its own, so that its end spares the others; return why it failed."""
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        # a process group of its own: a Ctrl-C reaches it once, from us
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            # -P: a file of the current folder, such as yaml.py, stands for no library
+            [sys.executable, "-P", "-m", "aespa_pl", "fit", *words],
+            stderr=errors,
+            process_group=0,
+        )
+        status = _wait(process)
+        errors.seek(0)
+        said = errors.read()
+    interruption.check()  # first: how the cell is continued would stand beside how all are
+    sys.stderr.write(said)
+    return failure(status, said)
 
 
 def failure(status: int, said: str) -> str:

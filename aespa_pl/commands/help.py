@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from aespa_pl.commands.arguments import FREE
+from aespa_pl.commands.arguments import CELL_KEYS, FREE
 from aespa_pl.commands.mistakes import nearest
 from aespa_pl.errors import UserError
 from aespa_pl.settings import SECTIONS, TaskSettings
@@ -67,22 +67,21 @@ def show_help(command: str, says: str, words: Sequence[str]) -> None:
 
 
 def _overview(command: str, says: str) -> str:
-    keys = {f"--{key}": words for key, words in {**COMMON, **ONLY[command]}.items()}
-    width = max(map(len, keys))
-    names = [*NAMES, "tasks"] if command == "test" else NAMES
-    return "\n".join(
-        [
-            f"usage: aespa-pl {command} [--KEY VALUE ...] | --help [SECTION]",
-            "",
-            says,
-            "",
-            *(f"  {key:<{width}}  {words}" for key, words in keys.items()),
-            "",
-            f"aespa-pl {command} --help SECTION explains all keys of a section, which is one of",
-            f"{', '.join(names)}, or a part of one, such as quantization.tuning.",
-            "",
-        ]
-    )
+    common = {**COMMON, **ONLY[command]}
+    if command == "compare":
+        common = {key: words for key, words in common.items() if key not in CELL_KEYS}
+    width = max(map(len, common))
+    keys = "".join(f"  --{key:<{width}}  {words}\n" for key, words in common.items())
+    names = ", ".join([*NAMES, "tasks"] if command == "test" else NAMES)
+    return f"""\
+usage: aespa-pl {command} [--KEY VALUE ...] | --help [SECTION]
+
+{says}
+
+{keys}
+aespa-pl {command} --help SECTION explains all keys of a section, which is one of
+{names}, or a part of one, such as quantization.tuning.
+"""
 
 
 def _kind(path: str) -> Any:

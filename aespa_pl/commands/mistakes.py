@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from jsonargparse import ArgumentError, ArgumentParser
 
 from aespa_pl.commands.arguments import (
+    CELL_KEYS,
     FLAG,
     FREE,
     KEYS,
@@ -95,6 +96,8 @@ def _mistake(option: Option, command: str) -> str | None:
     section, _, name = key.partition(".")
     if option.value is None and not option.file and key != FLAG:
         return f"{key} has no value: give one after --{key}"
+    if command == "compare" and key in CELL_KEYS and not option.file:
+        return f"{key} differs from cell to cell: {CELL_KEYS[key]}"
     if key in (FLAG, *OTHERS) or (section == FREE and name.partition(".")[0] not in WALK_KEYS):
         return None
     if key not in kinds:

@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from aespa_pl.cli import message_and_status
 from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.compare import compare, in_processes, run
+from aespa_pl.commands.compare import compare, in_process, run
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import CompareSettings
@@ -25,7 +26,7 @@ def test_a_file_of_the_current_folder_is_no_library_of_a_cell(
 ) -> None:
     (tmp_path / "yaml.py").write_text("raise SystemExit('the file of the current folder ran')")
     monkeypatch.chdir(tmp_path)
-    said = in_processes(Interruption())(["--model.pretrained", "nowhere/"])
+    said = in_process(Interruption(), ["--model.pretrained", "nowhere/"])
     assert "the file of the current folder ran" not in said
     assert "nowhere" in said
 
@@ -59,7 +60,7 @@ def test_processes_leave_runs_like_any_other(tmp_path: Path) -> None:
         ]
     )  # fmt: skip
     settings = CompareSettings(methods=["rtn"], bits=[3], seeds=[0])
-    folder = compare(settings, shared, in_processes(Interruption()), silent())
+    folder = compare(settings, shared, partial(in_process, Interruption()), silent())
     finished = Run.open(folder / "rtn_w3_s0" / "version_0").metrics()
     assert finished is not None
     assert finished["perplexity"]["quantized"] == pytest.approx(finished["perplexity"]["nearest"], rel=1e-2)
@@ -70,7 +71,7 @@ def test_a_signal_is_passed_on_and_ends_the_comparison(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.executable", "/bin/sleep")  # sleep -m ... ends at once: a run that fails
     interruption.received = signal.SIGTERM
     with pytest.raises(RunInterrupted):
-        in_processes(interruption)(["60"])
+        in_process(interruption, ["60"])
 
 
 class Impatient(subprocess.Popen[bytes]):
@@ -99,7 +100,7 @@ def test_two_signals_at_once_do_not_leave_a_run_behind(
     monkeypatch.setattr("subprocess.Popen", Impatient)
     interruption = Interruption()
     with pytest.raises(RunInterrupted), interruption.watching():
-        in_processes(interruption)([])
+        in_process(interruption, [])
     try:
         assert Impatient.started.wait(10) == -signal.SIGTERM
     finally:
