@@ -17,8 +17,8 @@ MODEL_BYTES = FLOAT + 1
 """Bytes of a weight of a model whose integers stay: ``q - z`` in float32, and the integer in uint8."""
 MODEL_BYTES_LEARNED = 7 * FLOAT + 1
 """Bytes per weight of a model whose integers are learned: latent value with gradient, two moments and best
-epoch in float32, the integer in uint8, and two numbers in float32 that peaks of whole runs have beside them
-(docs/memory.md)."""
+epoch in float32 (twice while one replaces another), the integer in uint8, and a number in float32 that peaks
+of whole runs have beside them (docs/memory.md)."""
 CHECKPOINT_BYTES = 4 * FLOAT
 """Bytes in a checkpoint of a weight whose latent value is learned: the value, two moments and the best epoch.
 The checkpoint is there twice while one replaces another."""
@@ -133,5 +133,8 @@ def _scale_bytes(shape: Shape, settings: QuantizationSettings) -> int:
 
 
 def _transient(shape: Shape) -> int:
-    """Return the bytes of the gradient of the largest projection's weight, on its way through the grid."""
-    return 2 * FLOAT * max(m.size for m in shape.matrices)
+    """Return the bytes of the gradient of the largest projection's weight, on its way through the grid.
+
+    Beside it are the nearest integers, clamped and shifted, and its product with these.
+    """
+    return 5 * FLOAT * max(m.size for m in shape.matrices)

@@ -60,7 +60,7 @@ class ModelTuningSettings:
     """Segments in a mini-batch; there is one optimizer step for each."""
     blocks: Literal["auto", "memory", "disk"] = "auto"
     """Place of the blocks. memory: all are on the device, in float32. disk: each is read whenever it runs, so
-    that one is in memory at a time; integers stay, and scales, norms and biases are learned. auto: memory
+    that one is in memory at a time; integers that move have files (docs/memory.md). auto: memory
     where that fits, else disk."""
     integer_rate: FiniteNonNegative | None = None
     """Largest learning rate of the latent values of integers, in distances of two integers; null: 0.02 at
