@@ -34,7 +34,7 @@ DECIDED = (
             r"bits_of: 7 names .*a block \(0 to 1\), or both, such as",
         ),
         (["--quantization.bits_of", "{'*': 16}"], r"bits_of keeps all projections: give fewer of them 16"),
-        (["--quantization.bits_of", "{lm_head: 8}"], r"lm_head, which is the embedding .*embedding: Q8_0}'$"),
+        (["--quantization.bits_of", "{lm_head: 8}"], r"lm_head: 8, and no block type for rows of 16 weights"),
         (["--quantization.bits_of", "{0.v: 3}"], r"bits_of: 0\.v names nothing"),
         (["--quantization.bits_of", "{'*.v': 3}"], r"bits_of: \*\.v names nothing .*\*\.q_proj"),
         (

@@ -74,7 +74,7 @@ def test_report_takes_several_runs_or_the_last(
 ) -> None:
     """The figures are left empty, as it takes seconds to draw them."""
     pytest.importorskip("matplotlib", reason="the report's figures need matplotlib")
-    monkeypatch.setattr("aespa_pl.report.picture.Picture.svg", '<svg viewBox="0 0 1 1"></svg>')
+    monkeypatch.setattr("aespa_pl.report.page.for_page", lambda *_: '<svg viewBox="0 0 1 1"></svg>')
     runs = [finished.copied(name) for name in ("first", "second")]
     (runs[1] / "journal.json").touch()  # the newer one
     status, out, err = aespa("report", *runs, "--output", "page", "--figures", "none")
