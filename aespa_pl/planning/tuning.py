@@ -15,9 +15,9 @@ derivative, and the lower integer in int16. Clipping and affine: instead of grad
 what autograd keeps of the weights before and behind the transformation, rounded and clamped."""
 MODEL_BYTES = FLOAT + 1
 """Bytes of a weight of a model whose integers stay: ``q - z`` in float32, and the integer in uint8."""
-MODEL_BYTES_LEARNED = 7 * FLOAT + 1
+MODEL_BYTES_LEARNED = 8 * FLOAT + 1
 """Bytes per weight of a model whose integers are learned: latent value with gradient, two moments and best
-epoch in float32 (twice while one replaces another), the integer in uint8, and a number in float32 that peaks
+epoch in float32 (twice while one replaces another), the integer in uint8, and two numbers in float32 that peaks
 of whole runs have beside them (docs/memory.md)."""
 CHECKPOINT_BYTES = 4 * FLOAT
 """Bytes in a checkpoint of a weight whose latent value is learned: the value, two moments and the best epoch.
