@@ -17,8 +17,8 @@ MODEL_BYTES = FLOAT + 1
 """Bytes of a weight of a model whose integers stay: ``q - z`` in float32, and the integer in uint8."""
 MODEL_BYTES_LEARNED = 8 * FLOAT + 1
 """Bytes per weight of a model whose integers are learned: latent value with gradient, two moments and best
-epoch in float32 (twice while one replaces another), the integer in uint8, and two numbers in float32 that peaks
-of whole runs have beside them (docs/memory.md)."""
+epoch in float32 (twice while one replaces another), the integer in uint8, and two numbers in float32 that
+peaks of whole runs have beside them (docs/memory.md)."""
 CHECKPOINT_BYTES = 4 * FLOAT
 """Bytes in a checkpoint of a weight whose latent value is learned: the value, two moments and the best epoch.
 The checkpoint is there twice while one replaces another."""
