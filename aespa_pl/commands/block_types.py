@@ -66,7 +66,7 @@ def with_head(settings: QuantizationSettings, config: PreTrainedConfig) -> Quant
     if bits not in fitting:
         raise UserError(
             f"quantization.bits_of has {LM_HEAD}: {bits}, and no block type for rows of {columns} weights "
-            f"has so many bits: expected {', '.join(map(str, sorted(fitting)))} or {KEPT}"
+            f"has so many bits: expected {', '.join(map(str, [*sorted(fitting), KEPT]))}"
         )
     return replace(settings, bits_of=bits_of, types={**settings.types, "head": fitting[bits]})
 

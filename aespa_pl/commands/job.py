@@ -183,6 +183,7 @@ class Job(Checked):
 def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Path:
     """Return a model's folder, or that of its config.json, once settings that can't work are refused."""
     check_format(settings.quantization)
+    limits.check_folder(settings.output.folder)
     resolved(settings.quantization, device.type)
     return resolve(settings.model.pretrained, settings.model.revision, weights=weights)
 

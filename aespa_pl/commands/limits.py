@@ -1,5 +1,6 @@
 """Refuse what a model, its texts or this machine don't allow, in ``fit`` and ``plan`` alike."""
 
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -56,9 +57,11 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
     widths = {matrix.group: matrix.columns for matrix in every}
     if size and any(columns % size for columns in widths.values()):
         given = ", ".join(f"{columns} ({group})" for group, columns in widths.items())
+        common = math.gcd(*widths.values())
+        largest = max(d for d in range(1, min(size, common) + 1) if common % d == 0)
         raise UserError(
             f"quantization.group_size is {size}, but the projections have columns {given}: choose a divisor "
-            "of all, or null"
+            f"of all, such as {largest}, or null"
         )
 
 
@@ -86,6 +89,15 @@ def check_bits_of(layouts: Sequence[BlockLayout], settings: QuantizationSettings
                     f"quantization.bits_of: {given} in block {index} are one matrix in this model: give "
                     "all of them the same bits"
                 )
+
+
+def check_folder(folder: str) -> None:
+    """Raise UserError for an ``output.folder`` that is no folder of this machine."""
+    if "://" in folder:
+        raise UserError(
+            f"output.folder is {folder}: expected a folder of this machine; copy the run to its destination "
+            "afterwards"
+        )
 
 
 def refuse_tuning(setup: Setup) -> None:

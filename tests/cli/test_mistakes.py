@@ -33,6 +33,11 @@ DECIDED = (
             ["--quantization.bits_of", "{7: 3}"],
             r"bits_of: 7 names .*a block \(0 to 1\), or both, such as",
         ),
+        (["--output.folder", "s3://runs"], r"output\.folder is s3://runs: expected a folder of this machine"),
+        (
+            ["--quantization.group_size", 5],
+            r"group_size is 5, but .*: choose a divisor of all, such as 4, or null$",
+        ),
         (["--quantization.bits_of", "{'*': 16}"], r"bits_of keeps all projections: give fewer of them 16"),
         (["--quantization.bits_of", "{lm_head: 8}"], r"lm_head: 8, and no block type for rows of 16 weights"),
         (["--quantization.bits_of", "{0.v: 3}"], r"bits_of: 0\.v names nothing"),
