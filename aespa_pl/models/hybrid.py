@@ -2,9 +2,9 @@
 
 In gated attention the rows of q_proj are query and gate of a head in turn; the sigmoid of the gate
 multiplies the attention's output before o_proj. A Gated DeltaNet is a linear attention with a state: its
-large projections are plain linear layers, and all that rules the state keeps its precision (convolution, decay, norm, and the
-projections of decay and step, which have a row for each head; errors of the state add up over positions). Every
-norm but the one inside of Gated DeltaNet adds 1 to its weight.
+large projections are plain linear layers, and all that rules the state keeps its precision (convolution,
+decay, norm, and the projections of decay and step, which have a row for each head; errors of the state add
+up over positions). Every norm but the one inside of Gated DeltaNet adds 1 to its weight.
 """
 
 from collections.abc import Callable, Iterator, Mapping
