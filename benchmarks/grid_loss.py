@@ -51,10 +51,7 @@ def main(blocks: list[int], command: str, *, output: Path | None = None) -> None
             raise KeyboardInterrupt
 
     def search_group(
-        weights: Sequence[Tensor],
-        projections: Sequence[QuantizedProjection],
-        *rest: Any,
-        **named: Any,
+        weights: Sequence[Tensor], projections: Sequence[QuantizedProjection], *rest: Any, **named: Any
     ) -> list[Grid]:
         def searched(*, exhaustive: bool) -> tuple[list[Grid], float]:
             began = time.process_time()

@@ -23,16 +23,7 @@ from aespa_pl.algorithm.grid import search_grid
 from aespa_pl.algorithm.objectives import error_product
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
-COLUMNS = [
-    "projection",
-    "shape",
-    "ours, s",
-    "plain, s",
-    "ratio",
-    "product, s",
-    "ours / product",
-    "loss",
-]
+COLUMNS = ["projection", "shape", "ours, s", "plain, s", "ratio", "product, s", "ours / product", "loss"]
 
 
 def main(
@@ -60,13 +51,7 @@ def main(
     torch.manual_seed(0)
     where = torch.device(device)
     report = Report(
-        COLUMNS,
-        output,
-        benchmark="grid_search",
-        model=model,
-        bits=bits,
-        threads=threads,
-        device=device,
+        COLUMNS, output, benchmark="grid_search", model=model, bits=bits, threads=threads, device=device
     )
     for p in problems(model, rows, where):
         zeta = torch.ones(p.W.shape[-1], device=where)

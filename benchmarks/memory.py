@@ -140,9 +140,7 @@ def _run(arguments: list[str], threads: int) -> tuple[int, float]:
     began = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        env=environment,
-        stdout=subprocess.DEVNULL,
+        [sys.executable, "-c", PROGRAM, *arguments], env=environment, stdout=subprocess.DEVNULL
     )
     _, status, usage = os.wait4(process.pid, 0)
     if status:

@@ -52,21 +52,13 @@ NAMES = {
     "ffn_norm": "post_attention_layernorm",
 }
 """Modules of transformers' block of the LLaMA-like families, by llama.cpp's names."""
-STEM = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+STEM = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 class Importance(ctypes.Structure):
     """``llama_model_imatrix_data``: the importance of the columns of one tensor."""
 
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("data", ctypes.c_void_p),
-        ("size", ctypes.c_size_t),
-    )
+    _fields_ = (("name", ctypes.c_char_p), ("data", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
 class Parameters(ctypes.Structure):
@@ -137,13 +129,7 @@ def main(
 
 
 def make(
-    mixtures: list[str],
-    model: Path,
-    *,
-    calibration: Path,
-    source: Path,
-    folder: Path,
-    library: Path,
+    mixtures: list[str], model: Path, *, calibration: Path, source: Path, folder: Path, library: Path
 ) -> None:
     """Write a file of each mixture, with an importance matrix from the calibration tokens."""
     for name in ("libggml-base.so", "libggml.v0.5.0.so", "libllama.v0.5.0.so"):

@@ -100,9 +100,7 @@ def main(
 
 def _job(model: str, method: str) -> Job:
     data = DataSettings(
-        CalibrationSettings(segment_length=LENGTH),
-        EvaluationSettings(segment_length=LENGTH),
-        batch_size=8,
+        CalibrationSettings(segment_length=LENGTH), EvaluationSettings(segment_length=LENGTH), batch_size=8
     )
     quantization = QuantizationSettings(method=method, format="Q8_0")
     settings = Settings(ModelSettings(model), data, quantization, OutputSettings())

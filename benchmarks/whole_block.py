@@ -42,10 +42,7 @@ class BlockOptions(ProjectionOptions):
 def main(options: BlockOptions) -> None:
     """Measure each projection and print the sums of a block."""
     report = begin(
-        options,
-        ["phase", "ours, s", "plain, s", "ratio"],
-        benchmark="whole_block",
-        rows=options.rows,
+        options, ["phase", "ours, s", "plain, s", "ratio"], benchmark="whole_block", rows=options.rows
     )
     times = torch.tensor([options.searches, 1, options.iterations]).double()[:, None]
     single = [torch.tensor(_measure(p, options.repeats)).double() for p in projections(options)]
@@ -54,10 +51,7 @@ def main(options: BlockOptions) -> None:
         (*PHASES, "block"), [*total.tolist(), total.sum(0).tolist()], strict=True
     ):
         report.row(
-            [phase, f"{ours:.2f}", f"{plain:.2f}", f"{plain / ours:.1f}"],
-            phase=phase,
-            ours=ours,
-            plain=plain,
+            [phase, f"{ours:.2f}", f"{plain:.2f}", f"{plain / ours:.1f}"], phase=phase, ours=ours, plain=plain
         )
 
 
@@ -76,9 +70,7 @@ def _measure(p: Problem, repeats: int) -> list[list[float]]:
             where,
         ),
         median_of_each(
-            [lambda: update_weights(p.W, p.H, grid), lambda: plain_update(p.W, p.H, grid)],
-            repeats,
-            where,
+            [lambda: update_weights(p.W, p.H, grid), lambda: plain_update(p.W, p.H, grid)], repeats, where
         ),
         median_of_each([ours, trace], repeats, where),
     ]

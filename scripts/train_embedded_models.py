@@ -189,10 +189,7 @@ def nearest_perplexity(family: Family, segments: Tensor) -> float:
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
                 W = module.weight
-                low, high = (
-                    W.amin(1, keepdim=True).clamp(max=0),
-                    W.amax(1, keepdim=True).clamp(min=0),
-                )
+                low, high = (W.amin(1, keepdim=True).clamp(max=0), W.amax(1, keepdim=True).clamp(min=0))
                 scale = (high - low) / 3
                 zero = (-low / scale).round()
                 W.copy_(scale * ((W / scale).round().add(zero).clamp(0, 3) - zero))

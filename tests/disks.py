@@ -21,7 +21,4 @@ def full(*_: object, **__: object) -> NoReturn:
 
 def refused(folder: Path, reason: str = "No space left on device") -> Any:
     """Expect a UserError that says what is wrong, where, and what to do."""
-    return pytest.raises(
-        UserError,
-        match=rf"^cannot write to {folder}: .*{reason}.*: free space .*$",
-    )
+    return pytest.raises(UserError, match=rf"^cannot write to {folder}: .*{reason}.*: free space .*$")

@@ -69,12 +69,7 @@ class Forks:
         self._log = folder / "output.txt"
 
     def run(
-        self,
-        arguments: Sequence[str],
-        number: int = 0,
-        when: str = "",
-        delay: float = 0.0,
-        **more: Any,
+        self, arguments: Sequence[str], number: int = 0, when: str = "", delay: float = 0.0, **more: Any
     ) -> Outcome:
         """Run a command line; ``more`` as in Request."""
         assert self._process.stdin is not None

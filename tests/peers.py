@@ -172,10 +172,7 @@ def curves(module: BlockRounding, batch: StatisticsBatch) -> dict[str, Tensor]:
 
 def under_torchrun(arguments: Sequence[str]) -> None:
     """Run a command line in two processes that torchrun's agent starts, as forks: imports take seconds."""
-    from torch.distributed.launcher.api import (  # noqa: PLC0415  (here alone)
-        LaunchConfig,
-        elastic_launch,
-    )
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415  (here alone)
 
     agent = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="test", max_restarts=0,

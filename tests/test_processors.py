@@ -39,10 +39,7 @@ def test_quota_is_read_from_both_versions(
     [(None, 8, None), (8.0, 8, None), (2.9, 8, 2), (0.5, 8, 1), (3.0, 2, None)],
 )
 def test_threads_are_fewer_only_where_the_quota_is(
-    quota: float | None,
-    processors_seen: int,
-    expected: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    quota: float | None, processors_seen: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processors, "paid_for", lambda: quota)
     monkeypatch.setattr(processors, "seen", lambda: processors_seen)

@@ -178,11 +178,7 @@ def walk(
     settings = resolved(changed(changes or {}))
     pretrained = PretrainedFolder.open(save(model, folder / "original"))
     source = StreamedModel.open(
-        pretrained,
-        family_of(pretrained.config),
-        device,
-        dtype,
-        hidden_folder=hidden_folder,
+        pretrained, family_of(pretrained.config), device, dtype, hidden_folder=hidden_folder
     )
     run = run or Run.create(folder / "runs", {})
     said = io.StringIO()

@@ -49,9 +49,7 @@ class Allocation:
 
 
 def allocate(
-    costs: Sequence[Sequence[int]],
-    losses: Sequence[Sequence[float]],
-    most_steps: int = MOST_STEPS,
+    costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], most_steps: int = MOST_STEPS
 ) -> Allocation:
     """Find the best choice for every limit.
 

@@ -22,14 +22,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize
-from aespa_pl.algorithm.tile import (
-    Tile,
-    add_times,
-    find_coupled_moves,
-    find_moves,
-    moving,
-    times,
-)
+from aespa_pl.algorithm.tile import Tile, add_times, find_coupled_moves, find_moves, moving, times
 from aespa_pl.algorithm.workspace import one_thread
 
 COLUMNS = 64
@@ -185,11 +178,7 @@ class _Units:
         return self._with(lambda x: x.index_select(0, chosen), H, groups, G)
 
     def _with(
-        self,
-        change: Callable[[Tensor], Tensor],
-        H: Tensor,
-        groups: list[list[_Columns]],
-        G: Tensor | None,
+        self, change: Callable[[Tensor], Tensor], H: Tensor, groups: list[list[_Columns]], G: Tensor | None
     ) -> "_Units":
         """Return other units, with the fields changed that have a number for each weight."""
         weights = (self.integers, self.errors, self.step, self.newton, self.R)

@@ -16,9 +16,7 @@ CLIP_RATIOS = 100
 
 
 def min_max_grid(
-    W: Float[Tensor, "heads rows d_in"],
-    zeta: Float[Tensor, " d_in"],
-    grid_format: GridFormat,
+    W: Float[Tensor, "heads rows d_in"], zeta: Float[Tensor, " d_in"], grid_format: GridFormat
 ) -> Grid:
     """Return the grid from the smallest to the largest weight of each row (and group of columns).
 

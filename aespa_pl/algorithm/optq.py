@@ -24,9 +24,7 @@ ACCELERATOR_CHUNK = 2**28
 
 
 def update_weights(
-    W: Float[Tensor, "heads rows d_in"],
-    H: Float[Tensor, "#heads d_in d_in"],
-    grid: Grid,
+    W: Float[Tensor, "heads rows d_in"], H: Float[Tensor, "#heads d_in d_in"], grid: Grid
 ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]]:
     """Visit the columns in order of decreasing ``H_jj``, round each, compensate in those to come.
 

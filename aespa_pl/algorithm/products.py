@@ -44,10 +44,7 @@ def operand(A: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def multiply(
-    A: Float[Tensor, "*batch m k"],
-    B: Float[Tensor, "*batch k n"],
-    *,
-    out: Tensor | None = None,
+    A: Float[Tensor, "*batch m k"], B: Float[Tensor, "*batch k n"], *, out: Tensor | None = None
 ) -> Float[Tensor, "*batch m n"]:
     """Return ``A B`` in float32, of two matrices or two batches of them, in the context's precision.
 

@@ -81,9 +81,7 @@ def find_moves(
 
 
 def find_coupled_moves(
-    tile: Tile,
-    both: Float[Tensor, "columns twice_columns"],
-    below: Float[Tensor, "units rows rows"],
+    tile: Tile, both: Float[Tensor, "columns twice_columns"], below: Float[Tensor, "units rows rows"]
 ) -> Float[Tensor, "units rows columns"]:
     """Return the moves of a visit of weight after weight, where G couples the rows.
 

@@ -65,9 +65,7 @@ class Parabola:
 
 
 def fit_factors(
-    V: Float[Tensor, "groups rows columns"],
-    H: Float[Tensor, "groups columns columns"],
-    kind: GridType,
+    V: Float[Tensor, "groups rows columns"], H: Float[Tensor, "groups columns columns"], kind: GridType
 ) -> Factors:
     """Return the numbers of a block type with nearly the least loss of each group under nearest rounding.
 

@@ -35,9 +35,7 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: Worl
         block.take_grids(
             {
                 name: min_max_grid(
-                    p.weight,
-                    torch.ones_like(p.weight[0, 0]),
-                    grid_format(settings, block.index, name),
+                    p.weight, torch.ones_like(p.weight[0, 0]), grid_format(settings, block.index, name)
                 )
                 for name, p in block.projections.items()
             }
@@ -47,12 +45,7 @@ def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: Worl
 def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: World) -> None:
     grids: dict[str, Grid] = {}
 
-    def search(
-        p: QuantizedProjection,
-        zeta: Tensor,
-        form: GridFormat,
-        effort: Effort,
-    ) -> tuple[Grid, float]:
+    def search(p: QuantizedProjection, zeta: Tensor, form: GridFormat, effort: Effort) -> tuple[Grid, float]:
         share = p.share(world)
         searched = [search_grid(r.weight, r.hessian, zeta, form, effort=effort) for r in p.rows(share)]
         whole = share.whole_grid(joined([grid for grid, _ in searched]))

@@ -15,14 +15,7 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.objectives import reconstruction_loss
-from aespa_pl.algorithm.quantizer import (
-    Grid,
-    GridFormat,
-    QuantizedWeight,
-    StoredWeight,
-    dequantize,
-    quantize,
-)
+from aespa_pl.algorithm.quantizer import Grid, GridFormat, QuantizedWeight, StoredWeight, dequantize, quantize
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, World
@@ -128,9 +121,7 @@ class QuantizedProjection:
         return torch.cat(
             [
                 reconstruction_loss(
-                    dequantize(rows.integers, rows.grid) - rows.weight,
-                    rows.hessian,
-                    rows.other_side,
+                    dequantize(rows.integers, rows.grid) - rows.weight, rows.hessian, rows.other_side
                 )
                 for rows in everything
             ]
@@ -259,10 +250,7 @@ def grid_format(settings: QuantizationSettings, block: int, projection: str) -> 
 
 
 def nearest_weight(
-    module: nn.Module,
-    layout: BlockLayout,
-    projection: Projection,
-    form: GridFormat,
+    module: nn.Module, layout: BlockLayout, projection: Projection, form: GridFormat
 ) -> Tensor:
     """Return round-to-nearest on the min-max grid, ``[rows, d_in]``: the usual thing to compare with."""
     W = projection_weight(module, layout, projection).float()[None]

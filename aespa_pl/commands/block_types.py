@@ -9,14 +9,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads, unsupported_part
-from aespa_pl.models.llama_cpp_types import (
-    MIXTURES,
-    NARROW,
-    Matrix,
-    MixtureModel,
-    matrix_of,
-    mixture_type,
-)
+from aespa_pl.models.llama_cpp_types import MIXTURES, NARROW, Matrix, MixtureModel, matrix_of, mixture_type
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.settings.quantization import KEPT, names_projection

@@ -35,11 +35,7 @@ ATTEMPTS = 3
 
 
 def for_target(
-    job: Job,
-    given: Settings,
-    resume: str | None,
-    progress: WalkProgress,
-    world: World = ALONE,
+    job: Job, given: Settings, resume: str | None, progress: WalkProgress, world: World = ALONE
 ) -> tuple[Job, Mixture | None]:
     """Return the job with what is chosen for its target, and the choice where it is made now.
 
@@ -116,11 +112,7 @@ def _choices(job: Job, given: Settings, progress: WalkProgress) -> Choices:
     layouts = job.layouts
     progress.begin("Choosing for the target, matrices", 2 + sum(len(x.projections) for x in layouts))
     losses = predicted_losses(
-        job.stream(job.pretrained),
-        job.calibration(),
-        matrices,
-        job.quantization,
-        progress.advance,
+        job.stream(job.pretrained), job.calibration(), matrices, job.quantization, progress.advance
     )
     return Choices.of(matrices, of_matrices(matrices, losses))
 
@@ -165,12 +157,7 @@ def _other_bytes(job: Job, choices: Choices) -> int:
         return packed_bytes(original, weights, 8 * job.pretrained.dtype.itemsize, size)
     run = Run(Path(), {"version of aespa-pl": aespa_pl.__version__})
     model = QuantizedModel(
-        run,
-        job,
-        job.pretrained.folder,
-        job.cache,
-        job.pretrained,
-        job.pretrained.embeddings(),
+        run, job, job.pretrained.folder, job.cache, job.pretrained, job.pretrained.embeddings()
     )
     return file_bytes(model) - choices.bytes(settings.types)
 

@@ -22,12 +22,7 @@ from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.export.format import Format, ReadTensor
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, BlockType, as_typed
-from aespa_pl.export.gguf_metadata import (
-    add_metadata,
-    add_vocabulary,
-    refuse_tokenizer,
-    rope_factors,
-)
+from aespa_pl.export.gguf_metadata import add_metadata, add_vocabulary, refuse_tokenizer, rope_factors
 from aespa_pl.export.gguf_model import (
     candidate_type,
     column_order,

@@ -33,23 +33,14 @@ _BRECQ = Method(
 )
 # the range of each grid and a factor of each column are learned; every integer is the nearest one
 _OMNIQUANT = Method(
-    name="omniquant",
-    source="arXiv 2308.13137",
-    tune_blocks=True,
-    parametrization="clipping",
-    epochs=10,
+    name="omniquant", source="arXiv 2308.13137", tune_blocks=True, parametrization="clipping", epochs=10
 )
 # an invertible matrix stands in place of OmniQuant's factors between values and output
 _AFFINEQUANT = replace(_OMNIQUANT, name="affinequant", source="arXiv 2403.12544", parametrization="affine")
 # OPTQ that knows the attention scores, so that rows of a head make up for each other; the output projection's
 # share in the paper's loss of V, which couples its rows, is left out as in aespa's
 _BOA = replace(
-    _OPTQ,
-    name="boa",
-    source="arXiv 2406.13474",
-    optq_rows=True,
-    query_key="attention",
-    value="attention",
+    _OPTQ, name="boa", source="arXiv 2406.13474", optq_rows=True, query_key="attention", value="attention"
 )
 # grids, start and learned rounding know the attention; three additions are ours (keep_best, polish and
 # input_correction), and configs/paper.yaml switches them off

@@ -15,9 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
-from transformers.models.gpt_oss.modeling_gpt_oss import (
-    eager_attention_forward as attention_with_sinks,
-)
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as attention_with_sinks
 
 from aespa_pl.models.observed import Attention
 

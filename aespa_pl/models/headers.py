@@ -18,12 +18,7 @@ from aespa_pl.models import MODEL_TYPES, family_of, unknown_model_type
 from aespa_pl.models.parts import Part
 from aespa_pl.models.skeleton import refuse_unsound
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that weights may be stored in, by their names in a header."""
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")

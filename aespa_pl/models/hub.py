@@ -5,13 +5,7 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import (
-    HfApi,
-    hf_hub_download,
-    scan_cache_dir,
-    snapshot_download,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, hf_hub_download, scan_cache_dir, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,

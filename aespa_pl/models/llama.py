@@ -30,10 +30,7 @@ from aespa_pl.models.family import (
 )
 from aespa_pl.models.observed import Attention
 
-MASKS = {
-    "full_attention": create_causal_mask,
-    "sliding_attention": create_sliding_window_causal_mask,
-}
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 LISTED_KINDS = (
     "qwen2",
@@ -60,14 +57,7 @@ class LlamaFamily(Family):
     """Adapts models of LLaMA's structure, with and without grouped query heads."""
 
     title = "LLaMA 1 to 3, Mistral, Ministral 3, Qwen2, Qwen3, SmolLM3"
-    model_types: ClassVar[tuple[str, ...]] = (
-        "llama",
-        "mistral",
-        "ministral3",
-        "qwen2",
-        "qwen3",
-        "smollm3",
-    )
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "smollm3")
     blocks_path = "model.layers"
     starts: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
     """Paths of the modules that read the residual stream first, in attention and feed-forward network."""

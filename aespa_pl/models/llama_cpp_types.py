@@ -27,14 +27,7 @@ FILE_TYPES = {
     "Q3_K_L": 13, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K_M": 17, "Q6_K": 18, "Q2_K_S": 21,
 }  # fmt: skip
 """Numbers of the mixtures in ``llama_ftype``."""
-NARROW = {
-    "Q2_K": "Q4_0",
-    "Q3_K": "Q4_0",
-    "Q4_K": "Q5_0",
-    "Q5_K": "Q5_1",
-    "Q6_K": "Q8_0",
-    "Q2_0": "Q4_0",
-}
+NARROW = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "Q2_0": "Q4_0"}
 """The types of 32 columns, for rows that are no multiple of a larger block."""
 MANY_QUERIES = 4
 """Query heads for each key/value head from which on values are small enough for a larger type."""
@@ -94,13 +87,7 @@ def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
 
 
 def mixture_type(
-    name: str,
-    matrix: Matrix,
-    columns: int,
-    model: MixtureModel,
-    block: int = 0,
-    *,
-    tied: bool = False,
+    name: str, matrix: Matrix, columns: int, model: MixtureModel, block: int = 0, *, tied: bool = False
 ) -> str:
     """Return the name of the type that a matrix gets.
 

@@ -53,9 +53,7 @@ class OptFamily(Family):
             ),
             InputGroup("attention_output", (output,), FoldIntoRows("v_proj")),
             InputGroup(
-                "mlp_input",
-                (Projection("fc1", "fc1"),),
-                FoldIntoNorm("final_layer_norm") if norms else None,
+                "mlp_input", (Projection("fc1", "fc1"),), FoldIntoNorm("final_layer_norm") if norms else None
             ),
             InputGroup(
                 "mlp_hidden",

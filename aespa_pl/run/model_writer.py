@@ -38,10 +38,7 @@ class ModelWriter:
         return self._shard(index + 1)
 
     def finish(
-        self,
-        names: Mapping[int, tuple[str, ...]],
-        origin: Path,
-        config: Mapping[str, Any] | None = None,
+        self, names: Mapping[int, tuple[str, ...]], origin: Path, config: Mapping[str, Any] | None = None
     ) -> None:
         """Write the index of the shards, and the files beside the weights that belong to the model.
 

@@ -60,10 +60,7 @@ def typed_matrices(
 
 
 def uniform_matrices(
-    layouts: tuple[BlockLayout, ...],
-    shape: Shape,
-    settings: QuantizationSettings,
-    fixed: Mapping[str, str],
+    layouts: tuple[BlockLayout, ...], shape: Shape, settings: QuantizationSettings, fixed: Mapping[str, str]
 ) -> list[SizedMatrix]:
     """Return the matrices of the blocks with each number of bits; arguments as above."""
 

@@ -29,12 +29,7 @@ class Clipped(WeightParametrization):
     learns_latent = False
 
     def __init__(
-        self,
-        start: QuantizedWeight,
-        target: Tensor,
-        *,
-        symmetric: bool,
-        transform: nn.Module | None = None,
+        self, start: QuantizedWeight, target: Tensor, *, symmetric: bool, transform: nn.Module | None = None
     ) -> None:
         """Start at nearly the min-max grid of ``target``, with bits and groups of ``start``.
 

@@ -60,8 +60,7 @@ def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout
         case "rounding":
             penalty = RoundingPenalty(tuning.penalty, rounding.warmup, rounding.beta_start, rounding.beta_end)
             return Recipe(
-                lambda _, start, target: UpOrDown(cast(QuantizedWeight, start), target),
-                penalty=penalty,
+                lambda _, start, target: UpOrDown(cast(QuantizedWeight, start), target), penalty=penalty
             )
         case "clipping" | "affine" as kind:
             transforms = transformations_of(

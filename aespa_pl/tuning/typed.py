@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.grid_types import TypedWeight, round_to_half
-from aespa_pl.tuning.parametrization import (
-    MARGIN,
-    WeightParametrization,
-    dequantized,
-    straight_through,
-)
+from aespa_pl.tuning.parametrization import MARGIN, WeightParametrization, dequantized, straight_through
 
 
 class TypedStraightThrough(WeightParametrization):

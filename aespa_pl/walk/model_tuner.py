@@ -235,10 +235,7 @@ class ModelTuner:
         """Replace the two files of a block by new ones, both at once."""
         run, layout, source = self.context.run, self.context.layout(index), self.context.source
         family, files = source.family, (run.block_file(index), self.writer.block_file(index))
-        tensors, complete = (
-            load_file(files[0]),
-            source.pretrained.with_blocks(family, {index: files[1]}),
-        )
+        tensors, complete = (load_file(files[0]), source.pretrained.with_blocks(family, {index: files[1]}))
         shard = {name: complete.tensor(name) for name in complete.block_names(family, index)}
         tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}
         quantized = self._weights(index, tensors)

@@ -31,13 +31,7 @@ def problem(heads: int, rows: int, columns: int, bits: int = 2) -> tuple[Tensor,
 
 
 def autograd_loss(
-    B: Tensor,
-    W: Tensor,
-    updated: Tensor,
-    grid: Grid,
-    H: Tensor,
-    G: Tensor | None,
-    beta: float | None,
+    B: Tensor, W: Tensor, updated: Tensor, grid: Grid, H: Tensor, G: Tensor | None, beta: float | None
 ) -> Tensor:
     """The definition, with lambda 1.5, left to autograd."""
     h = torch.clamp(1.2 * torch.sigmoid(B) - 0.1, 0, 1)

@@ -5,23 +5,9 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import candidate_losses
-from aespa_pl.algorithm.candidate_losses import (
-    Candidates,
-)
-from aespa_pl.algorithm.candidates import (
-    EXHAUSTIVE,
-    QUICK,
-    THOROUGH,
-    Effort,
-    best_grids,
-)
-from tests.algorithm.candidate_examples import (
-    SPECTRA,
-    every_loss,
-    loss_of,
-    problem,
-    strong_directions,
-)
+from aespa_pl.algorithm.candidate_losses import Candidates
+from aespa_pl.algorithm.candidates import EXHAUSTIVE, QUICK, THOROUGH, Effort, best_grids
+from tests.algorithm.candidate_examples import SPECTRA, every_loss, loss_of, problem, strong_directions
 
 STRONG_DIRECTIONS = 1.005
 """The loss of the rows together, as a multiple of the least, with more strong directions than A has columns.
@@ -133,9 +119,7 @@ def test_rows_too_small_for_the_inverse_of_a_scale_have_finite_losses(effort: Ef
     """Weight decay leaves such rows: the inverse of their scales is not a number of float32."""
     V = torch.tensor([[1e-41, 0.0, -3e-41, 2e-41], [1.0, 0.0, -3.0, 2.0]])[None]
     candidates = Candidates(
-        torch.tensor([1e-41, 1.0])[None, :, None] * torch.linspace(1, 0.1, 20),
-        torch.ones(1, 2, 20),
-        3,
+        torch.tensor([1e-41, 1.0])[None, :, None] * torch.linspace(1, 0.1, 20), torch.ones(1, 2, 20), 3
     )
     scale, _, loss = best_grids(V, torch.eye(4)[None], candidates, effort=effort)
     assert loss.isfinite().all()

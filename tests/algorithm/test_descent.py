@@ -86,11 +86,7 @@ def test_objective_never_rises_and_integers_stay_in_range(
 @pytest.mark.parametrize(("bits", "group_size"), [(2, None), (3, 4)])
 @every_kind
 def test_moves_are_those_of_trying_every_value(
-    kind: str,
-    bits: int,
-    group_size: int | None,
-    block: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, bits: int, group_size: int | None, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, columns = block
     monkeypatch.setattr(descent, "COLUMNS", columns)

@@ -23,11 +23,7 @@ COMPILER = pytest.mark.skipif(
 
 
 def given(heads: int = 2, rows: int = 6, columns: int = 32) -> tuple[SoftRounding, Tensor, Tensor, Tensor]:
-    W, X, K = (
-        torch.randn(heads, rows, columns),
-        torch.randn(columns, 90),
-        torch.randn(heads, 9, rows),
-    )
+    W, X, K = (torch.randn(heads, rows, columns), torch.randn(columns, 90), torch.randn(heads, 9, rows))
     grid = min_max_grid(W, torch.rand(columns) + 0.5, GridFormat(2, group_size=16))
     rounding, B = start(W, W + torch.randn_like(W), grid)  # some weights leave the range
     return rounding, 3 * B, (X @ X.T)[None] / 90, K.mT @ K

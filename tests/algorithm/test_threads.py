@@ -80,10 +80,6 @@ def test_gradients_have_the_same_bits_before_and_after_a_change_of_threads() -> 
     """It takes a new process: in this one the number of threads has been set already."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(
-        [sys.executable, "-c", GRADIENTS],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", GRADIENTS], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == "True\n"

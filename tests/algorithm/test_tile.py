@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import tile as tiles
-from aespa_pl.algorithm.tile import (
-    Tile,
-    coupled_moves,
-    find_coupled_moves,
-    find_moves,
-    settled_moves,
-)
+from aespa_pl.algorithm.tile import Tile, coupled_moves, find_coupled_moves, find_moves, settled_moves
 
 UNITS, ROWS, COLUMNS = 5, 4, 8
 MANY = ROWS * COLUMNS + 2

@@ -52,10 +52,7 @@ def fit(
     seen = searched if searched is not None else []
 
     def search_one(
-        pair: tuple[Tensor, Tensor],
-        zeta: Tensor,
-        grid_format: GridFormat,
-        effort: Effort,
+        pair: tuple[Tensor, Tensor], zeta: Tensor, grid_format: GridFormat, effort: Effort
     ) -> tuple[Grid, float]:
         grid, loss = search_grid(*pair, zeta, grid_format, effort=effort)
         seen.append((*pair, grid))
@@ -151,9 +148,7 @@ def test_first_zeta_is_that_of_the_min_max_grid() -> None:
         torch.testing.assert_close(float(found[0].zeta[j]), fitted or 1.0)
 
 
-def test_long_steps_of_zeta_find_lower_losses_in_fewer_rounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_steps_of_zeta_find_lower_losses_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 4 bits, over several problems; a leap of 1 is the plain alternation."""
     losses, rounds = {1.0: 0.0, zfold.LEAP: 0.0}, {1.0: 0, zfold.LEAP: 0}
     for seed in range(8):
@@ -171,9 +166,7 @@ def test_long_steps_of_zeta_find_lower_losses_in_fewer_rounds(
 
 
 @pytest.mark.parametrize("max_rounds", [1, 2, 30])
-def test_alternation_ends_when_the_loss_no_longer_falls_and_keeps_the_best(
-    max_rounds: int,
-) -> None:
+def test_alternation_ends_when_the_loss_no_longer_falls_and_keeps_the_best(max_rounds: int) -> None:
     """Over several problems; each round's loss is measured here, on the grids that it searched."""
     searched: list[Searched] = []
     best_rounds = set()

@@ -138,17 +138,11 @@ def test_a_model_that_differs_in_one_weight_is_another(tmp_path: Path) -> None:
         ({"bits": 9}, r"quantization\.bits is 9: expected 2 to 8$"),
         ({"rounding": {"iteration": 9}}, r"rounding\.iteration is unknown: did you mean quantiz"),
         ({"tokenizer": None}, r"tokenizer is missing: give the tokenizer"),
-        (
-            {"calibration": torch.zeros(3)},
-            r"calibration has the shape \[3\] and the type torch\.fl",
-        ),
+        ({"calibration": torch.zeros(3)}, r"calibration has the shape \[3\] and the type torch\.fl"),
         ({"calibration": object()}, r"calibration is a object: expected the name of a text"),
         ({"calibration": tokens() + WORDS}, r"token id \d+, but the model's vocabulary has 1024"),
         ({"calibration": tokens()[:, :1]}, r"segment_length is 1: expected 2 or more"),
-        (
-            {"trainer": {"devises": 2}},
-            r"unrecognized arguments: --trainer\.devises=2",
-        ),
+        ({"trainer": {"devises": 2}}, r"unrecognized arguments: --trainer\.devises=2"),
         ({"config": "no.yaml"}, r"there is no file no\.yaml"),
     ],
 )

@@ -8,15 +8,7 @@ import torch
 from aespa_pl.models import family_of
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.settings import GridSettings
-from tests.block.blocks import (
-    FEW,
-    begin,
-    every_example,
-    make_block,
-    make_statistics,
-    next_zeta,
-    updated,
-)
+from tests.block.blocks import FEW, begin, every_example, make_block, make_statistics, next_zeta, updated
 from tests.models.examples import make_ids, make_ours
 
 

@@ -110,10 +110,7 @@ def test_targets_are_the_formula_with_the_hessian_of_the_role(name: str) -> None
                     change = W[head] @ inputs[name].double()
                 expected = W[head] + 0.3 * change @ torch.linalg.inv(damped(H, 0.02))
                 torch.testing.assert_close(
-                    quantized.projections[p.name].weight[head].double(),
-                    expected,
-                    rtol=1e-3,
-                    atol=1e-3,
+                    quantized.projections[p.name].weight[head].double(), expected, rtol=1e-3, atol=1e-3
                 )
 
 
@@ -177,9 +174,7 @@ def test_roles_by_name_are_the_layouts() -> None:
             assert p.role is Role(role(p.name))
 
 
-def test_weights_beyond_what_scales_in_float16_reach_are_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_weights_beyond_what_scales_in_float16_reach_are_named(caplog: pytest.LogCaptureFixture) -> None:
     block, layout = example("opt")
     with torch.no_grad():
         linear(block, "self_attn.q_proj").weight[0, 0] = 1e8

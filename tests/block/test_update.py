@@ -6,15 +6,7 @@ from torch import Tensor
 
 from aespa_pl.errors import NumericalError
 from tests import reference
-from tests.block.blocks import (
-    begin,
-    example,
-    gridded,
-    make_block,
-    make_statistics,
-    next_zeta,
-    updated,
-)
+from tests.block.blocks import begin, example, gridded, make_block, make_statistics, next_zeta, updated
 
 
 @pytest.mark.parametrize("searched", [False, True])

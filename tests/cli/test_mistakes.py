@@ -25,14 +25,8 @@ DECIDED = (
             ["--quantization.bits_of", "{down_proj: 9}"],
             r"bits_of is {down_proj: 9}: expected a number .*, 2 to 8, or 16 .* such as {down_proj: 4}$",
         ),
-        (
-            ["--quantization.bits_of", "{v: 3}"],
-            r"bits_of: v names nothing in this model: expected a p",
-        ),
-        (
-            ["--quantization.bits_of", "{7: 3}"],
-            r"bits_of: 7 names .*a block \(0 to 1\), or both, such as",
-        ),
+        (["--quantization.bits_of", "{v: 3}"], r"bits_of: v names nothing in this model: expected a p"),
+        (["--quantization.bits_of", "{7: 3}"], r"bits_of: 7 names .*a block \(0 to 1\), or both, such as"),
         (["--output.folder", "s3://runs"], r"output\.folder is s3://runs: expected a folder of this machine"),
         (
             ["--quantization.group_size", 5],
@@ -42,10 +36,7 @@ DECIDED = (
         (["--quantization.bits_of", "{lm_head: 8}"], r"lm_head: 8, and no block type for rows of 16 weights"),
         (["--quantization.bits_of", "{0.v: 3}"], r"bits_of: 0\.v names nothing"),
         (["--quantization.bits_of", "{'*.v': 3}"], r"bits_of: \*\.v names nothing .*\*\.q_proj"),
-        (
-            ["--quantization.bit", 3],
-            r"quantization\.bit is unknown: did you mean quantization\.bits\?",
-        ),
+        (["--quantization.bit", 3], r"quantization\.bit is unknown: did you mean quantization\.bits\?"),
         (
             ["--quantization.rounding.iterations", 0],
             r"rounding\.iterations is 0: expected a whole number, 1 or more$",
@@ -70,10 +61,7 @@ DECIDED = (
         (["--data.evaluation.texts", "[no.txt]"], r"evaluation\.texts: no\.txt is neither"),
         (["--model.pretrained", "./no"], r"model\.pretrained: there is no folder no:"),
         (["--config", "no.yaml"], r"no file no\.yaml here.* one of .*opt125m_w2\.yaml"),
-        (
-            ["--trainer.log_every_n_steps", 0],
-            r"trainer\.log_every_n_steps is 0: expected 1 or more",
-        ),
+        (["--trainer.log_every_n_steps", 0], r"trainer\.log_every_n_steps is 0: expected 1 or more"),
         (["--trainer.max_steps", 5], f"trainer\\.max_steps {DECIDED}"),
         (["--trainer.limit_train_batches", 0], f"limit_train_batches {DECIDED}"),
         (["--trainer", "trainer.yaml"], f"trainer\\.max_epochs {DECIDED}"),
@@ -97,27 +85,15 @@ DECIDED = (
             ["--output.histograms", "[q_proj, gate_prj]"],
             r"histograms has gate_prj: the projections .* are q_proj, k_proj, ",
         ),
-        (
-            ["--quantization.rounding.learning_rate", "inf"],
-            r"rate is inf: expected a finite number above 0",
-        ),
-        (
-            ["--quantization.rounding.penalty_other", "nan"],
-            r"other is nan: expected a finite number, 0 or",
-        ),
-        (
-            ["--quantization.rounding.beta_start", "inf"],
-            r"start is inf: expected a finite number, 2 or more",
-        ),
+        (["--quantization.rounding.learning_rate", "inf"], r"rate is inf: expected a finite number above 0"),
+        (["--quantization.rounding.penalty_other", "nan"], r"other is nan: expected a finite number, 0 or"),
+        (["--quantization.rounding.beta_start", "inf"], r"start is inf: expected a finite number, 2 or more"),
         (
             ["--quantization.method", "aesop"],
             r"method is aesop: expected one of rtn, optq, zfold, .*, aespa-tuned$",
         ),
         (["--quantization.symmetric", "maybe"], r"symmetric is maybe: expected true or false$"),
-        (
-            ["--seed_everything", 2**32],
-            r"seed_everything is 4294967296: expected true or false, or 0 to",
-        ),
+        (["--seed_everything", 2**32], r"seed_everything is 4294967296: expected true or false, or 0 to"),
         (["--bits", 3], r"bits is unknown: did you mean quantization\.bits\?"),
         (["--quantization.bits"], r"quantization\.bits has no value"),
         (["opt.yaml"], r"opt\.yaml stands alone.*--config opt\.yaml"),
@@ -137,10 +113,7 @@ DECIDED = (
         ),
         (["--trainer.accelerator", "gpu"], r"trainer: No supported gpu"),
         (["--trainer.logger", "WandbLogger"], r"trainer: .*wandb"),
-        (
-            ["--trainer.callbacks+", "RichProgressBar"],
-            r"trainer\.callbacks has RichProgressBar: remove it",
-        ),
+        (["--trainer.callbacks+", "RichProgressBar"], r"trainer\.callbacks has RichProgressBar: remove it"),
         (
             [
                 "--trainer.callbacks+",
@@ -154,10 +127,7 @@ DECIDED = (
             ["--trainer.callbacks+", "LearningRateFinder"],
             r"trainer\.callbacks has LearningRateFinder: remove it",
         ),
-        (
-            ["--trainer.callbacks+", "Timer"],
-            r"can't be saved .*Interval\.step.*: give it as a text",
-        ),
+        (["--trainer.callbacks+", "Timer"], r"can't be saved .*Interval\.step.*: give it as a text"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -191,11 +161,7 @@ def test_accelerator_that_is_no_cpu_and_no_cuda_is_refused(
     ("command", "arguments", "message"),
     [
         ("fit", ["--tasks", "[piqa]"], r"tasks is a key of aespa-pl test alone"),
-        (
-            "test",
-            ["--tasks", "[piqa]", "--task_limit", 0],
-            r"task_limit is 0: expected a whole number",
-        ),
+        ("test", ["--tasks", "[piqa]", "--task_limit", 0], r"task_limit is 0: expected a whole number"),
         ("test", ["--task_limits", 1], r"task_limits is unknown: did you mean task_limit\?"),
     ],
 )

@@ -57,10 +57,7 @@ def test_curves_over_the_blocks(aespa: CommandLine, model: Path) -> None:
     passes = EventAccumulator(str(run / "block_001"))  # nothing is learned: the passes are its steps
     passes.Reload()
     for name in ("q_proj", "o_proj"):
-        curve, losses = (
-            passes.Scalars(f"loss_after_passes/{name}"),
-            journal["blocks"]["1"]["losses"],
-        )
+        curve, losses = (passes.Scalars(f"loss_after_passes/{name}"), journal["blocks"]["1"]["losses"])
         known = losses[name]
         assert [point.step for point in curve] == list(range(int(known["polish_passes"]) + 1))
         values = [point.value for point in curve]

@@ -76,8 +76,7 @@ def silent() -> Console:
 
 
 @pytest.mark.parametrize(
-    ("peaks", "found"),
-    [({"host": 9, "device": 4}, 4), ({"host": 9, "device": 0}, 9), ({"host": 9}, 9)],
+    ("peaks", "found"), [({"host": 9, "device": 4}, 4), ({"host": 9, "device": 0}, 9), ({"host": 9}, 9)]
 )
 def test_memory_is_the_devices_where_it_has_its_own(peaks: dict[str, int], found: int) -> None:
     assert Cell("rtn", 2, 0, {"peak_bytes": peaks}).peak_bytes == found
@@ -133,9 +132,7 @@ def test_a_configuration_with_numbers_as_keys_is_the_same_again(tmp_path: Path) 
         compare(SETTINGS, given(tmp_path, f"--config={file}"), run_cell, silent())
 
 
-def test_finished_cells_stay_in_the_table_of_a_comparison_that_is_killed_early(
-    tmp_path: Path,
-) -> None:
+def test_finished_cells_stay_in_the_table_of_a_comparison_that_is_killed_early(tmp_path: Path) -> None:
     optq = replace(SETTINGS, methods=["optq"], seeds=[0])
     compare(optq, given(tmp_path), Runs({"optq_w2_s0": 20.0}), silent())
 

@@ -20,11 +20,7 @@ class Problem:
 
 
 def problem(
-    device: torch.device,
-    heads: int = 1,
-    rows: int = 48,
-    columns: int = 160,
-    group_size: int | None = None,
+    device: torch.device, heads: int = 1, rows: int = 48, columns: int = 160, group_size: int | None = None
 ) -> Problem:
     W, X = torch.randn(heads, rows, columns), torch.randn(columns, 400)
     K = torch.randn(heads, 90, rows)

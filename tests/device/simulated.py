@@ -23,16 +23,7 @@ from aespa_pl.algorithm import soft_kernels
 from tests.device.operations import tree_leaves
 from tests.device.streams import NAME, device
 from tests.device.tally import tallies
-from tests.device.tensors import (
-    KEPT,
-    OneKernel,
-    SimulatedTensor,
-    address,
-    kernels_open,
-    mode,
-    pinned,
-    size,
-)
+from tests.device.tensors import KEPT, OneKernel, SimulatedTensor, address, kernels_open, mode, pinned, size
 
 
 def compiled(function: Callable[..., Any], **_options: Any) -> Callable[..., Any]:

@@ -75,12 +75,7 @@ def counted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         monkeypatch.setattr(tile, "COUPLED_ROUNDS", 40)  # all moves are settled, as on a CPU
 
         def options(*_: Any) -> dict[str, Any]:
-            return {
-                "accelerator": "auto",
-                "devices": 1,
-                "strategy": strategy(),
-                "log_every_n_steps": 3,
-            }
+            return {"accelerator": "auto", "devices": 1, "strategy": strategy(), "log_every_n_steps": 3}
 
         result = walk(
             request.param,
@@ -186,10 +181,7 @@ def test_a_column_of_optq_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("group_size", [None, 64])
 @pytest.mark.parametrize(("coupled", "kernels"), [(False, 34), (True, 64)])
 def test_the_descent_takes_few_kernels_and_waits_once_a_pass(
-    coupled: bool,
-    kernels: int,
-    group_size: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    coupled: bool, kernels: int, group_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tallies(passes: int) -> Tally:
         with counting() as found:

@@ -31,11 +31,7 @@ def test_kernels_and_their_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) ->
             (lambda: A.mul_(2), 1, 2 * 32),
             (lambda: A.T.reshape(8, 4)[:2].unsqueeze(0), 1, 2 * 32),  # the copy alone
             (lambda: A.view(4, 8)[1:].T, 0, 0),
-            (
-                lambda: A + A[:, :1].expand(8, 4),
-                1,
-                32 + 8 + 32,
-            ),  # read once, however often it is used
+            (lambda: A + A[:, :1].expand(8, 4), 1, 32 + 8 + 32),  # read once, however often it is used
             (lambda: A @ B, 1, 32 + 8 + 16),
             (A.zero_, 1, 32),
             (lambda: A.softmax(-1).sum(), 2, 2 * 32 + 32 + 1),

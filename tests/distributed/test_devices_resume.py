@@ -73,11 +73,7 @@ def test_stopped_run_goes_on_with_another_number(
     bench.check(name, like=whole())
 
 
-TUNED = (
-    "--quantization.method=aespa-tuned",
-    "--data.batch_size=2",
-    "--output.checkpoint_iterations=1",
-)
+TUNED = ("--quantization.method=aespa-tuned", "--data.batch_size=2", "--output.checkpoint_iterations=1")
 
 
 def test_two_tune_together_and_go_on_bit_for_bit(bench: Bench) -> None:

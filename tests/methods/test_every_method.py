@@ -146,9 +146,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_devices_without_segments_of_their_own_are_refused_where_forward_passes_train(
-    method: str,
-) -> None:
+def test_devices_without_segments_of_their_own_are_refused_where_forward_passes_train(method: str) -> None:
     """What several devices find is in tests/distributed."""
     tuning = resolved(QuantizationSettings(method=method)).tuning
     three: Any = SimpleNamespace(world_size=3)

@@ -109,15 +109,9 @@ def test_integers_of_wide_models_and_more_bits_are_learned_at_a_lower_rate(
 def test_rates_are_those_of_what_is_learned_whichever_the_method(
     method: str, learned: str, integers: float | None, scales: float
 ) -> None:
-    off = {
-        "grid.search": False,
-        "grid.zfold": False,
-        "optq.enabled": False,
-        "polish.enabled": False,
-    }
+    off = {"grid.search": False, "grid.zfold": False, "optq.enabled": False, "polish.enabled": False}
     settings = changed(
-        {"tuning.blocks.parametrization": learned, **off},
-        QuantizationSettings(method=method, bits=4),
+        {"tuning.blocks.parametrization": learned, **off}, QuantizationSettings(method=method, bits=4)
     )
     found = resolved(settings, width=576).tuning.blocks
     if integers is not None:  # with the others no integers are learned
@@ -223,11 +217,7 @@ def test_only_what_a_method_decides_may_be_null_in_addition() -> None:
     }
 
 
-FREE: dict[str, object] = {
-    "rounding.keep_best": None,
-    "polish.enabled": None,
-    "input_correction": None,
-}
+FREE: dict[str, object] = {"rounding.keep_best": None, "polish.enabled": None, "input_correction": None}
 """Nulls in place of what the tests' settings fix."""
 
 

@@ -77,11 +77,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "opt-bare": lambda: config(
         OPTConfig,
         OPT,
-        {
-            "enable_bias": False,
-            "layer_norm_elementwise_affine": False,
-            "activation_function": "gelu",
-        },
+        {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
     ),
     "bloom": lambda: config(BloomConfig, BLOOM),
     "bloom-post-residual": lambda: config(
@@ -95,20 +91,13 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral": lambda: config(MistralConfig, LLAMA, {"sliding_window": None, "head_dim": 8}),
     "qwen2": lambda: config(Qwen2Config, LLAMA),
     "qwen2-window": lambda: config(
-        Qwen2Config,
-        LLAMA,
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0},
+        Qwen2Config, LLAMA, {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
     ),
     "qwen3": lambda: config(Qwen3Config, LLAMA, {"head_dim": 8}),
     "qwen3-mixed": lambda: config(
         Qwen3Config,
         LLAMA,
-        {
-            "head_dim": 8,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": MIXED,
-        },
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED},
     ),
     "granite": lambda: config(
         GraniteConfig,
@@ -124,11 +113,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
         SmolLM3Config,
         LLAMA,
         PLAIN,
-        {
-            "no_rope_layers": [1, 0, 1],
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-        },
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": WINDOW},
     ),
     "ministral3": lambda: config(
         Ministral3Config,
@@ -223,11 +208,7 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen2-moe": lambda: config(Qwen2MoeConfig, LLAMA, MOE, {"shared_expert_intermediate_size": 16}),
     "qwen3-next": lambda: config(
-        Qwen3NextConfig,
-        LLAMA,
-        MOE,
-        HYBRID,
-        {"num_key_value_heads": 4, "shared_expert_intermediate_size": 16},
+        Qwen3NextConfig, LLAMA, MOE, HYBRID, {"num_key_value_heads": 4, "shared_expert_intermediate_size": 16}
     ),
     "qwen3.5": lambda: config(Qwen3_5TextConfig, LLAMA, HYBRID, {"tie_word_embeddings": True}),
     "qwen3.5-moe": lambda: config(

@@ -84,8 +84,7 @@ def test_home_is_expanded(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["./model", "../model", "/no/model", "~/no-model", "a/b/c", "org/na me", "C:\\model"],
+    "path", ["./model", "../model", "/no/model", "~/no-model", "a/b/c", "org/na me", "C:\\model"]
 )
 def test_wrong_path_is_not_looked_for_on_the_hub(hub: Hub, path: str) -> None:
     refused("there is no folder .*: give a folder with config.json and weights", path)
@@ -203,8 +202,7 @@ def snapshot(path: str, files: list[str], refs: set[str], modified: float) -> An
 
 
 @pytest.mark.parametrize(
-    ("revision", "path"),
-    [(None, "converted"), ("v1", "old"), ("hash-of-old", "old"), ("v3", None)],
+    ("revision", "path"), [(None, "converted"), ("v1", "old"), ("hash-of-old", "old"), ("v3", None)]
 )
 def test_cache_serves_without_network(hub: Hub, revision: str | None, path: str | None) -> None:
     hub.error = NoRouteError("no route")

@@ -155,10 +155,7 @@ def test_window_changes_the_logits() -> None:
             lambda: config(
                 MistralConfig,
                 LLAMA,
-                {
-                    "sliding_window": WINDOW,
-                    "layer_types": ["full_attention"] + ["sliding_attention"] * 2,
-                },
+                {"sliding_window": WINDOW, "layer_types": ["full_attention"] + ["sliding_attention"] * 2},
             ),
             "transformers runs sliding_attention in every block of a mistral, got full_attention, "
             "sliding_attention: correct layer_types or model_type",

@@ -35,9 +35,7 @@ def unsafe(folder: Path, *, shards: int = 1, legacy: bool = False) -> Path:
         )
     for file, inside in files.items():
         torch.save(
-            {name: tensors[name] for name in inside},
-            folder / file,
-            _use_new_zipfile_serialization=not legacy,
+            {name: tensors[name] for name in inside}, folder / file, _use_new_zipfile_serialization=not legacy
         )
     return folder
 
@@ -98,10 +96,7 @@ def refuse_to_load(*_: object, **__: object) -> None:
 
 
 def test_a_pickle_is_read_once(
-    folder: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         first = PretrainedFolder.open(folder, cache)
@@ -150,11 +145,7 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run_it(
 ) -> None:
     victim = tmp_path / "made by the pickle"
     path = folder / "pytorch_model.bin"
-    torch.save(
-        {"a": torch.ones(2), "b": Touch(victim)},
-        path,
-        _use_new_zipfile_serialization=not legacy,
-    )
+    torch.save({"a": torch.ones(2), "b": Touch(victim)}, path, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(UserError, match=rf"{path} is damaged, or a pickle of more than weights"):
         PretrainedFolder.open(folder, cache)
     assert not victim.exists()

@@ -118,10 +118,7 @@ def test_only_the_part_in_use_is_in_memory(name: str, tmp_path: Path) -> None:
             assert in_memory() == stem
             embedding, head = (
                 layer.weight
-                for layer in (
-                    source.model.get_input_embeddings(),
-                    source.model.get_output_embeddings(),
-                )
+                for layer in (source.model.get_input_embeddings(), source.model.get_output_embeddings())
             )
             assert (head is embedding) == source.pretrained.config.tie_word_embeddings
         assert in_memory() == set()
@@ -249,10 +246,7 @@ def test_states_hold_no_graph(tmp_path: Path) -> None:
     "device",
     [
         "cpu",
-        pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-        ),
+        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
     ],
 )
 @pytest.mark.parametrize("count", [0, 1, 5])

@@ -24,10 +24,7 @@ from tests.walks import walk
     ("output", "expected"),
     [
         (EVERY_FIVE, [5, 10, 15, 20]),
-        (
-            OutputSettings(checkpoint_iterations=None, checkpoint_seconds=1e-9),
-            list(range(1, LAST + 1)),
-        ),
+        (OutputSettings(checkpoint_iterations=None, checkpoint_seconds=1e-9), list(range(1, LAST + 1))),
         (OutputSettings(checkpoint_iterations=None, checkpoint_seconds=3600.0), []),
         (OutputSettings(checkpoint_iterations=7, checkpoint_seconds=3600.0), [7, 14, 21]),
         (OutputSettings(checkpoint_iterations=None, checkpoint_seconds=None), []),

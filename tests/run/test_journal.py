@@ -29,10 +29,7 @@ def test_journal_comes_back_as_it_was(run: Run) -> None:
     assert again.damaged_files(3) == []
     assert again.damage() == ""
     assert again.checkpoint == LearnedFile(
-        block=4,
-        key="q_heads_1, k",
-        file="checkpoints/block_004/x.ckpt",
-        checksum=sha(checkpoint),
+        block=4, key="q_heads_1, k", file="checkpoints/block_004/x.ckpt", checksum=sha(checkpoint)
     )
     assert again.checkpoint_to_continue(portion_of(4, 1)) == checkpoint
     assert again.checkpoint_to_continue(portion_of(4)) is None  # of other heads

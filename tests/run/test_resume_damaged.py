@@ -17,11 +17,7 @@ BLOCK, SHARD = "blocks/block_000.safetensors", "model/model-00002-of-00003.safet
 
 @pytest.mark.parametrize(("file", "damage"), [(BLOCK, truncate), (SHARD, flip), (SHARD, remove)])
 def test_damaged_block_is_named_and_done_again(
-    file: str,
-    damage: Callable[[Path], None],
-    bench: Bench,
-    stopped: Path,
-    whole: dict[str, bytes],
+    file: str, damage: Callable[[Path], None], bench: Bench, stopped: Path, whole: dict[str, bytes]
 ) -> None:
     name = f"{damage.__name__}_{Path(file).name}"
     run = copied(stopped, bench, name)

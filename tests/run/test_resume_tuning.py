@@ -172,10 +172,7 @@ def test_other_settings_of_the_tuning_are_refused(bench: Bench, whole: dict[str,
 @pytest.mark.parametrize(
     ("option", "advice"),
     [
-        (
-            "--trainer.devices=64",
-            "24 segments in batches of 4 are enough for 6: lower trainer.devices",
-        ),
+        ("--trainer.devices=64", "24 segments in batches of 4 are enough for 6: lower trainer.devices"),
         (
             "--trainer.callbacks=EarlyStopping",
             "remove it, or lower quantization.tuning.blocks.epochs and quantization.tuning.model.epochs",

@@ -68,10 +68,7 @@ def test_norms_and_biases_are_learned_too() -> None:
     tune_block(example, 4)
     after = dict(example.quantized.block.named_parameters())
     # what is added to all keys alike changes no attention
-    assert [n for n, p in before.items() if torch.equal(p, after[n])] in (
-        [],
-        ["self_attn.k_proj.bias"],
-    )
+    assert [n for n, p in before.items() if torch.equal(p, after[n])] in ([], ["self_attn.k_proj.bias"])
 
 
 def test_a_block_at_its_target_stays_where_it_is() -> None:

@@ -17,9 +17,7 @@ ROWS, COLUMNS = 4, 12
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_it_starts_at_the_weight_itself_and_is_decided_for_its_nearest_integers(
-    groups: int,
-) -> None:
+def test_it_starts_at_the_weight_itself_and_is_decided_for_its_nearest_integers(groups: int) -> None:
     W = torch.randn(ROWS, COLUMNS)
     start = quantize(W, 2, groups)
     made = UpOrDown(start, W)

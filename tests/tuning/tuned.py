@@ -13,15 +13,7 @@ from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family
 from aespa_pl.models.weights import projection_weight, set_projection_weight
-from aespa_pl.tuning import (
-    EVERYTHING,
-    LearningRates,
-    SegmentPairs,
-    TunableBlock,
-    Tuned,
-    output_error,
-    tune,
-)
+from aespa_pl.tuning import EVERYTHING, LearningRates, SegmentPairs, TunableBlock, Tuned, output_error, tune
 from aespa_pl.tuning.recipes import Recipe
 from tests.models.examples import make_ids, make_model
 
