@@ -86,8 +86,8 @@ def test_the_size_counts_every_tensor_as_the_file_has_it(run: Path, tmp_path: Pa
 def test_the_embedding_is_near_the_original(run: Path) -> None:
     model = QuantizedModel.open(run)
     with safe_open(next(model.original.glob("*.safetensors")), "pt") as file:
-        # rounding of a normal variable to 4 levels leaves 0.34 of its size (Lloyd-Max), to 64 levels 0.02; the
-        # head makes up for errors at its outputs with larger ones in its weights
+        # rounding of a normal variable to 4 levels leaves 0.34 of its size (Lloyd-Max), to 64 levels 0.02;
+        # the head makes up for errors at its outputs with larger ones in its weights
         for name, bound in (("model.embed_tokens.weight", 0.34), ("lm_head.weight", 2 * 0.02)):
             original = file.get_tensor(name).float()
             error = (model.stem_value(name) - original).norm() / original.norm()
