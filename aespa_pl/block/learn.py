@@ -7,6 +7,7 @@ import gc
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -61,7 +62,7 @@ class Learner:
                 trainer.fit(
                     module,
                     datamodule=StatisticsDataModule(self._statistics(portion, block)),
-                    ckpt_path=context.world.from_first(partial(run.checkpoint_to_continue, training)),
+                    ckpt_path=context.world.from_first(partial(self._checkpoint, training)),
                 )
                 self._refuse_early_end(trainer, f"block {block.index}")
                 of_portion = self._integers(module, portion, block)
@@ -74,6 +75,18 @@ class Learner:
             if context.settings.rounding.keep_best:
                 q = keep_better(q, p.loss(q), p.integers, p.loss(p.integers))
             p.integers = q
+
+    def _checkpoint(self, training: Training) -> Path | None:
+        """Return the checkpoint of a training, unless it has more iterations than are wanted now."""
+        file = self.context.run.checkpoint_to_continue(training)
+        wanted = self.context.settings.rounding.iterations
+        if file is None or torch.load(file, mmap=True, weights_only=True)["global_step"] <= wanted:
+            return file
+        self.context.progress.say(
+            f"block {training.block}: its checkpoint has more than {wanted} iterations, so it is learned "
+            "again"
+        )
+        return None
 
     def _learns(self, p: QuantizedProjection) -> bool:
         return self.context.settings.learns(attention=p.projection.role is not Role.OTHER)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aespa_pl.run.find import version_number
-from tests.run.bench import ITERATIONS, LAST, Bench, check, copied, flip
+from tests.run.bench import EVERY, ITERATIONS, LAST, Bench, check, copied, flip
 
 
 def test_other_settings_are_refused_all_at_once(bench: Bench, stopped: Path) -> None:
@@ -55,6 +55,14 @@ def test_iterations_may_change_for_the_blocks_to_come(bench: Bench, stopped: Pat
     outcome = bench.fit(name, *LAST, f"--quantization.rounding.iterations={2 * ITERATIONS}")
     assert outcome.status == 0, outcome.text
     assert (run / "blocks/block_000.safetensors").read_bytes() == first
+
+
+def test_fewer_iterations_than_a_checkpoint_has_learn_its_block_again(bench: Bench, stopped: Path) -> None:
+    name, few = "fewer_iterations", EVERY // 2
+    copied(stopped, bench, name)
+    outcome = bench.fit(name, *LAST, f"--quantization.rounding.iterations={few}")
+    assert outcome.status == 0, outcome.text
+    assert f"block 1: its checkpoint has more than {few} iterations, so it is learned again" in outcome.text
 
 
 def test_finished_run_is_left_alone(bench: Bench, whole: dict[str, bytes]) -> None:
