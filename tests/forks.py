@@ -126,6 +126,7 @@ def _serve() -> None:
                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0",
                         "LOCAL_RANK": str(rank), "WORLD_SIZE": str(request.processes),
                     }  # fmt: skip
+                _linger(request, rank)
                 for key, value in request.environment.items():
                     os.environ[key] = value.format(rank=rank)
                 module, name = request.target.split(":")
@@ -162,6 +163,21 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _linger(request: Request, rank: int) -> None:
+    """Have this process wait after it wrote a file of the glob, so that the signal comes in time."""
+    replace = os.replace
+    if not request.when or request.delay or rank != request.to:
+        return
+
+    def lingering(source: Any, target: Any) -> None:
+        replace(source, target)
+        if Path(target) in Path("/").glob(request.when.lstrip("/")):
+            os.replace = replace
+            time.sleep(0.5)  # SIGKILL ends it at once; a handler runs at once, and the process goes on later
+
+    os.replace = lingering  # type: ignore[assignment]
 
 
 def _wait(children: Sequence[int], request: Request, start: float) -> int:
