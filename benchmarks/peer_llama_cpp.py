@@ -4,9 +4,11 @@ The quantizer is the library of an npm package, called through ctypes (its struc
 
     npm pack @node-llama-cpp/linux-x64@3.22.1 && tar xzf node-llama-cpp-linux-x64-3.22.1.tgz
     python benchmarks/tokens.py MODEL TOKENS ...           # the tokens of our runs
-    python benchmarks/peer_llama_cpp.py MODEL '[TOKENS/wikitext2.safetensors]' --files '[OURS.gguf]' \
-        --mixtures '[Q2_K, Q4_K_M]' --library package/bins/linux-x64 --source F16.gguf \
-        --calibration TOKENS/calibration.safetensors --folder FOLDER
+    python benchmarks/peer_llama_cpp.py MODEL '[TOKENS/wikitext2.safetensors]' --files '{Q2_K: OURS.gguf}' \
+        --output compared/MODEL/files.csv --who aespa-fast --version 0.5.0
+    python benchmarks/peer_llama_cpp.py MODEL '[TOKENS/wikitext2.safetensors]' --mixtures '[Q2_K, Q4_K_M]' \
+        --library package/bins/linux-x64 --source F16.gguf --calibration TOKENS/calibration.safetensors \
+        --folder FOLDER --who 'llama.cpp, imatrix' --version v0.5.0
 
 F16.gguf is the model in float16, as llama.cpp's converter writes it. A file is dequantized by the library
 gguf and runs in transformers in float32, so nothing but its weights counts; LLaMA-like families alone.
@@ -14,14 +16,15 @@ Perplexity, KL divergence to the original, its 99.9 % quantile and the same top 
 ``aespa-pl test --kld``.
 """
 
+import csv
 import ctypes
-import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +85,7 @@ def main(
     model: Path,
     texts: list[Path],
     *,
-    files: list[Path] | None = None,
+    files: dict[str, Path] | None = None,
     mixtures: list[str] | None = None,
     library: Path | None = None,
     source: Path | None = None,
@@ -90,42 +93,54 @@ def main(
     folder: Path | None = None,
     segments: int | None = None,
     output: Path | None = None,
+    who: str = "",
+    version: str = "",
 ) -> None:
     """Print size, perplexity and divergence from the original of GGUF files, or of models' folders.
 
     Args:
         model: Folder of the original model.
         texts: Files with ``ids`` ``[segments, L]``.
-        files: GGUF files; or folders in Hugging Face's format, such as that of a run. All are in memory.
+        files: GGUF files by their names in the table; or folders in Hugging Face's format, such as that of
+            a run. All are in memory.
         mixtures: llama.cpp's names of files that are made first, with an importance matrix.
         library: With mixtures: the folder of libllama and libggml.
         source: With mixtures: the model as a GGUF file in float16.
         calibration: With mixtures: a file with ``ids``, the tokens that the importance is measured on.
         folder: With mixtures: gets MIXTURE.gguf.
         segments: The first ones of each text; null: all.
-        output: A JSON line for each file is appended to this file.
+        output: A CSV file that the rows are appended to; results.py makes tables and a picture of it.
+        who: Who made the files, for the rows.
+        version: The version of that program, for the rows.
     """
-    files = files or []
+    files = dict(files or {})
     if mixtures:
         if library is None or source is None or calibration is None or folder is None:
             raise SystemExit("--mixtures needs --library, --source, --calibration and --folder")
         paths = {"calibration": calibration, "source": source, "folder": folder, "library": library}
         make(mixtures, model, **paths)
-        files += [folder / f"{mixture}.gguf" for mixture in mixtures]
+        files |= {mixture: folder / f"{mixture}.gguf" for mixture in mixtures}
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    others = [opened(model, file) for file in files]
-    rows: list[dict[str, Any]] = [
-        {"model": model.name, "file": str(file), "bytes": size_of(file)} for file in files
-    ]
+    others = [opened(model, file) for file in files.values()]
+    rows = []
     for text in texts:
         found = measured(original, others, load_file(text)["ids"].long()[:segments])
-        for row, values in zip(rows, found, strict=True):
-            row[text.stem] = values
-    for row in rows:
-        print(json.dumps(row), flush=True)
-        if output is not None:
-            with output.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(row) + "\n")
+        for (name, file), values in zip(files.items(), found, strict=True):
+            of_file = {"who": who, "file": name, "bytes": size_of(file), "version": version}
+            rows.append(of_file | {"text": text.stem} | {k: f"{v:.6g}" for k, v in values.items()})
+    write(rows, sys.stdout)
+    if output is not None:
+        with output.open("a", encoding="utf-8", newline="") as lines:
+            write(rows, lines, head=not output.stat().st_size)
+
+
+def write(rows: list[dict[str, Any]], lines: TextIO, *, head: bool = True) -> None:
+    """Write rows as CSV."""
+    writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
+    if head:
+        writer.writeheader()
+    writer.writerows(rows)
+    lines.flush()
 
 
 def make(

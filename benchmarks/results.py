@@ -1,11 +1,11 @@
-"""Write the tables of ``docs/results.md`` from the results of ``aespa-pl compare``.
+"""Write the tables of ``docs/results.md`` and README, and README's picture of sizes, from stored results.
 
 python benchmarks/results.py
 
 ``compared/MODEL/NAME.csv`` in this folder is the ``compare.csv`` of one comparison, and
 ``docs/results.md`` has the commands that make it. A comparison in two runs, which have other bits and seeds,
-is ``NAME.csv`` and ``NAME_more.csv``. A table stands between ``<!-- KIND ARGUMENT -->`` and
-``<!-- end -->``, and all other text of the page stays.
+is ``NAME.csv`` and ``NAME_more.csv``. ``files.csv`` is what ``peer_llama_cpp.py`` measures of GGUF files. A
+table stands between ``<!-- KIND ARGUMENT -->`` and ``<!-- end -->``; all other text of the pages stays.
 """
 
 import csv
@@ -15,12 +15,16 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from jsonargparse import auto_cli
+from matplotlib.figure import Figure
 
 from aespa_pl.evaluation.table import TextTable
 from aespa_pl.methods import METHODS
+from aespa_pl.report.picture import HALF, MARKERS, SERIES, saved, style
 
 HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
 PAGE = HERE.parent / "docs" / "results.md"
+PICTURES = HERE.parent / "docs" / "pictures"
 COMPARED = HERE / "compared"
 PAPER = HERE / "paper_opt125m.csv"
 """Perplexities of OPT-125M on WikiText-2 as the paper prints them: three of its tables, by bit width."""
@@ -31,6 +35,11 @@ MODELS = ("opt", "llama", "bloom")
 REFERENCES = ("original", "nearest")
 UNKNOWN = "."
 PLACE = re.compile(r"(<!-- (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PEER = "llama.cpp, imatrix"
+"""Who made the files that ours are beside."""
+OURS = "aespa-fast"
+FILE_COLUMNS = {"perplexity": 3, "kl": 4, "kl 99.9 %": 3, "same top": 3}
+"""Measures of files, with the digits that are shown."""
 ABLATIONS = {
     "strategy": {
         "layers, on their own output": ("methods", "adaround"),
@@ -44,8 +53,12 @@ Row = dict[str, str]
 
 
 def main() -> None:
-    """Write the tables of the page anew."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the tables of the pages and the pictures anew."""
+    for page in (PAGE, README):
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for file in COMPARED.glob("*/files.csv"):
+        picture = sizes_picture(file.parent.name)
+        (PICTURES / f"sizes-{file.parent.name}.png").write_bytes(saved(picture, "png"))
 
 
 def filled(page: str) -> str:
@@ -56,6 +69,8 @@ def filled(page: str) -> str:
         "orders": orders_table,
         "ablation": ablation_table,
         "authors": authors_table,
+        "files": files_table,
+        "sizes": sizes_table,
     }
 
     def table(place: re.Match[str]) -> str:
@@ -157,6 +172,76 @@ def authors_table(bits: str) -> TextTable:
         seeds = ([float(same_model[m][f"seed {n}"]) for n in range(3)] for m in methods)
         table.append([model, *references, *(shown(values, spread=True) for values in seeds)])
     return TextTable(["model", *REFERENCES, *methods], table)
+
+
+def files_table(model: str) -> TextTable:
+    """Return what was measured of each file of a model, with columns for each text, by size."""
+    files = files_of(model)
+    first = next(iter(files.values()))
+    texts = list(first)
+    heads = [f"{text}: {name}" for text in texts for name in FILE_COLUMNS]
+    originals = [cell for text in texts for cell in (shown([float(first[text]["original"])]), "", "", "")]
+    lines = [["original", "", "", *originals]]
+    for (who, name), rows in files.items():
+        of_texts = [
+            f"{float(rows[text][key]):.{digits}f}" for text in texts for key, digits in FILE_COLUMNS.items()
+        ]
+        lines.append(
+            [f"{who}: {name}", f"{int(rows[texts[0]]['bytes']):,}", rows[texts[0]]["version"], *of_texts]
+        )
+    return TextTable(["file", "bytes", "version", *heads], lines)
+
+
+def sizes_table(model: str) -> TextTable:
+    """Return llama.cpp's files beside ours of the same mixture and of the same size, on the first text."""
+    files = files_of(model)
+    text = next(iter(next(iter(files.values()))))
+    lines = []
+    for name in (name for who, name in files if who == PEER):
+        theirs = files[PEER, name][text]
+        size = float(theirs["bytes"]) / 1e6
+        cells = [f"{name}, {size:.1f} MB"]
+        for row in (
+            theirs,
+            *(files.get(key, {}).get(text) for key in ((OURS, name), (f"{OURS}, target", f"{size:.1f} MB"))),
+        ):
+            cells += [
+                UNKNOWN if row is None else f"{float(row[key]):.{digits}f}"
+                for key, digits in (("perplexity", 2), ("kl", 3))
+            ]
+        lines.append(cells)
+    of = ("llama.cpp, imatrix", "ours, the same types", "ours, types chosen for the size")
+    return TextTable(["file", *(f"{who}: {what}" for who in of for what in ("perplexity", "KL"))], lines)
+
+
+def sizes_picture(model: str) -> Figure:
+    """Return size against divergence on the first text, a point for each file."""
+    files = files_of(model)
+    text = next(iter(next(iter(files.values()))))
+    with style():
+        figure = Figure(figsize=(HALF * 1.4, 3.6), layout="constrained")
+        axes = figure.subplots()
+        for number, who in enumerate(dict.fromkeys(who for who, _ in files)):
+            rows = {name: of[text] for (by, name), of in files.items() if by == who}
+            points = [(float(row["bytes"]) / 1e6, float(row["kl"])) for row in rows.values()]
+            axes.plot(*zip(*points, strict=True), MARKERS[number], color=SERIES[number], label=who)
+            for name, point in zip(rows, points, strict=True):
+                axes.annotate(name, point, (5, 3), textcoords="offset points", fontsize=7)
+        axes.set(yscale="log", xlabel="file, MB", ylabel=f"KL divergence on {text}, nats per token")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.legend()
+    return figure
+
+
+def files_of(model: str) -> dict[tuple[str, str], dict[str, Row]]:
+    """Return the rows of each file by text; files by who made them and by name, the smallest first."""
+    with (COMPARED / model / "files.csv").open(encoding="utf-8", newline="") as lines:
+        rows = sorted(csv.DictReader(lines), key=lambda row: int(row["bytes"]))
+    files: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        files.setdefault((row["who"], row["file"]), {})[row["text"]] = row
+    return files
 
 
 def read(model: str, comparison: str) -> list[Row]:

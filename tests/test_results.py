@@ -38,8 +38,9 @@ def store(folder: Path, name: str, cells: list[Cell]) -> None:
 
 
 def test_the_page_has_the_tables_of_the_stored_comparisons(results: ModuleType) -> None:
-    page = results.PAGE.read_text(encoding="utf-8")
-    assert results.filled(page) == page
+    pages = [file.read_text(encoding="utf-8") for file in (results.PAGE, results.README)]
+    assert [results.filled(page) for page in pages] == pages
+    page = pages[0]
     shown = {match[3] for match in results.PLACE.finditer(page) if match[2] == "model"}
     assert shown | {*results.MODELS} == {folder.name for folder in results.COMPARED.iterdir()}
 
@@ -131,3 +132,26 @@ def test_rows_of_the_authors_tokens_have_mean_and_spread_over_their_seeds(
     table = results.authors_table("2")
     assert table.head == ["model", "original", "nearest", "aespa-fast", "aespa"]
     assert table.rows == [["m", "10.000", "40.000", "30.000 ± 0.000", "21.000 ± 1.000"]]
+
+
+def test_files_are_beside_those_of_the_same_name_and_size(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "COMPARED", tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/files.csv").write_text(
+        "who,file,bytes,version,text,original,perplexity,kl,kl 99.9 %,same top\n"
+        "aespa-fast,Q2_K,88010000,1,wiki,20,22,0.1,1,0.9\n"
+        '"llama.cpp, imatrix",Q4_0,92000000,2,wiki,20,23,0.25,1,0.7\n'
+        '"llama.cpp, imatrix",Q2_K,88000000,2,wiki,20,25,0.5,3,0.7\n'
+        '"aespa-fast, target",88.0 MB,87990000,1,wiki,20,21,0.05,1,0.95\n'
+    )
+    assert results.sizes_table("m").rows == [
+        ["Q2_K, 88.0 MB", "25.00", "0.500", "22.00", "0.100", "21.00", "0.050"],
+        ["Q4_0, 92.0 MB", "23.00", "0.250", ".", ".", ".", "."],
+    ]
+    rows = results.files_table("m").rows
+    assert rows[0][3] == "20.000"
+    assert rows[1] == [
+        "aespa-fast, target: 88.0 MB", "87,990,000", "1", "21.000", "0.0500", "1.000", "0.950",
+    ]  # fmt: skip

@@ -50,6 +50,7 @@ def size_curve(run: StoredRun, mixture: ShownMixture, width: float) -> Picture:
     for name, value in _measured(run).items():
         axes.plot(mixture.bytes / scale, value, "x", color=SERIES[2], label=f"measured, {name}")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")  # what is less than a decade has no major ticks
     axes.set(xlabel=f"file, {unit}", ylabel="KL divergence, nats per token")
     axes.legend()
     return Picture(run.name, _caption(run, mixture), figure)
