@@ -14,7 +14,7 @@ from aespa_pl.models.family import BlockLayout
 from aespa_pl.planning.budget import room
 from aespa_pl.planning.shape import Setup, Shape
 from aespa_pl.planning.table import Needs
-from aespa_pl.planning.tuning import block_bytes, inputs_bytes, model_bytes
+from aespa_pl.planning.tuning import block_bytes, model_bytes, streaming_bytes
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.settings import DataSettings, QuantizationSettings
 from aespa_pl.settings.quantization import names_projection
@@ -114,7 +114,7 @@ def tuning_shortages(setup: Setup) -> list[str]:
         return said
     of_model = model_bytes(shape, work, settings, recompute=True)
     if setup.on_cpu:
-        of_model += inputs_bytes(shape, work, settings)
+        of_model += streaming_bytes(shape, work, settings)
     shared = f" by each of {setup.devices.of_host} processes" if setup.devices.of_host > 1 else ""
     for key, section, needed in (
         ("blocks", tuning.blocks, block_bytes(shape, work, settings)),

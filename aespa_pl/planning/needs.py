@@ -162,7 +162,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
         "polish": steady + rounded + FLOAT * weights + polished,
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
         "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=recompute)
-        + (0 if accelerator else tuning.inputs_bytes(shape, work, settings)),
+        + (0 if accelerator else tuning.streaming_bytes(shape, work, settings)),
     }
     if accelerator or shape.layout.mixture is None:
         return needs
@@ -220,7 +220,7 @@ def host_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = 
     The hidden states that an accelerator sends back lie in pinned memory.
     """
     devices, place = setup.devices, setup.data.hidden_states
-    device = tuning.inputs_bytes(setup.shape, setup.work, setup.quantization)
+    device = tuning.streaming_bytes(setup.shape, setup.work, setup.quantization)
     if setup.on_cpu:
         device = max(device_bytes(setup, partition, recompute=recompute).values())
     hidden = 0

@@ -22,8 +22,10 @@ peaks of whole runs have beside them (docs/memory.md)."""
 CHECKPOINT_BYTES = 4 * FLOAT
 """Bytes in a checkpoint of a weight whose latent value is learned: the value, two moments and the best epoch.
 The checkpoint is there twice while one replaces another."""
-MOVED_BYTES = 4 * 2
-"""Bytes on disk of a weight whose integer moves there: its offset in float16, of the step under way and the
+OFFSET_BYTES = 2
+"""Bytes of an offset from the integer of the start, in float16."""
+MOVED_BYTES = 4 * OFFSET_BYTES
+"""Bytes on disk of a weight whose integer moves there: its offset, of the step under way and the
 one before, of the last checkpoint and of the best epoch."""
 SCALE_BYTES = 6 * FLOAT
 """Bytes of a scale: its logarithm with gradient, two moments and best epoch, and itself; two strengths in
@@ -85,12 +87,16 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     )
 
 
-def inputs_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
-    """Return the bytes of the blocks' inputs that wait in host memory; 0 unless blocks are on disk."""
+def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
+    """Return the bytes in host memory while blocks are on disk, else 0: their inputs, and what was read.
+
+    This is the integers of the next block, and where integers move the offsets of this one and the next.
+    """
     tuning = settings.tuning.model
     if not tuning.enabled or tuning.blocks != "disk":
         return 0
-    return shape.blocks * FLOAT * int(tuning.batch_size) * work.length * shape.hidden
+    inputs = shape.blocks * FLOAT * int(tuning.batch_size) * work.length * shape.hidden
+    return inputs + (1 + 2 * OFFSET_BYTES if tuning.integer_rate else 1) * shape.weights
 
 
 def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: float) -> bool:

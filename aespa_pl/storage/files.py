@@ -99,8 +99,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file, by name."""
-    return load_file(path)
+    """Read all tensors of a safetensors file into memory, by name; the library's are views of the file."""
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def _flush_folder(folder: Path) -> None:

@@ -48,18 +48,23 @@ class Moves:
         """Return the file of a block's offsets, by the paths of its linear layers."""
         return self._of_step(self.step) / f"block_{index:03}.safetensors"
 
-    def apply(self, index: int, block: nn.Module) -> None:
+    def read(self, index: int) -> dict[str, Tensor]:
+        """Return the offsets of a block; empty before the first step."""
+        return read_tensors(self.file(index)) if self.step else {}
+
+    def apply(self, block: nn.Module, offsets: Mapping[str, Tensor]) -> None:
         """Give a block that was read from disk the latent values that it has learned."""
-        offsets = self._read(index)
         for path, made in latents(block).items():
             latent = made.original.data
             latent.round_()  # to the integers exactly: it is computed from the weight
             if offsets:
                 latent += offsets[path].to(latent.device)
 
-    def take_step(self, index: int, block: nn.Module, gradients: Sequence[Tensor]) -> None:
+    def take_step(
+        self, index: int, block: nn.Module, offsets: Mapping[str, Tensor], gradients: Sequence[Tensor]
+    ) -> None:
         """Write the offsets of a block after a step, from the gradients of its ``latents``."""
-        offsets, moved = self._read(index), {}
+        moved = {}
         for (path, made), gradient in zip(latents(block).items(), gradients, strict=True):
             self.world.sum_(gradient)
             rate = self.share * self.rate(cast(WeightParametrization, made[0]).bits)
@@ -75,9 +80,6 @@ class Moves:
             kept = {self._of_step(step) for step in steps}
             for folder in set(self.folder.glob("step_*")) - kept:
                 shutil.rmtree(folder)
-
-    def _read(self, index: int) -> dict[str, Tensor]:
-        return read_tensors(self.file(index)) if self.step else {}
 
     def _of_step(self, step: int) -> Path:
         return self.folder / f"step_{step}"

@@ -2,13 +2,15 @@
 
 On the device are the learned numbers of all blocks (scales, norms, biases), one block and the activations
 of one segment; the inputs of the blocks wait in host memory. Integers stay, or move on disk (``moving.py``).
-The backward pass reads and runs every block once more, so larger mini-batches read less.
+The backward pass reads and runs every block once more, so larger mini-batches read less. While a block runs,
+a thread reads the one that comes after it.
 
 Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (arXiv 2407.11062),
 E2E-QP: integers stay, scales are trained; "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
@@ -34,15 +36,29 @@ class Opened(NamedTuple):
     """Lets them make a step, given their gradients."""
 
 
-OpenBlock = Callable[[int], nn.Module]
-"""Reads the block of a number, parametrized; what requires a gradient is learned."""
+Stored = dict[str, Tensor]
+"""Tensors of a file, in memory."""
+
+
+class Held(NamedTuple):
+    """Holds a block that is in memory."""
+
+    block: nn.Module
+    offsets: Stored
+    """How far its integers have moved; empty where none have."""
+
+
+ReadBlock = Callable[[int], Stored]
+"""Reads what the block of a number has on disk; a thread calls it."""
+MakeBlock = Callable[[int, Stored], nn.Module]
+"""Makes the block of a number of that, parametrized; what requires a gradient is learned."""
 
 
 class TrainableStream(nn.Module):
     """Runs a model block by block; its parameters are the learned numbers of all blocks."""
 
     def __init__(
-        self, model: Any, family: Family, blocks: int, read: OpenBlock, moves: Moves | None = None
+        self, model: Any, family: Family, read: ReadBlock, make: MakeBlock, moves: Moves | None = None
     ) -> None:
         """Read each block once, in the state before the training.
 
@@ -51,14 +67,17 @@ class TrainableStream(nn.Module):
         """
         super().__init__()
         self._whole = (model, family)  # no submodule: what is on the meta device can't be moved
-        self._read = read
+        self._read, self._make = read, make
+        self._thread = ThreadPoolExecutor(1, "read-ahead")
+        self._ahead: tuple[int, Future[tuple[Stored, Stored]]] | None = None
         self.moves = moves
         self.outside = _holder(trained(model))
-        self.blocks = nn.ModuleList(self._learned(index) for index in range(blocks))
+        count = len(model.get_submodule(family.blocks_path))
+        self.blocks = nn.ModuleList(self._learned(index) for index in range(count))
 
     def _learned(self, index: int) -> nn.Module:
         """Return a module that has the parameters of a block that are learned."""
-        block = self._read(index)
+        block = self._make(index, self._read(index))
         moving = {id(made.original) for made in latents(block).values()}
         held = _holder({name: p for name, p in trained(block).items() if id(p) not in moving})
         for parameter in held.parameters():
@@ -82,31 +101,47 @@ class TrainableStream(nn.Module):
         return family.head(model, hidden)
 
     @contextmanager
-    def block(self, index: int) -> Iterator[nn.Module]:
-        """Hold a block, with the numbers that it has learned, in memory for the time of this context."""
-        block, learned = self._read(index), self.blocks[index]
-        for name, parameter in learned.named_parameters():
+    def block(self, index: int, towards: int = 1) -> Iterator[Held]:
+        """Hold a block, with the numbers that it has learned, in memory for the time of this context.
+
+        Meanwhile the thread reads the block after it, or with ``towards`` -1 the one before it.
+        """
+        stored, offsets = self._stored(index, index + towards)
+        block = self._make(index, stored)
+        del stored
+        for name, parameter in self.blocks[index].named_parameters():
             block.get_parameter(name).data = parameter.detach()
         if self.moves is not None:
-            self.moves.apply(index, block)
+            self.moves.apply(block, offsets)
         try:
-            yield block
+            yield Held(block, offsets)
         finally:
             _empty(block)
 
+    def _stored(self, index: int, following: int) -> tuple[Stored, Stored]:
+        """Return what a block has on disk, and let the thread read the one that follows, if there is one."""
+        ahead, self._ahead = self._ahead, None
+        found = ahead[1].result() if ahead is not None and ahead[0] == index else self._fetched(index)
+        if 0 <= following < len(self.blocks):
+            self._ahead = following, self._thread.submit(self._fetched, following)
+        return found
+
+    def _fetched(self, index: int) -> tuple[Stored, Stored]:
+        return self._read(index), {} if self.moves is None else self.moves.read(index)
+
     @contextmanager
-    def _opened(self, index: int, arguments: Mapping[str, Any]) -> Iterator[Opened]:
+    def _opened(self, index: int, arguments: Mapping[str, Any], towards: int) -> Iterator[Opened]:
         """Hold what runs a segment through a block, and its parameters in the order of ``self.blocks``."""
         names = [name for name, _ in self.blocks[index].named_parameters()]
-        with self.block(index) as block:
+        with self.block(index, towards) as (block, offsets):
             run = partial(self._whole[1].run_block, block, arguments=arguments)
             learned = [block.get_parameter(name) for name in names]
             moving = [made.original for made in latents(block).values()]
-            yield Opened(run, learned, moving, partial(self._move, index, block))
+            yield Opened(run, learned, moving, partial(self._move, index, block, offsets))
 
-    def _move(self, index: int, block: nn.Module, gradients: list[Tensor]) -> None:
+    def _move(self, index: int, block: nn.Module, offsets: Stored, gradients: list[Tensor]) -> None:
         if self.moves is not None:
-            self.moves.take_step(index, block, gradients)
+            self.moves.take_step(index, block, offsets, gradients)
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -125,17 +160,17 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, opened: Callable[[], AbstractContextManager[Opened]], hidden: Tensor, *_: Tensor
+        ctx: Any, opened: Callable[[int], AbstractContextManager[Opened]], hidden: Tensor, *_: Tensor
     ) -> Tensor:
         ctx.opened, ctx.device = opened, hidden.device
         ctx.save_for_backward(hidden.cpu())
-        with opened() as block:
+        with opened(1) as block:
             return torch.cat([block.run(segment) for segment in hidden.split(1)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         segments, to_hidden = ctx.saved_tensors[0].split(1), []
-        with ctx.opened() as block:
+        with ctx.opened(-1) as block:
             learned = [*block.learned, *block.moving]
             to_learned = [torch.zeros_like(parameter) for parameter in learned]
             for segment, gradient in zip(segments, gradients[0].split(1), strict=True):

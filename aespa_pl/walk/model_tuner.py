@@ -3,7 +3,7 @@
 import copy
 import gc
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -24,7 +24,7 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.training import Training
 from aespa_pl.storage.batches import Batches
-from aespa_pl.storage.files import write_tensors
+from aespa_pl.storage.files import read_tensors, write_tensors
 from aespa_pl.tuning import (
     EVERYTHING,
     SCALES,
@@ -118,7 +118,8 @@ class ModelTuner:
         self, model: PreTrainedModel, train: Callable[..., Tuned]
     ) -> tuple[Tuned, dict[str, Tensor]]:
         """Tune all blocks at once; return what was found, and the learned tensors by name."""
-        blocks = [self._block(model, index) for index in range(self.context.source.block_count)]
+        indices, file = range(self.context.source.block_count), self.context.run.block_file
+        blocks = [self._block(model, index, load_file(file(index))) for index in indices]
         found = train(
             blocks,
             recipe=EVERYTHING if self.context.settings.tuning.model.integer_rate else SCALES,
@@ -140,23 +141,24 @@ class ModelTuner:
         parametrize_vectors(model, self._outside(model))
         shells = cast(nn.ModuleList, model.get_submodule(source.family.blocks_path))
 
-        def read(index: int) -> nn.Module:
+        def read(index: int) -> dict[str, Tensor]:
+            return read_tensors(self.context.run.block_file(index))
+
+        def make(index: int, stored: Mapping[str, Tensor]) -> nn.Module:
             empty = shells[index]
             shells[index] = copy.deepcopy(empty)
-            # the integers say all of these
-            unread = {f"{p.module}.weight" for p in self.context.layout(index).projections}
-            tunable = self._block(model, index, unread)
+            tunable = self._block(model, index, stored)
             shells[index] = empty  # so that the model doesn't hold what was read
             parametrize_block(tunable, SCALES if moves is None else EVERYTHING)
             return tunable.block
 
-        streamed = TrainableStream(model, source.family, source.block_count, read, moves)
+        streamed = TrainableStream(model, source.family, read, make, moves)
         found = train(streamed)
         learned: dict[str, Tensor] = {}
         changed = []
         for index in range(source.block_count):
             prefix = source.family.block_prefix(index)
-            with streamed.block(index) as block:
+            with streamed.block(index) as (block, _):
                 weights = quantized_weights(block, self.context.layout(index))
                 before = self._weights(index, load_file(self.context.run.block_file(index)))
                 on_host = {name: replace(q, integers=q.integers.cpu()) for name, q in weights.items()}
@@ -191,14 +193,15 @@ class ModelTuner:
         pretrained.load_stem(model, source.family, self.context.device, torch.float32)
         return model
 
-    def _block(self, model: PreTrainedModel, index: int, unread: Collection[str] = ()) -> TunableBlock:
-        """Load a quantized block into a model, in float32, on the device, but for ``unread`` tensors."""
-        source, device, run = self.context.source, self.context.device, self.context.run
+    def _block(self, model: PreTrainedModel, index: int, stored: Mapping[str, Tensor]) -> TunableBlock:
+        """Load a quantized block, whose file holds what is ``stored``, into a model, in float32."""
+        source, device, layout = self.context.source, self.context.device, self.context.layout(index)
+        unread = {f"{p.module}.weight" for p in layout.projections}  # the integers say all of these
         pretrained = source.pretrained.with_blocks(source.family, {index: self.writer.block_file(index)})
         return TunableBlock(
             pretrained.load_block(model, source.family, index, device, torch.float32, unread=unread),
-            self.context.layout(index),
-            self._weights(index, load_file(run.block_file(index), str(device))),
+            layout,
+            self._weights(index, {name: tensor.to(device) for name, tensor in stored.items()}),
             stored_types(source, index),
         )
 

@@ -16,7 +16,7 @@ from aespa_pl.planning.budget import RESERVE, resolved_place
 from aespa_pl.planning.needs import hidden_bytes
 from aespa_pl.planning.shape import Devices, Setup, Work
 from aespa_pl.planning.table import needs_of
-from aespa_pl.planning.tuning import inputs_bytes, model_bytes, recomputes
+from aespa_pl.planning.tuning import model_bytes, recomputes, streaming_bytes
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     BlockTuningSettings,
@@ -115,14 +115,20 @@ def test_the_model_is_on_disk_where_it_does_not_fit_in_memory() -> None:
 
 
 def test_segments_of_a_mini_batch_run_one_by_one_where_blocks_are_on_disk() -> None:
-    """A segment more takes its hidden states, and the inputs of the blocks that wait in host memory."""
+    """A segment more takes its hidden states, and the inputs of the blocks that wait in host memory.
+
+    There are also the integers of the next block, in a byte each, and the offsets of two in float16.
+    """
     one, two = (changed({"tuning.model.blocks": "disk", "tuning.model.batch_size": n}, MODEL) for n in (1, 2))
     large = replace(shape(), vocabulary=10_000)
     hidden = 4 * LENGTH * large.hidden
     more = model_bytes(large, WORK, two, recompute=True) - model_bytes(large, WORK, one, recompute=True)
     assert hidden <= more < LENGTH * large.vocabulary  # no logits
-    assert inputs_bytes(large, WORK, two) == 2 * large.blocks * hidden
-    assert inputs_bytes(large, WORK, MODEL) == 0
+    inputs = 2 * large.blocks * hidden
+    assert streaming_bytes(large, WORK, two) == inputs + (1 + 2 * 2) * large.weights
+    scales = changed({"tuning.model.integer_rate": 0.0}, two)
+    assert streaming_bytes(large, WORK, scales) == inputs + large.weights
+    assert streaming_bytes(large, WORK, MODEL) == 0
 
 
 @pytest.mark.parametrize(("settings", "key"), [(BLOCKS, "blocks"), (MODEL, "model")])

@@ -29,11 +29,12 @@ def test_a_step_is_the_formula_with_the_rate_of_the_bits(tmp_path: Path) -> None
     expected = [value.clone() for value in integers]
     for share in (1.0, 0.5):
         moves.share, block = share, make_block()  # read again
-        moves.apply(7, block)
+        offsets = moves.read(7)
+        moves.apply(block, offsets)
         gradients = [1e-6 * torch.randn_like(value) for value in integers]
         gradients[0][1] = 0
         gradients[1][2, 3] = 1.0  # others are small beside it
-        moves.take_step(7, block, [g.clone() for g in gradients])
+        moves.take_step(7, block, offsets, [g.clone() for g in gradients])
         moves.step += 1
         for value, g, rate in zip(expected, gradients, (0.25, 0.125), strict=True):
             squares = g.double().square()
@@ -41,7 +42,7 @@ def test_a_step_is_the_formula_with_the_rate_of_the_bits(tmp_path: Path) -> None
                 size = math.sqrt(squares[i].sum() * squares[:, j].sum() / squares.sum())
                 value[i, j] -= share * rate * max(-3.0, min(3.0, float(g[i, j]) / (size or 1.0)))
     block = make_block()
-    moves.apply(7, block)
+    moves.apply(block, moves.read(7))
     for made, value in zip(latents(block).values(), expected, strict=True):
         assert torch.allclose(made.original.detach(), value, atol=1e-3)  # offsets in float16
 
@@ -50,6 +51,7 @@ def test_a_step_is_the_formula_with_the_rate_of_the_bits(tmp_path: Path) -> None
 def test_files_of_other_steps_are_removed(kept: set[int], tmp_path: Path) -> None:
     moves, block = Moves(tmp_path, lambda _: 0.1), make_block()
     for moves.step in range(3):
-        moves.take_step(0, block, [torch.ones_like(made.original) for made in latents(block).values()])
+        gradients = [torch.ones_like(made.original) for made in latents(block).values()]
+        moves.take_step(0, block, moves.read(0), gradients)
     moves.keep(kept)
     assert {path.name for path in tmp_path.iterdir()} == {f"step_{step}" for step in kept - {0}}
