@@ -101,11 +101,12 @@ class ModelTuner:
             if streamed:
                 moves = Moves(context.run.moved_folder, rates.of_latent, world)
                 found, learned = self._tune_streamed(model, train, moves if rates.latent else None)
-                if rates.latent and moves.step:
+                if rates.latent and moves.step and world.is_first:
                     files = map(moves.file, range(count))
                     checksums = {f.relative_to(context.run.folder).as_posix(): checksum(f) for f in files}
             else:
                 found, learned = self._tune_in_memory(model, train)
+        world.wait_for_all()  # the first one replaces files that others read
         if world.is_first:
             write_tensors(context.run.tuned_file, learned, checksums)
             context.run.finish_tuning(record.tuning(found))

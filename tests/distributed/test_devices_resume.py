@@ -98,6 +98,37 @@ def test_two_tune_together_and_go_on_bit_for_bit(bench: Bench) -> None:
     assert ends[0] == ends[1]
 
 
+ON_DISK = (
+    "--quantization.method=rtn",
+    "--quantization.tuning.model.enabled=true",
+    "--quantization.tuning.model.blocks=disk",
+    "--quantization.tuning.model.integer_rate=0.2",
+    "--quantization.tuning.model.epochs=4",
+    "--data.batch_size=2",
+    "--output.checkpoint_iterations=1",
+)
+
+
+def test_two_move_integers_on_disk_together_and_go_on_bit_for_bit(bench: Bench) -> None:
+    whole = bench.fit("moved", *ON_DISK, processes=2)
+    assert whole.status == 0, "\n".join(whole.texts)
+    assert whole.texts[1:] == [""]
+    end = bench.journal("moved")["tuned"]
+    assert end["error"] < end["start_error"]
+    assert end["changed"] > 0
+    killed = bench.fit("moved_killed", *ON_DISK, processes=2, number=signal.SIGKILL, when="moved/step_3/*")
+    assert killed.status == -signal.SIGKILL
+    outcome = bench.fit("moved_killed", *ON_DISK, *LAST, processes=2)
+    assert outcome.status == 0, "\n".join(outcome.texts)
+    for index in range(BLOCKS):
+        file = f"blocks/block_{index:03}.safetensors"
+        found, expected = (load_file(bench.run(n) / file) for n in ("moved_killed", "moved"))
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    again = bench.journal("moved_killed")["tuned"]
+    assert (again["error"], again["changed"]) == (end["error"], end["changed"])
+    assert not (bench.run("moved") / "moved").exists()
+
+
 def test_killed_run_of_one_goes_on_with_torchrun(bench: Bench, whole: Whole) -> None:
     killed = bench.fit("torchrun", number=signal.SIGKILL, when="checkpoints/block_001/*.ckpt")
     assert killed.status == -signal.SIGKILL

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.tuning.moving import Moves, latents
 from aespa_pl.tuning.parametrization import StraightThrough
 from tests.tuning.tuned import quantize
@@ -45,6 +46,28 @@ def test_a_step_is_the_formula_with_the_rate_of_the_bits(tmp_path: Path) -> None
     moves.apply(block, moves.read(7))
     for made, value in zip(latents(block).values(), expected, strict=True):
         assert torch.allclose(made.original.detach(), value, atol=1e-3)  # offsets in float16
+
+
+class Two(World):
+    """Adds to a gradient what another process has, which is its first row."""
+
+    def sum_(self, tensor: Tensor) -> None:
+        tensor[0] += 3.0
+
+
+def test_a_step_of_several_processes_follows_the_sum_of_their_gradients(tmp_path: Path) -> None:
+    found = []
+    for world, rest in ((Two(), 0.0), (ALONE, 3.0)):
+        moves, block = Moves(tmp_path, lambda _: 0.1, world), make_block()
+        torch.manual_seed(1)
+        gradients = [torch.randn_like(made.original) for made in latents(block).values()]
+        for gradient in gradients:
+            gradient[0] += rest
+        moves.share = 1.0
+        moves.take_step(0, block, {}, gradients)
+        moves.step += 1
+        found.append(moves.read(0))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
 @pytest.mark.parametrize("kept", [{0}, {1, 3}])
