@@ -55,7 +55,7 @@ def _chosen(given: Arguments) -> CompareSettings:
     parser.add_class_arguments(CompareSettings, SECTION)
     chosen: CompareSettings = parser.instantiate(parser.parse_args(own.words))[SECTION]
     for name, values in vars(chosen).items():
-        if not values:
+        if not values and name != "formats":
             raise UserError(f"{SECTION}.{name} is empty: name at least one")
     return chosen
 
@@ -68,8 +68,9 @@ def compare(settings: CompareSettings, given: Arguments, run_cell: RunCell, cons
     ).expanduser()
     _refuse_other(folder, given)
     # all of them first: a process that is killed early leaves a table with every finished cell
-    every = product(settings.bits, settings.methods, settings.seeds)
-    named = dict.fromkeys(Cell(method, bits, seed) for bits, method, seed in every)
+    kinds: Sequence[int | str] = settings.formats or settings.bits
+    every = product(kinds, settings.methods, settings.seeds)
+    named = dict.fromkeys(Cell(method, grids, seed) for grids, method, seed in every)
     cells = [_finished(folder, cell) for cell in named]
     for number, cell in enumerate(cells):
         if cell.metrics is None:
@@ -139,7 +140,7 @@ def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:
     """Return the options of fit for one cell; a run that was begun is continued."""
     return given.then(
         Option("quantization.method", cell.method),
-        Option("quantization.bits", str(cell.bits)),
+        Option(f"quantization.{'bits' if isinstance(cell.grids, int) else 'format'}", str(cell.grids)),
         Option("data.calibration.seed", str(cell.seed)),
         Option("output.folder", str(folder)),
         Option("output.name", cell.name),

@@ -133,6 +133,7 @@ def _compare_tasks(
             device=job.device,
             dtype=job.dtype,
             change=job.round_to_nearest if kind == "nearest" else None,
+            change_stem=job.round_stem_to_nearest if kind == "nearest" else None,
         )
         scores[kind] = {name: asdict(score) for name, score in measured.items()}
         seconds[kind] = time.perf_counter() - start
@@ -189,9 +190,8 @@ def compare_perplexities(
 def _made_from(job: Job, kind: str, tokens: Tensor) -> dict[str, object]:
     """Return what the perplexity of the original or of round-to-nearest depends on."""
     q = job.quantization
-    rounding = {"bits": q.bits, "symmetric": q.symmetric, "group_size": q.group_size}
-    if q.bits_of:
-        rounding["bits_of"] = q.bits_of
+    grids = ("bits", "symmetric", "group_size", "bits_of", "format", "types")
+    rounding = {name: getattr(q, name) for name in grids}
     model = {
         "model": job.model_fingerprint,
         "rounded": rounding if kind == "nearest" else None,
@@ -218,13 +218,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the perplexity of the job's model, or of another one of its shape, on each text.
 
-    It is infinity where it is not a finite number. ``nearest`` rounds the weights on min-max grids first.
+    It is infinity where it is not a finite number. ``nearest`` rounds the weights first.
     """
     return perplexity(
         job.stream(pretrained),
         texts,
         batch_size=job.data.batch,
         change=job.round_to_nearest if nearest else None,
+        change_stem=job.round_stem_to_nearest if nearest else None,
         after_block=after_block,
         world=world,
     )

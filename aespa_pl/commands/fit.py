@@ -15,7 +15,7 @@ from torch import Tensor
 
 import aespa_pl
 from aespa_pl.commands.block_types import types_in_words
-from aespa_pl.commands.evaluate import compare_perplexities
+from aespa_pl.commands.evaluate import compare_perplexities, model_sizes
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
 from aespa_pl.data.tokens import few_tokens
@@ -110,6 +110,7 @@ def fit(
                 **phase_seconds(run),
             },
             "peak_bytes": peak_bytes(job.device),
+            "size": model_sizes(job, run, ("original", "quantized")),
         }
         if world.is_first:
             write_json(run.metrics_file, metrics)

@@ -3,13 +3,15 @@
 import hashlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import aespa_pl
+from aespa_pl.algorithm.grid_types import TYPES
+from aespa_pl.algorithm.refit import rounded_rows
 from aespa_pl.block.quantized import grid_format, nearest_weight
 from aespa_pl.commands import limits
 from aespa_pl.commands.block_types import block_types, check_format, with_head
@@ -29,6 +31,7 @@ from aespa_pl.resolve import resolved
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, Settings
 from aespa_pl.storage.cache import cache_folder
+from aespa_pl.walk.stem import ROWS
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,20 @@ class Job(Checked):
         )
 
     def round_to_nearest(self, index: int, block: nn.Module) -> None:
-        """Round a block's weights to the nearest integers of min-max grids: the usual comparison."""
+        """Round a block's weights to the nearest integers, on min-max grids: the usual comparison."""
         layout = self.layouts[index]
         for projection in layout.projections:
             form = grid_format(self.quantization, index, projection.name)
             weight = nearest_weight(block, layout, projection, form)
             set_projection_weight(block, layout, projection, weight)
+
+    def round_stem_to_nearest(self, model: PreTrainedModel) -> None:
+        """Round embedding and head likewise, where they have block types."""
+        ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+        for part, kind in self.quantization.types.items():
+            if part in ends:
+                for rows in cast(nn.Linear, ends[part]).weight.detach().split(ROWS):
+                    rows.copy_(rounded_rows(rows, TYPES[kind]).weight())
 
     def calibration(self) -> Tensor:
         """Return the calibration segments ``[segments, L]``."""

@@ -28,6 +28,8 @@ LARGEST_EXPONENT = 700
 
 BlockChange = Callable[[int, nn.Module], None]
 """Changes a block, whose number counts from 0."""
+StemChange = Callable[[PreTrainedModel], None]
+"""Changes embedding and head of a model."""
 
 
 @torch.inference_mode()
@@ -37,17 +39,20 @@ def perplexity(
     *,
     batch_size: int,
     change: BlockChange | None = None,
+    change_stem: StemChange | None = None,
     after_block: Callable[[], None] = lambda: None,
     world: World = ALONE,
 ) -> dict[str, float]:
     """Return the perplexity on each text; infinity where it is not a finite number.
 
     ``texts`` has token ids ``[segments, L]`` by name. ``change`` changes each block before it is used
-    (round-to-nearest, for example); ``after_block`` is called after each block of each text. The processes of
-    ``world`` divide the segments, and all get the perplexities.
+    (round-to-nearest, for example), ``change_stem`` embedding and head; ``after_block`` is called after each
+    block of each text. The processes of ``world`` divide the segments, and all get the perplexities.
     """
     perplexities = {}
     with source.stem():
+        if change_stem is not None:
+            change_stem(source.model)
         for name, all_tokens in texts.items():
             tokens = world.segments(all_tokens, batch_size)
             batches = last_hidden(source, tokens, batch_size, change=change, after_block=after_block)

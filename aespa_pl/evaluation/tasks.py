@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.perplexity import BlockChange
+from aespa_pl.evaluation.perplexity import BlockChange, StemChange
 from aespa_pl.evaluation.whole import load_whole
 from aespa_pl.models import family_of
 from aespa_pl.settings import TaskSettings
@@ -87,16 +87,19 @@ def measure_tasks(
     device: torch.device,
     dtype: torch.dtype,
     change: BlockChange | None = None,
+    change_stem: StemChange | None = None,
 ) -> dict[str, TaskScore]:
     """Return the accuracy on each task of the model in a Hugging Face folder, which transformers loads.
 
-    ``change`` changes each block before (round-to-nearest, for example). Raises UserError where the model
-    does not fit into the memory that is free, or can't be loaded.
+    ``change`` changes each block before (round-to-nearest, for example), and ``change_stem`` embedding and
+    head. Raises UserError where the model does not fit into the memory that is free, or can't be loaded.
     """
     from lm_eval import simple_evaluate  # noqa: PLC0415
     from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
 
     model = load_whole(folder, device, dtype)
+    if change_stem is not None:
+        change_stem(model)
     if change is not None:
         blocks = cast(nn.Module, model.get_submodule(family_of(model.config).blocks_path))
         for index, block in enumerate(blocks.children()):

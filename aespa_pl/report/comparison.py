@@ -23,10 +23,11 @@ LEAST_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Cell:
-    """Holds one method at one bit width with one seed, and its result."""
+    """Holds one method on one kind of grids with one seed, and its result."""
 
     method: str
-    bits: int
+    grids: int | str
+    """Bits of uniform grids, or ``quantization.format``."""
     seed: int
     metrics: Mapping[str, Any] | None = None
     """Content of the run's ``metrics.json``; None where the run did not come to its end."""
@@ -36,7 +37,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Return the name of the run, which is also the name of its folder."""
-        return f"{self.method}_w{self.bits}_s{self.seed}"
+        return f"{self.method}_{'w' if isinstance(self.grids, int) else ''}{self.grids}_s{self.seed}"
 
     @property
     def state(self) -> str:
@@ -72,6 +73,12 @@ class Cell:
         peaks: Mapping[str, int] = self.metrics["peak_bytes"]
         return peaks.get("device") or peaks["host"]
 
+    @property
+    def megabytes(self) -> float | None:
+        """Return the size of the packed model."""
+        sizes = self.metrics.get("size", {}) if self.metrics else {}
+        return sizes["quantized"]["bytes"] / 1e6 if sizes else None
+
 
 def texts_of(cells: Sequence[Cell]) -> list[str]:
     """Return the held-out texts of all cells, in their order."""
@@ -87,7 +94,7 @@ def phases_of(cells: Sequence[Cell]) -> list[str]:
 
 
 def summary(cells: Sequence[Cell]) -> TextTable:
-    """Return a row for each method and bit width: mean and standard deviation over the seeds.
+    """Return a row for each method and kind of grids: mean and standard deviation over the seeds.
 
     The spread is of the perplexity; where a seed gave no result, the row says so.
     """
@@ -95,19 +102,20 @@ def summary(cells: Sequence[Cell]) -> TextTable:
     head = ["method", "bits"]
     for text in texts:
         head += [f"perplexity, {text}", f"loss / nearest, {text}"]
-    head += [*(f"{phase}, s" for phase in phases), "peak, GB", "runs"]
+    head += [*(f"{phase}, s" for phase in phases), "packed, MB", "peak, GB", "runs"]
     rows = []
-    for bits in dict.fromkeys(cell.bits for cell in cells):
-        same_bits = [cell for cell in cells if cell.bits == bits]
-        for method in dict.fromkeys(cell.method for cell in same_bits):
-            seeds = [cell for cell in same_bits if cell.method == method]
-            row = [method, str(bits)]
+    for grids in dict.fromkeys(cell.grids for cell in cells):
+        same_grids = [cell for cell in cells if cell.grids == grids]
+        for method in dict.fromkeys(cell.method for cell in same_grids):
+            seeds = [cell for cell in same_grids if cell.method == method]
+            row = [method, str(grids)]
             for text in texts:
                 row.append(_mean([c.perplexity(text) for c in seeds], 3, spread=True))
                 row.append(_mean([c.relative_loss(text) for c in seeds], 3))
             row += [_mean([c.seconds(phase) for c in seeds], 1) for phase in phases]
             peaks = [None if c.peak_bytes is None else c.peak_bytes / GB for c in seeds]
-            rows.append([*row, _mean(peaks, 2), _states(seeds)])
+            packed = _mean([c.megabytes for c in seeds], 2)
+            rows.append([*row, packed, _mean(peaks, 2), _states(seeds)])
     return TextTable(head, rows)
 
 
@@ -137,21 +145,22 @@ def cells_csv(cells: Sequence[Cell]) -> str:
     columns = ("perplexity", *REFERENCES, "loss / nearest")
     of_texts = [f"{column} {text}" for text in texts for column in columns]
     of_phases = [f"seconds {phase}" for phase in phases]
-    writer.writerow(["method", "bits", "seed", "state", *of_texts, *of_phases, "peak bytes"])
+    writer.writerow(["method", "bits", "seed", "state", *of_texts, *of_phases, "peak bytes", "MB"])
     for cell in cells:
-        row: list[Any] = [cell.method, cell.bits, cell.seed, cell.state]
+        row: list[Any] = [cell.method, cell.grids, cell.seed, cell.state]
         for text in texts:
             row += [cell.perplexity(text), *(cell.perplexity(text, kind) for kind in REFERENCES)]
             row.append(cell.relative_loss(text))
-        writer.writerow([*row, *(cell.seconds(phase) for phase in phases), cell.peak_bytes])
+        seconds = (cell.seconds(phase) for phase in phases)
+        writer.writerow([*row, *seconds, cell.peak_bytes, cell.megabytes])
     return out.getvalue()
 
 
 def figure(cells: Sequence[Cell]) -> "Figure | None":
-    """Return perplexity over time, one panel for each bit width; None where nothing was measured.
+    """Return perplexity over size, and over time in one panel for each bit width or format.
 
-    The perplexity belongs to the first text. A point is the mean over the seeds; a method looks the same in
-    all panels. Raises ModuleNotFoundError where matplotlib is not installed.
+    None where nothing was measured. The perplexity belongs to the first text. A point is the mean over the
+    seeds; a method looks the same in all panels. Raises ModuleNotFoundError without matplotlib.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
 
@@ -160,27 +169,28 @@ def figure(cells: Sequence[Cell]) -> "Figure | None":
     texts = texts_of(cells)
     if not texts:
         return None
-    widths = list(dict.fromkeys(cell.bits for cell in cells))
+    widths = list(dict.fromkeys(cell.grids for cell in cells))
     methods = list(dict.fromkeys(cell.method for cell in cells))
     handles = {}
     with style():  # a dollar sign in a name is no formula
-        drawn = Figure(figsize=(PANEL * len(widths) + 1, PANEL), layout="constrained")
-        panels = drawn.subplots(1, len(widths), squeeze=False)[0]
-        for panel, bits in zip(panels, widths, strict=True):
+        drawn = Figure(figsize=(PANEL * (len(widths) + 1) + 1, PANEL), layout="constrained")
+        of_size, *panels = drawn.subplots(1, len(widths) + 1, squeeze=False)[0]
+        of_size.set(xlabel="packed model, MB")
+        for panel, grids in zip(panels, widths, strict=True):
+            words = f"{grids} bits" if isinstance(grids, int) else grids
+            panel.set(xscale="log", title=words, xlabel="seconds of quantization")
             for number, method in enumerate(methods):
-                seeds = [cell for cell in cells if (cell.bits, cell.method) == (bits, method)]
+                seeds = [c for c in cells if (c.grids, c.method) == (grids, method) and c.metrics]
                 values = [x for cell in seeds if (x := cell.perplexity(texts[0])) is not None]
                 if not values:
                     continue
-                handles[method] = panel.errorbar(
-                    mean(cell.seconds("quantization") or 0.0 for cell in seeds if cell.metrics),
-                    mean(values),
-                    stdev(values) if len(values) > 1 else 0.0,
-                    color=SERIES[number % len(SERIES)],
-                    marker=MARKERS[number % len(MARKERS)],
-                    linestyle="",
-                )
-            panel.set(xscale="log", yscale="log", title=f"{bits} bits", xlabel="seconds of quantization")
-            panel.set_ylabel(f"perplexity, {texts[0]} (lower is better)")
+                look = {"color": SERIES[number % len(SERIES)], "marker": MARKERS[number % len(MARKERS)]}
+                spread = stdev(values) if len(values) > 1 else 0.0
+                seconds = mean(cell.seconds("quantization") or 0.0 for cell in seeds)
+                handles[method] = panel.errorbar(seconds, mean(values), spread, **look, linestyle="")
+                if sizes := [x for cell in seeds if (x := cell.megabytes) is not None]:
+                    of_size.errorbar(mean(sizes), mean(values), spread, **look, linestyle="")
+        for panel in (of_size, *panels):
+            panel.set(yscale="log", ylabel=f"perplexity, {texts[0]} (lower is better)")
         drawn.legend(handles.values(), handles.keys(), loc="outside right upper")
     return drawn

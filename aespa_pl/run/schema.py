@@ -93,6 +93,7 @@ class Metrics(Strict):
     perplexity: dict[str, dict[str, int | float]]
     seconds: dict[str, int | float]
     peak_bytes: dict[str, int]
+    size: dict[str, "_Size"] = {}
 
 
 Number = Annotated[int | float, Field(ge=0, lt=1e100)]

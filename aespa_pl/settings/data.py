@@ -91,6 +91,8 @@ class CompareSettings:
     """Values of quantization.method; by default all of them."""
     bits: list[Bits] = field(default_factory=lambda: [2, 3, 4])
     """Values of quantization.bits."""
+    formats: list[str] = field(default_factory=list)
+    """Values of quantization.format, such as Q2_K; where there are some, they take the place of bits."""
     seeds: list[Seed] = field(default_factory=lambda: [0])
     """Values of data.calibration.seed; mean and spread are over them."""
 

@@ -112,3 +112,16 @@ def test_a_killed_run_goes_on_with_the_types_that_were_chosen(aespa: CommandLine
     status, _, err = aespa("fit", *words, *method, "--quantization.target", 5, "--ckpt_path", "last")
     assert (status, err.count("\n")) == (2, 1)
     assert "target" in err
+
+
+def test_round_to_nearest_has_the_types_of_the_run_in_all_matrices(aespa: CommandLine) -> None:
+    """What is shown as round-to-nearest is nearly method rtn of the same types, which has the same bytes."""
+    words = ("--quantization.format", "Q2_0", "--data.evaluation.texts", "[embedded]")
+    status, out, err = aespa("fit", *BASE, *words, "--data.evaluation.max_segments", 2)
+    assert (status, err) == (0, "")
+    run = Path(out.splitlines()[-1])
+    metrics = json.loads((run / "metrics.json").read_text())
+    found = {kind: values["embedded"] for kind, values in metrics["perplexity"].items()}
+    assert found["nearest"] == pytest.approx(found["quantized"], rel=0.02)
+    assert found["original"] < 0.8 * found["nearest"]
+    assert metrics["size"]["quantized"]["bytes"] < 0.2 * metrics["size"]["original"]["bytes"]

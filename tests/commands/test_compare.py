@@ -113,6 +113,21 @@ def test_cells_become_one_row_for_each_method_with_mean_and_spread(tmp_path: Pat
     assert (folder / "compare.svg").read_text().startswith("<?xml")
 
 
+def test_formats_take_the_place_of_bits(tmp_path: Path) -> None:
+    chosen: list[tuple[str, str]] = []
+
+    def run(words: Sequence[str]) -> str:
+        chosen.append((value(words, "output.name"), value(words, "quantization.format")))
+        assert not [word for word in words if word.startswith("--quantization.bits")]
+        return "out of memory"
+
+    with pytest.raises(EndedError):
+        compare(replace(SETTINGS, formats=["Q2_K", "Q4_0"], seeds=[0]), given(tmp_path), run, silent())
+    assert chosen == [(f"{m}_{f}_s0", f) for f in ("Q2_K", "Q4_0") for m in ("rtn", "optq")]
+    rows = list(csv.DictReader((tmp_path / "compare" / "compare.csv").read_text().splitlines()))
+    assert [row["bits"] for row in rows] == ["Q2_K", "Q2_K", "Q4_0", "Q4_0"]
+
+
 def test_finished_cells_are_not_run_again_and_others_are(tmp_path: Path) -> None:
     runs = Runs({"rtn_w2_s0": 40.0, "rtn_w2_s1": 40.0, "optq_w2_s0": 20.0})
     with pytest.raises(EndedError, match=r"^1 of 4 cells have failed \(optq_w2_s1\)") as ended:
@@ -226,15 +241,22 @@ def test_mistakes_are_refused_before_any_cell(
 
 def test_a_row_without_any_result_has_no_numbers() -> None:
     table = summary([Cell("rtn", 2, 0, failure="out of memory")])
-    assert table.rows == [["rtn", "2", "-", "0 of 1; seed 0: out of memory"]]
+    assert table.rows == [["rtn", "2", "-", "-", "0 of 1; seed 0: out of memory"]]
     assert figure([Cell("rtn", 2, 0, failure="out of memory")]) is None
 
 
 def test_figure_has_a_panel_for_each_bit_width_and_a_point_for_each_method() -> None:
-    cells = [Cell(m, b, 0, metrics(20.0 + b)) for m in ("rtn", "optq") for b in (2, 3)]
+    cells = [
+        Cell(m, b, 0, metrics(20.0 + b) | {"size": {"quantized": {"bytes": b * 10**6}}})
+        for m in ("rtn", "optq")
+        for b in (2, 3)
+    ]
     drawn = figure(cells)
     assert drawn is not None
-    assert [panel.get_title() for panel in drawn.axes] == ["2 bits", "3 bits"]
-    for panel, bits in zip(drawn.axes, (2, 3), strict=True):
+    of_size, *of_bits = drawn.axes
+    sizes = {tuple(np.ravel(line.get_xydata())) for line in of_size.get_lines()}
+    assert {(2.0, 22.0), (3.0, 23.0)} <= sizes
+    assert [panel.get_title() for panel in of_bits] == ["2 bits", "3 bits"]
+    for panel, bits in zip(of_bits, (2, 3), strict=True):
         points = [tuple(np.ravel(line.get_xydata())) for line in panel.get_lines()]
         assert (4.0, 20.0 + bits) in points

@@ -137,6 +137,19 @@ def test_only_the_quantized_model_is_measured_again(tmp_path: Path, monkeypatch:
     assert run == [("a",)]  # nearest, with other bits
     assert third["original"]["a"] == first["original"]["a"]
     assert third["nearest"]["a"] != first["nearest"]["a"]
+    run.clear()
+    typed = replace(job, quantization=QuantizationSettings(bits=3, types={"embedding": "Q2_0"}))
+    fourth = evaluate.compare_perplexities(
+        typed,
+        job.pretrained.folder,
+        {"a": segments},
+        ("original", "nearest"),
+        progress=WalkProgress(Console(quiet=True)),
+        world=ALONE,
+    )
+    assert run == [("a",)]  # with an embedding of 2 bits
+    assert fourth["original"]["a"] == first["original"]["a"]
+    assert fourth["nearest"]["a"] != third["nearest"]["a"]
 
 
 def test_nearest_rounding_that_is_no_number_is_left_out_and_said(
