@@ -42,9 +42,7 @@ class FolderFormat(Format):
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
         """Write a shard for what lies outside the blocks and one a block."""
         writer = ModelWriter(folder, model.block_count)
-        stem = {name: model.pretrained.tensor(name) for name in model.stem_names()}
-        writer.write_stem(stem)
-        names = {0: tuple(stem)}
+        writer.write_stem({name: model.pretrained.tensor(name) for name in model.stem_names()})
         for index in range(model.block_count):
             block = model.block(index)
             plain, packed = dict(block.others), dict[str, Tensor]()
@@ -55,12 +53,10 @@ class FolderFormat(Format):
                         plain[name] = tensor
                     else:
                         packed[layer + suffix] = tensor
-            tensors = model.family.as_stored(plain) | packed
-            writer.write_block(index, tensors)
-            names[index + 1] = tuple(tensors)
+            writer.write_block(index, model.family.as_stored(plain) | packed)
             after_block()
         config = {"quantization_config": stated} if (stated := self.quantization(model)) else None
-        writer.finish(names, model.original, config)
+        writer.finish(model.original, config)
         settings = json.loads(json.dumps(asdict(model.settings.quantization)))  # plain numbers only
         # by this file fit refuses the folder, and test measures it alone
         write_json(folder / DESCRIPTION, {"format": self.name, "quantization": settings})
@@ -68,32 +64,33 @@ class FolderFormat(Format):
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
         """Read the shards as a user of the format would."""
         writer = ModelWriter(folder, model.block_count)
-        yield from self._read_shard(model, writer.stem_file, model.stem_names())
+        yield from self._read_part(model, writer.stem_files, model.stem_names())
         for index in range(model.block_count):
-            yield from self._read_shard(model, writer.block_file(index), model.block_names(index))
+            yield from self._read_part(model, writer.block_files(index), model.block_names(index))
 
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return the value itself; of an embedding in a block type what the original's type holds."""
         return value if model.stem_type(name) is None else value.to(model.dtype(name))
 
-    def _read_shard(self, model: QuantizedModel, path: Path, names: Sequence[str]) -> Iterator[ReadTensor]:
+    def _read_part(
+        self, model: QuantizedModel, files: Sequence[Path], names: Sequence[str]
+    ) -> Iterator[ReadTensor]:
         places: dict[str, list[tuple[str, Part | None]]] = {}
         for name in names:
             place, part = model.family.places(name)[0]
             places.setdefault(place, []).append((name, part))
         packed: dict[str, dict[str, Tensor]] = {}
-        with opened(path) as file:
-            for key in file.keys():  # noqa: SIM118 - no Mapping
-                tensor, place, suffix = file.get_tensor(key), key, "weight"
-                if key not in places:
-                    layer, _, suffix = key.rpartition(".")
-                    place = f"{layer}.weight"
-                for name, part in places.get(place, [(key, None)]):
-                    value = tensor if part is None else part.of(tensor)
-                    if name in model.matrices:
-                        packed.setdefault(name, {})[suffix] = value
-                    else:
-                        yield ReadTensor(name, value, value.nbytes)
+        for key, tensor in _tensors(files):
+            place, suffix = key, "weight"
+            if key not in places:
+                layer, _, suffix = key.rpartition(".")
+                place = f"{layer}.weight"
+            for name, part in places.get(place, [(key, None)]):
+                value = tensor if part is None else part.of(tensor)
+                if name in model.matrices:
+                    packed.setdefault(name, {})[suffix] = value
+                else:
+                    yield ReadTensor(name, value, value.nbytes)
         for name, tensors in packed.items():
             size = sum(tensor.nbytes for tensor in tensors.values())
             yield ReadTensor(name, self.unpack(model, tensors), size)
@@ -156,6 +153,13 @@ class PackedFormat(FolderFormat):
         """Yield why engines don't run mixtures of experts in the format."""
         why = "no engine was seen to run a mixture of experts in it"
         yield why, "Use --format hf or compressed-tensors"
+
+
+def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
+    for path in files:
+        with opened(path) as file:
+            for key in file.keys():  # noqa: SIM118 - no Mapping
+                yield key, file.get_tensor(key)
 
 
 def packed_words(values: Tensor, bits: int) -> Tensor:

@@ -140,24 +140,19 @@ class PretrainedFolder:
         prefix = family.block_prefix(index)
         return tuple(name for name in self.tensors if name.startswith(prefix))
 
-    def with_blocks(self, family: Family, files: Mapping[int, Path]) -> "PretrainedFolder":
-        """Return the folder with the tensors of some blocks in other files, by the block's number."""
-        moved = {
-            name: replace(self.tensors[name], file=file, name=place, part=part)
-            for index, file in files.items()
-            for name in self.block_names(family, index)
-            for place, part in family.places(name)[:1]
-        }
+    def with_block(self, family: Family, index: int, files: Sequence[Path]) -> "PretrainedFolder":
+        """Return the folder with the tensors of a block in other files."""
+        stored, moved = _headers(files), {}
+        for name in self.block_names(family, index):
+            place, part = family.places(name)[0]
+            moved[name] = stored[place].taken(part)
         return replace(self, tensors={**self.tensors, **moved})
 
-    def with_stem(self, family: Family, file: Path) -> "PretrainedFolder":
-        """Return the folder with what lies outside the blocks in another file."""
+    def with_stem(self, family: Family, files: Sequence[Path]) -> "PretrainedFolder":
+        """Return the folder with what lies outside the blocks in other files."""
         names = {self.tensors[name]: name for name in self.stem_names(family)}
-        moved = {
-            name: replace(stored, file=file, name=names[stored])
-            for name, stored in self.tensors.items()
-            if stored in names
-        }
+        stored = _headers(files)
+        moved = {name: stored[names[old]] for name, old in self.tensors.items() if old in names}
         return replace(self, tensors={**self.tensors, **moved})
 
     def embeddings(self) -> dict[str, str]:
@@ -255,6 +250,10 @@ class PretrainedFolder:
                     tensors[name] = raw.to(device, dtype, copy=True)
                     _refuse_not_finite(name, path, raw, tensors[name])
         return {name: tensors[name] for name in names}
+
+
+def _headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    return {name: stored for file in files for name, stored in read_header(file).items()}
 
 
 def _refuse_not_finite(name: str, path: Path, raw: Tensor, converted: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Write the quantized model as a Hugging Face folder, shard by shard while the walk goes on."""
+"""Write the quantized model as a Hugging Face folder, block by block while the walk goes on."""
 
 import shutil
 from collections.abc import Mapping
@@ -9,58 +9,78 @@ from typing import Any
 
 from torch import Tensor
 
+from aespa_pl.models.headers import read_header
 from aespa_pl.models.hub import COMPANIONS
 from aespa_pl.storage.files import read_json, write_json, write_tensors, write_whole
+
+LARGEST = 5_000_000_000
+"""Bytes of a shard's tensors, unless it has only one."""
 
 
 @dataclass(frozen=True)
 class ModelWriter:
-    """Writes a Hugging Face folder shard by shard: one for what lies outside the blocks, one a block."""
+    """Writes a Hugging Face folder part by part: what lies outside the blocks, and each block.
+
+    A part is one shard, or several where it has more than ``LARGEST`` bytes. The first has the part's number,
+    as if there were no others: ``model-00003-of-00061``; then come ``model-00003-2-of-00061`` and so on.
+    """
 
     folder: Path
     blocks: int
 
     def write_stem(self, tensors: Mapping[str, Tensor]) -> None:
         """Write what lies outside the blocks."""
-        self._write_shard(0, tensors)
+        self._write(0, tensors)
 
     def write_block(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of one block under their names in the model."""
-        self._write_shard(index + 1, tensors)
+        self._write(index + 1, tensors)
 
     @property
-    def stem_file(self) -> Path:
-        """Return the shard of what lies outside the blocks."""
-        return self._shard(0)
+    def stem_files(self) -> list[Path]:
+        """Return the shards of what lies outside the blocks."""
+        return self._files(0)
 
-    def block_file(self, index: int) -> Path:
-        """Return the shard of a block."""
-        return self._shard(index + 1)
+    def block_files(self, index: int) -> list[Path]:
+        """Return the shards of a block."""
+        return self._files(index + 1)
 
-    def finish(
-        self, names: Mapping[int, tuple[str, ...]], origin: Path, config: Mapping[str, Any] | None = None
-    ) -> None:
+    def finish(self, origin: Path, config: Mapping[str, Any] | None = None) -> None:
         """Write the index of the shards, and the files beside the weights that belong to the model.
 
         They are copied byte for byte: a copy that a library writes says the same in the words of its own
-        version, which engines with another version misread. ``names`` are those of the tensors in shard 0
-        (outside the blocks), 1, 2 ...; ``config`` has keys that config.json gets in addition.
+        version, which engines with another version misread. ``config`` has keys that config.json gets in
+        addition.
         """
         copy_companions(origin, self.folder)
         if config:
             write_json(self.folder / "config.json", {**read_json(origin / "config.json"), **config})
-        size = sum(self._shard(i).stat().st_size for i in names)
-        where = {name: self._shard(i).name for i, shard in names.items() for name in shard}
+        files = [file for number in range(self.blocks + 1) for file in self._files(number)]
+        size = sum(file.stat().st_size for file in files)
+        where = {name: file.name for file in files for name in read_header(file)}
         write_json(
             self.folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": where},
         )
 
-    def _shard(self, number: int) -> Path:
-        return self.folder / f"model-{number + 1:05}-of-{self.blocks + 1:05}.safetensors"
+    def _files(self, number: int) -> list[Path]:
+        first = self._shard(number, 1)
+        return [first, *sorted(self.folder.glob(self._shard(number, "*").name))]
 
-    def _write_shard(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        write_tensors(self._shard(number), tensors, {"format": "pt"})
+    def _shard(self, number: int, place: int | str) -> Path:
+        further = "" if place == 1 else f"-{place}"
+        return self.folder / f"model-{number + 1:05}{further}-of-{self.blocks + 1:05}.safetensors"
+
+    def _write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        shards, size = [dict[str, Tensor]()], 0
+        for name in sorted(tensors):  # so that a block that is written again is divided in the same way
+            size += tensors[name].nbytes
+            if size > LARGEST and shards[-1]:
+                shards.append({})
+                size = tensors[name].nbytes
+            shards[-1][name] = tensors[name]
+        for place, shard in enumerate(shards, 1):
+            write_tensors(self._shard(number, place), shard, {"format": "pt"})
 
 
 def copy_companions(origin: Path, folder: Path, patterns: tuple[str, ...] = COMPANIONS) -> None:

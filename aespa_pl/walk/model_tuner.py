@@ -198,7 +198,7 @@ class ModelTuner:
         """Load a quantized block, whose file holds what is ``stored``, into a model, in float32."""
         source, device, layout = self.context.source, self.context.device, self.context.layout(index)
         unread = {f"{p.module}.weight" for p in layout.projections}  # the integers say all of these
-        pretrained = source.pretrained.with_blocks(source.family, {index: self.writer.block_file(index)})
+        pretrained = source.pretrained.with_block(source.family, index, self.writer.block_files(index))
         return TunableBlock(
             pretrained.load_block(model, source.family, index, device, torch.float32, unread=unread),
             layout,
@@ -236,10 +236,10 @@ class ModelTuner:
     def _rewrite_block(
         self, index: int, learned: Mapping[str, Tensor], offsets: Mapping[str, Tensor]
     ) -> None:
-        """Replace the two files of a block by new ones, both at once."""
+        """Replace the files of a block by new ones, all at once."""
         run, layout, source = self.context.run, self.context.layout(index), self.context.source
-        family, files = source.family, (run.block_file(index), self.writer.block_file(index))
-        tensors, complete = (load_file(files[0]), source.pretrained.with_blocks(family, {index: files[1]}))
+        family, file, shards = source.family, run.block_file(index), self.writer.block_files(index)
+        tensors, complete = load_file(file), source.pretrained.with_block(family, index, shards)
         shard = {name: complete.tensor(name) for name in complete.block_names(family, index)}
         tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}
         quantized = self._weights(index, tensors)
@@ -254,9 +254,10 @@ class ModelTuner:
             shard[prefix + name] = merged(weights, layout, path).to(types[name])
         done = run.blocks[index]
         metadata = record.metadata(done.losses, done.tuning, self.context.types(index))
-        write_tensors(run.staged(files[0]), tensors, metadata)
-        write_tensors(run.staged(files[1]), family.as_stored(shard), {"format": "pt"})
-        run.replace_block(index, files)
+        write_tensors(run.staged(file), tensors, metadata)
+        staged = replace(self.writer, folder=run.staged(self.writer.folder))
+        staged.write_block(index, family.as_stored(shard))
+        run.replace_block(index, (file, *shards))
 
 
 def _key(index: int, name: str) -> str:

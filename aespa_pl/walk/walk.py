@@ -111,8 +111,8 @@ class Walk:
 
     def _replay(self, index: int, streams: Streams) -> None:
         """Run both streams through a block that is complete."""
-        source, files = self.context.source, {index: self.writer.block_file(index)}
-        complete = source.pretrained.with_blocks(source.family, files)
+        source, files = self.context.source, self.writer.block_files(index)
+        complete = source.pretrained.with_block(source.family, index, files)
         with source.block(index, complete) as module, self.context.measure("forward"):
             source.advance(module, streams.quantized)
         if streams.original:
@@ -140,7 +140,7 @@ class Walk:
                     self.writer.write_block(index, context.source.family.as_stored(shard))
             seconds = {k: v - before.get(k, 0.0) for k, v in context.stopwatch.seconds.items()}
             known = {"losses": losses, "tuning": tuning, "seconds": seconds}
-            files = (run.block_file(index), self.writer.block_file(index))
+            files = (run.block_file(index), *self.writer.block_files(index))
             run.finish_block(index, known | {"peak_bytes": peak_bytes(context.device)}, files)
             self._tell_of_block(index, losses, seconds, tuned)
             if not more:
@@ -228,17 +228,7 @@ class Walk:
         context.progress.say(f"the model, end to end: {record.tuning_words(tuned)}")
 
     def _finish(self) -> None:
-        pretrained, family = self.context.source.pretrained, self.context.source.family
-        names = {0: pretrained.stem_names(family)}
-        for index in range(self.context.source.block_count):
-            names[index + 1] = pretrained.block_names(family, index)
-        self.writer.finish(
-            {
-                shard: tuple(dict.fromkeys(family.places(name)[0][0] for name in of_shard))
-                for shard, of_shard in names.items()
-            },
-            pretrained.folder,
-        )
+        self.writer.finish(self.context.source.pretrained.folder)
         self.context.run.forget_checkpoint()
 
     def _tell_of_block(

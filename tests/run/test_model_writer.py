@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -26,17 +27,13 @@ def export(source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lamb
     family = family_of(pretrained.config)
     count = int(pretrained.config.num_hidden_layers)
     writer = ModelWriter(folder, count)
-    names = {0: pretrained.stem_names(family)}
-    writer.write_stem({name: pretrained.tensor(name) for name in names[0]})
+    writer.write_stem({name: pretrained.tensor(name) for name in pretrained.stem_names(family)})
     for index in range(count):
-        names[index + 1] = pretrained.block_names(family, index)
-        tensors = {name: change(pretrained.tensor(name)) for name in names[index + 1]}
-        stored = family.as_stored(tensors)
-        writer.write_block(index, stored)
-        names[index + 1] = tuple(stored)
-        assert writer.block_file(index).is_file()
+        names = pretrained.block_names(family, index)
+        writer.write_block(index, family.as_stored({n: change(pretrained.tensor(n)) for n in names}))
+        assert all(file.is_file() for file in writer.block_files(index))
     assert not (folder / "model.safetensors.index.json").exists()  # not yet a model
-    writer.finish(names, source)
+    writer.finish(source)
     return pretrained
 
 
@@ -70,6 +67,28 @@ def test_library_loads_what_was_written(name: str, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "opt"])
+def test_parts_above_the_limit_are_divided(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 8_000
+    monkeypatch.setattr("aespa_pl.run.model_writer.LARGEST", limit)
+    model = make_model(name, torch.float32)
+    export(save(model, tmp_path / "source"), tmp_path / "export")
+    shards = sorted((tmp_path / "export").glob("*.safetensors"))
+    assert len(shards) > 3 + 1  # blocks, and the rest
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    found: dict[str, str] = {}
+    for path in shards:
+        tensors = load_file(path)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit
+        found |= dict.fromkeys(tensors, path.name)
+    assert index["weight_map"] == found
+    state, loaded = model.state_dict(), load(tmp_path / "export").state_dict()
+    assert state.keys() == loaded.keys()
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_changed_weights_are_the_ones_loaded_in_their_own_type(dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_model("llama", dtype)
@@ -85,7 +104,8 @@ def test_block_file_holds_its_block_only(tmp_path: Path) -> None:
     pretrained = export(save(make_model("opt"), tmp_path / "source"), tmp_path / "export")
     writer = ModelWriter(tmp_path / "export", 3)
     for index in range(3):
-        with safe_open(writer.block_file(index), framework="pt") as file:
+        (path,) = writer.block_files(index)
+        with safe_open(path, framework="pt") as file:
             assert set(file.keys()) == set(pretrained.block_names(family_of(pretrained.config), index))
             assert file.metadata() == {"format": "pt"}
 
