@@ -17,11 +17,14 @@ RATE_WIDTH, LEAST_FACTOR = 192, 0.2
 and more: of integers in the tuning of blocks, and of scales end to end (docs/tuning.md)."""
 BLOCK_RATES: dict[Parametrization, tuple[float, float]] = {
     "straight-through": (0.005, 0.003),  # at 2 bits, up to RATE_WIDTH
+    "annealed": (0.015, 0.003),
     "rounding": (0.4, 0.003),
     "clipping": (0.005, 0.01),
     "affine": (0.005, 0.01),
 }
 """Learning rates of integers and of scales in the tuning of blocks, by what is learned of a weight."""
+MOVING: tuple[Parametrization, ...] = ("straight-through", "annealed")
+"""What learns latent values in distances of two integers, whatever the grid."""
 TYPE_SCALE_RATES = {2: 0.003}
 """Learning rates of the scales of block types in the tuning of blocks by bits; 0.001 with more bits."""
 MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003
@@ -40,11 +43,11 @@ def resolved(
     method = METHODS[settings.method]
     learned = settings.tuning.blocks.parametrization or method.parametrization
     if settings.format != "uniform":
-        if learned != "straight-through":
+        if learned not in MOVING:
             raise UserError(
                 f"quantization.format is {settings.format}, whose types "
                 f"quantization.tuning.blocks.parametrization {learned} (method {settings.method}) can't "
-                "learn: choose straight-through, or another method"
+                "learn: choose straight-through or annealed, or another method"
             )
         settings = replace(settings, bits=_usual_bits(settings), bits_of={})
     rates = {} if width is None else _rates(settings, learned, width)
@@ -130,7 +133,7 @@ def _rates(
     integers, scales = BLOCK_RATES[learned]
     if settings.format != "uniform":
         scales = TYPE_SCALE_RATES.get(settings.bits, 0.001)
-    if learned == "straight-through":  # rows of more weights move further in each step
+    if learned in MOVING:  # rows of more weights move further in each step
         integers = step * integers * narrow
     return {
         "blocks": {"integer_rate": integers, "scale_rate": scales},

@@ -5,7 +5,7 @@ from typing import Literal
 
 Objective = Literal["attention", "layer"]
 Learned = Literal["none", "attention", "all"]
-Parametrization = Literal["straight-through", "rounding", "clipping", "affine"]
+Parametrization = Literal["straight-through", "annealed", "rounding", "clipping", "affine"]
 Unit = Literal["block", "sublayer"]
 
 

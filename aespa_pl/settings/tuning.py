@@ -17,10 +17,10 @@ class BlockTuningSettings:
     """Train each block on the original block's output, after step 4 and the polish (docs/tuning.md); null:
     as the method does."""
     parametrization: Parametrization | None = None
-    """Parameters that are learned. straight-through: integers, scales, norms and biases; rounding: whether
-    each weight is rounded up or down (BRECQ); clipping: the range of each grid, and a factor of each column
-    (OmniQuant); affine: the same, with a matrix for each value head (AffineQuant). null: as the method
-    does."""
+    """Parameters that are learned. straight-through: integers, scales, norms and biases; annealed: the same,
+    with integers that are soft at first and end hard; rounding: whether each weight is rounded up or down
+    (BRECQ); clipping: the range of each grid, and a factor of each column (OmniQuant); affine: the same, with
+    a matrix for each value head (AffineQuant). null: as the method does."""
     unit: Unit | None = None
     """Modules that are trained together: the block, or one sublayer after the other (attention, then
     feed-forward network; one more stream of hidden states waits in data.hidden_states). null: as the method
@@ -32,8 +32,8 @@ class BlockTuningSettings:
     """Segments in a mini-batch; there is one optimizer step for each."""
     integer_rate: FinitePositive | None = None
     """Largest learning rate of the latent values of integers, in distances of two integers, or of the
-    rounding variables. null: 0.4 with rounding; 0.005 with straight-through, less with more than 2 bits or
-    in models wider than 192 (docs/tuning.md)."""
+    rounding variables. null: 0.4 with rounding; 0.005 with straight-through and 0.015 with annealed, less
+    with more than 2 bits or in models wider than 192 (docs/tuning.md)."""
     scale_rate: FinitePositive | None = None
     """Largest learning rate of the logarithms of scales, and of the weights of norms, or of the clipping
     strengths. null: 0.003, with block types of more than 2 bits 0.001; 0.01 with clipping and affine."""

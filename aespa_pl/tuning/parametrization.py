@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.grid_types import round_to_half
-from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight, scaled_steps
+from aespa_pl.tuning.annealing import softly_rounded
 
 MARGIN = 0.49
 """Largest distance of a latent value from its integer at the start: it rounds to that integer."""
@@ -36,6 +37,9 @@ class WeightParametrization(nn.Module, ABC):
     """Whether the latent values are trained; otherwise they stay."""
     bits: int
     """Bits of the integers."""
+    sharpness: float | None = None
+    """How sharply latent values are rounded where a gradient is wanted (``annealing.py``); None: to the
+    nearest integer, with the gradient of the identity."""
     _start: Tensor
     """Latent values at the start; empty once torch has registered them, because once is enough in memory."""
 
@@ -84,7 +88,7 @@ class StraightThrough(OnGrid):
 
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight of the nearest integers; autograd knows it as differentiable."""
-        return dequantized(latent, self._scale(), self.zero_point, 2**self.bits - 1)
+        return dequantized(latent, self._scale(), self.zero_point, 2**self.bits - 1, self.sharpness)
 
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> QuantizedWeight:
@@ -152,8 +156,15 @@ def straight_through(rounded: Tensor, value: Tensor) -> Tensor:
     return value + (rounded - value).detach()
 
 
-def dequantized(v: Tensor, scale: Tensor, zero_point: Tensor, largest: int) -> Tensor:
-    """Return ``s (clamp(round(v), 0, largest) - z)``, where rounding has the gradient of the identity."""
+def dequantized(
+    v: Tensor, scale: Tensor, zero_point: Tensor, largest: int, sharpness: float | None = None
+) -> Tensor:
+    """Return ``s (clamp(round(v), 0, largest) - z)``, where rounding has the gradient of the identity.
+
+    With a sharpness rounding is soft where a gradient is wanted.
+    """
+    if sharpness is not None and torch.is_grad_enabled():
+        return scaled_steps(softly_rounded(v, sharpness, largest), scale, zero_point)
     weight: Tensor = _Dequantized.apply(v, scale, zero_point, largest)  # type: ignore[no-untyped-call]
     return weight
 

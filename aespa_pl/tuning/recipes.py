@@ -1,7 +1,7 @@
 """Choose what the tuning of a block learns: one parametrization for its weights, and what else is trained."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class Recipe:
     """Modules that transform norms and biases, by their names, where the weights are transformed."""
     penalty: RoundingPenalty | None = None
     """Penalty that is added to the error."""
+    anneals: bool = False
+    """Whether latent values are rounded softly, and more and more sharply."""
 
 
 def _everything(_: str, start: StoredWeight, target: Tensor) -> WeightParametrization:
@@ -72,5 +74,7 @@ def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout
                 return Clipped(uniform, target, symmetric=settings.symmetric, transform=transform)
 
             return Recipe(clipped, transforms=transforms)
+        case "annealed":
+            return replace(EVERYTHING, anneals=True)
         case _:
             return EVERYTHING

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from aespa_pl.curve_names import HELD_BACK, TRAINING, TUNING, tag
 from aespa_pl.distributed.processes import ALONE
+from aespa_pl.tuning.annealing import sharpness_at
 from aespa_pl.tuning.data import Pair, SegmentPairs
 from aespa_pl.tuning.equivalent import HeadMatrices, Transformation
 from aespa_pl.tuning.losses import Loss
@@ -66,16 +67,20 @@ class Tuning(LightningModule):
         rates: LearningRates,
         label: str,
         penalty: RoundingPenalty | None = None,
+        *,
+        anneals: bool = False,
     ) -> None:
         """Take the module with its parametrizations; all that requires a gradient is trained.
 
         It is in evaluation mode, because the quantized model has no dropout. The ``label`` names it in
         messages: ``block 3``. The penalty is added to the error, where rounding variables are learned.
+        Latent values are rounded more and more sharply if it ``anneals``.
         """
         super().__init__()
         self.module = module
         self.loss = loss
         self.penalty = penalty
+        self.anneals = anneals
         self.rates = rates
         self.label = label
         self.world = ALONE
@@ -110,8 +115,13 @@ class Tuning(LightningModule):
         return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_batch_start(self, batch: Pair, batch_idx: int) -> None:
-        """Tell the transformations how far the training is."""
+        """Tell transformations and weights how far the training is."""
         self.enter_epoch(self.current_epoch + 1)
+        if self.anneals:
+            sharpness = sharpness_at(self.global_step, int(self.trainer.estimated_stepping_batches))
+            for inner in self.module.modules():
+                if isinstance(inner, WeightParametrization):
+                    inner.sharpness = sharpness
 
     def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
         """Return the loss of a mini-batch."""

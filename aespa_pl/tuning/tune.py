@@ -78,7 +78,7 @@ def tune(
     for block in blocks:
         parametrize_block(block, recipe)
     parametrize_vectors(module, outside or {})
-    tuning = Tuning(module, loss, rates, label, recipe.penalty)
+    tuning = Tuning(module, loss, rates, label, recipe.penalty, anneals=recipe.anneals)
     with _recomputing([b.block for b in blocks] if recompute else ()):
         fit(tuning, pairs, trainer, checkpoint)
     weights = [quantized_weights(b.block, b.layout) for b in blocks]

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, MixtralConfig, OPTConfig, PreTrainedConfig
 from aespa_pl.commands.block_types import block_types, check_format, types_in_words, with_head
 from aespa_pl.errors import UserError
 from aespa_pl.resolve import resolved
-from aespa_pl.settings import QuantizationSettings
+from aespa_pl.settings import BlockTuningSettings, QuantizationSettings, TuningSettings
 
 
 def llama(hidden: int = 256, intermediate: int = 512) -> PreTrainedConfig:
@@ -125,5 +125,7 @@ def test_learning_rates_are_for_the_bits_of_most_matrices() -> None:
 
 def test_methods_that_learn_something_else_refuse_a_format() -> None:
     check_format(QuantizationSettings(format="Q4_K"))
-    with pytest.raises(UserError, match="straight-through"):
+    blocks = BlockTuningSettings(parametrization="annealed")
+    resolved(QuantizationSettings(format="Q4_K", tuning=TuningSettings(blocks)))
+    with pytest.raises(UserError, match="straight-through or annealed"):
         resolved(QuantizationSettings(format="Q4_K", method="brecq"))

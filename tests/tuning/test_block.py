@@ -12,9 +12,12 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from aespa_pl.models.weights import projection_weight
-from aespa_pl.tuning import LearningRates, Tuned
+from aespa_pl.tuning import EVERYTHING, LearningRates, Tuned
+from aespa_pl.tuning.recipes import Recipe
 from tests import massive
 from tests.tuning.tuned import RATES, Example, quantize, tune_block
+
+ANNEALED = replace(EVERYTHING, anneals=True)
 
 
 def held_back_error(example: Example) -> float:
@@ -36,13 +39,23 @@ def state(example: Example, result: Tuned) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "groups"),
-    [("llama-grouped", 1), ("opt", 1), ("opt-bare", 2), ("bloom", 1), ("bloom", 2), ("qwen3", 2)],
+    ("name", "groups", "learned"),
+    [
+        ("llama-grouped", 1, EVERYTHING),
+        ("opt", 1, EVERYTHING),
+        ("opt-bare", 2, EVERYTHING),
+        ("bloom", 1, EVERYTHING),
+        ("bloom", 2, EVERYTHING),
+        ("qwen3", 2, EVERYTHING),
+        ("llama-grouped", 2, ANNEALED),
+    ],
 )
-def test_the_block_that_is_left_is_what_was_evaluated_and_can_be_stored(name: str, groups: int) -> None:
+def test_the_block_that_is_left_is_what_was_evaluated_and_can_be_stored(
+    name: str, groups: int, learned: Recipe
+) -> None:
     example = Example.make(name, groups=groups)
     before = held_back_error(example)
-    result = tune_block(example, 8)
+    result = tune_block(example, 8, recipe=learned)
     assert result.start_error == pytest.approx(before, rel=1e-4)
     assert result.error == pytest.approx(held_back_error(example), rel=1e-4)
     assert result.error < before
@@ -134,22 +147,42 @@ def test_any_number_of_steps_can_be_taken(steps: int) -> None:
     assert result.error <= result.start_error
 
 
-@pytest.mark.parametrize("kills", [[1], [4], [6], [11], [16], [4, 5], [4, 8, 10], [8, 9, 15], [4, 13]])
-def test_a_training_that_was_killed_goes_on_bit_for_bit(kills: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kills", "learned"),
+    [
+        ([1], EVERYTHING),
+        ([4], EVERYTHING),
+        ([6], EVERYTHING),
+        ([11], EVERYTHING),
+        ([16], EVERYTHING),
+        ([4, 5], EVERYTHING),
+        ([4, 8, 10], EVERYTHING),
+        ([8, 9, 15], EVERYTHING),
+        ([4, 13], EVERYTHING),
+        ([6, 13], ANNEALED),
+    ],
+)
+def test_a_training_that_was_killed_goes_on_bit_for_bit(
+    kills: list[int], learned: Recipe, tmp_path: Path
+) -> None:
     """4 steps are an epoch; after 16 the end."""
     torch.manual_seed(3)
     example = Example.make()
     whole = copy.deepcopy(example)
+    rates = LearningRates(0.01, 0.02, 0.02) if learned.anneals else RATES  # the best epoch comes late
     checkpoint = None
     for step in kills:
         file = tmp_path / f"{step}.ckpt"
+        dies = [SaveAndDie(step, file)]
         with pytest.raises(KilledError):
-            tune_block(copy.deepcopy(example), 4, checkpoint=checkpoint, callbacks=[SaveAndDie(step, file)])
+            tune_block(
+                copy.deepcopy(example), 4, rates=rates, recipe=learned, checkpoint=checkpoint, callbacks=dies
+            )
         torch.load(file, weights_only=True)  # holds no objects
         checkpoint = file
     results = []
     for made, start in ((whole, None), (example, checkpoint)):
-        result = tune_block(made, 4, checkpoint=start)
+        result = tune_block(made, 4, rates=rates, recipe=learned, checkpoint=start)
         results.append((result, state(made, result)))
     (wanted, expected), (resumed, found) = results
     assert (wanted.start_error, wanted.error, wanted.epoch) == (

@@ -72,3 +72,23 @@ def test_integers_stay_where_only_the_rest_is_learned() -> None:
     made = TypedFixedIntegers(start, start.weight())
     assert not made.learns_latent
     assert {name for name, _ in made.named_parameters()} == {"log_d", "a"}
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q4_0"])
+def test_soft_integers_stand_on_the_same_grid(name: str) -> None:
+    W, start = stored(name)
+    made = TypedStraightThrough(start, W)
+    made.sharpness = 4.0
+    latent = start.integers.float()
+    latent[:, ::2] = (
+        6.5 if name == "Q4_0" else 0.5
+    )  # halfway, so the mean is the middle of neighbours, nearly
+    latent.requires_grad_()
+    scale, minimum = (x.repeat_interleave(made.kind.group, 1) for x in start.grid())
+    halfway = latent.detach()[:, ::2] * scale[:, ::2] - minimum[:, ::2]
+    soft = made(latent).detach()
+    torch.testing.assert_close(soft[:, ::2], halfway, rtol=0, atol=0.02)
+    with torch.no_grad():
+        hard = made(latent)
+    assert torch.equal(hard[:, 1::2], start.weight()[:, 1::2])
+    assert bool(((hard - soft).abs() > 0.1 * scale)[:, ::2].all())
