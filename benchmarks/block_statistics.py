@@ -17,7 +17,7 @@ import torch
 from jsonargparse import auto_cli
 from options import Options, begin
 from report import median_of_each
-from shapes import config
+from shapes import SHAPES, config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -49,7 +49,7 @@ def main(options: StatisticsOptions) -> None:
     """Measure a block and print a table."""
     report = begin(options, COLUMNS, benchmark="block_statistics")
     segments, length, where = options.segments, options.length, torch.device(options.device)
-    settings = config(options.model, length)
+    settings = config(SHAPES[options.model], length)
     family = family_of(settings)
     whole = AutoModelForCausalLM.from_config(settings).eval().to(where)
     block = whole.get_submodule(family.blocks_path)[0]

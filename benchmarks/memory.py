@@ -1,176 +1,238 @@
-"""Measure the peak resident memory of ``aespa-pl fit`` on LLaMA-type models with random weights.
+"""Measure peak memory and seconds of ``aespa-pl fit`` by phase, on random models, beside what ``plan`` says.
 
-python benchmarks/memory.py --blocks [12,24,48]                       # a narrow model, minutes
-python benchmarks/memory.py --hidden 512 --intermediate 256 --blocks [2] --experts 64   # Qwen3-MoE
-python benchmarks/memory.py --hidden 2048 --intermediate 5504 --heads 16 --blocks [24]    # 1.3B
+python benchmarks/memory.py --shape smollm2-135m --methods '[aespa, aespa-tuned]' --iterations 10
+python benchmarks/memory.py --shape llama-7b --methods '[aespa]' --iterations 10      # one block, 20 GB
+python benchmarks/memory.py --blocks 24 --vocabulary 32000                            # a narrow model
+python benchmarks/memory.py --hidden 512 --intermediate 256 --experts 64              # Qwen3-MoE
 
-Each run is a process of its own; the operating system's maximum for it is printed beside what
-``aespa_pl/planning/needs.py`` predicts. The clip search tries 2 ratios instead of 100: that changes
-seconds, not memory. ``--baseline true`` adds a process that only parses the command line.
+Each run is a process of its own under Linux, which resets its peak when a phase begins. *plan* is what
+``aespa_pl/planning/needs.py`` says of the phase, with the process and the hidden states in memory; *nothing*
+is what the process has between the phases. The clip search tries 2 ratios instead of 100: that changes
+seconds, not memory.
 """
 
 import json
-import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from jsonargparse import auto_cli
+from report import Report
 from safetensors.torch import save_file
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from shapes import SHAPES, Shape, config
+from transformers import PreTrainedConfig
 
+from aespa_pl.algorithm import grid
+from aespa_pl.cli import main as aespa_pl
+from aespa_pl.commands.job import Job
 from aespa_pl.data.texts import EMBEDDED
-from aespa_pl.models import family_of
+from aespa_pl.measure import Stopwatch
 from aespa_pl.models.skeleton import skeleton
-from aespa_pl.planning.budget import portions_in_words
-from aespa_pl.planning.needs import device_bytes, host_bytes, partition_for
-from aespa_pl.planning.shape import Setup, Shape, Work
-from aespa_pl.resolve import resolved
-from aespa_pl.settings import DataSettings, MethodName, QuantizationSettings
+from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
+from aespa_pl.planning.shape import Setup
+from aespa_pl.run.context import Context
+from aespa_pl.settings import MethodName
+from aespa_pl.walk.walk import Walk
 
-PROGRAM = """
-import sys
-import aespa_pl.algorithm.grid as grid
-grid.CLIP_RATIOS = 2
-from aespa_pl.cli import main
-main()
-"""
+CHILD = "--child"
+"""First argument of a process that is measured."""
+PLANNED = {
+    "nothing": "embedding and head",
+    "optq": "OPTQ",
+    "tuning": "tuning of blocks",
+    "tuning the model": "tuning of the model",
+}
+"""Names that plan has for phases of a run, where they differ."""
+NOTHING = "nothing"
 
 
 def main(
     *,
+    shape: str | None = None,
     hidden: int = 512,
     intermediate: int = 1376,
     heads: int = 8,
-    blocks: list[int] | None = None,
+    blocks: int = 1,
     experts: int = 0,
-    vocabulary: int = 32_000,
+    vocabulary: int = 1024,
     segments: int = 8,
     length: int = 512,
     iterations: int = 2,
     dtype: str = "bfloat16",
     threads: int = 1,
-    memory_gb: float | None = None,
-    baseline: bool = True,
-    method: MethodName = "aespa",
+    methods: tuple[MethodName, ...] = ("aespa",),
     options: list[str] | None = None,
+    output: Path | None = None,
 ) -> None:
-    """Make a model for each number of blocks, quantize it, and print the peak.
+    """Make a model, quantize it with each method, and print peak and seconds of each phase.
 
     Args:
+        shape: One of SHAPES, in place of hidden, intermediate and heads.
         hidden: Hidden size.
         intermediate: Width of the feed-forward part.
         heads: Query and key/value heads.
-        blocks: Numbers of blocks.
+        blocks: Number of blocks.
         experts: Experts of a block, of which each token has 8; 0: it is dense.
-        vocabulary: Rows of the embedding and of the head.
+        vocabulary: Rows of the embedding and of the head, at least 1024.
         segments: Calibration segments.
         length: Tokens in each.
         iterations: Of the rounding.
         dtype: Of the weights and of the blocks while they run.
         threads: Threads of torch.
-        memory_gb: As data.memory_gb: what does not fit is worked on in portions.
-        baseline: Measure a process that does nothing as well.
-        method: As quantization.method.
-        options: More options of aespa-pl fit.
+        methods: As quantization.method, one after the other.
+        options: More options of aespa-pl fit, such as ``--quantization.group_size=64``.
+        output: File that JSON lines are appended to.
     """
-    if baseline:
-        peak, seconds = _run(["fit", "--print_config", "--model.pretrained", "."], threads)
-        print(json.dumps({"baseline_gb": peak / 1e9, "seconds": round(seconds)}), flush=True)
-    for count in blocks or [12]:
-        sizes: dict[str, Any] = {
-            "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
-            "num_key_value_heads": heads, "num_hidden_layers": count, "vocab_size": vocabulary,
-            "max_position_embeddings": max(length, 512), "dtype": dtype,
-        }  # fmt: skip
-        config: PreTrainedConfig = LlamaConfig(**sizes)
-        if experts:
-            config = Qwen3MoeConfig(**sizes, num_experts=experts, moe_intermediate_size=intermediate)
-        with tempfile.TemporaryDirectory() as folder:
-            _make_model(config, Path(folder) / "model")
-            arguments: dict[str, str | int | float] = {
-                "model.pretrained": f"{folder}/model",
-                "model.dtype": dtype,
-                "data.calibration.source": "embedded",
-                "data.calibration.segments": segments,
-                "data.calibration.segment_length": length,
-                "data.evaluation.texts": "[]",
-                "data.hidden_states": "disk",
-                "data.batch_size": 1,
-                "data.cache": f"{folder}/cache",
-                "quantization.method": method,
-                "quantization.rounding.iterations": iterations,
-                "quantization.grid.zfold": "false",
-                "output.folder": f"{folder}/runs",
-                "trainer.accelerator": "cpu",
-                "trainer.logger": "false",
-            }
-            if memory_gb:
-                arguments["data.memory_gb"] = memory_gb
-            words = ["fit", *(f"--{key}={value}" for key, value in arguments.items())]
-            peak, seconds = _run(words + (options or []), threads)
-            shape = Shape.of(AutoConfig.from_pretrained(f"{folder}/model"), family_of(config).layouts(config))
-        settings = resolved(QuantizationSettings(method=method))
-        work = Work(segments, length, 1, getattr(torch, dtype).itemsize)
-        data = DataSettings(hidden_states="disk")
-        setup = Setup(shape, work, data, settings, torch.device("cpu"))
-        partition = partition_for(setup, 1e9 * memory_gb if memory_gb else math.inf)
-        predicted = host_bytes(setup, partition, recompute=False)
-        phases = device_bytes(setup, partition, recompute=False)
-        row = {
-            "hidden": hidden,
-            "blocks": count,
-            "parameters": shape.blocks * shape.block_weights + shape.stem_weights,
-            "peak_gb": round(peak / 1e9, 3),
-            "predicted_gb": round(predicted / 1e9, 3),
-            "in_portions": portions_in_words(partition, shape),
-            "largest_phase": max(phases, key=lambda phase: phases[phase]),
-            "seconds": round(seconds),
+    sizes = SHAPES[shape] if shape else Shape(hidden, intermediate, heads, gated=True)
+    model = config(sizes, length, blocks, vocabulary, experts)
+    model.dtype = getattr(torch, dtype)
+    columns = ["method", "phase", "peak, GB", "plan, GB", "peak / plan", "seconds"]
+    report = Report(columns, output, shape=shape, blocks=blocks, segments=segments, length=length)
+    with tempfile.TemporaryDirectory() as folder:
+        _make_model(model, Path(folder) / "model")
+        arguments = {
+            "model.pretrained": f"{folder}/model",
+            "model.dtype": dtype,
+            "data.calibration.source": "embedded",
+            "data.calibration.segments": segments,
+            "data.calibration.segment_length": length,
+            "data.evaluation.texts": "[]",
+            "data.hidden_states": "disk",
+            "data.batch_size": 1,
+            "data.cache": f"{folder}/cache",
+            "quantization.rounding.iterations": iterations,
+            "quantization.grid.zfold": "false",
+            "output.folder": f"{folder}/runs",
+            "trainer.accelerator": "cpu",
+            "trainer.logger": "false",
         }
-        print(json.dumps(row), flush=True)
+        words = [f"--{key}={value}" for key, value in arguments.items()]
+        for method in methods:
+            more = [f"--quantization.method={method}", *(options or [])]
+            for row in _run([*words, *more], Path(folder) / "phases.json", threads):
+                peak, planned = row["peak"] / 1e9, row["planned"] / 1e9
+                cells = [f"{peak:.2f}", f"{planned:.2f}", f"{peak / planned:.2f}", f"{row['seconds']:.1f}"]
+                report.row([method, row["phase"], *cells], method=method, **row)
 
 
-def _run(arguments: list[str], threads: int) -> tuple[int, float]:
-    """Return peak bytes and seconds of a process; its failure ends the benchmark."""
-    began = time.perf_counter()
+def _run(arguments: list[str], result: Path, threads: int) -> list[dict[str, Any]]:
+    """Return what a process has measured; its failure ends the benchmark."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments], env=environment, stdout=subprocess.DEVNULL
-    )
-    _, status, usage = os.wait4(process.pid, 0)
+    command = [sys.executable, __file__, CHILD, str(result), "fit", *arguments]
+    status = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
     if status:
-        sys.exit(f"aespa-pl ended with status {os.waitstatus_to_exitcode(status)}")
-    return 1024 * usage.ru_maxrss, time.perf_counter() - began
+        sys.exit(f"aespa-pl ended with status {status}")
+    rows: list[dict[str, Any]] = json.loads(result.read_text())
+    return rows
 
 
-def _make_model(config: LlamaConfig, folder: Path) -> None:
+@dataclass
+class Phases:
+    """Notes peak and seconds of each phase of the run in this process."""
+
+    peaks: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    under_way: list[str] = field(default_factory=lambda: [NOTHING])
+    setup: Setup | None = None
+    context: Context | None = None
+
+    def take(self) -> None:
+        """Add the peak since the last call to the phase that is under way."""
+        phase = self.under_way[-1]
+        status = Path("/proc/self/status").read_text()
+        peak = 1024 * int(re.findall(r"VmHWM:\s+(\d+)", status)[0])
+        self.peaks[phase] = max(self.peaks[phase], peak)
+        Path("/proc/self/clear_refs").write_text("5")
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let the package tell of its phases and its settings in this context."""
+        measure, setup_of, begin = Stopwatch.measure, Job.setup, Walk.__init__
+
+        @contextmanager
+        def measured(stopwatch: Stopwatch, phase: str, device: torch.device) -> Iterator[None]:
+            self.take()
+            self.under_way.append(phase)
+            try:
+                with measure(stopwatch, phase, device):
+                    yield
+            finally:
+                self.take()
+                self.under_way.pop()
+
+        def setup(job: Job, *devices: Any) -> Setup:
+            self.setup = setup_of(job, *devices)
+            return self.setup
+
+        def begun(walk: Walk, context: Context) -> None:
+            self.context = context
+            begin(walk, context)
+
+        with (
+            patch.object(Stopwatch, "measure", measured),
+            patch.object(Job, "setup", setup),
+            patch.object(Walk, "__init__", begun),
+        ):
+            yield
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return peak and seconds by phase, beside the bytes that are planned."""
+        self.take()
+        setup, context = self.setup, self.context
+        if setup is None or context is None:
+            raise ValueError("nothing was quantized")
+        planned = device_bytes(setup, context.partition, recompute=context.recompute)
+        always = PROCESS_BYTES
+        if setup.data.hidden_states != "disk":
+            always += hidden_bytes(setup.shape, setup.work, setup.quantization)
+        return [
+            {
+                "phase": phase,
+                "peak": peak,
+                "planned": always + planned.get(PLANNED.get(phase, phase), 0),
+                "seconds": context.stopwatch.seconds.get(phase, 0.0),
+            }
+            for phase, peak in self.peaks.items()
+        ]
+
+
+def _child(result: str, arguments: list[str]) -> None:
+    """Run ``aespa-pl`` with arguments, and write what was measured to a file."""
+    grid.CLIP_RATIOS = 2
+    phases = Phases()
+    with phases.watching():
+        aespa_pl(arguments)
+    Path(result).write_text(json.dumps(phases.rows()))
+
+
+def _make_model(model: PreTrainedConfig, folder: Path) -> None:
     """Write random weights shard by shard, so that this process stays small."""
     folder.mkdir(parents=True)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
+    made = skeleton(model)
+    model.architectures = [type(made).__name__]
+    model.save_pretrained(folder)
     shards: dict[str, dict[str, torch.Size]] = {}
-    for name, parameter in skeleton(config).named_parameters():
-        parts = name.split(".")
-        shard = parts[2] if parts[1] == "layers" else "stem"
-        shards.setdefault(shard, {})[name] = parameter.shape
+    for name, parameter in made.named_parameters():
+        number = next((part for part in name.split(".") if part.isdigit()), "stem")
+        shards.setdefault(number, {})[name] = parameter.shape
     where: dict[str, str] = {}
-    for number, shapes in enumerate(shards.values()):
-        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+    for number, shapes in shards.items():
         tensors = {
             name: torch.ones(size) if len(size) == 1 else 0.02 * torch.randn(size)
             for name, size in shapes.items()
         }
-        save_file(
-            {name: tensor.to(config.dtype) for name, tensor in tensors.items()},
-            folder / file,
-            {"format": "pt"},
-        )
-        where |= dict.fromkeys(shapes, file)
+        stored = {name: tensor.to(model.dtype) for name, tensor in tensors.items()}
+        save_file(stored, folder / f"model-{number}.safetensors", {"format": "pt"})
+        where |= dict.fromkeys(shapes, f"model-{number}.safetensors")
     index = {"metadata": {}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     for path in (EMBEDDED / "llama").iterdir():
@@ -179,4 +241,7 @@ def _make_model(config: LlamaConfig, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    if sys.argv[1:2] == [CHILD]:
+        _child(sys.argv[2], sys.argv[3:])
+    else:
+        auto_cli(main)

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, OPTConfig, PreTrainedConfig
+from transformers import LlamaConfig, OPTConfig, PreTrainedConfig, Qwen3MoeConfig
 
 
 class Shape(NamedTuple):
@@ -75,16 +75,20 @@ def hessian(columns: int, device: torch.device) -> Tensor:
     return H
 
 
-def config(model: str, length: int) -> PreTrainedConfig:
-    """Return the configuration of a model of one block and a few words."""
-    hidden, wide, heads, gated, kv_heads = SHAPES[model]
-    options = {
-        "hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": 1, "vocab_size": 64,
-        "max_position_embeddings": length,
+def config(
+    shape: Shape, length: int, blocks: int = 1, vocabulary: int = 64, experts: int = 0
+) -> PreTrainedConfig:
+    """Return the configuration of a model; with ``experts`` it is a mixture of so many in each block."""
+    options: dict[str, Any] = {
+        "hidden_size": shape.hidden, "num_attention_heads": shape.heads, "num_hidden_layers": blocks,
+        "vocab_size": vocabulary, "max_position_embeddings": length,
     }  # fmt: skip
-    if gated:
-        return LlamaConfig(intermediate_size=wide, num_key_value_heads=kv_heads or heads, **options)
-    return OPTConfig(ffn_dim=wide, word_embed_proj_dim=hidden, **options)
+    if not shape.gated:
+        return OPTConfig(ffn_dim=shape.wide, word_embed_proj_dim=shape.hidden, **options)
+    options |= {"intermediate_size": shape.wide, "num_key_value_heads": shape.kv_heads or shape.heads}
+    if experts:
+        return Qwen3MoeConfig(num_experts=experts, moe_intermediate_size=shape.wide, **options)
+    return LlamaConfig(**options)
 
 
 def _projections(model: str) -> dict[str, tuple[int, int, int, str]]:
