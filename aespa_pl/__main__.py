@@ -9,6 +9,8 @@ from aespa_pl.processors import threads
 def main() -> None:
     """Run the command line; Ctrl-C while the libraries are being imported ends quietly as well."""
     set_threads()
+    # oneDNN keeps a program for each shape of a product, and experts see another number of tokens each time
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     try:
         from aespa_pl import cli  # noqa: PLC0415  (so that Ctrl-C is caught here)
     except KeyboardInterrupt:

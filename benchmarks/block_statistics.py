@@ -86,7 +86,7 @@ def _ours(model: PreTrainedModel, family: Family, block: nn.Module, batches: lis
     collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
     attention = partial(family.observe_attention, model, block)
     for hidden in batches:
-        with observing(block, collector.groups, attention=attention) as seen:
+        with observing(block, collector.layout.groups, attention=attention) as seen:
             _run(model, family, block, hidden)
         collector.add(seen)
     collector.finish()
@@ -96,9 +96,9 @@ def _corrected(model: PreTrainedModel, family: Family, block: nn.Module, batches
     collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
     attention = partial(family.observe_attention, model, block)
     for hidden in batches:
-        with observing(block, collector.groups, residuals=True) as original:
+        with observing(block, collector.layout.groups, residuals=True) as original:
             _run(model, family, block, hidden)
-        with observing(block, collector.groups, residuals=True, attention=attention) as seen:
+        with observing(block, collector.layout.groups, residuals=True, attention=attention) as seen:
             _run(model, family, block, 1.1 * hidden)
         collector.add(seen, original)
     collector.finish()

@@ -32,8 +32,8 @@ from safetensors.torch import save_file
 from shapes import SHAPES, Shape, config
 from transformers import PreTrainedConfig
 
+from aespa_pl.__main__ import main as aespa_pl
 from aespa_pl.algorithm import grid
-from aespa_pl.cli import main as aespa_pl
 from aespa_pl.commands.job import Job
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.measure import Stopwatch

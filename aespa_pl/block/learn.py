@@ -56,8 +56,8 @@ class Learner:
             training = Training(block.index, name, block_curves(block.index), number)
             of_portion = context.world.from_first(partial(self._learned_before, training))
             if of_portion is None:
-                release_memory()
                 module = self._module(portion, block)
+                release_memory()
                 trainer = context.trainers.of_rounding(run, training)
                 trainer.fit(
                     module,

@@ -43,14 +43,16 @@ class StatisticsCollector:
         inputs: bool = True,
         magnitudes: bool = False,
         heads: range | None = None,
+        experts: range | None = None,
         precision: Precision = "float32",
     ) -> None:
         """Begin with nothing.
 
         The ``value`` statistic is H_V, of some key/value ``heads`` (None: all), ``query_key`` are G_Q and
-        G_K, ``inputs`` the Hessians of input groups, ``magnitudes`` the mean absolute values of inputs. In
-        ``precision`` are the products; the sums are float32. TF32 has all bits of the inputs of a model in
-        half precision; A X and differences of two streams are rounded.
+        G_K, ``inputs`` the Hessians of inputs but those of experts, whose are of some ``experts`` (None:
+        all), ``magnitudes`` the mean absolute values of inputs. In ``precision`` are the products; the sums
+        are float32. TF32 has all bits of the inputs of a model in half precision; A X and differences of two
+        streams are rounded.
         """
         self.layout = layout
         self.value = value
@@ -62,23 +64,16 @@ class StatisticsCollector:
         self.tokens = 0
         self._sums = Sums()
         self.experts: ExpertSums | None = None
-        if inputs and layout.mixture is not None:
-            self.experts = ExpertSums(layout, self._sums, magnitudes=magnitudes)
+        if layout.mixture is not None and (experts is None or experts):
+            experts = experts or range(layout.mixture.total)
+            self.experts = ExpertSums(layout, self._sums, experts, magnitudes=magnitudes)
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._query_factor: Tensor | None = None
-
-    @property
-    def groups(self) -> tuple[InputGroup, ...]:
-        """Return the input groups to observe; H_V and its shift need what goes into and out of attention."""
-        attended = self.layout.attended_group
-        if self.inputs or attended is None:
-            return self.layout.groups
-        return (self.layout.groups[0], attended)
 
     def add(self, seen: Observation, original: Observation | None = None) -> None:
         """Add one batch; shifts are collected where the ``original`` model has seen it too."""
         with multiplying_in(self.precision):
-            for group in self.groups if self.inputs else ():
+            for group in self.layout.groups if self.inputs else ():
                 for name, (first, *_) in group.inputs.items():
                     if first.expert is None:
                         self._add_inputs(name, seen, original)

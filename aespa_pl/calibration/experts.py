@@ -31,12 +31,13 @@ WEIGHT, COUNT = "weight ", "count "
 class ExpertSums:
     """Sums up the statistics of the experts of one block over batches."""
 
-    def __init__(self, layout: BlockLayout, sums: Sums, *, magnitudes: bool) -> None:
+    def __init__(self, layout: BlockLayout, sums: Sums, experts: range, *, magnitudes: bool) -> None:
         """Begin with nothing; ``sums`` gets what is found.
 
         Args:
             layout: Layout of a block with a mixture.
             sums: Sums of the block.
+            experts: Numbers of the experts.
             magnitudes: Whether the mean absolute value of each input is collected.
         """
         self.mixture = cast(ExpertMixture, layout.mixture)
@@ -48,9 +49,9 @@ class ExpertSums:
         self.all_tokens: list[str] = []
         """Names of the groups whose input all tokens are."""
         for group in layout.groups:
-            of_experts = {n: p[0] for n, p in group.inputs.items() if p[0].expert is not None}
+            of_experts = {n: p[0] for n, p in group.inputs.items() if p[0].expert in experts}
             self.inputs |= of_experts
-            if of_experts and group.name not in group.inputs:
+            if 0 in experts and of_experts and group.name not in group.inputs:
                 self.all_tokens.append(group.name)
         self.reached: dict[str, Reached] = {}
 
@@ -76,7 +77,7 @@ class ExpertSums:
             token, place = routed(indices, cast(int, p.expert))
             g = scores[token, place, None].float()  # [T, 1]
             X = rows(seen.inputs[input_name])
-            if self.magnitudes and input_name not in self.all_tokens:
+            if self.magnitudes:
                 total = self.sums.of(MAGNITUDE + input_name, X, X.shape[1])
                 total.add_(X.abs().sum(0), alpha=0.5)
             self.sums.of(WEIGHT + input_name, X, 1).add_(g.square().sum())

@@ -30,6 +30,11 @@ class ExpertMixture:
     """Path of the linear layer whose output, behind a sigmoid, is the weight of the shared expert. All tokens
     are routed to this expert, whose number comes after those of the others; None: there is none."""
 
+    @property
+    def total(self) -> int:
+        """Return the number of experts, with the shared one."""
+        return self.count + (self.shared_gate is not None)
+
     def share(self, expert: int) -> float:
         """Return the share of the tokens that an expert gets, on average."""
         return self.chosen / self.count if expert < self.count else 1.0

@@ -44,7 +44,7 @@ def block_flops(
     tokens, d, heads = work.segments * work.length, shape.hidden, layout.key_value_heads
     attention = 4 * tokens * work.length * layout.heads * layout.head_dim
     forward = float(2 * tokens * sum(m.share * m.size for m in shape.matrices) + attention)
-    passes = (2 if settings.two_streams else 1) * len(partition.head_groups(heads))
+    passes = (2 if settings.two_streams else 1) * len(partition.passes(heads, shape.experts))
     moments = sum(shares[name] * computed_fraction(c) * c**2 for name, c in shape.inputs.items())
     moments *= 2 if settings.input_correction else 1  # as many for the shifts
     if settings.objective.value == "attention":  # A X of each head, with half of A, and its moments

@@ -1,5 +1,6 @@
 """Choose from the memory that is free how much is worked on at once, and where hidden states wait."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -7,8 +8,8 @@ import torch
 
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import free_bytes
-from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes, partition_for
-from aespa_pl.planning.partition import Partition
+from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
+from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup, Shape, Work
 from aespa_pl.planning.tuning import model_bytes
 from aespa_pl.settings import DataSettings, QuantizationSettings
@@ -17,8 +18,44 @@ RESERVE = 0.9
 """Fraction of the free memory that is planned with: allocators keep some, and others want some."""
 CPU_BATCH = 4
 """Number of segments in a batch on a CPU."""
+MOST_PORTIONS = 64
+"""Largest number of portions that a block is learned in; each large projection is one by then."""
 TOKENS = 8192
 """Number of tokens in a batch on an accelerator, which keeps its matrix units busy; more only take memory."""
+
+
+def partition_for(setup: Setup, free: float) -> Partition:
+    """Return what of a block is worked on at once, so that its needs are at most ``free`` bytes.
+
+    As much as possible: fewer heads or experts mean more passes over the segments, fewer weights more
+    Trainers. Where nothing is small enough, the passes are those that save nine tenths of what can be saved.
+    """
+    shape, settings = setup.shape, setup.quantization
+
+    def most(partition: Partition, *phases: str) -> int:
+        needs = device_bytes(setup, partition)
+        return max(needs[phase] for phase in phases)
+
+    heads = shape.layout.key_value_heads if settings.objective.value == "attention" else 0
+    experts = max(shape.experts, shape.other.experts if shape.other else 0)
+
+    def divided(passes: int) -> Partition:
+        at_once = [math.ceil(count / passes) if passes > 1 and count else None for count in (heads, experts)]
+        return Partition(heads=at_once[0], experts=at_once[1])
+
+    phases = ("statistics", "correction", "OPTQ")
+    least = most(divided(max(heads, experts)), *phases)
+    limit = max(free, least + 0.1 * (most(WHOLE, *phases) - least))
+    for passes in range(1, max(heads, experts, 1) + 1):
+        chosen = divided(passes)
+        if most(chosen, *phases) <= limit:
+            break
+    learning = sum(m.size for m in shape.learned(settings))
+    for count in range(1, MOST_PORTIONS + 1):
+        smaller = replace(chosen, weights=None if count == 1 else math.ceil(learning / count))
+        if not learning or most(smaller, "rounding") <= free:
+            return smaller
+    return smaller
 
 
 def choose_partition(setup: Setup, world: World = ALONE) -> Partition:
@@ -54,14 +91,17 @@ def _allowed(data: DataSettings, device: torch.device) -> float:
 
 def portions_in_words(partition: Partition, shape: Shape) -> list[str]:
     """Return what a partition means, in words; nothing for a block that is worked on as a whole."""
-    said = []
-    heads = shape.layout.key_value_heads
-    groups = partition.head_groups(heads)
-    if len(groups) > 1:
-        said.append(
-            f"H_V of {max(map(len, groups))} of {heads} heads at once, in {len(groups)} passes over the "
-            "segments; it waits on disk"
-        )
+    said, heads = [], shape.layout.key_value_heads
+    passes = partition.passes(heads, shape.experts)
+    for what, at_once, whole in (
+        ("H_V", max(len(part) for part, _ in passes), f"{heads} heads"),
+        ("Hessians", max(len(part) for _, part in passes), f"{shape.experts} experts"),
+    ):
+        if at_once < int(whole.split()[0]):
+            said.append(
+                f"{what} of {at_once} of {whole} at once, in {len(passes)} passes over the segments; the "
+                "others wait on disk"
+            )
     if partition.weights:
         said.append(f"learning in portions of at most {partition.weights:,} weights")
     return said

@@ -4,7 +4,8 @@ Memory holds the tensors that exist at once in the hungriest moment of each phas
 ``benchmarks/memory.py`` holds it against measured runs.
 """
 
-import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from aespa_pl.algorithm import candidate_losses, optq
@@ -28,8 +29,6 @@ OPTQ_BYTES = 5 * FLOAT
 PROCESS_BYTES = 730_000_000
 """Bytes of Python, torch, lightning and transformers on Linux with CPU torch: 550 MB of memory and 150 MB of
 mapped libraries were measured; the rest is for the model's mapped files."""
-MOST_PORTIONS = 64
-"""Largest number of portions that a block is learned in; each large projection is one by then."""
 GRID_BYTES, GRID_BYTES_OF_GROUPS = 8 * FLOAT, 3 * FLOAT
 """Bytes per candidate grid: scale, zero point, loss; without groups also copies of those compared."""
 CHUNK_BYTES = 3 * FLOAT
@@ -56,15 +55,22 @@ def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
     return FLOAT * shape.hidden**2 if shape.attends and settings.objective.value == "attention" else 0
 
 
+def _of_inputs(shape: Shape, partition: Partition, numbers: Mapping[str, int]) -> int:
+    """Return the sum of numbers of each input; of experts, as far as their statistics are in memory."""
+    shares, at_once = shape.shares, min(1.0, (partition.experts or shape.experts) / max(1, shape.experts))
+    return round(sum(number * (at_once if shares[name] < 1 else 1) for name, number in numbers.items()))
+
+
 def hessian_bytes(shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE) -> int:
-    """Return the bytes of H for each input group, H_V of the heads at once, G_Q and G_K."""
-    layout, numbers = shape.layout, sum(columns**2 for columns in shape.inputs.values())
+    """Return the bytes of H of all inputs, H_V of all heads, both but for what is on disk, G_Q and G_K."""
+    layout = shape.layout
+    numbers = _of_inputs(shape, partition, {name: columns**2 for name, columns in shape.inputs.items()})
     if shape.attends and settings.objective.query_key == "attention":
         numbers += (layout.heads + layout.key_value_heads) * layout.head_dim**2
     return FLOAT * numbers + _heads(shape, partition) * value_bytes(shape, settings)
 
 
-def shifts(shape: Shape, settings: QuantizationSettings) -> int:
+def shifts(shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE) -> int:
     """Return the numbers in what only the correction of earlier errors needs; 0 without it.
 
     It is the shifts of the inputs, of the outputs that join the residual, and of V's weights.
@@ -73,7 +79,8 @@ def shifts(shape: Shape, settings: QuantizationSettings) -> int:
         return 0
     layout = shape.layout
     outputs = {m.input: shape.hidden for m in shape.matrices if m.adds_to_residual}
-    numbers = sum(outputs.get(name, columns) * columns for name, columns in shape.inputs.items())
+    each = {name: outputs.get(name, columns) * columns for name, columns in shape.inputs.items()}
+    numbers = _of_inputs(shape, partition, each)
     if shape.attends and settings.objective.value == "attention":
         numbers += layout.key_value_heads * layout.head_dim * shape.hidden
     return numbers
@@ -133,8 +140,11 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     accelerator = not setup.on_cpu
     hidden, weights = work.tokens * shape.hidden, shape.weights
     logits = work.length * shape.vocabulary * (work.dtype_bytes + 2 * FLOAT)  # of a segment
-    hessians = hessian_bytes(shape, settings, partition)
-    steady = shape.block_weights * work.dtype_bytes + hessians
+    block, hessians = shape.block_weights * work.dtype_bytes, hessian_bytes(shape, settings, partition)
+    collected = block + hessians + FLOAT * shifts(shape, settings, partition)
+    afterwards = replace(partition, experts=partition.experts and 1)
+    hessians = hessian_bytes(shape, settings, afterwards)
+    steady, shifted = block + hessians, FLOAT * shifts(shape, settings, afterwards)
     largest = max(matrix.size for matrix in shape.matrices)
     coupled = sum(m.size for m in shape.matrices if m.role in (Role.QUERY, Role.KEY))  # together
     widest = shape.widest_input**2
@@ -146,19 +156,20 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # beside integers, the weights; of those learned later W', which the learning begins with
     learned = LEARNED_BYTES * at_once + KEPT_BYTES * (weights - at_once)
     learned += FLOAT * (learning - at_once) + (WORKSPACE_BYTES[accelerator] * largest if learning else 0)
+    hessians = _learned_hessians(shape, settings, afterwards, at_once)
+    learned += hessians
     if settings.products == "bfloat16":
         learned += hessians // 2 if accelerator else hessians  # a CPU rounds a copy in float32
-    shifted = FLOAT * shifts(shape, settings)
     corrected = steady + shifted + FLOAT * (weights + 3 * widest + 2 * largest)
     polished = POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0
     rounded = (FLOAT + 1) * weights  # with their integers
     needs = {
         "embedding and head": (shape.stem_weights + hidden) * work.dtype_bytes + logits,
-        "statistics": steady + shifted + batch_bytes(shape, work, settings),
+        "statistics": collected + batch_bytes(shape, work, settings),
         "correction": corrected if settings.input_correction else 0,
         "grid": steady + rounded + _search_bytes(shape, settings, accelerator=accelerator),
         "OPTQ": steady + rounded + FLOAT * weights + OPTQ_BYTES * largest + FACTORED * FLOAT * factored,
-        "rounding": steady + learned,
+        "rounding": block + learned,
         "polish": steady + rounded + FLOAT * weights + polished,
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
         "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=recompute)
@@ -167,6 +178,18 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     if accelerator or shape.layout.mixture is None:
         return needs
     return {phase: round(FRAGMENTED * size) for phase, size in needs.items()}
+
+
+def _learned_hessians(
+    shape: Shape, settings: QuantizationSettings, partition: Partition, weights: int
+) -> int:
+    """Return the bytes of Hessians while so many weights are learned at once."""
+    one, of_all = (hessian_bytes(shape, settings, p) for p in (partition, replace(partition, experts=None)))
+    of_input: Counter[str] = Counter()
+    for m in shape.matrices:
+        of_input[m.input] += m.size
+    most = max(columns**2 / of_input[name] for name, columns in shape.inputs.items())
+    return min(of_all, one + round(FLOAT * most * weights))
 
 
 def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: bool) -> int:
@@ -183,35 +206,6 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
         + 2 * FLOAT * size  # over zeta, and in groups
         + 3 * FLOAT * columns**2  # times zeta, from both sides, and its blocks
     )
-
-
-def partition_for(setup: Setup, free: float) -> Partition:
-    """Return what of a block is worked on at once, so that its needs are at most ``free`` bytes.
-
-    As much as possible: fewer heads mean more passes over the segments, fewer weights more Trainers. Where
-    nothing is small enough, the passes are those that save nine tenths of what can be saved.
-    """
-    shape, settings = setup.shape, setup.quantization
-
-    def most(partition: Partition, *phases: str) -> int:
-        needs = device_bytes(setup, partition)
-        return max(needs[phase] for phase in phases)
-
-    heads, chosen = shape.layout.key_value_heads, WHOLE
-    if settings.objective.value == "attention":
-        phases = ("statistics", "correction", "OPTQ")
-        least = most(Partition(heads=1), *phases)
-        limit = max(free, least + 0.1 * (most(WHOLE, *phases) - least))
-        for passes in range(1, heads + 1):
-            chosen = Partition(None if passes == 1 else math.ceil(heads / passes))
-            if most(chosen, *phases) <= limit:
-                break
-    learning = sum(m.size for m in shape.learned(settings))
-    for count in range(1, MOST_PORTIONS + 1):
-        smaller = replace(chosen, weights=None if count == 1 else math.ceil(learning / count))
-        if not learning or most(smaller, "rounding") <= free:
-            return smaller
-    return smaller
 
 
 def host_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = True) -> int:
@@ -246,6 +240,8 @@ def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) ->
     on_disk = setup.data.hidden_states == "disk"
     hidden = hidden_bytes(shape, setup.work, settings) if on_disk else 0
     values = bool(partition.heads) * shape.layout.key_value_heads * value_bytes(shape, settings)
+    if partition.experts:  # little of the statistics is in memory alone
+        values = hessian_bytes(shape, settings) + FLOAT * shifts(shape, settings)
     waiting = max(waiting_bytes(shape, settings, stored_bytes).values())
     return model + integers + waiting + hidden + values
 

@@ -1,9 +1,9 @@
-"""Divide a block whose H_V or whose learning does not fit into memory as a whole."""
+"""Divide a block whose statistics or whose learning do not fit into memory as a whole."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,20 @@ class Partition:
     passes over the segments, and the matrices of other heads wait on disk. None: all."""
     weights: int | None = None
     """Number of weights that are learned at once, each portion with a Trainer of its own. None: all."""
+    experts: int | None = None
+    """Number of experts whose statistics are in memory, as of ``heads``; where it is not all, those of one
+    expert are there afterwards."""
 
-    def head_groups(self, heads: int) -> list[range]:
-        """Return the heads of each pass over the segments, as evenly as can be."""
-        count = math.ceil(heads / (self.heads or heads))
-        ends = [round(heads * i / count) for i in range(count + 1)]
-        return [range(first, end) for first, end in pairwise(ends)]
+    def passes(self, heads: int, experts: int) -> list[tuple[range, range]]:
+        """Return heads and experts of each pass over the segments, as evenly as can be."""
+        groups = _evenly(heads, self.heads), _evenly(experts, self.experts)
+        return list(zip_longest(*groups, fillvalue=range(0)))
+
+
+def _evenly(count: int, most: int | None) -> list[range]:
+    groups = math.ceil(count / (most or count)) if count else 1
+    ends = [round(count * i / groups) for i in range(groups + 1)]
+    return [range(first, end) for first, end in pairwise(ends)]
 
 
 WHOLE = Partition()

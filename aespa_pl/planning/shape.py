@@ -125,6 +125,11 @@ class Shape:
         return [m for m in self.matrices if settings.learns(attention=m.role is not Role.OTHER)]
 
     @property
+    def experts(self) -> int:
+        """Return the number of experts of the block, with a shared one."""
+        return 0 if self.layout.mixture is None else self.layout.mixture.total
+
+    @property
     def widest_input(self) -> int:
         """Return the largest number of columns."""
         return max(self.inputs.values(), default=0)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from aespa_pl.measure import duration, human
 from aespa_pl.planning.arithmetic import block_flops
-from aespa_pl.planning.budget import Room, portions_in_words, room
-from aespa_pl.planning.needs import device_bytes, disk_bytes, host_bytes, partition_for, waiting_bytes
+from aespa_pl.planning.budget import Room, partition_for, portions_in_words, room
+from aespa_pl.planning.needs import device_bytes, disk_bytes, host_bytes, waiting_bytes
 from aespa_pl.planning.partition import Partition
 from aespa_pl.planning.shape import Setup
 from aespa_pl.planning.tuning import recomputes

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
 from aespa_pl.distributed.processes import ALONE, World
-from aespa_pl.measure import Stopwatch
+from aespa_pl.measure import Stopwatch, release_memory
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.kept import layout_of
 from aespa_pl.models.streamed import StreamedModel
@@ -91,5 +91,6 @@ class Context:
         return {p.name: self.settings.type_for(block, p.name) for p in self.layout(block).projections}
 
     def measure(self, phase: str) -> AbstractContextManager[None]:
-        """Add the time that is spent in the returned context to a phase."""
+        """Add the time that is spent in the returned context to a phase, which begins with free memory."""
+        release_memory()
         return self.stopwatch.measure(phase, self.device)

@@ -1,8 +1,8 @@
-"""Keep tensors of one kind on disk, one at a time in memory: hidden states of segments, H_V of heads."""
+"""Keep tensors on disk, one at a time in memory: hidden states of segments, statistics of a block."""
 
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,9 +20,10 @@ class BatchesOnDisk:
     """
 
     def __init__(self, folder: Path, batches: Iterable[Tensor] = ()) -> None:
-        """Write ``batches``, tensors on the CPU; all but the last have the same shape."""
+        """Write ``batches``, tensors on the CPU of one type."""
         self._folder = folder
         self._shapes: list[torch.Size] = []
+        self._starts = [0]
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed below
@@ -38,16 +39,17 @@ class BatchesOnDisk:
         """Write one more batch."""
         self._dtype = batch.dtype
         self._shapes.append(batch.shape)
+        self._starts.append(self._starts[-1] + batch.nbytes)
         self[len(self._shapes) - 1] = batch
 
     def __getitem__(self, index: int) -> Tensor:
         """Read a batch; the tensor is the caller's. Raises IndexError where there is none."""
-        return self._read(self._start(index), self._shapes[index])
+        return self._read(self._starts[index], self._shapes[index])
 
     def item(self, index: int, place: int) -> Tensor:
         """Read one item of a batch, of its first dimension, and nothing else."""
         shape = self._shapes[index][1:]
-        return self._read(self._start(index) + place * shape.numel() * self._dtype.itemsize, shape)
+        return self._read(self._starts[index] + place * shape.numel() * self._dtype.itemsize, shape)
 
     def _read(self, start: int, shape: torch.Size) -> Tensor:
         tensor = torch.empty(shape, dtype=self._dtype)
@@ -59,12 +61,9 @@ class BatchesOnDisk:
     def __setitem__(self, index: int, batch: Tensor) -> None:
         """Replace a batch by another of its shape and type."""
         with disk_errors(self._folder):
-            self._file.seek(self._start(index))
+            self._file.seek(self._starts[index])
             self._file.write(_bytes(batch.contiguous()))
             self._file.flush()
-
-    def _start(self, index: int) -> int:
-        return index * self._shapes[0].numel() * self._dtype.itemsize
 
 
 Batches = list[Tensor] | BatchesOnDisk
@@ -85,25 +84,47 @@ def _bytes(batch: Tensor) -> memoryview:
 class MatricesOnDisk:
     """Keeps a matrix for each head, in a file that is gone with the process, and is read like a tensor."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        """Make an empty file in ``folder``; matrices that are read go to ``device``."""
-        self._matrices = BatchesOnDisk(folder)
+    def __init__(self, store: BatchesOnDisk, device: torch.device) -> None:
+        """Begin with nothing in a file, which others may write to; what is read goes to ``device``."""
+        self._store = store
         self._device = device
+        self._places: list[int] = []
 
-    def append(self, matrices: Tensor) -> None:
-        """Write the matrices ``[some, d, d]`` of the next heads."""
+    def append(self, matrices: Tensor) -> "MatricesOnDisk":
+        """Write the matrices ``[some, rows, columns]`` of the next heads."""
         for matrix in matrices.cpu():
-            self._matrices.append(matrix)
+            self._places.append(len(self._store))
+            self._store.append(matrix)
+        return self
 
     def __len__(self) -> int:
         """Return the number of heads."""
-        return len(self._matrices)
+        return len(self._places)
 
     def __getitem__(self, heads: slice) -> Tensor:
-        """Read the matrices ``[some, d, d]`` of some heads."""
-        chosen = range(len(self))[heads]
-        return torch.stack([self._matrices[head] for head in chosen]).to(self._device)
+        """Read the matrices ``[some, rows, columns]`` of some heads."""
+        return torch.stack([self._store[place] for place in self._places[heads]]).to(self._device)
 
 
 Matrices = Tensor | MatricesOnDisk
 """Matrices ``[heads, d, d]``, in memory or on disk; both have ``len`` and slices of heads."""
+
+
+class NamedMatrices(Mapping[str, Tensor]):
+    """Reads one matrix by its name whenever it is asked for."""
+
+    def __init__(self, stored: Mapping[str, Matrices]) -> None:
+        """Take one matrix of each name."""
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a matrix."""
+        return self._stored[name][:][0]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names."""
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        """Return the number of matrices."""
+        return len(self._stored)

@@ -1,20 +1,19 @@
 """Run the calibration segments through a block, and collect its statistics (step 1)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from aespa_pl.calibration.collector import StatisticsCollector
+from aespa_pl.calibration.divided import DividedStatistics
 from aespa_pl.calibration.experts import ExpertSums
-from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import observing
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.errors import UserError
 from aespa_pl.run.context import Context
-from aespa_pl.storage.batches import Batches, MatricesOnDisk
+from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.transfer import in_turn, sending_back
 
 
@@ -53,43 +52,53 @@ class StatisticsPasses:
     def collect(self, index: int, module: nn.Module, streams: Streams) -> BlockStatistics:
         """Return the statistics of a block; the original model's hidden states go on to the next one.
 
-        ``module`` has its original weights. Where the partition wants it, H_V is collected for some heads at
-        a time, and waits on disk. Raises UserError where a statistic is not finite: activations overflow.
+        ``module`` has its original weights. Where the partition wants it, H_V is collected of some heads, and
+        the statistics of some experts, at a time; what is divided waits on disk. Raises UserError where a
+        statistic is not finite: activations overflow.
         """
         context, layout = self.context, self.context.layout(index)
-        first, *others = [range(layout.key_value_heads)]
-        if layout.attended_group is not None and context.settings.objective.value == "attention":
-            first, *others = context.partition.head_groups(layout.key_value_heads)
-        statistics = self._run_through(index, module, streams, first, last=not others)
-        if not others:
-            return statistics
-        values = MatricesOnDisk(context.run.folder, context.device)
-        shifts = _move_values(statistics, values)
-        statistics = replace(statistics, attended=None)  # and with it the memory of H_V
-        for group in others:
-            more = self._run_through(index, module, streams, group, last=group is others[-1])
-            shifts += _move_values(more, values)
-        found = statistics.shifts
-        if found is not None:
-            found = replace(found, attended=torch.cat(shifts))
-        return replace(statistics, attended=Hessian(values), shifts=found)
+        attends = layout.attended_group is not None and context.settings.objective.value == "attention"
+        heads = layout.key_value_heads if attends else 0
+        experts = 0 if layout.mixture is None else layout.mixture.total
+        passes = context.partition.passes(heads, experts)
+        divided = DividedStatistics(
+            layout,
+            context.run.folder,
+            context.device,
+            heads=len(passes[0][0]) < heads,
+            experts=len(passes[0][1]) < experts,
+        )
+        for number, part in enumerate(passes):
+            first, last = number == 0, part is passes[-1]
+            divided.add(self._run_through(index, module, streams, *part, first=first, last=last))
+        return divided.joined()
 
     def _run_through(
-        self, index: int, module: nn.Module, streams: Streams, heads: range, *, last: bool
+        self,
+        index: int,
+        module: nn.Module,
+        streams: Streams,
+        heads: range,
+        experts: range,
+        *,
+        first: bool,
+        last: bool,
     ) -> BlockStatistics:
-        """Run all segments through a block and collect H_V of some heads; the first time, everything else."""
+        """Run all segments through a block and collect H_V of some heads and the statistics of some experts.
+
+        The first time, everything else is collected too.
+        """
         source, settings, device = self.context.source, self.context.settings, self.context.device
-        objective, first = settings.objective, heads.start == 0
         layout = self.context.layout(index)
         attends = layout.attended_group is not None
-        mixture = layout.mixture if first else None
         collector = StatisticsCollector(
             layout,
-            value=attends and objective.value == "attention",
-            query_key=attends and first and objective.query_key == "attention",
+            value=len(heads) > 0,
+            query_key=attends and first and settings.objective.query_key == "attention",
             inputs=first,
             magnitudes=bool(settings.grid.awq),
             heads=heads,
+            experts=experts,
             precision="float32" if settings.precision == "float32" else "tf32",
         )
         attention = partial(source.family.observe_attention, source.model, module)
@@ -99,16 +108,16 @@ class StatisticsPasses:
         differ = len(streams.original) > 0 and (index > 0 or own_stem)
         compare = differ and bool(settings.input_correction)
         originals = in_turn(streams.original, device)
-        watching = partial(observing, module, collector.groups, mixture)
+        watching = partial(observing, module, layout.groups, layout.mixture if experts else None)
         with sending_back(streams.original, device) as replace_original:
             for i, quantized in enumerate(in_turn(streams.quantized, device)):
                 original = None
                 if compare:
-                    with watching(residuals=first, experts=False) as original:
+                    with watching(residuals=True, experts=False) as original:
                         after = source.run_block(module, next(originals))
                 elif differ and last:
                     after = source.run_block(module, next(originals))
-                with watching(residuals=compare and first, experts=first, attention=either) as seen:
+                with watching(residuals=compare, experts=len(experts) > 0, attention=either) as seen:
                     output = source.run_block(module, quantized)
                 if streams.original and last:
                     replace_original(i, after if differ else output)
@@ -148,10 +157,3 @@ class StatisticsPasses:
                 f"block {index}: the statistic {name} has NaN or infinite values, so the model's "
                 f"activations overflow in {dtype}: {advice}"
             )
-
-
-def _move_values(statistics: BlockStatistics, values: MatricesOnDisk) -> list[Tensor]:
-    """Append H_V to a file, and return the shift of the attention's output, if there is one."""
-    values.append(cast(Hessian, statistics.attended)[:])
-    found = statistics.shifts
-    return [] if found is None or found.attended is None else [found.attended]

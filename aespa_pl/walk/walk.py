@@ -178,7 +178,6 @@ class Walk:
             statistics = self.passes.collect(index, module, streams)
         block = self.quantizer.start(index, module, statistics)
         del statistics  # and with it the memory of the shifts
-        release_memory()
         self.quantizer.quantize(block)
         losses = record.losses(block) if context.world.is_first else {}
         if losses:

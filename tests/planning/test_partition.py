@@ -17,20 +17,25 @@ from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.run.training import Training
-from aespa_pl.storage.batches import MatricesOnDisk
+from aespa_pl.storage.batches import BatchesOnDisk, MatricesOnDisk
 from tests.walks import Quantized, walk
 
 DIVIDED = Partition(heads=1, weights=600)
 """One head at a time, and of the blocks of the examples two projections of the attention at most."""
+EXPERTS_DIVIDED = Partition(heads=1, weights=4000, experts=3)
 SHORT = {"rounding.iterations": 8}
 CORRECTED = {**SHORT, "input_correction": 0.5, "polish.enabled": True}
 
 
-def test_heads_are_divided_evenly() -> None:
-    assert Partition().head_groups(5) == [range(5)]
-    assert Partition(heads=8).head_groups(5) == [range(5)]
-    assert Partition(heads=2).head_groups(5) == [range(2), range(2, 3), range(3, 5)]
-    assert Partition(heads=1).head_groups(2) == [range(1), range(1, 2)]
+def test_heads_and_experts_are_divided_evenly() -> None:
+    none = range(0)
+    assert Partition().passes(5, 0) == [(range(5), none)]
+    assert Partition(heads=8).passes(5, 0) == [(range(5), none)]
+    assert Partition(heads=2).passes(5, 0) == [
+        (range(2), none), (range(2, 3), none), (range(3, 5), none)
+    ]  # fmt: skip
+    assert Partition(heads=1, experts=2).passes(1, 3) == [(range(1), range(2)), (none, range(2, 3))]
+    assert Partition(heads=1, experts=4).passes(2, 4) == [(range(1), range(4)), (range(1, 2), none)]
 
 
 @pytest.mark.parametrize("weights", [1, 40, 100, 130, 250, None])
@@ -63,7 +68,7 @@ def test_nothing_to_divide_is_one_portion_of_whole_projections() -> None:
 
 def test_heads_on_disk_read_like_a_tensor(tmp_path: Path) -> None:
     matrices = torch.randn(5, 3, 3)
-    stored = MatricesOnDisk(tmp_path, torch.device("cpu"))
+    stored = MatricesOnDisk(BatchesOnDisk(tmp_path), torch.device("cpu"))
     stored.append(matrices[:2])
     stored.append(matrices[2:])
     assert list(tmp_path.iterdir()) == []  # a file without a name: nothing is left of it
@@ -133,10 +138,15 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Divided:
     return Divided(found, learned)
 
 
-@pytest.mark.parametrize("name", ["opt", "llama-grouped", "bloom"])
-def test_parts_give_what_the_whole_gives_with_correction_and_polish(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "partition"),
+    [*((name, DIVIDED) for name in ("opt", "llama-grouped", "bloom")), ("qwen2-moe", EXPERTS_DIVIDED)],
+)
+def test_parts_give_what_the_whole_gives_with_correction_and_polish(
+    name: str, partition: Partition, tmp_path: Path
+) -> None:
     whole = walk(name, tmp_path / "whole", CORRECTED)
-    same_walks(walk(name, tmp_path / "divided", CORRECTED, partition=DIVIDED), whole)
+    same_walks(walk(name, tmp_path / "divided", CORRECTED, partition=partition), whole)
 
 
 def test_parts_give_what_the_whole_gives(whole: Quantized, divided: Divided) -> None:

@@ -9,8 +9,8 @@ import torch
 from aespa_pl.measure import duration, human
 from aespa_pl.models import family_of
 from aespa_pl.models.family import Role
-from aespa_pl.planning.budget import choose_partition, portions_in_words
-from aespa_pl.planning.needs import partition_for
+from aespa_pl.planning.budget import choose_partition, partition_for, portions_in_words
+from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup, Shape
 from aespa_pl.resolve import resolved
@@ -75,6 +75,24 @@ def test_parts_need_no_more_than_there_is() -> None:
     assert device_bytes(s, WORK, settings, in_parts)["rounding"] <= 0.7 * needs["rounding"]
     larger = replace(in_parts, weights=2 * in_parts.weights)
     assert device_bytes(s, WORK, settings, larger)["rounding"] > 0.7 * needs["rounding"]
+
+
+def test_statistics_of_experts_are_divided_where_they_do_not_fit() -> None:
+    s, settings = shape("qwen2-moe"), resolved(QuantizationSettings(method="aespa-fast"))
+    partition = partition_for(setup(s, WORK, settings), 0)
+    whole, parts = (device_bytes(s, WORK, settings, p) for p in (WHOLE, partition))
+    inputs = {m.input: m for m in s.matrices if m.share < 1}
+    H = sum(4 * m.columns**2 for m in inputs.values())
+    # of inputs of gate and up, and of outputs of down
+    S = sum(4 * m.columns * (s.hidden if m.adds_to_residual else m.columns) for m in inputs.values())
+    assert partition.experts is not None
+    away = 1 - partition.experts / s.experts
+    of_heads = 4 * s.hidden**2 * (s.layout.key_value_heads - (partition.heads or 0))
+    saved = whole["statistics"] - parts["statistics"]
+    assert saved == pytest.approx(1.1 * (away * (H + S) + of_heads), rel=1e-3)
+    assert f"{partition.experts} of {s.experts} experts at once" in portions_in_words(partition, s)[-1]
+    stored = [disk_bytes(setup(s, WORK, settings), 2, p) for p in (WHOLE, partition)]
+    assert stored[1] - stored[0] >= H + S
 
 
 def test_smallest_parts_are_planned_where_nothing_fits() -> None:
