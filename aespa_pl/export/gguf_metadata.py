@@ -41,12 +41,6 @@ MULTIPLIERS: dict[str, Callable[[GGUFWriter, float], None]] = {
 }
 """Functions that write multipliers and caps, by their names in config.json."""
 
-EXPERT_LENGTHS: dict[str, Callable[[GGUFWriter, int], None]] = {
-    "moe_intermediate_size": GGUFWriter.add_expert_feed_forward_length,
-    "shared_expert_intermediate_size": GGUFWriter.add_expert_shared_feed_forward_length,
-}
-"""Functions that write hidden sizes of experts, by their names in config.json."""
-
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
@@ -72,9 +66,10 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     if layout.mixture is not None:
         writer.add_expert_count(layout.mixture.count)
         writer.add_expert_used_count(layout.mixture.chosen)
-    for field, add_length in EXPERT_LENGTHS.items():
-        if (length := getattr(config, field, None)) is not None:
-            add_length(writer, length)
+        length = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        writer.add_expert_feed_forward_length(length)
+    if (length := getattr(config, "shared_expert_intermediate_size", None)) is not None:
+        writer.add_expert_shared_feed_forward_length(length)
     writer.add_head_count(layout.heads)
     writer.add_head_count_kv(layout.key_value_heads)
     writer.add_vocab_size(config.vocab_size)

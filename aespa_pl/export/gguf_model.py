@@ -16,7 +16,7 @@ from aespa_pl.export.gguf_bytes import BLOCK_TYPES, BlockType, smallest_type, ze
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.family import Role
 from aespa_pl.models.headers import opened
-from aespa_pl.models.llama_cpp import architecture_of
+from aespa_pl.models.llama_cpp import architecture_of, other_heads
 from aespa_pl.models.llama_cpp_types import FILE_TYPES
 
 IDEAL_WIDTH = 256
@@ -47,7 +47,7 @@ def _value_heads(model: QuantizedModel, name: str) -> Tensor | None:
     come first.
     """
     config, kind = model.pretrained.config, name.rpartition(".linear_attn.")[2].removesuffix(".weight")
-    if ".linear_attn." not in name or kind in ("norm", "out_proj"):
+    if ".linear_attn." not in name or kind in ("norm", "out_proj") or not other_heads(config):
         return None
     size = 1 if kind in ("in_proj_b", "in_proj_a", "A_log", "dt_bias") else config.linear_value_head_dim
     others = 0
@@ -105,12 +105,14 @@ def in_float32(name: str) -> bool:
 
     These are routers, and what rules the state of linear attention.
     """
-    return "ffn_gate_inp" in name or (".ssm_" in name and ".ssm_out" not in name)
+    large = (".ssm_in.weight", ".ssm_out.weight")
+    return "ffn_gate_inp" in name or (".ssm_" in name and not name.endswith(large))
 
 
 def gguf_name(model: QuantizedModel, name: str) -> str:
     """Return the name of a tensor in llama.cpp, where all experts of a block are in one."""
-    name = re.sub(r"\.experts\.\d+\.", ".experts.", name).replace(".dt_bias", ".dt_proj.bias")
+    name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+    name = name.replace(".dt_bias", ".dt_proj.bias").replace(".sinks", ".sinks.weight")
     names = _name_map(architecture_of(model.pretrained.config).name, model.block_count)
     prefix = model.family.blocks_path.partition(".")[0]
     for candidate in (name, name.removeprefix(f"{prefix}.")):

@@ -4,7 +4,8 @@ Source: llama.cpp's ``src/llama-arch.cpp`` and ``src/models``; each entry was ru
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -30,16 +31,18 @@ class Architecture:
     """Number of blocks of the only model in which it has them; None: of all."""
     norm_offset: float = 0.0
     """What the weights of norms are stored with in addition to transformers' (Gemma: 1)."""
-    tied: bool | None = None
-    """Whether the head must be the embedding, or a matrix of its own; None: it may be either."""
     caps: tuple[str, ...] = ()
     """Caps of scores and logits in config.json that it has; each must be a number."""
-    normalizes: bool | None = None
-    """The norm_topk_prob of config.json, whether weights of experts add up to 1, that it has; None: any."""
+    only: Mapping[str, bool | float] = field(default_factory=dict)
+    """The values that it has of entries of config.json; of others it has all."""
+    moves_heads: bool = False
+    """Whether the value heads of linear attention have an order of their own there."""
 
 
-GEMMA = Architecture("gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, tied=True)
-OLMO = Architecture("olmo2", windows=True, tied=False)
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+GEMMA = Architecture("gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, only=TIED)
+OLMO = Architecture("olmo2", windows=True, only=UNTIED)
+HYBRID = Architecture("qwen35", norm_offset=1.0, moves_heads=True)
 ARCHITECTURES = {
     "llama": Architecture("llama", rotates_neighbours=True),
     "mistral": Architecture("llama", rotates_neighbours=True),
@@ -54,20 +57,18 @@ ARCHITECTURES = {
     "olmo2": OLMO,
     "olmo3": OLMO,
     "exaone4": Architecture("exaone4", windows=True, window_blocks=64),
-    "qwen2_moe": Architecture("qwen2moe", tied=False, normalizes=False),
-    "qwen3_moe": Architecture("qwen3moe", normalizes=True),
+    "qwen2_moe": Architecture("qwen2moe", only={**UNTIED, "norm_topk_prob": False}),
+    "qwen3_moe": Architecture("qwen3moe", only={"norm_topk_prob": True}),
     "mixtral": Architecture("llama", rotates_neighbours=True),
-    "qwen3_5_text": Architecture("qwen35", norm_offset=1.0),
-    "qwen3_5_moe_text": Architecture("qwen35moe", norm_offset=1.0),
+    "gpt_oss": Architecture(
+        "gpt-oss", windows=True, only={**UNTIED, "attention_bias": True, "swiglu_limit": 7.0}
+    ),
+    "qwen3_next": Architecture("qwen3next", norm_offset=1.0, only={"norm_topk_prob": True}),
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": replace(HYBRID, name="qwen35moe"),
     "bloom": Architecture("bloom", activation="gelu", divides_fused=True),
 }
-"""llama.cpp's architectures by ``model_type``; a type that is missing has none, but for these."""
-UNWRITTEN = {
-    "qwen3_next": "no GGUF is written of a qwen3_next: llama.cpp divides in_proj_qkvz into two tensors",
-    "gpt_oss": "no GGUF is written of a gpt_oss: sinks, and biases of experts, are not translated",
-}
-"""Why no file is written, by the ``model_type`` of models that llama.cpp has."""
-
+"""llama.cpp's architectures by ``model_type``; a type that is missing has none."""
 OTHER_ORDER = (
     "llama.cpp has the value heads of linear attention in another order, and groups of out_proj's columns "
     "would cross them"
@@ -95,26 +96,25 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
     """Return the part of config.json that llama.cpp would run differently; None if there is none."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
-        kind = config.model_type
-        return UNWRITTEN.get(kind, f"llama.cpp has no architecture for model_type {kind}")
+        return f"llama.cpp has no architecture for model_type {config.model_type}"
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation not in (None, architecture.activation):
         return f"llama.cpp runs {architecture.activation} where hidden_act is {activation}"
     if getattr(config, "apply_residual_connection_post_layernorm", False):
         return "llama.cpp ignores apply_residual_connection_post_layernorm"
-    if architecture.tied not in (None, config.tie_word_embeddings):
-        return f"llama.cpp has no {config.model_type} with tie_word_embeddings {not architecture.tied}"
+    for name, value in architecture.only.items():
+        if (stated := getattr(config, name, None)) != value:
+            return f"llama.cpp has no {config.model_type} with {name} {stated}"
     return (
-        _unsupported_experts(config, architecture)
+        _unsupported_experts(config)
         or _unsupported_linear_attention(config)
         or _unsupported_rope(config)
-        or _unsupported_attention(config, architecture)
+        or _unsupported_windows(config, architecture)
+        or _unsupported_scores(config, architecture)
     )
 
 
-def _unsupported_experts(config: PreTrainedConfig, architecture: Architecture) -> str | None:
-    if architecture.normalizes not in (None, getattr(config, "norm_topk_prob", None)):
-        return f"llama.cpp has no {config.model_type} with norm_topk_prob {not architecture.normalizes}"
+def _unsupported_experts(config: PreTrainedConfig) -> str | None:
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         return "llama.cpp has experts in all blocks of a mixture of experts"
     return None
@@ -134,8 +134,10 @@ def _unsupported_linear_attention(config: PreTrainedConfig) -> str | None:
 
 def other_heads(config: PreTrainedConfig) -> bool:
     """Return whether llama.cpp has the value heads of linear attention in an order of its own."""
-    linear = LINEAR in attention_kinds(config)
-    return linear and config.linear_num_key_heads != config.linear_num_value_heads
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None or not architecture.moves_heads or LINEAR not in attention_kinds(config):
+        return False
+    return bool(config.linear_num_key_heads != config.linear_num_value_heads)
 
 
 def attention_period(config: PreTrainedConfig) -> int:
@@ -162,7 +164,7 @@ def _unsupported_rope(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _unsupported_attention(config: PreTrainedConfig, architecture: Architecture) -> str | None:
+def _unsupported_windows(config: PreTrainedConfig, architecture: Architecture) -> str | None:
     kinds = attention_kinds(config)
     if not architecture.windows and len(set(kinds) - {LINEAR}) > 1:
         return f"llama.cpp has no sliding windows in some blocks of a {config.model_type}"
@@ -171,6 +173,12 @@ def _unsupported_attention(config: PreTrainedConfig, architecture: Architecture)
         return f"llama.cpp has sliding windows in a {config.model_type} of {only} blocks alone"
     if architecture.windows and window_period(config) is None:
         return "llama.cpp has windows in all blocks but every n-th, layer_types in others"
+    if config.model_type == "gpt_oss" and "sliding_attention" not in kinds:
+        return "llama.cpp has no gpt_oss without sliding windows"
+    return None
+
+
+def _unsupported_scores(config: PreTrainedConfig, architecture: Architecture) -> str | None:
     for cap in ("attn_logit", "final_logit"):
         if (getattr(config, f"{cap}_softcapping", None) is not None) != (cap in architecture.caps):
             return f"llama.cpp runs {config.model_type} with another {cap}_softcapping"

@@ -79,7 +79,7 @@ def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
         return Matrix.KEY
     inputs, outputs = (group.projections for group in layout.groups[:2])
     if layout.attended_group is None and projection in (*inputs, *outputs):  # of linear attention
-        return Matrix.VALUE if projection == inputs[0] else Matrix.OTHER
+        return Matrix.VALUE if len(inputs) > 1 and projection == inputs[0] else Matrix.OTHER
     attended = layout.attended_group
     if attended is not None and projection in attended.projections:
         return Matrix.ATTENTION_OUTPUT

@@ -8,6 +8,7 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -24,6 +25,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -152,6 +154,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen3.5-grouped": lambda: llama(
         Qwen3_5TextConfig, num_hidden_layers=3, **{**HYBRID, "linear_num_value_heads": 6}
+    ),
+    "qwen3-next": lambda: llama(
+        Qwen3NextConfig, num_hidden_layers=3, shared_expert_intermediate_size=96, norm_topk_prob=True,
+        **{**HYBRID, "linear_num_value_heads": 4}, **{**EXPERTS, "num_experts_per_tok": 8},
+    ),
+    "gpt-oss": lambda: llama(
+        GptOssConfig, head_dim=32, num_local_experts=8, num_experts_per_tok=8, sliding_window=12,
+        tie_word_embeddings=False, rope_parameters=YARN,
     ),
     "mixtral": lambda: llama(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "opt-350m": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=64),

@@ -37,7 +37,7 @@ LLAMA_LAYERS = (
         "down_proj": "mlp.down_proj",
     }
     | {f"shared_expert_{kind}_proj": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
-    | {name: f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")}
+    | {name: f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj")}
 )
 OPT_LAYERS = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")} | {
     "fc1": "fc1",
@@ -59,11 +59,12 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
 """Projections of the layers that hold several, by model type."""
 GATED: dict[str, tuple[str, ...]] = {"self_attn.q_proj": ("q_proj", "q_gate")}
 """Rows that are query and gate of a head in turn."""
-FUSED |= {"qwen3_5_text": GATED, "qwen3_5_moe_text": GATED}
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+FUSED |= dict.fromkeys(HYBRIDS, GATED)
 HYBRID_LAYERS = {name: layer for name, layer in LLAMA_LAYERS.items() if name != "q_proj"}
 PATHS = {"opt": "model.decoder.layers", "bloom": "transformer.h"}
 LAYERS = {"opt": OPT_LAYERS, "bloom": BLOOM_LAYERS, "phi3": PHI3_LAYERS}
-LAYERS |= {"qwen3_5_text": HYBRID_LAYERS, "qwen3_5_moe_text": HYBRID_LAYERS}
+LAYERS |= dict.fromkeys(HYBRIDS, HYBRID_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def save_original(config: PreTrainedConfig, folder: Path, max_shard_size: str = 
     """Write a model with random weights, biases and norms, in float16."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config)
-    one = 0 if config.model_type.startswith(("gemma", "qwen3_5")) else 1  # whose norms add 1 themselves
+    one = 0 if config.model_type.startswith(("gemma", *HYBRIDS)) else 1  # whose norms add 1 themselves
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
@@ -194,9 +195,12 @@ def experts_of(state: Mapping[str, Tensor], path: str) -> list[tuple[str, Tensor
     """Return the matrices of each expert, views of those that transformers has for all of a block."""
     found = []
     for number, fused in enumerate(state.get(f"{path}.gate_up_proj", ())):
-        half = len(fused) // 2
         down = state[f"{path}.down_proj"][number]
-        parts = {"gate": fused[:half], "up": fused[half:], "down": down}
+        if f"{path}.down_proj_bias" in state:  # gpt-oss: columns first, gate and up in turn
+            parts = {"gate": fused[:, ::2].T, "up": fused[:, 1::2].T, "down": down.T}
+        else:
+            gate, up = fused.chunk(2)
+            parts = {"gate": gate, "up": up, "down": down}
         found += [(f"{number}.{kind}_proj", weight) for kind, weight in parts.items()]
     return found
 
@@ -208,7 +212,7 @@ def named(name: str, found: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 def rows_of(kind: str, name: str, part: int, count: int) -> list[int]:
     """Return the rows of one projection of a layer with ``count`` rows."""
-    if kind == "bloom" or kind.startswith("qwen3_5"):  # which alternate from head to head
+    if kind == "bloom" or kind in HYBRIDS:  # which alternate from head to head
         parts = 3 if kind == "bloom" else 2
         size = count // (parts * HEADS)
         return [(parts * head + part) * size + i for head in range(HEADS) for i in range(size)]

@@ -1,6 +1,7 @@
 """GGUF files hold ``scale * (q - z)`` in the smallest type, or are refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 from aespa_pl.errors import UserError
 from aespa_pl.export.gguf import Gguf, dequantized
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.models.llama_cpp import unsupported_part
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import Q, write
-from tests.export.runs import HEADS, Known
+from tests.export.runs import CONFIGS, HEADS, Known
 
 Q2_0 = GGMLQuantizationType(42)
 """Numbers of llama.cpp v0.5.0, as its llama_ftype_get_default_type says."""
@@ -135,6 +137,23 @@ def test_symmetric_grids_need_one_bit_less(
     reader = write(run, tmp_path)
     assert_holds(run, reader, {kind})
     assert reader.get_field("general.file_type").contents() == FILE_TYPES[kind]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt-oss", {"swiglu_limit": 5.0}, "llama.cpp has no gpt_oss with swiglu_limit 5.0"),
+        ("gpt-oss", {"layer_types": ["full_attention"] * 2}, "no gpt_oss without sliding windows"),
+        ("qwen3-next", {"norm_topk_prob": False}, "no qwen3_next with norm_topk_prob False"),
+    ],
+)
+def test_mixtures_that_llama_cpp_runs_otherwise_are_named(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    config = CONFIGS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    assert (unsupported_part(config) or "").endswith(message)
 
 
 @pytest.mark.parametrize(

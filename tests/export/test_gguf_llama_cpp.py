@@ -40,7 +40,16 @@ from tests.export.runs import VOCABULARY, Known
         *((name, 4, 32) for name in ("gemma2", "gemma3", "olmo2", "olmo3", "exaone4")),
         *(
             (name, 4, 32)
-            for name in ("qwen2-moe", "qwen3-moe", "mixtral", "qwen3.5", "qwen3.5-grouped", "qwen3.5-moe")
+            for name in (
+                "qwen2-moe",
+                "qwen3-moe",
+                "mixtral",
+                "gpt-oss",
+                "qwen3-next",
+                "qwen3.5",
+                "qwen3.5-grouped",
+                "qwen3.5-moe",
+            )
         ),
     ],
 )
