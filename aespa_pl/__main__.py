@@ -9,8 +9,6 @@ from aespa_pl.processors import threads
 def main() -> None:
     """Run the command line; Ctrl-C while the libraries are being imported ends quietly as well."""
     set_threads()
-    # oneDNN keeps a program for each shape of a product, and experts see another number of tokens each time
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     try:
         from aespa_pl import cli  # noqa: PLC0415  (so that Ctrl-C is caught here)
     except KeyboardInterrupt:
@@ -19,7 +17,7 @@ def main() -> None:
 
 
 def set_threads() -> None:
-    """Set what OpenMP reads when torch is imported, unless the environment says otherwise.
+    """Set what OpenMP and oneDNN read when torch is imported, unless the environment says otherwise.
 
     A thread that waits for the others spins for some microseconds, which bridges the gap between two
     operations, and then sleeps: one that spins on takes the core of a thread that it waits for where other
@@ -30,6 +28,8 @@ def set_threads() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1500")
     if (quota := threads()) is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(quota))
+    # a program is kept for each shape of a product, and experts see another number of tokens each time
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ from safetensors.torch import save_file
 from shapes import SHAPES, Shape, config
 from transformers import PreTrainedConfig
 
-from aespa_pl.__main__ import main as aespa_pl
+from aespa_pl.__main__ import set_threads
 from aespa_pl.algorithm import grid
+from aespa_pl.cli import main as aespa_pl
 from aespa_pl.commands.job import Job
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.measure import Stopwatch
@@ -207,6 +208,7 @@ class Phases:
 
 def _child(result: str, arguments: list[str]) -> None:
     """Run ``aespa-pl`` with arguments, and write what was measured to a file."""
+    set_threads()
     grid.CLIP_RATIOS = 2
     phases = Phases()
     with phases.watching():
