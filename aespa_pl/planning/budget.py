@@ -93,15 +93,11 @@ def portions_in_words(partition: Partition, shape: Shape) -> list[str]:
     """Return what a partition means, in words; nothing for a block that is worked on as a whole."""
     said, heads = [], shape.layout.key_value_heads
     passes = partition.passes(heads, shape.experts)
-    for what, at_once, whole in (
-        ("H_V", max(len(part) for part, _ in passes), f"{heads} heads"),
-        ("Hessians", max(len(part) for _, part in passes), f"{shape.experts} experts"),
-    ):
-        if at_once < int(whole.split()[0]):
-            said.append(
-                f"{what} of {at_once} of {whole} at once, in {len(passes)} passes over the segments; the "
-                "others wait on disk"
-            )
+    where = f"at once, in {len(passes)} passes over the segments; it waits on disk"
+    if (most := max(len(part) for part, _ in passes)) < heads:
+        said.append(f"H_V of {most} of {heads} heads {where}")
+    if (most := max(len(part) for _, part in passes)) < shape.experts:
+        said.append(f"H of {most} of {shape.experts} experts {where}")
     if partition.weights:
         said.append(f"learning in portions of at most {partition.weights:,} weights")
     return said
