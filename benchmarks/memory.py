@@ -7,8 +7,8 @@ python benchmarks/memory.py --hidden 512 --intermediate 256 --experts 64        
 
 Each run is a process of its own under Linux, which resets its peak when a phase begins. *plan* is what
 ``aespa_pl/planning/needs.py`` says of the phase, with the process and the hidden states in memory; *nothing*
-is what the process has between the phases. The clip search tries 2 ratios instead of 100: that changes
-seconds, not memory.
+is what the process has between phases, and *all* the largest. The clip search tries 2 ratios instead of 100:
+that changes seconds, not memory.
 """
 
 import json
@@ -47,12 +47,7 @@ from aespa_pl.walk.walk import Walk
 
 CHILD = "--child"
 """First argument of a process that is measured."""
-PLANNED = {
-    "nothing": "embedding and head",
-    "optq": "OPTQ",
-    "tuning": "tuning of blocks",
-    "tuning the model": "tuning of the model",
-}
+PLANNED = {"optq": "OPTQ", "tuning": "tuning of blocks", "tuning the model": "tuning of the model"}
 """Names that plan has for phases of a run, where they differ."""
 NOTHING = "nothing"
 
@@ -121,8 +116,11 @@ def main(
         for method in methods:
             more = [f"--quantization.method={method}", *(options or [])]
             for row in _run([*words, *more], Path(folder) / "phases.json", threads):
-                peak, planned = row["peak"] / 1e9, row["planned"] / 1e9
-                cells = [f"{peak:.2f}", f"{planned:.2f}", f"{peak / planned:.2f}", f"{row['seconds']:.1f}"]
+                planned = row["planned"]
+                cells = (
+                    ["", ""] if planned is None else [f"{planned / 1e9:.2f}", f"{row['peak'] / planned:.2f}"]
+                )
+                cells = [f"{row['peak'] / 1e9:.2f}", *cells, f"{row['seconds']:.1f}"]
                 report.row([method, row["phase"], *cells], method=method, **row)
 
 
@@ -195,14 +193,15 @@ class Phases:
         always = PROCESS_BYTES
         if setup.data.hidden_states != "disk":
             always += hidden_bytes(setup.shape, setup.work, setup.quantization)
-        return [
-            {
-                "phase": phase,
-                "peak": peak,
-                "planned": always + planned.get(PLANNED.get(phase, phase), 0),
-                "seconds": context.stopwatch.seconds.get(phase, 0.0),
-            }
+        seconds = context.stopwatch.seconds
+        rows = [
+            (phase, peak, always + needed if (needed := planned.get(PLANNED.get(phase, phase))) else None)
             for phase, peak in self.peaks.items()
+        ]
+        rows.append(("all", max(self.peaks.values()), always + max(planned.values())))
+        return [
+            {"phase": phase, "peak": peak, "planned": needed, "seconds": seconds.get(phase, 0.0)}
+            for phase, peak, needed in rows
         ]
 
 
@@ -218,7 +217,7 @@ def _child(result: str, arguments: list[str]) -> None:
 
 def _make_model(model: PreTrainedConfig, folder: Path) -> None:
     """Write random weights shard by shard, so that this process stays small."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     made = skeleton(model)
     model.architectures = [type(made).__name__]
     model.save_pretrained(folder)
