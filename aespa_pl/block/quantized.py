@@ -20,6 +20,7 @@ from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.distributed.rows import RowShare
+from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection, Role
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.settings import QuantizationSettings
@@ -180,6 +181,7 @@ class QuantizedBlock:
             _warn_of_overflow(index, p.name, weight, grid.bits)
             quantized.restart(grid.in_half(quantized.row_factor))
             projections[p.name] = quantized
+            release_memory()  # small integers would else break up what larger tensors leave
         return cls(index, layout, projections, statistics.magnitudes)
 
     def of_group(self, group: InputGroup) -> list[QuantizedProjection]:
