@@ -40,7 +40,7 @@ ONLY = {
     "compare": {
         "compare.methods": "list of values of quantization.method; by default all",
         "compare.bits": "list of values of quantization.bits; by default [2, 3, 4]",
-        "compare.formats": "list of values of quantization.format, such as Q2_K; they take the place of bits",
+        "compare.formats": "list of values of quantization.format, in place of bits",
         "compare.seeds": "list of values of data.calibration.seed; mean and spread are over them",
     },
 }
