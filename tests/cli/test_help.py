@@ -51,7 +51,7 @@ def test_help_is_one_screen_of_keys_that_exist(command: str, aespa: CommandLine)
     assert named <= {
         *KEYS, "config", "print_config", "tasks", "trainer.accelerator", "trainer.devices",
         "trainer.fast_dev_run", "trust_run", "seed_everything", "plan.device", "compare.methods",
-        "compare.bits", "compare.seeds",
+        "compare.bits", "compare.formats", "compare.seeds",
     }  # fmt: skip
 
 
