@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,9 +79,9 @@ class TrainableStream(nn.Module):
         """Return a module that has the parameters of a block that are learned."""
         block = self._make(index, self._read(index))
         moving = {id(made.original) for made in latents(block).values()}
-        held = _holder({name: p for name, p in trained(block).items() if id(p) not in moving})
-        for parameter in held.parameters():
-            parameter.data = parameter.data.clone()
+        learned = {name: p for name, p in trained(block).items() if id(p) not in moving}
+        held = _holder({name: nn.Parameter(p.detach().clone()) for name, p in learned.items()})
+        _empty(block)
         return held
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -172,14 +172,16 @@ class _Block(torch.autograd.Function):
         segments, to_hidden = ctx.saved_tensors[0].split(1), []
         with ctx.opened(-1) as block:
             learned = [*block.learned, *block.moving]
-            to_learned = [torch.zeros_like(parameter) for parameter in learned]
             for segment, gradient in zip(segments, gradients[0].split(1), strict=True):
                 own = segment.to(ctx.device).detach().requires_grad_()
                 with torch.enable_grad():
                     output = block.run(own)
-                first, *others = torch.autograd.grad(output, [own, *learned], gradient)
-                to_hidden.append(first)
-                torch._foreach_add_(to_learned, others)
+                # adds up in .grad, so that the gradients of one segment are never there all at once
+                torch.autograd.backward(output, gradient, inputs=[own, *learned])
+                to_hidden.append(cast(Tensor, own.grad))
+            to_learned = [torch.zeros_like(p) if p.grad is None else p.grad for p in learned]
+            for parameter in learned:
+                parameter.grad = None
             count = len(block.learned)
             block.move(to_learned[count:])
         return None, torch.cat(to_hidden), *to_learned[:count]
