@@ -11,10 +11,10 @@ BLOCK_BYTES = {
     "affine": 7 * FLOAT + 1,
 }
 """Bytes of a weight of a block. In float32: the weight that is aimed at, the latent value with gradient, two
-moments and best epoch, and the weight of the forward pass; the integer in uint8. Annealed:
-also the soft integer and the derivative. Rounding: also h and its
-derivative, and the lower integer in int16. Clipping and affine: instead of gradient, moments and best epoch,
-what autograd keeps of the weights before and behind the transformation, rounded and clamped."""
+moments and best epoch, and the weight of the forward pass; the integer in uint8. Annealed: also the soft
+integer and the derivative. Rounding: also h and its derivative, and the lower integer in int16. Clipping and
+affine: instead of gradient, moments and best epoch, what autograd keeps of the weights before and behind the
+transformation, rounded and clamped."""
 MODEL_BYTES = FLOAT + 1
 """Bytes of a weight of a model whose integers stay: ``q - z`` in float32, and the integer in uint8."""
 MODEL_BYTES_LEARNED = 8 * FLOAT + 1
