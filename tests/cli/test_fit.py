@@ -24,7 +24,7 @@ def test_fit_test_and_the_saved_configuration(aespa: CommandLine, model: Path, f
         assert re.search(rf"{row} +│ +\d+\.\d+", finished.out)
     run = finished.copied()
     metrics = json.loads((run / "metrics.json").read_text())
-    assert set(metrics) == {"perplexity", "seconds", "peak_bytes"}
+    assert set(metrics) == {"perplexity", "seconds", "peak_bytes", "size"}
     assert set(metrics["perplexity"]) == {"original", "nearest", "quantized"}
     assert {"total", "statistics", "grid", "optq", "rounding"} <= set(metrics["seconds"])
     AutoModelForCausalLM.from_pretrained(run / "model")
@@ -133,4 +133,4 @@ def test_method_names_the_row_of_the_table_and_one_text_may_stand_alone(
     status, out, err = aespa("fit", *small(model), *options)
     assert (status, err) == (0, "")
     assert long in out
-    assert re.search(r"│ aespa-fast +│ +\d+\.\d+ │$", out, re.M)
+    assert re.search(r"│ aespa-fast +│ +\d+\.\d+ │ +3\.\d+ │ +[\d.]+ KB │$", out, re.M)

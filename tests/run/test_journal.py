@@ -89,6 +89,7 @@ METRICS = {
     "perplexity": {"original": {"c4": 12.5, "wiki": 9}},
     "seconds": {"total": 3.5, "grid": 1},
     "peak_bytes": {"host": 7},
+    "size": {"quantized": {"bytes": 900, "bits_per_weight": 2.5}},
 }
 
 
