@@ -17,7 +17,7 @@ RATE_WIDTH, LEAST_FACTOR = 192, 0.2
 and more: of integers in the tuning of blocks, and of scales end to end (docs/tuning.md)."""
 BLOCK_RATES: dict[Parametrization, tuple[float, float]] = {
     "straight-through": (0.005, 0.003),  # at 2 bits, up to RATE_WIDTH
-    "annealed": (0.015, 0.003),
+    "annealed": (0.005, 0.003),
     "rounding": (0.4, 0.003),
     "clipping": (0.005, 0.01),
     "affine": (0.005, 0.01),

@@ -32,8 +32,8 @@ class BlockTuningSettings:
     """Segments in a mini-batch; there is one optimizer step for each."""
     integer_rate: FinitePositive | None = None
     """Largest learning rate of the latent values of integers, in distances of two integers, or of the
-    rounding variables. null: 0.4 with rounding; 0.005 with straight-through and 0.015 with annealed, less
-    with more than 2 bits or in models wider than 192 (docs/tuning.md)."""
+    rounding variables. null: 0.4 with rounding; 0.005 with straight-through and annealed, less with more than
+    2 bits or in models wider than 192 (docs/tuning.md)."""
     scale_rate: FinitePositive | None = None
     """Largest learning rate of the logarithms of scales, and of the weights of norms, or of the clipping
     strengths. null: 0.003, with block types of more than 2 bits 0.001; 0.01 with clipping and affine."""

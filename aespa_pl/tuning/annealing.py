@@ -7,38 +7,20 @@ Source: "Soft-to-Hard Vector Quantization for End-to-End Learning Compressible R
 1704.00648), here with the values of a grid.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-FIRST, LAST = 4.0, 40.0
+FIRST, LAST = 4.0, 400.0
 """Sharpness k at the first step, and after ``SHARP`` of the steps; its logarithm rises evenly."""
-SHARP = 0.83
+SHARP = 0.95
 """Share of the steps, after which k stays."""
-NOISE = 0.0375
-"""Scale of the logistic noise of each step; a value that stays between two integers pays for it."""
 
 
-class Softness(NamedTuple):
-    """Says how softly values are rounded."""
-
-    sharpness: float
-    """k."""
-    seed: int | None = None
-    """Seed of the noise that is added to the values first; None: none is added."""
-
-
-def softness_at(step: int, steps: int) -> Softness:
-    """Return how soft a step is, counted from 0, of so many; its noise follows from its number."""
-    return Softness(float(FIRST * (LAST / FIRST) ** min(1.0, step / (SHARP * steps))), step)
-
-
-def with_noise(v: Tensor, seed: int) -> Tensor:
-    """Return ``v`` with the noise of a seed, which is the same whenever it is asked for."""
-    generator = torch.Generator(v.device).manual_seed(seed)
-    noise = torch.rand(v.shape, generator=generator, device=v.device).clamp_(1e-6, 1 - 1e-6).logit_()
-    return torch.add(v, noise, alpha=NOISE)
+def sharpness_at(step: int, steps: int) -> float:
+    """Return k at a step, counted from 0, of so many."""
+    return float(FIRST * (LAST / FIRST) ** min(1.0, step / (SHARP * steps)))
 
 
 def softly_rounded(v: Tensor, sharpness: float, largest: int) -> Tensor:

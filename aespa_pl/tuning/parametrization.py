@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.grid_types import round_to_half
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight, scaled_steps
-from aespa_pl.tuning.annealing import Softness, softly_rounded, with_noise
+from aespa_pl.tuning.annealing import softly_rounded
 
 MARGIN = 0.49
 """Largest distance of a latent value from its integer at the start: it rounds to that integer."""
@@ -37,8 +37,8 @@ class WeightParametrization(nn.Module, ABC):
     """Whether the latent values are trained; otherwise they stay."""
     bits: int
     """Bits of the integers."""
-    softness: Softness | None = None
-    """How softly latent values are rounded where a gradient is wanted (``annealing.py``); None: to the
+    sharpness: float | None = None
+    """How sharply latent values are rounded where a gradient is wanted (``annealing.py``); None: to the
     nearest integer, with the gradient of the identity."""
     _start: Tensor
     """Latent values at the start; empty once torch has registered them, because once is enough in memory."""
@@ -88,7 +88,7 @@ class StraightThrough(OnGrid):
 
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight of the nearest integers; autograd knows it as differentiable."""
-        return dequantized(latent, self._scale(), self.zero_point, 2**self.bits - 1, self.softness)
+        return dequantized(latent, self._scale(), self.zero_point, 2**self.bits - 1, self.sharpness)
 
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> QuantizedWeight:
@@ -157,15 +157,14 @@ def straight_through(rounded: Tensor, value: Tensor) -> Tensor:
 
 
 def dequantized(
-    v: Tensor, scale: Tensor, zero_point: Tensor, largest: int, softness: Softness | None = None
+    v: Tensor, scale: Tensor, zero_point: Tensor, largest: int, sharpness: float | None = None
 ) -> Tensor:
     """Return ``s (clamp(round(v), 0, largest) - z)``, where rounding has the gradient of the identity.
 
-    With a softness rounding is soft where a gradient is wanted.
+    With a sharpness rounding is soft where a gradient is wanted.
     """
-    if softness is not None and torch.is_grad_enabled():
-        noisy = v if softness.seed is None else with_noise(v, softness.seed)
-        return scaled_steps(softly_rounded(noisy, softness.sharpness, largest), scale, zero_point)
+    if sharpness is not None and torch.is_grad_enabled():
+        return scaled_steps(softly_rounded(v, sharpness, largest), scale, zero_point)
     weight: Tensor = _Dequantized.apply(v, scale, zero_point, largest)  # type: ignore[no-untyped-call]
     return weight
 

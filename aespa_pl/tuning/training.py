@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from aespa_pl.curve_names import HELD_BACK, TRAINING, TUNING, tag
 from aespa_pl.distributed.processes import ALONE
-from aespa_pl.tuning.annealing import softness_at
+from aespa_pl.tuning.annealing import sharpness_at
 from aespa_pl.tuning.data import Pair, SegmentPairs
 from aespa_pl.tuning.equivalent import HeadMatrices, Transformation
 from aespa_pl.tuning.losses import Loss
@@ -118,10 +118,10 @@ class Tuning(LightningModule):
         """Tell transformations and weights how far the training is."""
         self.enter_epoch(self.current_epoch + 1)
         if self.anneals:
-            softness = softness_at(self.global_step, int(self.trainer.estimated_stepping_batches))
+            sharpness = sharpness_at(self.global_step, int(self.trainer.estimated_stepping_batches))
             for inner in self.module.modules():
                 if isinstance(inner, WeightParametrization):
-                    inner.softness = softness
+                    inner.sharpness = sharpness
 
     def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
         """Return the loss of a mini-batch."""

@@ -43,7 +43,7 @@ class TypedStraightThrough(WeightParametrization):
         """Return the weight of the nearest numbers that are stored."""
         scale = self._product("d", "a", self.kind.scales)
         zero_point = torch.full_like(scale, self.kind.offset)
-        weight = dequantized(latent, scale, zero_point, self.kind.largest, self.softness)
+        weight = dequantized(latent, scale, zero_point, self.kind.largest, self.sharpness)
         if self.kind.minimums == (0, 0):
             return weight
         minimum = self._product("d_min", "c", self.kind.minimums)[..., None]

@@ -101,7 +101,7 @@ def test_integers_of_wide_models_and_more_bits_are_learned_at_a_lower_rate(
     ("learned", "integers", "scales"),
     [
         ("straight-through", 0.005 / 5 / 3, 0.003),
-        ("annealed", 0.015 / 5 / 3, 0.003),
+        ("annealed", 0.005 / 5 / 3, 0.003),
         ("rounding", 0.4, 0.003),  # the variables know neither bits nor width
         ("clipping", None, 0.01),
         ("affine", None, 0.01),

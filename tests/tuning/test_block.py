@@ -169,7 +169,7 @@ def test_a_training_that_was_killed_goes_on_bit_for_bit(
     torch.manual_seed(3)
     example = Example.make()
     whole = copy.deepcopy(example)
-    rates = LearningRates(0.003, 0.02, 0.02) if learned.anneals else RATES  # the best epoch comes late
+    rates = LearningRates(0.01, 0.02, 0.02) if learned.anneals else RATES  # the best epoch comes late
     checkpoint = None
     for step in kills:
         file = tmp_path / f"{step}.ckpt"

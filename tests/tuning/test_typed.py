@@ -10,7 +10,6 @@ from torch.nn.utils import parametrize
 from aespa_pl.algorithm.grid import search_grid
 from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
 from aespa_pl.algorithm.quantizer import GridFormat, quantize
-from aespa_pl.tuning.annealing import Softness
 from aespa_pl.tuning.typed import TypedFixedIntegers, TypedStraightThrough
 
 ROWS, COLUMNS = 4, 256
@@ -79,7 +78,7 @@ def test_integers_stay_where_only_the_rest_is_learned() -> None:
 def test_soft_integers_stand_on_the_same_grid(name: str) -> None:
     W, start = stored(name)
     made = TypedStraightThrough(start, W)
-    made.softness = Softness(4.0)
+    made.sharpness = 4.0
     latent = start.integers.float()
     latent[:, ::2] = (
         6.5 if name == "Q4_0" else 0.5
