@@ -16,6 +16,7 @@ from rich.console import Console
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, Option
+from aespa_pl.commands.block_types import AUTO, check_format
 from aespa_pl.commands.mistakes import refuse_other_methods
 from aespa_pl.commands.output import print_table
 from aespa_pl.errors import EndedError, UserError
@@ -25,7 +26,7 @@ from aespa_pl.run.find import last_run
 from aespa_pl.run.fingerprint import differences
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
-from aespa_pl.settings import CompareSettings, OutputSettings
+from aespa_pl.settings import CompareSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import disk_errors, read_json, write_json, write_text, write_whole
 
 SECTION = "compare"
@@ -49,7 +50,7 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
 
 
 def _chosen(given: Arguments) -> CompareSettings:
-    """Return what the cells are. Raises UserError where there are none."""
+    """Return what the cells are. Raises UserError where there are none, or a format is unknown."""
     own = replace(given, options=tuple(o for o in given.options if o.key.startswith(f"{SECTION}.")))
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(CompareSettings, SECTION)
@@ -57,6 +58,9 @@ def _chosen(given: Arguments) -> CompareSettings:
     for name, values in vars(chosen).items():
         if not values and name != "formats":
             raise UserError(f"{SECTION}.{name} is empty: name at least one")
+    for name in chosen.formats:
+        if name != AUTO:  # which needs a target of all cells
+            check_format(QuantizationSettings(format=name))
     return chosen
 
 

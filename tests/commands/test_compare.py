@@ -228,6 +228,7 @@ def test_failure_is_the_last_line_of_the_run(status: int, said: str, expected: s
         ),
         (["--compare.bit=[3]"], r"compare\.bit is unknown: did you mean compare\.bits\?"),
         (["--compare.seeds=[]"], "seeds is empty"),
+        (["--compare.formats=[Q4_0, Q9_K]"], "format is Q9_K: expected one of uniform, auto, Q2_K_S"),
     ],
 )
 def test_mistakes_are_refused_before_any_cell(
