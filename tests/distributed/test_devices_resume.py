@@ -76,6 +76,13 @@ def test_stopped_run_goes_on_with_another_number(
 TUNED = ("--quantization.method=aespa-tuned", "--data.batch_size=2", "--output.checkpoint_iterations=1")
 
 
+def check_same_blocks(bench: Bench, *names: str) -> None:
+    for index in range(BLOCKS):
+        file = f"blocks/block_{index:03}.safetensors"
+        found, expected = (load_file(bench.run(name) / file) for name in names)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_two_tune_together_and_go_on_bit_for_bit(bench: Bench) -> None:
     whole = bench.fit("tuned", *TUNED, processes=2)
     assert whole.status == 0, "\n".join(whole.texts)
@@ -89,10 +96,7 @@ def test_two_tune_together_and_go_on_bit_for_bit(bench: Bench) -> None:
     assert used["block"] == 1
     outcome = bench.fit("tuned_killed", *TUNED, *LAST, processes=2)
     assert outcome.status == 0, "\n".join(outcome.texts)
-    for index in range(BLOCKS):
-        file = f"blocks/block_{index:03}.safetensors"
-        found, expected = (load_file(bench.run(n) / file) for n in ("tuned_killed", "tuned"))
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_same_blocks(bench, "tuned_killed", "tuned")
     ends = [bench.journal(name)["tuned"] for name in ("tuned_killed", "tuned")]
     assert all(end.pop("seconds")["tuning the model"] > 0 for end in ends)
     assert ends[0] == ends[1]
@@ -120,10 +124,7 @@ def test_two_move_integers_on_disk_together_and_go_on_bit_for_bit(bench: Bench) 
     assert killed.status == -signal.SIGKILL
     outcome = bench.fit("moved_killed", *ON_DISK, *LAST, processes=2)
     assert outcome.status == 0, "\n".join(outcome.texts)
-    for index in range(BLOCKS):
-        file = f"blocks/block_{index:03}.safetensors"
-        found, expected = (load_file(bench.run(n) / file) for n in ("moved_killed", "moved"))
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_same_blocks(bench, "moved_killed", "moved")
     again = bench.journal("moved_killed")["tuned"]
     assert (again["error"], again["changed"]) == (end["error"], end["changed"])
     assert not (bench.run("moved") / "moved").exists()

@@ -105,12 +105,15 @@ def test_only_the_quantized_model_is_measured_again(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(evaluate, "perplexity", counted)
 
-    def compare(texts: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    def compare(
+        texts: dict[str, Tensor], settings: QuantizationSettings | None = None
+    ) -> dict[str, dict[str, float]]:
+        """With settings of the quantization, they are others, and only the references are measured."""
         return evaluate.compare_perplexities(
-            job,
+            job if settings is None else replace(job, quantization=settings),
             job.pretrained.folder,  # stands for a quantized model
             texts,
-            ("original", "nearest", "quantized"),
+            ("original", "nearest", *(["quantized"] if settings is None else [])),
             progress=WalkProgress(Console(quiet=True)),
             world=ALONE,
         )
@@ -125,28 +128,12 @@ def test_only_the_quantized_model_is_measured_again(tmp_path: Path, monkeypatch:
     }
     assert [list(values) for values in second.values()] == [["b", "a"]] * 3
     run.clear()
-    replaced = replace(job, quantization=QuantizationSettings(bits=3))
-    third = evaluate.compare_perplexities(
-        replaced,
-        job.pretrained.folder,
-        {"a": segments},
-        ("original", "nearest"),
-        progress=WalkProgress(Console(quiet=True)),
-        world=ALONE,
-    )
+    third = compare({"a": segments}, QuantizationSettings(bits=3))
     assert run == [("a",)]  # nearest, with other bits
     assert third["original"]["a"] == first["original"]["a"]
     assert third["nearest"]["a"] != first["nearest"]["a"]
     run.clear()
-    typed = replace(job, quantization=QuantizationSettings(bits=3, types={"embedding": "Q2_0"}))
-    fourth = evaluate.compare_perplexities(
-        typed,
-        job.pretrained.folder,
-        {"a": segments},
-        ("original", "nearest"),
-        progress=WalkProgress(Console(quiet=True)),
-        world=ALONE,
-    )
+    fourth = compare({"a": segments}, QuantizationSettings(bits=3, types={"embedding": "Q2_0"}))
     assert run == [("a",)]  # with an embedding of 2 bits
     assert fourth["original"]["a"] == first["original"]["a"]
     assert fourth["nearest"]["a"] != third["nearest"]["a"]
