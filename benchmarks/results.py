@@ -123,7 +123,7 @@ def texts_of(rows: Sequence[Row]) -> list[str]:
 
 
 def orders_table(bits: str) -> TextTable:
-    """Return each method's perplexity on each model, with its spread over the seeds, beside the paper's."""
+    """Return perplexities of the methods that were run, with their spread over seeds, beside the paper's."""
     runs = {model: of_bits(model, "methods", bits) for model in MODELS}
     runs = {model: rows for model, rows in runs.items() if rows}
     paper = published("main", bits)
@@ -136,7 +136,8 @@ def orders_table(bits: str) -> TextTable:
             shown(column((row for row in rows if row["method"] == method), "perplexity"), spread=True)
             for rows in runs.values()
         ]
-        lines.append([method, *measured, paper.get(method, UNKNOWN)])
+        if set(measured) != {UNKNOWN}:
+            lines.append([method, *measured, paper.get(method, UNKNOWN)])
     return TextTable(["method", *runs, "OPT-125M in the paper"], lines)
 
 
@@ -160,18 +161,18 @@ def ablation_table(name: str) -> TextTable:
     return TextTable([name, *models, "OPT-125M in the paper"], lines)
 
 
-def authors_table(bits: str) -> TextTable:
-    """Return mean and spread over three seeds on the tokens of the authors' runs, a row for each model."""
+def authors_table(widths: str) -> TextTable:
+    """Return mean and spread over three seeds on the tokens of the authors' runs, for widths such as 2,3."""
     with AUTHORS_TOKENS.open(encoding="utf-8", newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["bits"] == bits]
+        rows = [row for row in csv.DictReader(lines) if row["bits"] in widths.split(",")]
     methods = [method for method in METHODS if any(row["method"] == method for row in rows)]
     table = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        same_model = {row["method"]: row for row in rows if row["model"] == model}
-        references = (shown(column(same_model.values(), kind)[:1]) for kind in REFERENCES)
-        seeds = ([float(same_model[m][f"seed {n}"]) for n in range(3)] for m in methods)
-        table.append([model, *references, *(shown(values, spread=True) for values in seeds)])
-    return TextTable(["model", *REFERENCES, *methods], table)
+    for bits, model in sorted({(row["bits"], row["model"]) for row in rows}):
+        runs = {row["method"]: row for row in rows if (row["bits"], row["model"]) == (bits, model)}
+        references = (shown(column(runs.values(), kind)[:1]) for kind in REFERENCES)
+        seeds = ([float(runs[method][f"seed {n}"]) for n in range(3)] for method in methods)
+        table.append([model, bits, *references, *(shown(values, spread=True) for values in seeds)])
+    return TextTable(["model", "bits", *REFERENCES, *methods], table)
 
 
 def files_table(model: str) -> TextTable:
