@@ -36,7 +36,10 @@ from tests.export.runs import VOCABULARY, Known
         ("qwen3", 4, 32),
         ("bloom", 4, 32),
         ("llama-yarn", 4, 32),
-        *((name, 4, 32) for name in ("granite", "smollm3", "ministral3", "fused", "fused-partial")),
+        *(
+            (name, 4, 32)
+            for name in ("granite", "smollm3", "ministral3", "seed-oss", "fused", "fused-partial")
+        ),
         *((name, 4, 32) for name in ("gemma2", "gemma3", "olmo2", "olmo3", "exaone4")),
         *(
             (name, 4, 32)
