@@ -46,6 +46,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
     _CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe",
     _CONTRACTIONS + r"\p{N}" + _REST: "qwen2",
+    _CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+": "seed-coder",
     r" ?[^(\s|[.,!?…。，、।۔،])]+": "bloom",  # noqa: RUF001 - its punctuation
 }
 """llama.cpp's name of a rule, by the regular expression in tokenizer.json."""
@@ -242,8 +243,12 @@ def splitting_rule(content: dict[str, Any], folder: Path) -> str:
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
         return "smollm"
-    if kinds == ["Split", "ByteLevel"] and (rule := SPLITS.get(steps[0]["pattern"].get("Regex", ""))):
-        return rule
+    if kinds == ["Split", "ByteLevel"]:
+        pattern = steps[0]["pattern"].get(
+            "Regex", ""
+        )  # in some files with the characters \r and \n themselves
+        if rule := SPLITS.get(pattern.replace("\r", r"\r").replace("\n", r"\n")):
+            return rule
     raise UserError(
         f"--format gguf: llama.cpp has no name for how {folder / 'tokenizer.json'} splits text "
         f"({', '.join(map(str, kinds))}): use --format compressed-tensors"

@@ -56,8 +56,10 @@ QKV = (Role.QUERY, Role.KEY, Role.VALUE)
 class LlamaFamily(Family):
     """Adapts models of LLaMA's structure, with and without grouped query heads."""
 
-    title = "LLaMA 1 to 3, Mistral, Ministral 3, Qwen2, Qwen3, SmolLM3"
-    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "smollm3")
+    title = "LLaMA 1 to 3, Mistral, Ministral 3, Qwen2, Qwen3, SmolLM3, Seed-OSS"
+    model_types: ClassVar[tuple[str, ...]] = (
+        "llama", "mistral", "ministral3", "qwen2", "qwen3", "smollm3", "seed_oss",
+    )  # fmt: skip
     blocks_path = "model.layers"
     starts: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
     """Paths of the modules that read the residual stream first, in attention and feed-forward network."""

@@ -50,6 +50,7 @@ ARCHITECTURES = {
     "granite": Architecture("granite", rotates_neighbours=True),
     "smollm3": Architecture("smollm3", rotates_neighbours=True),
     "phi3": Architecture("phi3"),
+    "seed_oss": Architecture("seed_oss", only={"attention_out_bias": False, "mlp_bias": False}),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "gemma2": replace(GEMMA, name="gemma2", caps=("attn_logit", "final_logit")),

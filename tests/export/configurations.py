@@ -26,6 +26,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -107,6 +108,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         Ministral3Config, head_dim=32,
         rope_parameters={**YARN, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
+    "seed-oss": lambda: llama(SeedOssConfig, head_dim=64),
+    "seed-oss-biased": lambda: llama(SeedOssConfig, head_dim=64, attention_out_bias=True),
     "fused": lambda: llama(Phi3Config),
     "fused-partial": lambda: llama(Phi3Config, partial_rotary_factor=0.75),
     "gemma2": lambda: llama(

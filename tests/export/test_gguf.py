@@ -163,6 +163,7 @@ def test_mixtures_that_llama_cpp_runs_otherwise_are_named(
         ("bloom-post-residual", 4, 32, "ignores apply_residual_connection_post_layernorm. Use"),
         ("llama-dynamic", 4, 32, "rope_type dynamic is none of default, linear, llama3, yarn. Use"),
         ("smollm3-other", 4, 32, "llama.cpp leaves RoPE out of every 4th block, no_rope_layers of"),
+        ("seed-oss-biased", 4, 32, "llama.cpp has no seed_oss with attention_out_bias True"),
         ("gemma3-scaled", 4, 32, "llama.cpp runs query_pre_attn_scalar 32, not 20"),
         ("qwen3-moe-mixed", 4, 32, "llama.cpp has experts in all blocks of a mixture of experts"),
         ("qwen3.5-grouped", 4, 64, "value heads of linear attention in another order, and groups of"),

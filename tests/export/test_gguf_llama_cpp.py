@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.normalizers import Replace
-from tokenizers.pre_tokenizers import Metaspace, Split
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Split
 from transformers import AutoTokenizer
 
 from aespa_pl.export.agreement import compare
@@ -18,6 +18,7 @@ from aespa_pl.export.engines import LlamaCpp
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import llama_cpp, write
 from tests.export.runs import VOCABULARY, Known
+from tests.export.test_gguf_vocabulary import LLAMA_3, SEED, split
 
 
 @llama_cpp
@@ -36,7 +37,10 @@ from tests.export.runs import VOCABULARY, Known
         ("qwen3", 4, 32),
         ("bloom", 4, 32),
         ("llama-yarn", 4, 32),
-        *((name, 4, 32) for name in ("granite", "smollm3", "ministral3", "fused", "fused-partial")),
+        *(
+            (name, 4, 32)
+            for name in ("granite", "smollm3", "ministral3", "seed-oss", "fused", "fused-partial")
+        ),
         *((name, 4, 32) for name in ("gemma2", "gemma3", "olmo2", "olmo3", "exaone4")),
         *(
             (name, 4, 32)
@@ -95,6 +99,20 @@ def tokenized(file: Path, text: str) -> list[int]:
     with build_opener(ProxyHandler({})).open(request) as answer:
         found: list[int] = json.load(answer)["tokens"]
         return found
+
+
+@llama_cpp
+@pytest.mark.parametrize("pattern", [LLAMA_3, LLAMA_3.replace("{1,3}", ""), SEED])
+def test_llama_cpp_splits_text_by_the_rule_of_the_name(pattern: str, fresh: Known, tmp_path: Path) -> None:
+    """Each rule lets another of the pairs merge: digits, a mark with the end of the line, or none."""
+    merges = [("1", "2"), (".", "Ċ"), ("Ġ", "t"), ("'", "s"), ("Ċ", "Ċ"), ("t", "h")]
+    tokens = [*sorted(ByteLevel.alphabet()), *map("".join, merges)]
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = split(pattern)
+    tokenizer.save(str(fresh.original / "tokenizer.json"))
+    write(fresh, tmp_path / "out")
+    text = "the cat's 12 hats.\n\nthe  theatre 'S naïve 日本.\r\n 12"
+    assert tokenized(tmp_path / "out" / "model.gguf", text) == tokenizer.encode(text).ids
 
 
 @llama_cpp

@@ -19,6 +19,11 @@ LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+SEED = (
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1}| ?[^\\s\\p{L}\\p{N}\r\n]+"
+    "|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+"""With the characters themselves, as the file has it."""
 BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
 
 
@@ -71,6 +76,7 @@ def test_tokens_with_their_types(tmp_path: Path) -> None:
         (Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]), "smollm"),
         (split(LLAMA_3), "llama-bpe"),
         (split(LLAMA_3.replace("{1,3}", "")), "qwen2"),
+        (split(SEED), "seed-coder"),
         (split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "bloom"),  # noqa: RUF001 - its punctuation
     ],
 )

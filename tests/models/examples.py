@@ -34,6 +34,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -129,6 +130,12 @@ EXAMPLES: dict[str, Callable[[], PreTrainedConfig]] = {
                 "llama_4_scaling_beta": 0.5,
             },
         },
+    ),
+    "seed-oss": lambda: config(SeedOssConfig, LLAMA, {"head_dim": 8}),
+    "seed-oss-biased": lambda: config(
+        SeedOssConfig,
+        LLAMA,
+        {"head_dim": 8, "num_key_value_heads": 4, "attention_out_bias": True, "mlp_bias": True},
     ),
     "phi3-partial": lambda: config(
         Phi3Config,

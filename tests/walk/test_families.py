@@ -6,7 +6,7 @@ import pytest
 
 from tests.walks import walk
 
-STRUCTURES = ["granite", "smollm3", "ministral3", "phi3", "gemma2", "gemma3", "olmo3", "exaone4"]
+STRUCTURES = ["granite", "smollm3", "ministral3", "phi3", "gemma2", "gemma3", "olmo3", "exaone4", "seed-oss"]
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
