@@ -33,15 +33,13 @@ CELL_KEYS = {
 }
 """Keys that differ from cell to cell of a comparison, and what to do instead of giving them."""
 OTHERS = ("config", "ckpt_path")
-FREE = "trainer"
-"""The section that Lightning checks."""
+FREE = "trainer"  # the section that Lightning checks
 WALK_KEYS = (
     "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time",
     "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
 )  # fmt: skip
 """Keys of the Trainer that would change the number of iterations, which the walk decides."""
-FLAG = "print_config"
-"""The key that takes no value."""
+FLAG = "print_config"  # the key that takes no value
 REQUIRED = "model.pretrained"
 
 
@@ -84,7 +82,7 @@ class Arguments:
 
     def last(self, key: str) -> str | None:
         """Return the value that was given to a key, None if there is none."""
-        return next((o.value for o in reversed(self.options) if o.key == key), None)
+        return {option.key: option.value for option in self.options}.get(key)
 
     def given(self) -> list[Option]:
         """Return all keys in order, those of a configuration or section in its place; the last one counts."""
@@ -99,21 +97,19 @@ class Arguments:
 
     def setting(self, key: str, default: str) -> str:
         """Return the value of a key among the options or in their configurations."""
-        values = [str(each.value) for each in self.given() if each.key == key and each.value]
-        return values[-1] if values else default
+        return {option.key: str(option.value) for option in self.given() if option.value}.get(key, default)
 
     def with_configurations(self) -> Self:
         """Return the options with the path of each configuration. Raises UserError if one isn't there."""
         options = (
-            Option(o.key, str(find_configuration(o.value))) if o.key == "config" and o.value else o
+            Option(o.key, str(_configuration(o.value))) if o.key == "config" and o.value else o
             for o in self.options
         )
         return replace(self, options=tuple(options))
 
     def without(self, name: str) -> Self:
         """Return the options without a key, and without those of a section of that name."""
-        kept = tuple(o for o in self.options if o.key.partition(".")[0] != name)
-        return replace(self, options=kept)
+        return replace(self, options=tuple(o for o in self.options if o.key.partition(".")[0] != name))
 
     def then(self, *options: Option) -> Self:
         """Return these options with others behind them, which win."""
@@ -136,8 +132,8 @@ def _of_section(option: Option) -> list[Option]:
     return [Option(key, value, option.file) for key, value in leaves({option.key: content})]
 
 
-def find_configuration(name: str) -> Path:
-    """Return the file of a configuration, here or of the package. Raises UserError where there is neither."""
+def _configuration(name: str) -> Path:
+    """Return the file of a configuration, here or of the package."""
     here = Path(name).expanduser()
     if here.exists():
         return here
@@ -174,8 +170,6 @@ def leaves(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]
     values: list[tuple[str, Any]] = []
     for name, value in content.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in KEYS:
-            values += leaves(value, f"{key}.")
-        else:
-            values.append((key, value))
+        inner = isinstance(value, Mapping) and key not in KEYS
+        values += leaves(value, f"{key}.") if inner else [(key, value)]
     return values

@@ -4,7 +4,8 @@ import platform
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from aespa_pl.commands.evaluate import compare_perplexities, model_sizes
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
 from aespa_pl.data.tokens import few_tokens
-from aespa_pl.distributed.processes import ALONE, World
+from aespa_pl.distributed.processes import World
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
 from aespa_pl.planning.needs import disk_bytes
-from aespa_pl.planning.shape import ONE_DEVICE, Devices
+from aespa_pl.planning.shape import Devices
 from aespa_pl.planning.tuning import recomputes
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context, Trainers
@@ -41,50 +42,38 @@ PHASES = (
 """Phases whose seconds the journal has, of each block and at the end of the model, in their order."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """Holds what a run begins with; the first process finds it out for all."""
-
-    run: Run
-    tokens: Tensor
-    """Calibration segments ``[segments, L]``."""
-    texts: Mapping[str, Tensor]
-    """Held-out segments."""
-    metrics: dict[str, Any] | None
-    """Measurements of a run that is finished; None: there is work to do."""
-
-
 def fit(
     job: Job,
     resume: str | None,
     *,
     trainers: Trainers,
     progress: WalkProgress,
-    one_block: bool = False,
-    devices: Devices = ONE_DEVICE,
-    world: World = ALONE,
+    one_block: bool,
+    devices: Devices,
+    world: World,
 ) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics. ``one_block`` ends after one, without a model."""
     began = time.perf_counter()
     with ExitStack() as locks:
-        start = world.from_first(lambda: _start(job, resume, locks, progress, devices))
-        run = replace(start.run, writes=world.is_first)
-        if start.metrics is not None:
+        begin = partial(_start, job, resume, locks, progress, devices)
+        run, tokens, texts, finished = world.from_first(begin)
+        run = replace(run, writes=world.is_first)
+        if finished is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
-            return run, start.metrics
+            return run, finished
         progress.say(method_in_words(job.quantization, job.shape.layout))
         progress.say(f"run folder: {run.folder}")
         if job.quantization.format == "uniform":
             progress.say(forecast(job.quantization, job.shape, job.config))
         if job.quantization.types:
             progress.say(types_in_words(job.quantization))
-        if words := few_tokens(len(start.tokens), job.segment_length, job.shape.widest_input):
+        if words := few_tokens(len(tokens), job.segment_length, job.shape.widest_input):
             progress.say(words)
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
         began_to_quantize, began_to_work = time.perf_counter(), time.process_time()
         context = _context(job, run, trainers=trainers, progress=progress, devices=devices, world=world)
-        Walk(replace(context, one_block=one_block)).quantize(start.tokens)
+        Walk(replace(context, one_block=one_block)).quantize(tokens)
         for logger in context.loggers:
             logger.finalize("success")
         if one_block:
@@ -100,7 +89,7 @@ def fit(
         kinds = ("original", *nearest, "quantized")
         metrics = {
             "perplexity": compare_perplexities(
-                job, run.model_folder, start.texts, kinds, progress=progress, world=world
+                job, run.model_folder, texts, kinds, progress=progress, world=world
             ),
             "seconds": {
                 "total": before + time.perf_counter() - began,
@@ -117,8 +106,13 @@ def fit(
     return run, metrics
 
 
-def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: Devices) -> Start:
-    """Return the run, new or to be continued, locked, and its texts."""
+def _start(
+    job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: Devices
+) -> tuple[Run, Tensor, Mapping[str, Tensor], dict[str, Any] | None]:
+    """Return the run, new or to be continued, locked; calibration segments ``[segments, L]``; held-out ones.
+
+    Last come the metrics of a run that is finished and whole; None: there is work to do.
+    """
     progress.phase("reading the model and the texts")
     if resume == LAST:
         progress.say(f"no run in {job.runs_folder} yet: this is the first")
@@ -132,18 +126,23 @@ def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgres
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
     if earlier is None:
-        _check_weights(job, progress)
+        if words := job.pretrained.unused(job.family):
+            progress.say(words)
+        progress.begin("Checking weights, tensors", len(job.pretrained.tensors))
+        for name in job.pretrained.tensors:  # all: a NaN in the last block is noticed before hours of work
+            job.pretrained.tensor(name, job.dtype)
+            progress.advance()
         run = Run.create(job.runs_folder, fingerprint)
         locks.enter_context(run.locked())
     else:
         locks.enter_context(earlier.locked())
         run = Run.open(earlier.folder)  # again: until now another process may have worked on it
         run.refuse_changes(fingerprint)
-    return Start(run, tokens, texts, _finished(run, progress))
+    return run, tokens, texts, _finished(run, progress)
 
 
 def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
-    """Return the metrics of a run that is finished and whole, else None; damage is said and mended."""
+    """Return metrics as :func:`_start`; damage is said and mended."""
     if not run.metrics_file.is_file():
         return None
     if damage := run.damage():
@@ -156,27 +155,14 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     return metrics
 
 
-def _check_weights(job: Job, progress: WalkProgress) -> None:
-    """Read all weights once: a NaN in the last block is noticed before hours of work."""
-    if words := job.pretrained.unused(job.family):
-        progress.say(words)
-    names = list(job.pretrained.tensors)
-    progress.begin("Checking weights, tensors", len(names))
-    for name in names:
-        job.pretrained.tensor(name, job.dtype)
-        progress.advance()
-
-
 def _context(
     job: Job, run: Run, *, trainers: Trainers, progress: WalkProgress, devices: Devices, world: World
 ) -> Context:
-    """Return what all steps of the run work with."""
     loggers = trainers.begin(run) if world.is_first else []
     setup = job.setup(devices)
     partition = choose_partition(setup, world)
     for words in portions_in_words(partition, job.shape):
         progress.say(words)
-    free = world.smallest(room(setup).free)
     return Context(
         source=job.stream(job.pretrained),
         run=run,
@@ -186,7 +172,7 @@ def _context(
         progress=progress,
         stopwatch=Stopwatch(progress.phase),
         partition=partition,
-        recompute=recomputes(job.shape, job.work, job.quantization, free),
+        recompute=recomputes(job.shape, job.work, job.quantization, world.smallest(room(setup).free)),
         loggers=loggers,
         world=world,
     )
@@ -217,10 +203,8 @@ def _bytes_to_write(job: Job, run: Run | None) -> float:
     """Return the bytes that a run will still leave or hold on disk, at least."""
     setup = job.setup()
     needed = disk_bytes(setup, job.pretrained.dtype.itemsize, choose_partition(setup))
-    if run is None:
-        return needed
-    files = (path for path in run.folder.rglob("*") if path.is_file())
-    return needed - sum(path.stat().st_size for path in files)
+    files = () if run is None else run.folder.rglob("*")
+    return needed - sum(path.stat().st_size for path in files if path.is_file())
 
 
 def phase_seconds(run: Run) -> dict[str, float]:

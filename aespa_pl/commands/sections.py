@@ -110,11 +110,10 @@ class AespaCLI(LightningCLI):
         # a smoke test is a run in small; Lightning's own would log and save nothing
         return super().instantiate_trainer(**{"fast_dev_run": False, **kwargs})
 
-    def new_trainer_section(self, **changes: Any) -> Namespace:
-        """Return the section of the Trainer with new callbacks, because they keep a state."""
+    def new_trainer_section(self, logger: Any) -> Namespace:
+        """Return the section of the Trainer made anew, with other loggers."""
         config = self.config.clone()
-        for key, value in changes.items():
-            config.trainer[key] = value
+        config.trainer.logger = logger
         return cast(Namespace, self.made(config).trainer)
 
     def text(self, quantization: QuantizationSettings) -> str:
