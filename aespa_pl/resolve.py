@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS
@@ -11,7 +11,6 @@ from aespa_pl.methods.method import Parametrization
 from aespa_pl.settings import QuantizationSettings
 
 T = TypeVar("T")
-Products = Literal["auto", "float32", "tf32", "bfloat16"]
 RATE_WIDTH, LEAST_FACTOR = 192, 0.2
 """Hidden size up to which two learning rates hold, and the factor that is left of them at five times that
 and more: of integers in the tuning of blocks, and of scales end to end (docs/tuning.md)."""
@@ -69,7 +68,12 @@ def resolved(
             "model": {"enabled": method.tune_model, **rates.get("model", {})},
         },
     }
-    filled = replace(_filled(settings, decided), products=_products(settings.products, device))
+    products = settings.products
+    if products == "auto":
+        products = "tf32" if device == "cuda" else "float32"
+    elif (products, device) == ("tf32", "cpu"):
+        products = "float32"
+    filled = replace(_filled(settings, decided), products=products)
     _refuse_contradictions(filled)
     return filled
 
@@ -142,9 +146,3 @@ def _rates(
             "scale_rate": MODEL_SCALE_RATE * min(error, narrow),
         },
     }
-
-
-def _products(given: Products, device: str) -> Products:
-    if given == "auto":
-        return "tf32" if device == "cuda" else "float32"
-    return "float32" if given == "tf32" and device == "cpu" else given

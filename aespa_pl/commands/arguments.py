@@ -1,9 +1,11 @@
-"""Read the words of a command line and the YAML files that they name, without a large import.
+"""Read the words of a command line, and the YAML files and runs that they name, without a large import.
 
 ``fit``, ``test``, ``plan``, ``compare`` and the Python call share one set of keys.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import Any, NamedTuple, Self, get_type_hints
 import yaml
 
 from aespa_pl.errors import UserError
-from aespa_pl.settings import SECTIONS, CompareSettings, Seed, TaskSettings, keys_of
+from aespa_pl.run.find import LAST, find_run, last_run
+from aespa_pl.settings import SECTIONS, CompareSettings, OutputSettings, Seed, TaskSettings, keys_of
 
 KEYS: dict[str, Any] = {
     key: kind for name, section in SECTIONS.items() for key, kind in keys_of(section, name).items()
@@ -41,6 +44,11 @@ WALK_KEYS = (
 """Keys of the Trainer that would change the number of iterations, which the walk decides."""
 FLAG = "print_config"  # the key that takes no value
 REQUIRED = "model.pretrained"
+CKPT_PATH = "ckpt_path"
+TRUST = "trust_run"
+CONFIGURATION = "config.yaml"
+WORDS = ("accelerator", "precision", "strategy", "profiler", "devices", "gradient_clip_algorithm")
+"""Keys of the ``trainer`` section whose texts name something of Lightning's."""
 
 
 class Option(NamedTuple):
@@ -173,3 +181,77 @@ def leaves(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]
         inner = isinstance(value, Mapping) and key not in KEYS
         values += leaves(value, f"{key}.") if inner else [(key, value)]
     return values
+
+
+def with_run(arguments: Arguments, command: str) -> Arguments:
+    """Return the arguments with the folder of the run as ``ckpt_path``, and with its configuration.
+
+    ``last`` stays where there is no run yet. The configuration is taken where the command line names neither
+    one nor a model; test alone takes the last run without being asked. Raises UserError where ``ckpt_path``
+    names no run, or the configuration names code or places that the user has not confirmed.
+    """
+    trusts = any(o.key == TRUST and o.value in (None, "true") for o in arguments.options)
+    arguments = arguments.without(TRUST)
+    default, which = OutputSettings(), arguments.setting(CKPT_PATH, "null")
+    has_settings = arguments.last("config") or arguments.setting(REQUIRED, "")
+    runs = Path(arguments.setting("output.folder", default.folder)).expanduser()
+    name = arguments.setting("output.name", default.name if has_settings else "")
+    if which == "null" and command == "test":
+        which = LAST
+    is_new = which == LAST and last_run(runs, name) is None and (command != "test" or has_settings)
+    if which == "null" or is_new:
+        return arguments
+    folder = find_run(which, runs, name)
+    named = arguments.then(Option(CKPT_PATH, str(folder)))
+    configuration = folder / CONFIGURATION
+    if has_settings or not configuration.is_file():
+        return named
+    content = {} if trusts or is_own(folder) else read_configuration(configuration)
+    if keys := sorted({key for key, value in leaves(content) if not _is_data(key, value)}):
+        raise UserError(
+            f"{configuration} names code to run or places to write to ({', '.join(keys)}), and "
+            f"you have not run this configuration here: read it, and add --{TRUST} true if you trust it, or "
+            "give your own with --config"
+        )
+    own = (
+        Option("config", str(configuration)),
+        # where it lies now, which may not be where it was begun
+        Option("output.folder", str(folder.parent.parent)),
+        Option("output.name", folder.parent.name),
+    )
+    return replace(named, options=(*own, *named.options))  # of which the later ones win
+
+
+def is_own(run: Path) -> bool:
+    """Return whether the configuration of a run is one that this user has run."""
+    return _mark(run).exists()
+
+
+def note_own(run: Path) -> None:
+    """Remember that this user has run the configuration of a run, so that it needs no confirmation."""
+    with suppress(OSError):  # without a place for it, the user is asked
+        mark = _mark(run)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
+def _mark(run: Path) -> Path:
+    from aespa_pl.storage.cache import cache_folder  # noqa: PLC0415 - torch takes seconds
+
+    try:
+        name = hashlib.sha256((run / CONFIGURATION).read_bytes()).hexdigest()
+    except OSError:
+        name = "none"
+    return cache_folder() / "own_configurations" / name
+
+
+def _is_data(key: str, value: Any) -> bool:
+    """Return whether a value neither runs anything nor says where something is written."""
+    section, _, name = key.partition(".")
+    if section != FREE:
+        return key in KEYS and (key != "data.cache" or value is None)
+    if isinstance(value, str):
+        return name in WORDS and value.replace("-", "").replace("_", "").isalnum()
+    return not isinstance(value, Mapping | list) or (
+        name == "devices" and all(isinstance(item, int) for item in value)
+    )

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from aespa_pl.commands.job import Job, block_dtype, held_out_texts
 from aespa_pl.commands.limits import check_length, evaluation_length
 from aespa_pl.commands.output import store
-from aespa_pl.distributed.processes import ALONE, World
+from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.divergence import divergence
 from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged, whole_perplexity
@@ -36,7 +36,6 @@ from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
 
 MENDED_BY = {"original": "check model.pretrained", "quantized": "quantize with another method or more bits"}
-"""Advice where a model of a kind has a perplexity that is not finite."""
 
 
 def test(
@@ -65,7 +64,7 @@ def test(
     if tasks.tasks and world.is_first:  # before the perplexities, which may take hours
         refuse_too_large(job.pretrained.folder, job.device, job.dtype)
         chosen = find_tasks(tasks)
-    kinds = ("original", "nearest", "quantized") if tasks.tasks else ("original", "quantized")
+    kinds = ["original", *(["nearest"] if tasks.tasks else []), "quantized"]
     metrics: dict[str, Any] = {"size": model_sizes(job, run, kinds)}
     if texts:
         metrics["perplexity"] = compare_perplexities(job, model, texts, kinds, progress=progress, world=world)
@@ -90,7 +89,7 @@ def test(
     return run, metrics
 
 
-def model_sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
+def model_sizes(job: Job, run: Run, kinds: list[str]) -> dict[str, dict[str, float]]:
     """Return ``bits_per_weight`` of the blocks and ``bytes`` of each kind of model, with integers packed."""
     shapes = {
         f"{index}.{name}": tensor.shape
@@ -108,14 +107,12 @@ def model_sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str,
         weights += projection_weights(stem)
         total += packed_bits(stem, lambda name: int(settings.types[names[name]][1]))
     small = packed_bytes(original, weights, int(bits), total)
-    own = {"bits_per_weight": bits, "bytes": original}
-    return {
-        kind: own if kind == "original" else {"bits_per_weight": packed, "bytes": small} for kind in kinds
-    }
+    own, others = {"bits_per_weight": bits, "bytes": original}, {"bits_per_weight": packed, "bytes": small}
+    return {kind: own if kind == "original" else others for kind in kinds}
 
 
 def _compare_tasks(
-    job: Job, model: Path, tasks: Tasks, settings: TaskSettings, kinds: Sequence[str]
+    job: Job, model: Path, tasks: Tasks, settings: TaskSettings, kinds: list[str]
 ) -> dict[str, Any]:
     """Return ``tasks`` (scores by kind and task) and ``test_seconds`` by kind, for ``test.json``."""
     scores, seconds = {}, {}
@@ -136,13 +133,7 @@ def _compare_tasks(
 
 
 def compare_perplexities(
-    job: Job,
-    model: Path,
-    texts: Mapping[str, Tensor],
-    kinds: Sequence[str],
-    *,
-    progress: WalkProgress,
-    world: World,
+    job: Job, model: Path, texts: dict[str, Tensor], kinds: list[str], *, progress: WalkProgress, world: World
 ) -> dict[str, dict[str, float]]:
     """Return the perplexity of each kind of model on each text ``[segments, L]``, by kind and text.
 
@@ -168,10 +159,9 @@ def compare_perplexities(
             )
         values = {name: {**known, **measured}[name] for name in texts}
         if kind == "nearest":
-            diverged = [name for name, value in values.items() if not math.isfinite(value)]
-            values = {name: value for name, value in values.items() if name not in diverged}
-            if diverged:
+            if diverged := [name for name, value in values.items() if not math.isfinite(value)]:
                 progress.say(f"round-to-nearest has no finite perplexity on {', '.join(diverged)}")
+            values = {name: value for name, value in values.items() if name not in diverged}
         else:
             refuse_diverged(values, f"the {kind} model", job.dtype, MENDED_BY[kind])
         if world.is_first:
@@ -206,22 +196,16 @@ def evaluate(
     texts: Mapping[str, Tensor],
     *,
     nearest: bool = False,
-    after_block: Callable[[], None] = lambda: None,
-    world: World = ALONE,
+    **options: Any,
 ) -> dict[str, float]:
     """Return the perplexity of the job's model, or of another one of its shape, on each text.
 
-    It is infinity where it is not a finite number. ``nearest`` rounds the weights first.
+    It is infinity where it is not a finite number. ``nearest`` rounds the weights first; ``options`` are
+    after_block and world of :func:`aespa_pl.evaluation.perplexity.perplexity`.
     """
-    return perplexity(
-        job.stream(pretrained),
-        texts,
-        batch_size=job.data.batch,
-        change=job.round_to_nearest if nearest else None,
-        change_stem=job.round_stem_to_nearest if nearest else None,
-        after_block=after_block,
-        world=world,
-    )
+    if nearest:
+        options |= {"change": job.round_to_nearest, "change_stem": job.round_stem_to_nearest}
+    return perplexity(job.stream(pretrained), texts, batch_size=job.data.batch, **options)
 
 
 def quantized_folder(model: ModelSettings) -> Path | None:
@@ -252,7 +236,7 @@ def quantized_folder(model: ModelSettings) -> Path | None:
 def measure_exported(
     folder: Path, model: ModelSettings, data: DataSettings, tasks: TaskSettings, device: torch.device
 ) -> dict[str, Any]:
-    """Return metrics as in ``test.json``, and write them with their table into the folder.
+    """Return metrics as in ``test.json``, and write them into the folder.
 
     Blocks of a packed model can't be streamed: transformers loads it whole, as an application would.
     """
@@ -270,9 +254,8 @@ def measure_exported(
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     texts = held_out_texts(data, tokenizer, length, config.vocab_size)
     dtype = block_dtype(model, device, torch.float16)
-    metrics: dict[str, Any] = {
-        "size": {"quantized": {"bytes": sum(path.stat().st_size for path in shards(folder))}}
-    }
+    size = sum(path.stat().st_size for path in shards(folder))
+    metrics: dict[str, Any] = {"size": {"quantized": {"bytes": size}}}
     if texts:
         whole = load_whole(folder, device, dtype)
         measured = {name: whole_perplexity(whole, tokens) for name, tokens in texts.items()}

@@ -13,8 +13,8 @@ from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
+from aespa_pl.commands.arguments import is_own
 from aespa_pl.commands.limits import check_space
-from aespa_pl.commands.resuming import is_own
 from aespa_pl.errors import UserError
 from aespa_pl.export.agreement import Asked, Verify, ask, choose_engines, that_fit
 from aespa_pl.export.format import Format, FormatName, make_format

@@ -2,7 +2,6 @@
 
 import platform
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,9 +17,10 @@ import aespa_pl
 from aespa_pl.commands.block_types import types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, model_sizes
 from aespa_pl.commands.job import Job
-from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
+from aespa_pl.commands.limits import check_space, refuse_tuning
 from aespa_pl.data.tokens import few_tokens
 from aespa_pl.distributed.processes import World
+from aespa_pl.errors import UserError
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
@@ -31,6 +31,7 @@ from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context, Trainers
 from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
+from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.walk import Walk
 from aespa_pl.walk.words import method_in_words
@@ -85,8 +86,8 @@ def fit(
         world.wait_for_all()  # for the files of the first
         quantized = before + time.perf_counter() - began_to_quantize
         worked = time.process_time() - began_to_work
-        nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
-        kinds = ("original", *nearest, "quantized")
+        nearest = ["nearest"] if job.data.evaluation.round_to_nearest else []
+        kinds = ["original", *nearest, "quantized"]
         metrics = {
             "perplexity": compare_perplexities(
                 job, run.model_folder, texts, kinds, progress=progress, world=world
@@ -99,7 +100,7 @@ def fit(
                 **phase_seconds(run),
             },
             "peak_bytes": peak_bytes(job.device),
-            "size": model_sizes(job, run, ("original", "quantized")),
+            "size": model_sizes(job, run, ["original", "quantized"]),
         }
         if world.is_first:
             write_json(run.metrics_file, metrics)
@@ -108,7 +109,7 @@ def fit(
 
 def _start(
     job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: Devices
-) -> tuple[Run, Tensor, Mapping[str, Tensor], dict[str, Any] | None]:
+) -> tuple[Run, Tensor, dict[str, Tensor], dict[str, Any] | None]:
     """Return the run, new or to be continued, locked; calibration segments ``[segments, L]``; held-out ones.
 
     Last come the metrics of a run that is finished and whole; None: there is work to do.
@@ -117,7 +118,11 @@ def _start(
     if resume == LAST:
         progress.say(f"no run in {job.runs_folder} yet: this is the first")
     earlier = None if resume in (None, LAST) else Run.open(Path(resume))
-    refuse_own(job.pretrained.folder, job.model.pretrained)
+    if (job.pretrained.folder / DESCRIPTION).is_file():
+        raise UserError(
+            f"{job.model.pretrained} is a model that aespa-pl has quantized already ({DESCRIPTION} lies in "
+            "it): give the original to model.pretrained"
+        )
     if earlier is None or not earlier.metrics_file.is_file():
         folder = earlier.folder if earlier else job.runs_folder
         check_space(folder, _bytes_to_write(job, earlier), "--output.folder")

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy
 
-from aespa_pl.commands.resuming import note_own
+from aespa_pl.commands.arguments import note_own
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
 from aespa_pl.distributed.processes import World
