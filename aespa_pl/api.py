@@ -48,8 +48,7 @@ class QuantizedRun:
     @property
     def perplexity(self) -> Mapping[str, Mapping[str, float]]:
         """Return perplexities by model (original, nearest, quantized) and by text."""
-        by_model: Mapping[str, Mapping[str, float]] = self.metrics["perplexity"]
-        return by_model
+        return dict(self.metrics["perplexity"])
 
     def model(self, **options: Any) -> PreTrainedModel:
         """Return the quantized model, its weights in floating point; options are ``from_pretrained``'s."""

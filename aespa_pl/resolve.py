@@ -48,7 +48,11 @@ def resolved(
                 f"quantization.tuning.blocks.parametrization {learned} (method {settings.method}) can't "
                 "learn: choose straight-through or annealed, or another method"
             )
-        settings = replace(settings, bits=_usual_bits(settings), bits_of={})
+        known = Counter(int(kind[1]) for key, kind in settings.types.items() if "." in key)
+        bits = settings.bits if settings.format == "auto" else int(settings.format[1])
+        if known:  # learning rates are for the bits of most projections
+            bits = known.most_common(1)[0][0]
+        settings = replace(settings, bits=bits, bits_of={})
     rates = {} if width is None else _rates(settings, learned, width)
     decided = {
         "input_correction": method.input_correction,
@@ -88,14 +92,6 @@ def _filled(section: T, decided: Mapping[str, Any]) -> T:
         elif given is None:
             values[name] = value
     return replace(section, **values)  # type: ignore[type-var]
-
-
-def _usual_bits(settings: QuantizationSettings) -> int:
-    """Return the bits of most projections, for which learning rates are; without types the format's."""
-    bits = Counter(int(kind[1]) for key, kind in settings.types.items() if "." in key)
-    if bits:
-        return bits.most_common(1)[0][0]
-    return settings.bits if settings.format == "auto" else int(settings.format[1])
 
 
 def _refuse_contradictions(settings: QuantizationSettings) -> None:

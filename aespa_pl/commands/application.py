@@ -1,7 +1,4 @@
-"""Run ``aespa-pl fit``, ``test`` and ``plan``, which begin with Lightning's Trainer.
-
-The Python call quantizes by :func:`quantize` as well.
-"""
+"""Run ``aespa-pl fit``, ``test`` and ``plan``, which begin with Lightning's Trainer."""
 
 import logging
 import re
@@ -16,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.commands import evaluate, fit
-from aespa_pl.commands.arguments import PLAN_DEVICE, Arguments, Option
+from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.job import Job, checked, find_model
+from aespa_pl.commands.keys import PLAN_DEVICE
 from aespa_pl.commands.limits import shortages, tuning_shortages
 from aespa_pl.commands.output import print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
@@ -72,27 +70,21 @@ def _run(command: str, arguments: Arguments, interruption: Interruption) -> None
 
 def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics. Whatever is raised, finished blocks stay on disk."""
-    trainer, smoke_test = first_trainer(parsed), parsed.trainer_section.fast_dev_run
+    trainer, smoke = first_trainer(parsed), parsed.trainer_section.fast_dev_run
     job = Job.prepare(parsed.settings, trainer.strategy.root_device)
     # all of this before other processes start: most mistakes are noticed here
     chosen_loggers(parsed)
     check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:
-        if smoke_test:
+        if smoke:
             progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
         resume = parsed.config.ckpt_path
         job, mixture = for_target(job, parsed.settings, resume, progress, world)
-        saved = parsed.text(job.quantization)
+        saved, devices = parsed.text(job.quantization), Devices(trainer.world_size, trainer.num_nodes)
         trainers = BlockTrainers(parsed, saved, trainer, interruption, progress, world, mixture)
         run, metrics = fit.fit(
-            job,
-            resume,
-            trainers=trainers,
-            progress=progress,
-            one_block=smoke_test,
-            devices=Devices(trainer.world_size, trainer.num_nodes),
-            world=world,
+            job, resume, trainers=trainers, progress=progress, one_block=smoke, devices=devices, world=world
         )
     trainers.show_result(asdict(job.quantization), metrics)
     return run, metrics

@@ -1,7 +1,4 @@
-"""Read the words of a command line, and the YAML files and runs that they name, without a large import.
-
-``fit``, ``test``, ``plan``, ``compare`` and the Python call share one set of keys.
-"""
+"""Read the words of a command line, and the YAML files and runs that they name, without a large import."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -9,39 +6,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_type_hints
+from typing import Any, NamedTuple, Self
 
 import yaml
 
 from aespa_pl.errors import UserError
 from aespa_pl.run.find import LAST, find_run, last_run
-from aespa_pl.settings import SECTIONS, CompareSettings, OutputSettings, Seed, TaskSettings, keys_of
+from aespa_pl.settings import SECTIONS, OutputSettings, Seed, keys_of
 
 KEYS: dict[str, Any] = {
     key: kind for name, section in SECTIONS.items() for key, kind in keys_of(section, name).items()
 } | {"seed_everything": bool | Seed}
 """Type of each key of a configuration, but those of the section that Lightning checks."""
-PLAN_DEVICE = "plan.device"
-OWN_KEYS: dict[str, dict[str, Any]] = {
-    "test": get_type_hints(TaskSettings),
-    "plan": {PLAN_DEVICE: str},
-    "compare": keys_of(CompareSettings, "compare"),
-}
-"""Types of the keys that only one command takes, on its command line."""
-CELL_KEYS = {
-    "ckpt_path": "each cell finds its own run",
-    "quantization.method": "use --compare.methods",
-    "quantization.bits": "use --compare.bits",
-    "data.calibration.seed": "use --compare.seeds",
-}
-"""Keys that differ from cell to cell of a comparison, and what to do instead of giving them."""
-OTHERS = ("config", "ckpt_path")
 FREE = "trainer"  # the section that Lightning checks
-WALK_KEYS = (
-    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time",
-    "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
-)  # fmt: skip
-"""Keys of the Trainer that would change the number of iterations, which the walk decides."""
 FLAG = "print_config"  # the key that takes no value
 REQUIRED = "model.pretrained"
 CKPT_PATH = "ckpt_path"

@@ -30,8 +30,6 @@ from aespa_pl.settings import CompareSettings, OutputSettings, QuantizationSetti
 from aespa_pl.storage.files import disk_errors, read_json, write_json, write_text, write_whole
 
 SECTION = "compare"
-RunCell = Callable[[Sequence[str]], str]
-"""Runs ``fit`` with these words; returns why it failed, the empty text where it did not."""
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:
@@ -60,8 +58,13 @@ def _chosen(given: Arguments) -> CompareSettings:
     return chosen
 
 
-def compare(settings: CompareSettings, given: Arguments, run_cell: RunCell, console: Console) -> Path:
-    """Run the cells and write their results; return the folder. Raises EndedError where some fail."""
+def compare(
+    settings: CompareSettings, given: Arguments, run_cell: Callable[[Sequence[str]], str], console: Console
+) -> Path:
+    """Run the cells and write their results; return the folder. Raises EndedError where some fail.
+
+    ``run_cell`` runs ``fit`` with some words as :func:`in_process`.
+    """
     runs = given.setting("output.folder", OutputSettings().folder)
     folder = Path(runs, given.setting("output.name", SECTION)).expanduser()
     _refuse_other(folder, given)

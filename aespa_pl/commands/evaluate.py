@@ -55,7 +55,7 @@ def test(
     if not run.metrics_file.is_file():
         raise UserError(f"the run {folder} is not finished: continue it with {how_to_continue(folder)}")
     world.from_first(run.refuse_damaged)
-    PretrainedFolder.open(model)  # such as an index that names other files
+    models = (job.pretrained, PretrainedFolder.open(model))  # early: an index may name other files
     job = replace(job, quantization=stored_quantization(run))  # whatever the settings of this command are
     texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
@@ -71,13 +71,9 @@ def test(
     if tasks.kld and texts:
         blocks = job.pretrained.config.num_hidden_layers * len(texts)
         progress.begin("KL divergence, blocks of both models", 2 * blocks)
+        original, quantized = map(job.stream, models)
         divergences = divergence(
-            job.stream(job.pretrained),
-            job.stream(PretrainedFolder.open(model)),
-            texts,
-            batch_size=job.data.batch,
-            after_block=progress.advance,
-            world=world,
+            original, quantized, texts, batch_size=job.data.batch, after_block=progress.advance, world=world
         )
         metrics["divergence"] = {"quantized": {name: asdict(each) for name, each in divergences.items()}}
     if chosen is not None:
@@ -117,16 +113,9 @@ def _compare_tasks(
     """Return ``tasks`` (scores by kind and task) and ``test_seconds`` by kind, for ``test.json``."""
     scores, seconds = {}, {}
     for kind in kinds:
-        start = time.perf_counter()
-        measured = measure_tasks(
-            model if kind == "quantized" else job.pretrained.folder,
-            tasks,
-            settings,
-            device=job.device,
-            dtype=job.dtype,
-            change=job.round_to_nearest if kind == "nearest" else None,
-            change_stem=job.round_stem_to_nearest if kind == "nearest" else None,
-        )
+        start, folder = time.perf_counter(), model if kind == "quantized" else job.pretrained.folder
+        changes = job.rounded_to_nearest if kind == "nearest" else {}
+        measured = measure_tasks(folder, tasks, settings, device=job.device, dtype=job.dtype, **changes)
         scores[kind] = {name: asdict(score) for name, score in measured.items()}
         seconds[kind] = time.perf_counter() - start
     return {"tasks": scores, "test_seconds": seconds}
@@ -149,13 +138,9 @@ def compare_perplexities(
         measured = {}
         if unknown:
             progress.begin(f"Perplexity of {kind}, blocks", layers * len(unknown))
+            chosen = PretrainedFolder.open(model) if kind == "quantized" else job.pretrained
             measured = evaluate(
-                job,
-                PretrainedFolder.open(model) if kind == "quantized" else job.pretrained,
-                unknown,
-                nearest=kind == "nearest",
-                after_block=progress.advance,
-                world=world,
+                job, chosen, unknown, nearest=kind == "nearest", after_block=progress.advance, world=world
             )
         values = {name: {**known, **measured}[name] for name in texts}
         if kind == "nearest":
@@ -203,8 +188,7 @@ def evaluate(
     It is infinity where it is not a finite number. ``nearest`` rounds the weights first; ``options`` are
     after_block and world of :func:`aespa_pl.evaluation.perplexity.perplexity`.
     """
-    if nearest:
-        options |= {"change": job.round_to_nearest, "change_stem": job.round_stem_to_nearest}
+    options |= job.rounded_to_nearest if nearest else {}
     return perplexity(job.stream(pretrained), texts, batch_size=job.data.batch, **options)
 
 

@@ -124,8 +124,10 @@ def _start(
             "it): give the original to model.pretrained"
         )
     if earlier is None or not earlier.metrics_file.is_file():
-        folder = earlier.folder if earlier else job.runs_folder
-        check_space(folder, _bytes_to_write(job, earlier), "--output.folder")
+        setup, files = job.setup(), earlier.folder.rglob("*") if earlier else ()
+        needed = disk_bytes(setup, job.pretrained.dtype.itemsize, choose_partition(setup))
+        needed -= sum(path.stat().st_size for path in files if path.is_file())
+        check_space(earlier.folder if earlier else job.runs_folder, needed, "--output.folder")
         refuse_tuning(job.setup(devices))
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
@@ -202,14 +204,6 @@ def _write_description(job: Job, run: Run) -> None:
             "losses": {str(i): record.losses for i, record in sorted(run.blocks.items())},
         },
     )
-
-
-def _bytes_to_write(job: Job, run: Run | None) -> float:
-    """Return the bytes that a run will still leave or hold on disk, at least."""
-    setup = job.setup()
-    needed = disk_bytes(setup, job.pretrained.dtype.itemsize, choose_partition(setup))
-    files = () if run is None else run.folder.rglob("*")
-    return needed - sum(path.stat().st_size for path in files if path.is_file())
 
 
 def phase_seconds(run: Run) -> dict[str, float]:

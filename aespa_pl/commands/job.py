@@ -109,26 +109,26 @@ class Job(Checked):
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:
         """Return the model, or another one of its shape, streamed."""
-        on_disk = self.data.hidden_states == "disk"
+        place = self.data.hidden_states
+        folder, on_device = self.runs_folder if place == "disk" else None, place == "device"
         return StreamedModel.open(
-            pretrained,
-            self.family,
-            self.device,
-            self.dtype,
-            hidden_folder=self.runs_folder if on_disk else None,
-            hidden_on_device=self.data.hidden_states == "device",
+            pretrained, self.family, self.device, self.dtype, hidden_folder=folder, hidden_on_device=on_device
         )
 
-    def round_to_nearest(self, index: int, block: nn.Module) -> None:
-        """Round a block's weights to the nearest integers, on min-max grids: the usual comparison."""
+    @property
+    def rounded_to_nearest(self) -> dict[str, Any]:
+        """Return what changes a model to nearest integers on min-max grids, the usual comparison."""
+        return {"change": self._round_block, "change_stem": self._round_stem}
+
+    def _round_block(self, index: int, block: nn.Module) -> None:
         layout = self.layouts[index]
         for projection in layout.projections:
             form = grid_format(self.quantization, index, projection.name)
             weight = nearest_weight(block, layout, projection, form)
             set_projection_weight(block, layout, projection, weight)
 
-    def round_stem_to_nearest(self, model: PreTrainedModel) -> None:
-        """Round embedding and head likewise, where they have block types."""
+    def _round_stem(self, model: PreTrainedModel) -> None:
+        """Round embedding and head, where they have block types."""
         ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
         for part, kind in self.quantization.types.items():
             if part in ends:

@@ -1,34 +1,37 @@
-"""Show the keys of a configuration, and refuse mistakes in them before any large library is imported.
-
-Each key and value of our own sections is checked here; Lightning's parser checks the section of its Trainer.
-"""
+"""Show the keys of a configuration, and refuse mistakes in them before any large library is imported."""
 
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from aespa_pl.commands.arguments import (
-    CELL_KEYS,
-    FLAG,
-    FREE,
-    KEYS,
-    OTHERS,
-    OWN_KEYS,
-    REQUIRED,
-    WALK_KEYS,
-    Arguments,
-    Option,
-    leaves,
-    read_configuration,
-)
+from aespa_pl.commands.arguments import FLAG, FREE, KEYS, REQUIRED, Arguments, Option
 from aespa_pl.errors import UserError
-from aespa_pl.settings import EXPECTED, SECTIONS, QuantizationSettings, TaskSettings
+from aespa_pl.settings import EXPECTED, SECTIONS, CompareSettings, QuantizationSettings, TaskSettings, keys_of
 
+PLAN_DEVICE = "plan.device"
+OWN_KEYS: dict[str, dict[str, Any]] = {
+    "test": get_type_hints(TaskSettings),
+    "plan": {PLAN_DEVICE: str},
+    "compare": keys_of(CompareSettings, "compare"),
+}
+"""Types of the keys that only one command takes, on its command line."""
+CELL_KEYS = {
+    "ckpt_path": "each cell finds its own run",
+    "quantization.method": "use --compare.methods",
+    "quantization.bits": "use --compare.bits",
+    "data.calibration.seed": "use --compare.seeds",
+}
+"""Keys that differ from cell to cell of a comparison, and what to do instead of giving them."""
+OTHERS = ("config", "ckpt_path")
+WALK_KEYS = (
+    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time",
+    "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
+)  # fmt: skip
+"""Keys of the Trainer that would change the number of iterations, which the walk decides."""
 METHOD = "quantization.method"
 DECIDED = {
     key
@@ -92,8 +95,9 @@ def refuse_other_methods(arguments: Arguments, methods: Sequence[str] = ()) -> N
     one.
     """
     wanted = methods or [arguments.setting(METHOD, QuantizationSettings().method)]
-    for file in (Path(each.value) for each in arguments.options if each.key == "config" and each.value):
-        values = dict(leaves(read_configuration(file)))
+    given = arguments.given()
+    for file in dict.fromkeys(option.file for option in given if option.file):
+        values = {option.key: option.value for option in given if option.file == file}
         method = values.get(METHOD)
         others = ", ".join(other for other in wanted if other != method)
         if method and others and all(values.get(key) is not None for key in DECIDED):

@@ -15,8 +15,9 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from aespa_pl.commands.arguments import FREE, OWN_KEYS, WALK_KEYS, Arguments
+from aespa_pl.commands.arguments import FREE, Arguments
 from aespa_pl.commands.job import checked
+from aespa_pl.commands.keys import OWN_KEYS, WALK_KEYS
 from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config

@@ -84,13 +84,8 @@ def _choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:
         if _other_bytes(candidate, choices) <= other:
             break
     other = _other_bytes(candidate, choices)
-    return Mixture(
-        chosen,
-        choices.loss(chosen),
-        other + choices.bytes(chosen),
-        choices.curve(other),
-        _llama_cpp(job, given, choices, other),
-    )
+    size, others = other + choices.bytes(chosen), _llama_cpp(job, given, choices, other)
+    return Mixture(chosen, choices.loss(chosen), size, choices.curve(other), others)
 
 
 def _with_choice(job: Job, given: Settings, chosen: Mapping[str, Any]) -> Job:

@@ -261,9 +261,7 @@ def check_trainer(trainer: Namespace) -> None:
 
 def listed(one_or_more: Any) -> list[Any]:
     """Return what Lightning takes alone or in a list as a list."""
-    if one_or_more is None:
-        return []
-    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
+    return one_or_more if isinstance(one_or_more, list) else [] if one_or_more is None else [one_or_more]
 
 
 def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: Work) -> None:
