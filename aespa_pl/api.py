@@ -61,10 +61,8 @@ class QuantizedRun:
     def export(self, format: str, output: str | Path | None = None, **options: Any) -> Path:  # noqa: A002
         """Pack the integers for an engine, prove the files, and return their folder.
 
-        Args:
-            format: hf, compressed-tensors, awq, gptq or gguf.
-            output: Folder to write; None: ``export/FORMAT`` in the run's folder.
-            options: Options of ``aespa-pl export``: verify, container_bits, embedding ...
+        ``format`` (hf, compressed-tensors, awq, gptq, gguf) and ``options`` (verify, container_bits ...) are
+        those of ``aespa-pl export``; ``output`` is the folder to write, by default its own.
         """
         target = Path(output or self.folder / "export" / format)
         export(str(self.folder), format=format, output=str(target), **options)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from aespa_pl.commands.keys import PLAN_DEVICE
 from aespa_pl.commands.limits import shortages, tuning_shortages
 from aespa_pl.commands.output import print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
-from aespa_pl.commands.target import for_target, settings_for_target
+from aespa_pl.commands.target import for_target
 from aespa_pl.commands.trainers import BlockTrainers, check_tuning, chosen_loggers, first_trainer
 from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
 from aespa_pl.distributed.processes import PeerLostError, World
@@ -42,9 +42,15 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     """Run ``fit``, ``test`` or ``plan``. Raises EndedError where another process of the run has ended."""
     end_with_launcher()
     torch.set_float32_matmul_precision("highest")  # whatever the environment says
+    command, arguments = words[0], Arguments.read(words[1:])
     try:
         with quiet():
-            _run(words[0], Arguments.read(words[1:]), interruption)
+            if command == "plan":
+                _plan(arguments)
+            elif command == "test":
+                _test(AespaCLI(arguments, command))
+            else:
+                _fit(AespaCLI(arguments, command), interruption)
     except PeerLostError as error:
         let_the_first_speak()
         words = f"another process of this run has ended or cannot be reached: {error}"
@@ -52,20 +58,6 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
     except (Exception, RunInterrupted):
         let_the_first_speak()
         raise
-
-
-def _run(command: str, arguments: Arguments, interruption: Interruption) -> None:
-    if command == "plan":
-        _plan(arguments)
-        return
-    parsed = AespaCLI(arguments, command)
-    if command == "test":
-        _test(parsed)
-    elif parsed.config.print_config:
-        device = first_trainer(parsed).strategy.root_device.type
-        sys.stdout.write(parsed.text(parsed.planned(device)))
-    else:
-        _fit(parsed, interruption)
 
 
 def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> tuple[Run, dict[str, Any]]:
@@ -91,6 +83,10 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
 
 
 def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
+    if parsed.config.print_config:
+        device = first_trainer(parsed).strategy.root_device.type
+        sys.stdout.write(parsed.text(parsed.planned(device)))
+        return
     console = PlainConsole()
     run, metrics = quantize(parsed, interruption, console)
     print_results(console, metrics, stored_quantization(run).method)
@@ -125,7 +121,14 @@ def _plan(arguments: Arguments) -> None:
     trainer = first_trainer(parsed)
     device = torch.device("cuda") if rented else trainer.strategy.root_device
     console = PlainConsole()
-    settings = settings_for_target(parsed.settings, trainer.strategy.root_device, console)
+    settings = parsed.settings
+    if settings.quantization.target is not None:
+        with WalkProgress(console) as progress:
+            before = Job.prepare(settings, trainer.strategy.root_device)
+            chosen, mixture = for_target(before, settings, None, progress)
+        for line in mixture.lines() if mixture else ():
+            console.print(line, soft_wrap=True)
+        settings = replace(settings, quantization=chosen.quantization)
     if rented:
         settings = replace(settings, data=replace(settings.data, memory_gb=rented[0]))
     config = read_config(find_model(settings, device, weights=False))

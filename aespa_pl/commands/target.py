@@ -5,9 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-
 import aespa_pl
 from aespa_pl.commands.block_types import UNIFORM, block_types, is_named
 from aespa_pl.commands.job import Job
@@ -54,17 +51,6 @@ def for_target(
     mixture = world.from_first(lambda: _choose(job, given, progress))
     progress.say(mixture.words)
     return _with_choice(job, given, mixture.chosen), mixture
-
-
-def settings_for_target(given: Settings, device: torch.device, console: Console) -> Settings:
-    """Return settings with what is chosen for their target, and print it; as they are without one."""
-    if given.quantization.target is None:
-        return given
-    with WalkProgress(console) as progress:
-        job, mixture = for_target(Job.prepare(given, device), given, None, progress)
-    for line in () if mixture is None else mixture.lines():
-        console.print(line, soft_wrap=True)
-    return replace(given, quantization=job.quantization)
 
 
 def _choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:

@@ -178,9 +178,7 @@ def _made(parsed: AespaCLI, **changes: Any) -> Trainer:
     try:
         return parsed.instantiate_trainer(logger=False, **changes)
     # a RuntimeError is what Lightning makes of SLURM's variables that do not fit
-    except (
-        MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
-    ) as error:  # fmt: skip
+    except (MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError) as error:
         raise UserError(f"trainer: {error}") from error
 
 
