@@ -33,8 +33,7 @@ from aespa_pl.storage.files import disk_errors, write_json, write_tensors, write
 
 OF_QUANTIZATION = tuple(each.name for each in fields(QuantizationSettings))
 OF_MODEL = ("revision", "dtype")
-KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, "data", "output", FREE, "seed_everything")
-"""Keywords of :func:`quantize` beside those in its signature."""
+KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, "data", "output", FREE, "seed_everything")  # beside the signature's
 
 
 @dataclass(frozen=True)

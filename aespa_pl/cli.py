@@ -35,8 +35,7 @@ usage: aespa-pl COMMAND [--key value ...]
        aespa-pl COMMAND --help | --help | --version
 
 """ + "".join(f"  {name:<8} {says}\n" for name, says in COMMANDS.items())
-CONFIGURED = ("fit", "test", "compare", "plan")
-"""Commands that take the sections of a configuration."""
+CONFIGURED = ("fit", "test", "compare", "plan")  # with sections of a configuration
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,12 +22,10 @@ BLOCK_RATES: dict[Parametrization, tuple[float, float]] = {
     "affine": (0.005, 0.01),
 }
 """Learning rates of integers and of scales in the tuning of blocks, by what is learned of a weight."""
+# what learns latent values in distances of two integers, whatever the grid
 MOVING: tuple[Parametrization, ...] = ("straight-through", "annealed")
-"""What learns latent values in distances of two integers, whatever the grid."""
-TYPE_SCALE_RATES = {2: 0.003}
-"""Learning rates of the scales of block types in the tuning of blocks by bits; 0.001 with more bits."""
-MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003
-"""Learning rates of the end-to-end tuning at 2 bits."""
+TYPE_SCALE_RATES = {2: 0.003}  # of scales of block types in the tuning of blocks by bits; 0.001 with more
+MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003  # of the end-to-end tuning at 2 bits
 
 
 def resolved(

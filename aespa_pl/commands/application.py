@@ -73,11 +73,9 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
             progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
         resume = parsed.config.ckpt_path
         job, mixture = for_target(job, parsed.settings, resume, progress, world)
-        saved, devices = parsed.text(job.quantization), Devices(trainer.world_size, trainer.num_nodes)
+        saved = parsed.text(job.quantization)
         trainers = BlockTrainers(parsed, saved, trainer, interruption, progress, world, mixture)
-        run, metrics = fit.fit(
-            job, resume, trainers=trainers, progress=progress, one_block=smoke, devices=devices, world=world
-        )
+        run, metrics = fit.fit(job, resume, trainers, one_block=smoke)
     trainers.show_result(asdict(job.quantization), metrics)
     return run, metrics
 

@@ -17,11 +17,9 @@ from aespa_pl.settings.quantization import KEPT, names_projection
 from aespa_pl.sizing.target import Target
 
 UNIFORM, AUTO = "uniform", "auto"
-BEFORE_CHOICE = "Q4_K"
-"""What stands for the types that quantization.target chooses, until it has."""
+BEFORE_CHOICE = "Q4_K"  # stands for the types that quantization.target chooses, until it has
 ENDS = ("embedding", "head")
-LM_HEAD = "lm_head"
-"""Name of the head in ``quantization.bits_of``, as transformers has it."""
+LM_HEAD = "lm_head"  # in quantization.bits_of, as transformers has it
 
 
 def check_format(settings: QuantizationSettings) -> None:

@@ -61,9 +61,9 @@ def _chosen(given: Arguments) -> CompareSettings:
 def compare(
     settings: CompareSettings, given: Arguments, run_cell: Callable[[Sequence[str]], str], console: Console
 ) -> Path:
-    """Run the cells and write their results; return the folder. Raises EndedError where some fail.
+    """Run the cells, by ``run_cell`` as :func:`in_process`, and write their results; return the folder.
 
-    ``run_cell`` runs ``fit`` with some words as :func:`in_process`.
+    Raises EndedError where some fail.
     """
     runs = given.setting("output.folder", OutputSettings().folder)
     folder = Path(runs, given.setting("output.name", SECTION)).expanduser()

@@ -41,10 +41,7 @@ MENDED_BY = {"original": "check model.pretrained", "quantized": "quantize with a
 def test(
     job: Job, folder: Path, tasks: TaskSettings, progress: WalkProgress, world: World
 ) -> tuple[Run, dict[str, Any]]:
-    """Measure perplexities and accuracies of original and quantized model; return run and metrics.
-
-    They are written to the folder of the run as ``test.json`` and ``test.md``.
-    """
+    """Measure original and quantized model; return run and metrics, which its test.json has as well."""
     run = Run.open(folder)
     model = run.model_folder
     if run.fingerprint["model"] != job.model_fingerprint:
@@ -176,20 +173,14 @@ def _remembered(cache: Path, keys: Mapping[str, dict[str, object]]) -> dict[str,
 
 
 def evaluate(
-    job: Job,
-    pretrained: PretrainedFolder,
-    texts: Mapping[str, Tensor],
-    *,
-    nearest: bool = False,
-    **options: Any,
+    job: Job, model: PretrainedFolder, texts: Mapping[str, Tensor], *, nearest: bool = False, **options: Any
 ) -> dict[str, float]:
     """Return the perplexity of the job's model, or of another one of its shape, on each text.
 
-    It is infinity where it is not a finite number. ``nearest`` rounds the weights first; ``options`` are
-    after_block and world of :func:`aespa_pl.evaluation.perplexity.perplexity`.
+    ``nearest`` rounds the weights first; ``options`` are after_block and world of :func:`perplexity`.
     """
     options |= job.rounded_to_nearest if nearest else {}
-    return perplexity(job.stream(pretrained), texts, batch_size=job.data.batch, **options)
+    return perplexity(job.stream(model), texts, batch_size=job.data.batch, **options)
 
 
 def quantized_folder(model: ModelSettings) -> Path | None:

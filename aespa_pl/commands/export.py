@@ -29,8 +29,7 @@ from aespa_pl.storage.files import disk_errors, write_text
 
 Embedding = Literal["keep", "q8_0"]
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
-PARTIAL = ".aespa-pl.partial"
-"""Folder in the target that has the files of an export that is not finished."""
+PARTIAL = ".aespa-pl.partial"  # folder in the target with the files of an export that is not finished
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands

@@ -18,17 +18,17 @@ from aespa_pl.commands.block_types import types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, model_sizes
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_tuning
+from aespa_pl.commands.trainers import BlockTrainers
 from aespa_pl.data.tokens import few_tokens
-from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
 from aespa_pl.planning.needs import disk_bytes
-from aespa_pl.planning.shape import Devices
+from aespa_pl.planning.shape import Devices, Setup
 from aespa_pl.planning.tuning import recomputes
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run.context import Context, Trainers
+from aespa_pl.run.context import Context
 from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION
@@ -44,19 +44,13 @@ PHASES = (
 
 
 def fit(
-    job: Job,
-    resume: str | None,
-    *,
-    trainers: Trainers,
-    progress: WalkProgress,
-    one_block: bool,
-    devices: Devices,
-    world: World,
+    job: Job, resume: str | None, trainers: BlockTrainers, *, one_block: bool
 ) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics. ``one_block`` ends after one, without a model."""
-    began = time.perf_counter()
+    began, progress, world = time.perf_counter(), trainers.progress, trainers.world
+    setup = job.setup(Devices(trainers.first.world_size, trainers.first.num_nodes))
     with ExitStack() as locks:
-        begin = partial(_start, job, resume, locks, progress, devices)
+        begin = partial(_start, job, resume, locks, progress, setup)
         run, tokens, texts, finished = world.from_first(begin)
         run = replace(run, writes=world.is_first)
         if finished is not None:
@@ -73,7 +67,7 @@ def fit(
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
         began_to_quantize, began_to_work = time.perf_counter(), time.process_time()
-        context = _context(job, run, trainers=trainers, progress=progress, devices=devices, world=world)
+        context = _context(job, run, trainers, setup)
         Walk(replace(context, one_block=one_block)).quantize(tokens)
         for logger in context.loggers:
             logger.finalize("success")
@@ -87,11 +81,9 @@ def fit(
         quantized = before + time.perf_counter() - began_to_quantize
         worked = time.process_time() - began_to_work
         nearest = ["nearest"] if job.data.evaluation.round_to_nearest else []
-        kinds = ["original", *nearest, "quantized"]
+        kinds, model = ["original", *nearest, "quantized"], run.model_folder
         metrics = {
-            "perplexity": compare_perplexities(
-                job, run.model_folder, texts, kinds, progress=progress, world=world
-            ),
+            "perplexity": compare_perplexities(job, model, texts, kinds, progress=progress, world=world),
             "seconds": {
                 "total": before + time.perf_counter() - began,
                 "quantization": quantized,
@@ -108,7 +100,7 @@ def fit(
 
 
 def _start(
-    job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: Devices
+    job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, setup: Setup
 ) -> tuple[Run, Tensor, dict[str, Tensor], dict[str, Any] | None]:
     """Return the run, new or to be continued, locked; calibration segments ``[segments, L]``; held-out ones.
 
@@ -124,11 +116,11 @@ def _start(
             "it): give the original to model.pretrained"
         )
     if earlier is None or not earlier.metrics_file.is_file():
-        setup, files = job.setup(), earlier.folder.rglob("*") if earlier else ()
-        needed = disk_bytes(setup, job.pretrained.dtype.itemsize, choose_partition(setup))
+        alone, files = job.setup(), earlier.folder.rglob("*") if earlier else ()
+        needed = disk_bytes(alone, job.pretrained.dtype.itemsize, choose_partition(alone))
         needed -= sum(path.stat().st_size for path in files if path.is_file())
         check_space(earlier.folder if earlier else job.runs_folder, needed, "--output.folder")
-        refuse_tuning(job.setup(devices))
+        refuse_tuning(setup)
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
@@ -162,11 +154,9 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     return metrics
 
 
-def _context(
-    job: Job, run: Run, *, trainers: Trainers, progress: WalkProgress, devices: Devices, world: World
-) -> Context:
+def _context(job: Job, run: Run, trainers: BlockTrainers, setup: Setup) -> Context:
+    progress, world = trainers.progress, trainers.world
     loggers = trainers.begin(run) if world.is_first else []
-    setup = job.setup(devices)
     partition = choose_partition(setup, world)
     for words in portions_in_words(partition, job.shape):
         progress.say(words)
@@ -187,23 +177,17 @@ def _context(
 
 def _write_description(job: Job, run: Run) -> None:
     """Write ``quantization.json`` beside the quantized weights."""
-    write_json(
-        run.description_file,
-        {
-            "method": job.quantization.method,
-            "model": asdict(job.model),
-            "calibration": asdict(job.data.calibration),
-            "quantization": asdict(job.quantization),
-            "versions": {
-                "aespa_pl": aespa_pl.__version__,
-                "torch": torch.__version__,
-                "lightning": lightning.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
-            "losses": {str(i): record.losses for i, record in sorted(run.blocks.items())},
-        },
-    )
+    modules = (aespa_pl, torch, lightning, transformers)
+    versions = {module.__name__: module.__version__ for module in modules}
+    description = {
+        "method": job.quantization.method,
+        "model": asdict(job.model),
+        "calibration": asdict(job.data.calibration),
+        "quantization": asdict(job.quantization),
+        "versions": {**versions, "python": platform.python_version()},
+        "losses": {str(i): record.losses for i, record in sorted(run.blocks.items())},
+    }
+    write_json(run.description_file, description)
 
 
 def phase_seconds(run: Run) -> dict[str, float]:

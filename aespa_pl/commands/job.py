@@ -36,10 +36,7 @@ from aespa_pl.walk.stem import ROWS
 
 @dataclass(frozen=True)
 class Checked(Settings):
-    """Holds settings that fit a model's config.json and the device; :func:`checked` makes it.
-
-    The method has replaced every null of the quantization; no setting is auto.
-    """
+    """Holds settings that fit a model and the device, without auto or null; :func:`checked` makes it."""
 
     device: torch.device
     config: PreTrainedConfig

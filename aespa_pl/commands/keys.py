@@ -13,12 +13,11 @@ from aespa_pl.errors import UserError
 from aespa_pl.settings import EXPECTED, SECTIONS, CompareSettings, QuantizationSettings, TaskSettings, keys_of
 
 PLAN_DEVICE = "plan.device"
-OWN_KEYS: dict[str, dict[str, Any]] = {
+OWN_KEYS: dict[str, dict[str, Any]] = {  # types of the keys that only one command takes, in its words
     "test": get_type_hints(TaskSettings),
     "plan": {PLAN_DEVICE: str},
     "compare": keys_of(CompareSettings, "compare"),
 }
-"""Types of the keys that only one command takes, on its command line."""
 CELL_KEYS = {
     "ckpt_path": "each cell finds its own run",
     "quantization.method": "use --compare.methods",
@@ -39,7 +38,7 @@ DECIDED = {
     if key.startswith("quantization.") and NoneType in get_args(kind) and not key.endswith("_rate")
 } - {"quantization.group_size", "quantization.target"}
 """Keys that a method alone decides where they are null; null means something else for the last two."""
-COMMON = {
+COMMON = {  # the keys that most users need, in a few words
     "config FILE": "YAML file of keys: one here, or of aespa-pl; what comes later counts",
     "model.pretrained NAME": "name on the hub, folder, or embedded:llama (opt, bloom)",
     "data.calibration.source": "c4, wikitext2, ptb, embedded, or a file",
@@ -57,8 +56,7 @@ COMMON = {
     "seed_everything": "seed for callbacks and loggers; ours draw nothing from it",
     "ckpt_path": "last, or the folder of a run: the run that is continued or measured",
 }
-"""The keys that most users need, in a few words."""
-ONLY = {
+ONLY = {  # further keys of each command
     "fit": {
         "print_config": "print what would be run, and exit",
         "trainer.fast_dev_run true": "smoke test: few segments and steps, no evaluation",
@@ -72,7 +70,6 @@ ONLY = {
         "compare.seeds": "list of values of data.calibration.seed; mean and spread are over them",
     },
 }
-"""Further keys of each command."""
 NAMES = (*SECTIONS, FREE)
 HELP = ("-h", "--help")
 

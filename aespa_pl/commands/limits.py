@@ -20,8 +20,7 @@ from aespa_pl.settings.quantization import names_projection
 from aespa_pl.storage.files import MEND, disk_errors, existing
 from aespa_pl.tuning.data import held_back_and_steps
 
-EVALUATION_LENGTH = 2048
-"""Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
+EVALUATION_LENGTH = 2048  # tokens at most, unless the user asks for more (Section 4.1)
 
 
 def evaluation_length(data: DataSettings, positions: int | None) -> int:
@@ -116,12 +115,10 @@ def tuning_shortages(setup: Setup) -> list[str]:
 
 def check_histograms(chosen: Sequence[str], layouts: Sequence[BlockLayout]) -> None:
     """Raise UserError if histograms are asked for of a projection that the model doesn't have."""
-    known = list(dict.fromkeys(p.name for layout in layouts for p in layout.projections))
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
+    known = dict.fromkeys(p.name for layout in layouts for p in layout.projections)
+    if unknown := ", ".join(name for name in chosen if name not in known):
         raise UserError(
-            f"output.histograms has {', '.join(unknown)}: the projections of this model are "
-            f"{', '.join(known)}"
+            f"output.histograms has {unknown}: the projections of this model are {', '.join(known)}"
         )
 
 

@@ -19,20 +19,18 @@ from aespa_pl.storage.files import write_json, write_text
 log = logging.getLogger(__name__)
 
 WIDEST = 10_000  # columns of a terminal
-LEVELS = {
+LEVELS = {  # of other libraries' loggers
     "lightning.pytorch": logging.WARNING,
     "lightning.pytorch.profilers": logging.INFO,  # what the user has asked for
     "lightning.fabric.utilities": logging.WARNING,  # of their processes
     "huggingface_hub": logging.ERROR,  # eight lines of retries
 }
-"""Levels of other libraries' loggers."""
-MESSAGES = (
+MESSAGES = (  # warnings of other libraries that a walk would repeat for each block
     ".*does not have many workers.*",
     ".*exists and is not empty.*",  # of a continued block
     ".*smaller than the logging interval.*",  # of tuning
     ".*LeafSpec.*",
 )
-"""Warnings of other libraries that a walk would repeat for each block."""
 
 
 def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> None:

@@ -28,7 +28,7 @@ from aespa_pl.settings import SECTIONS, QuantizationSettings, Settings, TaskSett
 log = logging.getLogger(__name__)
 
 SMOKE_SEGMENTS, SMOKE_ITERATIONS, SMOKE_NAME = 4, 10, "_smoke_test"
-TRAINER_DEFAULTS = {
+TRAINER_DEFAULTS = {  # that differ from Lightning's
     "accelerator": "auto",
     "devices": 1,
     "enable_progress_bar": False,
@@ -36,7 +36,6 @@ TRAINER_DEFAULTS = {
     "enable_checkpointing": True,
     "log_every_n_steps": 20,
 }
-"""Defaults that differ from Lightning's."""
 CLASSES = {"callbacks": "callbacks, such as LearningRateMonitor", "logger": "loggers, such as CSVLogger"}
 """Modules of Lightning with the classes that a key of its section takes."""
 SHOWN = 200  # characters of a library's message, at most

@@ -151,10 +151,7 @@ class BlockTrainers:
 
 
 def first_trainer(parsed: AespaCLI) -> Trainer:
-    """Return a Trainer that knows the processes and the device, none of which is started.
-
-    Raises UserError where the section asks for a device, a strategy or anything else that isn't supported.
-    """
+    """Return a Trainer that knows processes and device, not started; UserError where these can't be had."""
     check_trainer(parsed.trainer_section)
     trainer, chosen = _made(parsed), parsed.trainer_section
     if trainer.world_size > 1 and chosen.strategy not in ("auto", "ddp"):
@@ -183,10 +180,7 @@ def _made(parsed: AespaCLI, **changes: Any) -> Trainer:
 
 
 def chosen_loggers(parsed: AespaCLI) -> list[Namespace] | None:
-    """Return what ``trainer.logger`` names, None if it is ours to choose.
-
-    Raises UserError where a logger can't be given the name of a block.
-    """
+    """Return ``trainer.logger``, None: ours. Raises UserError where one can't have the name of a block."""
     chosen = parsed.config.trainer.logger
     if chosen in (None, True):
         return None
