@@ -1,41 +1,39 @@
 """Quantize from Python: ``aespa_pl.quantize`` and ``aespa_pl.resume`` do what ``aespa-pl fit`` does."""
 
+import hashlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, get_type_hints
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from aespa_pl.commands import application
-from aespa_pl.commands.arguments import FREE, Arguments, Option, leaves
+from aespa_pl.commands.arguments import FREE, TRUST, Arguments, Option, leaves, with_run
 from aespa_pl.commands.export import export
-from aespa_pl.commands.inputs import FOLDER, is_texts, keep_model, keep_text, token_ids
-from aespa_pl.commands.mistakes import nearest, refuse_mistakes, refuse_other_methods
+from aespa_pl.commands.keys import nearest, refuse_mistakes, refuse_other_methods
 from aespa_pl.commands.output import quiet
-from aespa_pl.commands.resuming import TRUST, with_run
 from aespa_pl.commands.sections import AespaCLI
+from aespa_pl.data.tokens import TENSOR
 from aespa_pl.errors import UserError
+from aespa_pl.models.headers import read_header
 from aespa_pl.processors import threads
 from aespa_pl.progress import PlainConsole
+from aespa_pl.run.fingerprint import checksum
 from aespa_pl.run.interruption import Interruption, RunInterrupted
-from aespa_pl.settings import (
-    SECTIONS,
-    CalibrationSettings,
-    EvaluationSettings,
-    OutputSettings,
-    QuantizationSettings,
-)
+from aespa_pl.settings import SECTIONS, DataSettings, OutputSettings, QuantizationSettings
+from aespa_pl.storage.files import disk_errors, write_json, write_tensors, write_text
 
 OF_QUANTIZATION = tuple(each.name for each in fields(QuantizationSettings))
 OF_MODEL = ("revision", "dtype")
-KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, "data", "output", FREE, "seed_everything")
-"""Keywords of :func:`quantize` beside those in its signature."""
+KEYWORDS = (*OF_QUANTIZATION, *OF_MODEL, "data", "output", FREE, "seed_everything")  # beside the signature's
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ class QuantizedRun:
     @property
     def perplexity(self) -> Mapping[str, Mapping[str, float]]:
         """Return perplexities by model (original, nearest, quantized) and by text."""
-        by_model: Mapping[str, Mapping[str, float]] = self.metrics["perplexity"]
-        return by_model
+        return dict(self.metrics["perplexity"])
 
     def model(self, **options: Any) -> PreTrainedModel:
         """Return the quantized model, its weights in floating point; options are ``from_pretrained``'s."""
@@ -63,10 +60,8 @@ class QuantizedRun:
     def export(self, format: str, output: str | Path | None = None, **options: Any) -> Path:  # noqa: A002
         """Pack the integers for an engine, prove the files, and return their folder.
 
-        Args:
-            format: hf, compressed-tensors, awq, gptq or gguf.
-            output: Folder to write; None: ``export/FORMAT`` in the run's folder.
-            options: Options of ``aespa-pl export``: verify, container_bits, embedding ...
+        ``format`` (hf, compressed-tensors, awq, gptq, gguf) and ``options`` (verify, container_bits ...) are
+        those of ``aespa-pl export``; ``output`` is the folder to write, by default its own.
         """
         target = Path(output or self.folder / "export" / format)
         export(str(self.folder), format=format, output=str(target), **options)  # type: ignore[arg-type]
@@ -108,7 +103,9 @@ def quantize(
     options = [Option("config", str(file)) for file in files]
     options += [option for key, value in settings.items() for option in _options(key, value)]
     given = Arguments(tuple(options)).with_configurations()
-    inputs = _runs_folder(given) / FOLDER
+    default = OutputSettings()
+    folder, name = (given.setting(f"output.{key}", getattr(default, key)) for key in ("folder", "name"))
+    inputs = Path(folder, name, "inputs").expanduser()  # what runs of this name have in common is here once
     if isinstance(model, PreTrainedModel):
         with quiet():
             model = keep_model(inputs, model, tokenizer)
@@ -116,8 +113,8 @@ def quantize(
         raise UserError("tokenizer is given, but the model's folder has one: leave it out")
     given = given.then(
         Option("model.pretrained", str(model)),
-        *_texts(inputs, "calibration", "source", CalibrationSettings, calibration),
-        *_texts(inputs, "evaluation", "texts", EvaluationSettings, evaluation),
+        *_texts(inputs, "calibration", "source", calibration),
+        *_texts(inputs, "evaluation", "texts", evaluation),
     )
     return _fit(given, progress=progress)
 
@@ -157,41 +154,38 @@ def _option(key: str, value: Any) -> Option:
     return Option(key, value if isinstance(value, str) else json.dumps(value, default=str))
 
 
-def _runs_folder(given: Arguments) -> Path:
-    """Return the folder of the runs of this name, which inputs lie beside."""
-    default = OutputSettings()
-    folder, name = (given.setting(f"output.{key}", getattr(default, key)) for key in ("folder", "name"))
-    return Path(folder).expanduser() / name
-
-
-def _texts(inputs: Path, name: str, key: str, kind: type, given: Any) -> list[Option]:
-    """Return what was given for a section of texts as options; texts in memory are kept in a file.
-
-    ``name`` is the section's, ``kind`` its dataclass, and ``key`` the field that takes the texts.
-    """
+def _texts(inputs: Path, name: str, key: str, given: Any) -> list[Option]:
+    """Return what was given for a section of texts as options; texts in memory (of ``key``) become a file."""
     if given is None:
         return []
-    names = {each.name for each in fields(kind)}
+    names = get_type_hints(get_type_hints(DataSettings)[name]).keys()
     known = dict(given) if isinstance(given, Mapping) and given.keys() <= names else {key: given}
     texts = known.get(key, "")
     if not _are_names(texts):
-        if not is_texts(texts):
-            sizes = zip(("segments", "segment_length"), token_ids(texts, name).shape, strict=True)
+        if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
+            file = f"{name}.jsonl"
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+            kept = _kept(inputs, name, lambda made: write_text(made / file, lines))
+        else:
+            file, tokens = f"{name}.safetensors", _token_ids(texts, name)
+            kept = _kept(inputs, name, lambda made: write_tensors(made / file, {TENSOR: tokens}, {}))
+            sizes = zip(("segments", "segment_length"), tokens.shape, strict=True)
             known = {size: number for size, number in sizes if size in names} | known
-        known[key] = keep_text(inputs, texts, name)
+        known[key] = str(kept / file)
     return [_option(f"data.{name}.{field}", value) for field, value in known.items()]
 
 
 def _are_names(given: Any) -> bool:
     """Tell whether texts are given by their names or files: one, a list of them, or proportions."""
+
+    def is_name(item: Any) -> bool:
+        if not isinstance(item, str) or not any(c.isspace() for c in item):
+            return isinstance(item, str | Path)
+        return os.path.isfile(item)  # noqa: PTH113  (a text may be too long for a Path)
+
     if isinstance(given, list | tuple):
-        return all(isinstance(item, Path) or _is_name(item) for item in given)
+        return all(map(is_name, given))
     return isinstance(given, str | Path | Mapping)
-
-
-def _is_name(item: Any) -> bool:
-    """Tell whether an item of a list is the name of a text or of a file, not a text itself."""
-    return isinstance(item, str) and (not any(c.isspace() for c in item) or os.path.isfile(item))  # noqa: PTH113  (a text may be too long for a Path)
 
 
 def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
@@ -232,3 +226,61 @@ def _own_process() -> Iterator[None]:
     finally:
         torch.set_num_threads(count)
         torch.set_float32_matmul_precision(precision)
+
+
+def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
+    """Return the folder of a model in memory, in its own types. Raises UserError where it can't be kept."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(
+            "tokenizer is missing: give the tokenizer of a model that is in memory, because the quantized "
+            "model is stored with it"
+        )
+    if any(weight.is_meta for weight in model.parameters()):
+        raise UserError("model has weights on the meta device: load it whole, or give its name or folder")
+
+    def write(made: Path) -> None:
+        model.save_pretrained(made, max_shard_size="4GB")
+        tokenizer.save_pretrained(made)
+        # a model's fingerprint has the names of its files, but not all of the weights
+        places = dict[str, str]()
+        for file in sorted(made.glob("*.safetensors")):
+            name = f"model-{checksum(file)[:16]}.safetensors"
+            places |= dict.fromkeys(read_header(file), name)
+            file.rename(made / name)
+        write_json(made / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
+
+    return str(_kept(folder, "model", write))
+
+
+def _token_ids(given: Any, name: str) -> Tensor:
+    """Return token ids ``[segments, L]``."""
+    try:
+        tokens = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{name} is a {type(given).__name__}: expected the name of a text, a file, a list of texts, or "
+            "token ids [segments, tokens]"
+        ) from error
+    if tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
+        raise UserError(
+            f"{name} has the shape {[*tokens.shape]} and the type {tokens.dtype}: expected integers "
+            "[segments, tokens]"
+        )
+    return tokens.to("cpu", torch.int64).contiguous()
+
+
+def _kept(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """Return a folder with all that ``write`` makes, named after its content."""
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder, prefix=".") as temporary:
+            made = Path(temporary, name)
+            made.mkdir()
+            write(made)
+            content = hashlib.sha256()
+            for file in sorted(path for path in made.rglob("*") if path.is_file()):
+                content.update(f"{file.relative_to(made)} {checksum(file)}\n".encode())
+            target = folder / f"{name}-{content.hexdigest()[:16]}"
+            if not target.is_dir():
+                made.rename(target)
+    return target.absolute()

@@ -12,19 +12,14 @@ from jsonargparse import ArgumentError
 from rich.console import Console
 
 import aespa_pl
-from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.help import HELP, show_help
-from aespa_pl.commands.mistakes import nearest, refuse_mistakes, refuse_other_methods
-from aespa_pl.commands.resuming import with_run
+from aespa_pl.commands.arguments import Arguments, with_run
+from aespa_pl.commands.keys import HELP, nearest, refuse_mistakes, refuse_other_methods, show_help
 from aespa_pl.errors import EndedError, UserError, one_line
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 
-MISTAKE = 2
-"""Status of a mistake that the user can mend."""
+MISTAKE = 2  # status of what the user can mend
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 """Words of torch in a RuntimeError where the host has no memory; it has no class for that error."""
-
-
 COMMANDS = {
     "fit": "Quantize a model block by block, or continue a run.",
     "test": "Measure the perplexity of the original and of the quantized model.",
@@ -33,8 +28,6 @@ COMMANDS = {
     "export": "Pack the integers of a run for an inference engine.",
     "report": "Describe what a run did to each block.",
 }
-MODULES = {"fit": "application", "test": "application", "plan": "application"}
-"""Modules in ``commands`` with ``run(words, interruption)``, of which the others have the command's name."""
 OVERVIEW = """\
 Quantize the weights of a language model with aespa.
 
@@ -42,8 +35,7 @@ usage: aespa-pl COMMAND [--key value ...]
        aespa-pl COMMAND --help | --help | --version
 
 """ + "".join(f"  {name:<8} {says}\n" for name, says in COMMANDS.items())
-CONFIGURED = ("fit", "test", "compare", "plan")
-"""Commands that take the sections of a configuration."""
+CONFIGURED = ("fit", "test", "compare", "plan")  # with sections of a configuration
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,8 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with interruption.watching():
             _run(words, interruption)
-    except (Exception, RunInterrupted) as error:  # noqa: BLE001  (raised again where it is a fault)
-        _end(error, interruption)
+    except (Exception, RunInterrupted) as error:
+        known = message_and_status(error, interruption.how_to_continue)
+        if known is None:
+            if interruption.how_to_continue:
+                error.add_note(f"nothing is lost; continue with: {interruption.how_to_continue}")
+            raise
+        stop(*known)
 
 
 def _run(words: Sequence[str], interruption: Interruption) -> None:
@@ -77,19 +74,11 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
         if name in ("fit", "plan"):  # compare has its own methods, and test takes the run's
             refuse_other_methods(given)
         rest = given.words
+    module = "application" if name in ("fit", "test", "plan") else name
     # shown in a terminal only; importing torch and Lightning takes seconds
     with Console(stderr=True).status(f"{name}: importing PyTorch and Lightning"):
-        module = importlib.import_module(f"aespa_pl.commands.{MODULES.get(name, name)}")
-    module.run([name, *rest], interruption)
-
-
-def _end(error: BaseException, interruption: Interruption) -> None:
-    known = message_and_status(error, interruption.how_to_continue)
-    if known is None:
-        if interruption.how_to_continue:
-            error.add_note(f"nothing is lost; continue with: {interruption.how_to_continue}")
-        raise error
-    stop(*known)
+        command = importlib.import_module(f"aespa_pl.commands.{module}")
+    command.run([name, *rest], interruption)
 
 
 def message_and_status(error: BaseException, advice: str | None) -> tuple[str, int] | None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS
@@ -11,7 +11,6 @@ from aespa_pl.methods.method import Parametrization
 from aespa_pl.settings import QuantizationSettings
 
 T = TypeVar("T")
-Products = Literal["auto", "float32", "tf32", "bfloat16"]
 RATE_WIDTH, LEAST_FACTOR = 192, 0.2
 """Hidden size up to which two learning rates hold, and the factor that is left of them at five times that
 and more: of integers in the tuning of blocks, and of scales end to end (docs/tuning.md)."""
@@ -23,12 +22,10 @@ BLOCK_RATES: dict[Parametrization, tuple[float, float]] = {
     "affine": (0.005, 0.01),
 }
 """Learning rates of integers and of scales in the tuning of blocks, by what is learned of a weight."""
+# what learns latent values in distances of two integers, whatever the grid
 MOVING: tuple[Parametrization, ...] = ("straight-through", "annealed")
-"""What learns latent values in distances of two integers, whatever the grid."""
-TYPE_SCALE_RATES = {2: 0.003}
-"""Learning rates of the scales of block types in the tuning of blocks by bits; 0.001 with more bits."""
-MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003
-"""Learning rates of the end-to-end tuning at 2 bits."""
+TYPE_SCALE_RATES = {2: 0.003}  # of scales of block types in the tuning of blocks by bits; 0.001 with more
+MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003  # of the end-to-end tuning at 2 bits
 
 
 def resolved(
@@ -49,7 +46,11 @@ def resolved(
                 f"quantization.tuning.blocks.parametrization {learned} (method {settings.method}) can't "
                 "learn: choose straight-through or annealed, or another method"
             )
-        settings = replace(settings, bits=_usual_bits(settings), bits_of={})
+        known = Counter(int(kind[1]) for key, kind in settings.types.items() if "." in key)
+        bits = settings.bits if settings.format == "auto" else int(settings.format[1])
+        if known:  # learning rates are for the bits of most projections
+            bits = known.most_common(1)[0][0]
+        settings = replace(settings, bits=bits, bits_of={})
     rates = {} if width is None else _rates(settings, learned, width)
     decided = {
         "input_correction": method.input_correction,
@@ -69,7 +70,12 @@ def resolved(
             "model": {"enabled": method.tune_model, **rates.get("model", {})},
         },
     }
-    filled = replace(_filled(settings, decided), products=_products(settings.products, device))
+    products = settings.products
+    if products == "auto":
+        products = "tf32" if device == "cuda" else "float32"
+    elif (products, device) == ("tf32", "cpu"):
+        products = "float32"
+    filled = replace(_filled(settings, decided), products=products)
     _refuse_contradictions(filled)
     return filled
 
@@ -84,14 +90,6 @@ def _filled(section: T, decided: Mapping[str, Any]) -> T:
         elif given is None:
             values[name] = value
     return replace(section, **values)  # type: ignore[type-var]
-
-
-def _usual_bits(settings: QuantizationSettings) -> int:
-    """Return the bits of most projections, for which learning rates are; without types the format's."""
-    bits = Counter(int(kind[1]) for key, kind in settings.types.items() if "." in key)
-    if bits:
-        return bits.most_common(1)[0][0]
-    return settings.bits if settings.format == "auto" else int(settings.format[1])
 
 
 def _refuse_contradictions(settings: QuantizationSettings) -> None:
@@ -142,9 +140,3 @@ def _rates(
             "scale_rate": MODEL_SCALE_RATE * min(error, narrow),
         },
     }
-
-
-def _products(given: Products, device: str) -> Products:
-    if given == "auto":
-        return "tf32" if device == "cuda" else "float32"
-    return "float32" if given == "tf32" and device == "cpu" else given

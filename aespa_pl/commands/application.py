@@ -1,7 +1,4 @@
-"""Run ``aespa-pl fit``, ``test`` and ``plan``, which begin with Lightning's Trainer.
-
-The Python call quantizes by :func:`quantize` as well.
-"""
+"""Run ``aespa-pl fit``, ``test`` and ``plan``, which begin with Lightning's Trainer."""
 
 import logging
 import re
@@ -16,15 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.commands import evaluate, fit
-from aespa_pl.commands.arguments import PLAN_DEVICE, Arguments, Option
-from aespa_pl.commands.exported import measure_exported, quantized_folder
+from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.job import Job, checked, find_model
+from aespa_pl.commands.keys import PLAN_DEVICE
 from aespa_pl.commands.limits import shortages, tuning_shortages
-from aespa_pl.commands.loggers import Loggers
 from aespa_pl.commands.output import print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
-from aespa_pl.commands.target import for_target, settings_for_target
-from aespa_pl.commands.trainers import BlockTrainers, check_tuning, first_trainer
+from aespa_pl.commands.target import for_target
+from aespa_pl.commands.trainers import BlockTrainers, check_tuning, chosen_loggers, first_trainer
 from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first_speak
 from aespa_pl.distributed.processes import PeerLostError, World
 from aespa_pl.errors import EndedError, UserError
@@ -36,77 +32,62 @@ from aespa_pl.progress import PlainConsole, WalkProgress
 from aespa_pl.run.find import LAST, find_run
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
+from aespa_pl.run.stored_settings import stored_quantization
 
-MEASURING_SECONDS = 2.0
-"""Seconds in which the rate of the device is measured."""
+MEASURING_SECONDS = 2.0  # in which the rate of the device is measured
 MACHINE = re.compile(r"\s*(\d+\.?\d*)\s*GB\s*,\s*(\d+\.?\d*)\s*TFLOPS\s*")
-PEER_LOST = 1
-"""Status of a process whose peers have ended; if a mistake was made, another process reports it."""
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:
     """Run ``fit``, ``test`` or ``plan``. Raises EndedError where another process of the run has ended."""
     end_with_launcher()
     torch.set_float32_matmul_precision("highest")  # whatever the environment says
+    command, arguments = words[0], Arguments.read(words[1:])
     try:
         with quiet():
-            _run(words[0], Arguments.read(words[1:]), interruption)
+            if command == "plan":
+                _plan(arguments)
+            elif command == "test":
+                _test(AespaCLI(arguments, command))
+            else:
+                _fit(AespaCLI(arguments, command), interruption)
     except PeerLostError as error:
         let_the_first_speak()
-        raise EndedError(
-            f"another process of this run has ended or cannot be reached: {error}", PEER_LOST
-        ) from error
+        words = f"another process of this run has ended or cannot be reached: {error}"
+        raise EndedError(words, status=1) from error  # if a mistake was made, that process reports it
     except (Exception, RunInterrupted):
         let_the_first_speak()
         raise
 
 
-def _run(command: str, arguments: Arguments, interruption: Interruption) -> None:
-    if command == "plan":
-        _plan(arguments)
-        return
-    parsed = AespaCLI(arguments, command)
-    if command == "test":
-        _test(parsed)
-    elif parsed.config.print_config:
-        device = first_trainer(parsed).strategy.root_device.type
-        sys.stdout.write(parsed.text(parsed.planned(device)))
-    else:
-        _fit(parsed, interruption)
-
-
 def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics. Whatever is raised, finished blocks stay on disk."""
-    trainer, smoke_test = first_trainer(parsed), parsed.trainer_section.fast_dev_run
+    trainer, smoke = first_trainer(parsed), parsed.trainer_section.fast_dev_run
     job = Job.prepare(parsed.settings, trainer.strategy.root_device)
     # all of this before other processes start: most mistakes are noticed here
-    loggers = Loggers(parsed)
+    chosen_loggers(parsed)
     check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:
-        if smoke_test:
+        if smoke:
             progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
         resume = parsed.config.ckpt_path
         job, mixture = for_target(job, parsed.settings, resume, progress, world)
         saved = parsed.text(job.quantization)
-        run, metrics = fit.fit(
-            job,
-            resume,
-            trainers=BlockTrainers(parsed, saved, trainer, loggers, interruption, progress, world, mixture),
-            progress=progress,
-            one_block=smoke_test,
-            devices=Devices(trainer.world_size, trainer.num_nodes),
-            world=world,
-        )
-    loggers.show_result(asdict(job.quantization), metrics)
+        trainers = BlockTrainers(parsed, saved, trainer, interruption, progress, world, mixture)
+        run, metrics = fit.fit(job, resume, trainers, one_block=smoke)
+    trainers.show_result(asdict(job.quantization), metrics)
     return run, metrics
 
 
 def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
-    """Quantize, and print the results."""
+    if parsed.config.print_config:
+        device = first_trainer(parsed).strategy.root_device.type
+        sys.stdout.write(parsed.text(parsed.planned(device)))
+        return
     console = PlainConsole()
     run, metrics = quantize(parsed, interruption, console)
-    print_results(console, metrics, evaluate.method_of(run))
+    print_results(console, metrics, stored_quantization(run).method)
     console.print(f"{metrics['seconds']['quantization']:.0f} s for the quantization")
     if not parsed.trainer_section.fast_dev_run:
         console.print(f"quantized model: {run.model_folder}", soft_wrap=True)
@@ -114,19 +95,18 @@ def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
 
 
 def _test(parsed: AespaCLI) -> None:
-    """Measure, and print the results."""
     trainer, console, model = first_trainer(parsed), PlainConsole(), parsed.settings.model
-    if (exported := quantized_folder(model)) is not None:
-        device = trainer.strategy.root_device
-        metrics = measure_exported(exported, model, parsed.settings.data, parsed.tasks, device)
+    device = trainer.strategy.root_device
+    if (exported := evaluate.quantized_folder(model)) is not None:
+        metrics = evaluate.measure_exported(exported, model, parsed.settings.data, parsed.tasks, device)
         print_results(console, metrics, exported.name)
         return
-    job = Job.prepare(parsed.settings, trainer.strategy.root_device)
+    job = Job.prepare(parsed.settings, device)
     folder = find_run(parsed.config.ckpt_path or LAST, job.runs_folder.parent, job.output.name)
     world = _launch(trainer, console)
     with WalkProgress(console) as progress:
         run, metrics = evaluate.test(job, folder, parsed.tasks, progress, world)
-    print_results(console, metrics, evaluate.method_of(run))
+    print_results(console, metrics, stored_quantization(run).method)
     console.print(str(run.folder), soft_wrap=True)
 
 
@@ -139,7 +119,14 @@ def _plan(arguments: Arguments) -> None:
     trainer = first_trainer(parsed)
     device = torch.device("cuda") if rented else trainer.strategy.root_device
     console = PlainConsole()
-    settings = settings_for_target(parsed.settings, trainer.strategy.root_device, console)
+    settings = parsed.settings
+    if settings.quantization.target is not None:
+        with WalkProgress(console) as progress:
+            before = Job.prepare(settings, trainer.strategy.root_device)
+            chosen, mixture = for_target(before, settings, None, progress)
+        for line in mixture.lines() if mixture else ():
+            console.print(line, soft_wrap=True)
+        settings = replace(settings, quantization=chosen.quantization)
     if rented:
         settings = replace(settings, data=replace(settings.data, memory_gb=rented[0]))
     config = read_config(find_model(settings, device, weights=False))
@@ -153,11 +140,10 @@ def _plan(arguments: Arguments) -> None:
     for row in rows_of(needs):
         table.add_row(*row)
     console.print(table)
-    lines = [f"fit refuses this: {words}" for words in refused]
-    if not rented:
-        lines += [f"too little here: {words}" for words in shortages(job.runs_folder, needs)]
-    for line in lines:
-        console.print(line, soft_wrap=True)
+    for words in refused:
+        console.print(f"fit refuses this: {words}", soft_wrap=True)
+    for words in [] if rented else shortages(job.runs_folder, needs):
+        console.print(f"too little here: {words}", soft_wrap=True)
 
 
 def _rented(words: str | None) -> tuple[float, float] | None:

@@ -1,48 +1,31 @@
-"""Read the words of a command line and the YAML files that they name, without a large import.
+"""Read the words of a command line, and the YAML files and runs that they name, without a large import."""
 
-``fit``, ``test``, ``plan``, ``compare`` and the Python call share one set of keys.
-"""
-
+import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_type_hints
+from typing import Any, NamedTuple, Self
 
 import yaml
 
 from aespa_pl.errors import UserError
-from aespa_pl.settings import SECTIONS, CompareSettings, Seed, TaskSettings, keys_of
+from aespa_pl.run.find import LAST, find_run, last_run
+from aespa_pl.settings import SECTIONS, OutputSettings, Seed, keys_of
 
 KEYS: dict[str, Any] = {
     key: kind for name, section in SECTIONS.items() for key, kind in keys_of(section, name).items()
 } | {"seed_everything": bool | Seed}
 """Type of each key of a configuration, but those of the section that Lightning checks."""
-PLAN_DEVICE = "plan.device"
-OWN_KEYS: dict[str, dict[str, Any]] = {
-    "test": get_type_hints(TaskSettings),
-    "plan": {PLAN_DEVICE: str},
-    "compare": keys_of(CompareSettings, "compare"),
-}
-"""Types of the keys that only one command takes, on its command line."""
-CELL_KEYS = {
-    "ckpt_path": "each cell finds its own run",
-    "quantization.method": "use --compare.methods",
-    "quantization.bits": "use --compare.bits",
-    "data.calibration.seed": "use --compare.seeds",
-}
-"""Keys that differ from cell to cell of a comparison, and what to do instead of giving them."""
-OTHERS = ("config", "ckpt_path")
-FREE = "trainer"
-"""The section that Lightning checks."""
-WALK_KEYS = (
-    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time",
-    "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
-)  # fmt: skip
-"""Keys of the Trainer that would change the number of iterations, which the walk decides."""
-FLAG = "print_config"
-"""The key that takes no value."""
+FREE = "trainer"  # the section that Lightning checks
+FLAG = "print_config"  # the key that takes no value
 REQUIRED = "model.pretrained"
+CKPT_PATH = "ckpt_path"
+TRUST = "trust_run"
+CONFIGURATION = "config.yaml"
+WORDS = ("accelerator", "precision", "strategy", "profiler", "devices", "gradient_clip_algorithm")
+"""Keys of the ``trainer`` section whose texts name something of Lightning's."""
 
 
 class Option(NamedTuple):
@@ -84,7 +67,7 @@ class Arguments:
 
     def last(self, key: str) -> str | None:
         """Return the value that was given to a key, None if there is none."""
-        return next((o.value for o in reversed(self.options) if o.key == key), None)
+        return {option.key: option.value for option in self.options}.get(key)
 
     def given(self) -> list[Option]:
         """Return all keys in order, those of a configuration or section in its place; the last one counts."""
@@ -99,21 +82,19 @@ class Arguments:
 
     def setting(self, key: str, default: str) -> str:
         """Return the value of a key among the options or in their configurations."""
-        values = [str(each.value) for each in self.given() if each.key == key and each.value]
-        return values[-1] if values else default
+        return {option.key: str(option.value) for option in self.given() if option.value}.get(key, default)
 
     def with_configurations(self) -> Self:
         """Return the options with the path of each configuration. Raises UserError if one isn't there."""
         options = (
-            Option(o.key, str(find_configuration(o.value))) if o.key == "config" and o.value else o
+            Option(o.key, str(_configuration(o.value))) if o.key == "config" and o.value else o
             for o in self.options
         )
         return replace(self, options=tuple(options))
 
     def without(self, name: str) -> Self:
         """Return the options without a key, and without those of a section of that name."""
-        kept = tuple(o for o in self.options if o.key.partition(".")[0] != name)
-        return replace(self, options=kept)
+        return replace(self, options=tuple(o for o in self.options if o.key.partition(".")[0] != name))
 
     def then(self, *options: Option) -> Self:
         """Return these options with others behind them, which win."""
@@ -136,8 +117,8 @@ def _of_section(option: Option) -> list[Option]:
     return [Option(key, value, option.file) for key, value in leaves({option.key: content})]
 
 
-def find_configuration(name: str) -> Path:
-    """Return the file of a configuration, here or of the package. Raises UserError where there is neither."""
+def _configuration(name: str) -> Path:
+    """Return the file of a configuration, here or of the package."""
     here = Path(name).expanduser()
     if here.exists():
         return here
@@ -174,8 +155,80 @@ def leaves(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]
     values: list[tuple[str, Any]] = []
     for name, value in content.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in KEYS:
-            values += leaves(value, f"{key}.")
-        else:
-            values.append((key, value))
+        inner = isinstance(value, Mapping) and key not in KEYS
+        values += leaves(value, f"{key}.") if inner else [(key, value)]
     return values
+
+
+def with_run(arguments: Arguments, command: str) -> Arguments:
+    """Return the arguments with the folder of the run as ``ckpt_path``, and with its configuration.
+
+    ``last`` stays where there is no run yet. The configuration is taken where the command line names neither
+    one nor a model; test alone takes the last run without being asked. Raises UserError where ``ckpt_path``
+    names no run, or the configuration names code or places that the user has not confirmed.
+    """
+    trusts = any(o.key == TRUST and o.value in (None, "true") for o in arguments.options)
+    arguments = arguments.without(TRUST)
+    default, which = OutputSettings(), arguments.setting(CKPT_PATH, "null")
+    has_settings = arguments.last("config") or arguments.setting(REQUIRED, "")
+    runs = Path(arguments.setting("output.folder", default.folder)).expanduser()
+    name = arguments.setting("output.name", default.name if has_settings else "")
+    if which == "null" and command == "test":
+        which = LAST
+    is_new = which == LAST and last_run(runs, name) is None and (command != "test" or has_settings)
+    if which == "null" or is_new:
+        return arguments
+    folder = find_run(which, runs, name)
+    named = arguments.then(Option(CKPT_PATH, str(folder)))
+    configuration = folder / CONFIGURATION
+    if has_settings or not configuration.is_file():
+        return named
+    content = {} if trusts or is_own(folder) else read_configuration(configuration)
+    if keys := sorted({key for key, value in leaves(content) if not _is_data(key, value)}):
+        raise UserError(
+            f"{configuration} names code to run or places to write to ({', '.join(keys)}), and "
+            f"you have not run this configuration here: read it, and add --{TRUST} true if you trust it, or "
+            "give your own with --config"
+        )
+    own = (
+        Option("config", str(configuration)),
+        # where it lies now, which may not be where it was begun
+        Option("output.folder", str(folder.parent.parent)),
+        Option("output.name", folder.parent.name),
+    )
+    return replace(named, options=(*own, *named.options))  # of which the later ones win
+
+
+def is_own(run: Path) -> bool:
+    """Return whether the configuration of a run is one that this user has run."""
+    return _mark(run).exists()
+
+
+def note_own(run: Path) -> None:
+    """Remember that this user has run the configuration of a run, so that it needs no confirmation."""
+    with suppress(OSError):  # without a place for it, the user is asked
+        mark = _mark(run)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
+def _mark(run: Path) -> Path:
+    from aespa_pl.storage.cache import cache_folder  # noqa: PLC0415 - torch takes seconds
+
+    try:
+        name = hashlib.sha256((run / CONFIGURATION).read_bytes()).hexdigest()
+    except OSError:
+        name = "none"
+    return cache_folder() / "own_configurations" / name
+
+
+def _is_data(key: str, value: Any) -> bool:
+    """Return whether a value neither runs anything nor says where something is written."""
+    section, _, name = key.partition(".")
+    if section != FREE:
+        return key in KEYS and (key != "data.cache" or value is None)
+    if isinstance(value, str):
+        return name in WORDS and value.replace("-", "").replace("_", "").isalnum()
+    return not isinstance(value, Mapping | list) or (
+        name == "devices" and all(isinstance(item, int) for item in value)
+    )

@@ -1,5 +1,6 @@
 """Choose the block type of every projection, where ``quantization.format`` is not uniform."""
 
+from collections import Counter
 from dataclasses import replace
 
 from transformers import PreTrainedConfig
@@ -16,11 +17,9 @@ from aespa_pl.settings.quantization import KEPT, names_projection
 from aespa_pl.sizing.target import Target
 
 UNIFORM, AUTO = "uniform", "auto"
-BEFORE_CHOICE = "Q4_K"
-"""What stands for the types that quantization.target chooses, until it has."""
+BEFORE_CHOICE = "Q4_K"  # stands for the types that quantization.target chooses, until it has
 ENDS = ("embedding", "head")
-LM_HEAD = "lm_head"
-"""Name of the head in ``quantization.bits_of``, as transformers has it."""
+LM_HEAD = "lm_head"  # in quantization.bits_of, as transformers has it
 
 
 def check_format(settings: QuantizationSettings) -> None:
@@ -31,7 +30,18 @@ def check_format(settings: QuantizationSettings) -> None:
     for key, kind in settings.types.items():
         if kind not in TYPES:
             raise UserError(f"quantization.types has {key}: {kind}: expected one of {', '.join(TYPES)}")
-    _check_target(settings)
+    if settings.target is not None:
+        Target.of(settings.target)  # refuses what is no size
+        if settings.format not in (UNIFORM, AUTO):
+            raise UserError(
+                f"quantization.format is {settings.format} and quantization.target is {settings.target}, "
+                "which chooses the types itself: set quantization.format auto, or uniform for bits_of"
+            )
+    elif settings.format == AUTO:
+        raise UserError(
+            "quantization.format is auto, which chooses types for a size: set quantization.target, such as "
+            "'3.5 GB' or 2.75 (bits a weight)"
+        )
     others = ", ".join(key for key in settings.types if key not in ENDS)
     if settings.format == UNIFORM and others:
         raise UserError(
@@ -64,23 +74,6 @@ def with_head(settings: QuantizationSettings, config: PreTrainedConfig) -> Quant
     return replace(settings, bits_of=bits_of, types={**settings.types, "head": fitting[bits]})
 
 
-def _check_target(settings: QuantizationSettings) -> None:
-    """Refuse a target that is no size, or that doesn't go with the format."""
-    if settings.target is None:
-        if settings.format == AUTO:
-            raise UserError(
-                "quantization.format is auto, which chooses types for a size: set quantization.target, such "
-                "as '3.5 GB' or 2.75 (bits a weight)"
-            )
-        return
-    Target.of(settings.target)
-    if settings.format not in (UNIFORM, AUTO):
-        raise UserError(
-            f"quantization.format is {settings.format} and quantization.target is {settings.target}, which "
-            "chooses the types itself: set quantization.format auto, or uniform for bits_of"
-        )
-
-
 def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dict[str, str]:
     """Return block types by ``BLOCK.PROJECTION``, ``embedding`` and ``head``.
 
@@ -93,8 +86,9 @@ def block_types(settings: QuantizationSettings, config: PreTrainedConfig) -> dic
     columns = dict.fromkeys(ENDS, shape.hidden)
     types: dict[str, str] = {}
     if settings.format != UNIFORM:
-        types, widths = _mixture(settings.format, config)
-        columns |= widths
+        types = _mixture(settings.format, config, shape)
+        of_blocks = enumerate(shape.of_blocks)
+        columns |= {f"{i}.{name}": m.columns for i, block in of_blocks for name, m in block.items()}
     tied = bool(config.tie_word_embeddings)
     for key, kind in settings.types.items():
         named = [name for name in columns if is_named(key, name)]
@@ -134,26 +128,23 @@ def _refuse_several_of_experts(types: dict[str, str], layouts: tuple[BlockLayout
                     )
 
 
-def _mixture(name: str, config: PreTrainedConfig) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the types that a format gives the matrices of a model, and the lengths of their rows."""
+def _mixture(name: str, config: PreTrainedConfig, shape: Shape) -> dict[str, str]:
+    """Return the types that a format gives the matrices of a model."""
     unsupported = unsupported_part(config) or (OTHER_ORDER if other_heads(config) else None)
     if unsupported is not None:
         raise UserError(f"quantization.format is {name}, but {unsupported}: set quantization.format uniform")
-    family = family_of(config)
-    shape = Shape.of(config, family.layouts(config))
     model = MixtureModel.of(config, shape.layout, architecture_of(config).name)
     tied = bool(config.tie_word_embeddings)
-    types, columns = {}, {}
     name = BEFORE_CHOICE if name == AUTO else name
-    for block, layout in enumerate(family.layouts(config)):
+    types = {}
+    for block, layout in enumerate(family_of(config).layouts(config)):
         for p in layout.projections:
-            key, matrix = f"{block}.{p.name}", shape.of_blocks[block][p.name]
-            columns[key] = matrix.columns
-            types[key] = mixture_type(name, matrix_of(layout, p), matrix.columns, model, block)
+            columns = shape.of_blocks[block][p.name].columns
+            types[f"{block}.{p.name}"] = mixture_type(name, matrix_of(layout, p), columns, model, block)
     types["embedding"] = mixture_type(name, Matrix.EMBEDDING, shape.hidden, model, tied=tied)
     if not tied:
         types["head"] = mixture_type(name, Matrix.HEAD, shape.hidden, model)
-    return types, columns
+    return types
 
 
 def is_named(key: str, name: str) -> bool:
@@ -166,12 +157,7 @@ def types_in_words(settings: QuantizationSettings) -> str:
     """Return the types of all matrices in words, with their number; of embedding and head alone each."""
     if settings.format == UNIFORM:
         return ", ".join(f"{key}: {kind}" for key, kind in settings.types.items())
-    counts: dict[str, int] = {}
-    for kind in settings.types.values():
-        counts[kind] = counts.get(kind, 0) + 1
-    types = ", ".join(
-        f"{kind} for {count} {'matrix' if count == 1 else 'matrices'}"
-        for kind, count in sorted(counts.items())
-    )
+    counts = sorted(Counter(settings.types.values()).items())
+    types = ", ".join(f"{kind} for {n} {'matrix' if n == 1 else 'matrices'}" for kind, n in counts)
     name = "of llama.cpp" if settings.format == AUTO else f"{settings.format} of llama.cpp"
     return f"Format {name} ({types}), instead of bits, group_size and symmetric."

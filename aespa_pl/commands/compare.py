@@ -17,7 +17,7 @@ from rich.console import Console
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.block_types import AUTO, check_format
-from aespa_pl.commands.mistakes import refuse_other_methods
+from aespa_pl.commands.keys import refuse_other_methods
 from aespa_pl.commands.output import print_table
 from aespa_pl.errors import EndedError, UserError
 from aespa_pl.progress import PlainConsole
@@ -30,12 +30,6 @@ from aespa_pl.settings import CompareSettings, OutputSettings, QuantizationSetti
 from aespa_pl.storage.files import disk_errors, read_json, write_json, write_text, write_whole
 
 SECTION = "compare"
-CELLS_FAILED = 1
-"""Status where some cells have no result."""
-
-
-RunCell = Callable[[Sequence[str]], str]
-"""Runs ``fit`` with these words; returns why it failed, the empty text where it did not."""
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:
@@ -64,12 +58,15 @@ def _chosen(given: Arguments) -> CompareSettings:
     return chosen
 
 
-def compare(settings: CompareSettings, given: Arguments, run_cell: RunCell, console: Console) -> Path:
-    """Run the cells and write their results; return the folder. Raises EndedError where some fail."""
-    defaults = OutputSettings()
-    folder = Path(
-        given.setting("output.folder", defaults.folder), given.setting("output.name", SECTION)
-    ).expanduser()
+def compare(
+    settings: CompareSettings, given: Arguments, run_cell: Callable[[Sequence[str]], str], console: Console
+) -> Path:
+    """Run the cells, by ``run_cell`` as :func:`in_process`, and write their results; return the folder.
+
+    Raises EndedError where some fail.
+    """
+    runs = given.setting("output.folder", OutputSettings().folder)
+    folder = Path(runs, given.setting("output.name", SECTION)).expanduser()
     _refuse_other(folder, given)
     # all of them first: a process that is killed early leaves a table with every finished cell
     kinds: Sequence[int | str] = settings.formats or settings.bits
@@ -87,12 +84,19 @@ def compare(settings: CompareSettings, given: Arguments, run_cell: RunCell, cons
         write_text(folder / "compare.csv", cells_csv(cells))
         write_text(folder / "compare.md", summary(cells).markdown())
     print_table(console, summary(cells))
-    _draw(folder, cells, console)
+    try:
+        drawn = figure(cells)
+    except ModuleNotFoundError as error:
+        words = f"no figure: {error.name} is not installed (pip install 'aespa-pl[report]')"
+        console.print(words, soft_wrap=True)
+    else:
+        if drawn is not None:
+            write_whole(folder / "compare.svg", partial(drawn.savefig, format="svg"))
     if failed := [cell.name for cell in cells if cell.metrics is None]:
         raise EndedError(
             f"{len(failed)} of {len(cells)} cells have failed ({', '.join(failed)}), and "
             f"{folder / 'compare.md'} says why; the others are kept",
-            CELLS_FAILED,
+            status=1,
         )
     return folder
 
@@ -176,14 +180,3 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
             f"--output.name, or remove {file} if the difference changes no result"
         )
     write_json(file, shared)
-
-
-def _draw(folder: Path, cells: Sequence[Cell], console: Console) -> None:
-    try:
-        drawn = figure(cells)
-    except ModuleNotFoundError as error:
-        words = f"no figure: {error.name} is not installed (pip install 'aespa-pl[report]')"
-        console.print(words, soft_wrap=True)
-        return
-    if drawn is not None:
-        write_whole(folder / "compare.svg", partial(drawn.savefig, format="svg"))

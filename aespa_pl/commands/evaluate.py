@@ -1,44 +1,47 @@
-"""Run ``aespa-pl test``: measure the perplexity of the original and of the quantized model."""
+"""Run ``aespa-pl test``: measure a run beside its original, or a quantized model alone."""
 
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from aespa_pl.commands.job import Job
+from aespa_pl.commands.job import Job, block_dtype, held_out_texts
+from aespa_pl.commands.limits import check_length, evaluation_length
 from aespa_pl.commands.output import store
-from aespa_pl.distributed.processes import ALONE, World
+from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.divergence import divergence
-from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged
+from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged, whole_perplexity
 from aespa_pl.evaluation.remembered import measured_on, recall, remember
 from aespa_pl.evaluation.size import bits_per_weight, packed_bits, packed_bytes, projection_weights
 from aespa_pl.evaluation.tasks import Tasks, find_tasks, measure_tasks
-from aespa_pl.evaluation.whole import refuse_too_large
-from aespa_pl.models.headers import read_header
+from aespa_pl.evaluation.whole import load_whole, refuse_too_large, unpacked_config
+from aespa_pl.models import family_of
+from aespa_pl.models.headers import read_header, shards
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
+from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.run.stored_settings import stored_quantization
-from aespa_pl.settings import TaskSettings
+from aespa_pl.settings import DataSettings, ModelSettings, TaskSettings
 
 MENDED_BY = {"original": "check model.pretrained", "quantized": "quantize with another method or more bits"}
-"""Advice where a model of a kind has a perplexity that is not finite."""
 
 
 def test(
     job: Job, folder: Path, tasks: TaskSettings, progress: WalkProgress, world: World
 ) -> tuple[Run, dict[str, Any]]:
-    """Measure perplexities and accuracies of original and quantized model; return run and metrics.
-
-    They are written to the folder of the run as ``test.json`` and ``test.md``.
-    """
+    """Measure original and quantized model; return run and metrics, which its test.json has as well."""
     run = Run.open(folder)
     model = run.model_folder
     if run.fingerprint["model"] != job.model_fingerprint:
@@ -49,7 +52,7 @@ def test(
     if not run.metrics_file.is_file():
         raise UserError(f"the run {folder} is not finished: continue it with {how_to_continue(folder)}")
     world.from_first(run.refuse_damaged)
-    PretrainedFolder.open(model)  # such as an index that names other files
+    models = (job.pretrained, PretrainedFolder.open(model))  # early: an index may name other files
     job = replace(job, quantization=stored_quantization(run))  # whatever the settings of this command are
     texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
@@ -58,27 +61,28 @@ def test(
     if tasks.tasks and world.is_first:  # before the perplexities, which may take hours
         refuse_too_large(job.pretrained.folder, job.device, job.dtype)
         chosen = find_tasks(tasks)
-    kinds = ("original", "nearest", "quantized") if tasks.tasks else ("original", "quantized")
+    kinds = ["original", *(["nearest"] if tasks.tasks else []), "quantized"]
     metrics: dict[str, Any] = {"size": model_sizes(job, run, kinds)}
     if texts:
         metrics["perplexity"] = compare_perplexities(job, model, texts, kinds, progress=progress, world=world)
     if tasks.kld and texts:
-        metrics["divergence"] = {"quantized": _divergences(job, model, texts, progress=progress, world=world)}
+        blocks = job.pretrained.config.num_hidden_layers * len(texts)
+        progress.begin("KL divergence, blocks of both models", 2 * blocks)
+        original, quantized = map(job.stream, models)
+        divergences = divergence(
+            original, quantized, texts, batch_size=job.data.batch, after_block=progress.advance, world=world
+        )
+        metrics["divergence"] = {"quantized": {name: asdict(each) for name, each in divergences.items()}}
     if chosen is not None:
         progress.phase("tasks")
         metrics |= _compare_tasks(job, model, chosen, tasks, kinds)
     world.wait_for_all()
     if world.is_first:
-        store(folder, metrics, method_of(run))
+        store(folder, metrics, job.quantization.method)
     return run, metrics
 
 
-def method_of(run: Run) -> str:
-    """Return the name of the run's method."""
-    return stored_quantization(run).method
-
-
-def model_sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
+def model_sizes(job: Job, run: Run, kinds: list[str]) -> dict[str, dict[str, float]]:
     """Return ``bits_per_weight`` of the blocks and ``bytes`` of each kind of model, with integers packed."""
     shapes = {
         f"{index}.{name}": tensor.shape
@@ -96,64 +100,33 @@ def model_sizes(job: Job, run: Run, kinds: Sequence[str]) -> dict[str, dict[str,
         weights += projection_weights(stem)
         total += packed_bits(stem, lambda name: int(settings.types[names[name]][1]))
     small = packed_bytes(original, weights, int(bits), total)
-    own = {"bits_per_weight": bits, "bytes": original}
-    return {
-        kind: own if kind == "original" else {"bits_per_weight": packed, "bytes": small} for kind in kinds
-    }
-
-
-def _divergences(
-    job: Job, model: Path, texts: Mapping[str, Tensor], *, progress: WalkProgress, world: World
-) -> dict[str, dict[str, float]]:
-    """Return how far the quantized model is from the original on each text."""
-    blocks = job.pretrained.config.num_hidden_layers * len(texts)
-    progress.begin("KL divergence, blocks of both models", 2 * blocks)
-    divergences = divergence(
-        job.stream(job.pretrained),
-        job.stream(PretrainedFolder.open(model)),
-        texts,
-        batch_size=job.data.batch,
-        after_block=progress.advance,
-        world=world,
-    )
-    return {name: asdict(value) for name, value in divergences.items()}
+    own, others = {"bits_per_weight": bits, "bytes": original}, {"bits_per_weight": packed, "bytes": small}
+    return {kind: own if kind == "original" else others for kind in kinds}
 
 
 def _compare_tasks(
-    job: Job, model: Path, tasks: Tasks, settings: TaskSettings, kinds: Sequence[str]
+    job: Job, model: Path, tasks: Tasks, settings: TaskSettings, kinds: list[str]
 ) -> dict[str, Any]:
     """Return ``tasks`` (scores by kind and task) and ``test_seconds`` by kind, for ``test.json``."""
     scores, seconds = {}, {}
     for kind in kinds:
-        start = time.perf_counter()
-        measured = measure_tasks(
-            model if kind == "quantized" else job.pretrained.folder,
-            tasks,
-            settings,
-            device=job.device,
-            dtype=job.dtype,
-            change=job.round_to_nearest if kind == "nearest" else None,
-            change_stem=job.round_stem_to_nearest if kind == "nearest" else None,
-        )
+        start, folder = time.perf_counter(), model if kind == "quantized" else job.pretrained.folder
+        changes = job.rounded_to_nearest if kind == "nearest" else {}
+        measured = measure_tasks(folder, tasks, settings, device=job.device, dtype=job.dtype, **changes)
         scores[kind] = {name: asdict(score) for name, score in measured.items()}
         seconds[kind] = time.perf_counter() - start
     return {"tasks": scores, "test_seconds": seconds}
 
 
 def compare_perplexities(
-    job: Job,
-    model: Path,
-    texts: Mapping[str, Tensor],
-    kinds: Sequence[str],
-    *,
-    progress: WalkProgress,
-    world: World,
+    job: Job, model: Path, texts: dict[str, Tensor], kinds: list[str], *, progress: WalkProgress, world: World
 ) -> dict[str, dict[str, float]]:
     """Return the perplexity of each kind of model on each text ``[segments, L]``, by kind and text.
 
     Raises UserError where one isn't finite; round-to-nearest, only a comparison, is left out then.
     """
     results = {}
+    layers = job.pretrained.config.num_hidden_layers
     for kind in kinds:
         # of the quantized model nothing is remembered, because it is new
         keys = {} if kind == "quantized" else {n: _made_from(job, kind, t) for n, t in texts.items()}
@@ -161,22 +134,16 @@ def compare_perplexities(
         unknown = {name: tokens for name, tokens in texts.items() if name not in known}
         measured = {}
         if unknown:
-            blocks = job.pretrained.config.num_hidden_layers * len(unknown)
-            progress.begin(f"Perplexity of {kind}, blocks", blocks)
+            progress.begin(f"Perplexity of {kind}, blocks", layers * len(unknown))
+            chosen = PretrainedFolder.open(model) if kind == "quantized" else job.pretrained
             measured = evaluate(
-                job,
-                PretrainedFolder.open(model) if kind == "quantized" else job.pretrained,
-                unknown,
-                nearest=kind == "nearest",
-                after_block=progress.advance,
-                world=world,
+                job, chosen, unknown, nearest=kind == "nearest", after_block=progress.advance, world=world
             )
         values = {name: {**known, **measured}[name] for name in texts}
         if kind == "nearest":
-            diverged = [name for name, value in values.items() if not math.isfinite(value)]
-            values = {name: value for name, value in values.items() if name not in diverged}
-            if diverged:
+            if diverged := [name for name, value in values.items() if not math.isfinite(value)]:
                 progress.say(f"round-to-nearest has no finite perplexity on {', '.join(diverged)}")
+            values = {name: value for name, value in values.items() if name not in diverged}
         else:
             refuse_diverged(values, f"the {kind} model", job.dtype, MENDED_BY[kind])
         if world.is_first:
@@ -189,9 +156,8 @@ def compare_perplexities(
 
 def _made_from(job: Job, kind: str, tokens: Tensor) -> dict[str, object]:
     """Return what the perplexity of the original or of round-to-nearest depends on."""
-    q = job.quantization
     grids = ("bits", "symmetric", "group_size", "bits_of", "format", "types")
-    rounding = {name: getattr(q, name) for name in grids}
+    rounding = {name: getattr(job.quantization, name) for name in grids}
     model = {
         "model": job.model_fingerprint,
         "rounded": rounding if kind == "nearest" else None,
@@ -202,30 +168,78 @@ def _made_from(job: Job, kind: str, tokens: Tensor) -> dict[str, object]:
 
 
 def _remembered(cache: Path, keys: Mapping[str, dict[str, object]]) -> dict[str, float]:
-    """Return the perplexities that an earlier run measured, by text."""
     values = {name: recall(cache, key) for name, key in keys.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def evaluate(
-    job: Job,
-    pretrained: PretrainedFolder,
-    texts: Mapping[str, Tensor],
-    *,
-    nearest: bool = False,
-    after_block: Callable[[], None] = lambda: None,
-    world: World = ALONE,
+    job: Job, model: PretrainedFolder, texts: Mapping[str, Tensor], *, nearest: bool = False, **options: Any
 ) -> dict[str, float]:
     """Return the perplexity of the job's model, or of another one of its shape, on each text.
 
-    It is infinity where it is not a finite number. ``nearest`` rounds the weights first.
+    ``nearest`` rounds the weights first; ``options`` are after_block and world of :func:`perplexity`.
     """
-    return perplexity(
-        job.stream(pretrained),
-        texts,
-        batch_size=job.data.batch,
-        change=job.round_to_nearest if nearest else None,
-        change_stem=job.round_stem_to_nearest if nearest else None,
-        after_block=after_block,
-        world=world,
-    )
+    options |= job.rounded_to_nearest if nearest else {}
+    return perplexity(job.stream(model), texts, batch_size=job.data.batch, **options)
+
+
+def quantized_folder(model: ModelSettings) -> Path | None:
+    """Return the folder of a model that is quantized already, for transformers; None for any other."""
+    folder = Path(model.pretrained).expanduser()
+    if (folder / "model.gguf").is_file():
+        raise UserError(
+            f"model.pretrained: {folder} holds a model for llama.cpp, but test runs in transformers: test "
+            "the run that it was exported from, or its export as compressed-tensors"
+        )
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # whoever opens it as a model says what is wrong
+    packed = config.get("quantization_config") if isinstance(config, dict) else None
+    if packed is None:
+        return folder if (folder / DESCRIPTION).is_file() else None
+    method = packed.get("quant_method") if isinstance(packed, dict) else None
+    if str(method) not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:
+        raise UserError(
+            f"model.pretrained: quantization_config in {folder / 'config.json'} has no quant_method that "
+            f"transformers knows (it has {method}): copy config.json from the model's origin, or export the "
+            "run again"
+        )
+    return folder
+
+
+def measure_exported(
+    folder: Path, model: ModelSettings, data: DataSettings, tasks: TaskSettings, device: torch.device
+) -> dict[str, Any]:
+    """Return metrics as in ``test.json``, and write them into the folder.
+
+    Blocks of a packed model can't be streamed: transformers loads it whole, as an application would.
+    """
+    if not tasks.tasks and not data.evaluation.names:
+        raise UserError("data.evaluation.texts is empty: name at least one text, or tasks with --tasks")
+    if tasks.kld:
+        raise UserError(
+            f"--kld: {folder} has no original to compare with: test the run that it was exported from"
+        )
+    chosen, start = find_tasks(tasks) if tasks.tasks else None, time.perf_counter()
+    config = unpacked_config(folder)
+    positions = family_of(config).positions(config)
+    length = evaluation_length(data, positions)
+    check_length("evaluation", length, positions, str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    texts = held_out_texts(data, tokenizer, length, config.vocab_size)
+    dtype = block_dtype(model, device, torch.float16)
+    size = sum(path.stat().st_size for path in shards(folder))
+    metrics: dict[str, Any] = {"size": {"quantized": {"bytes": size}}}
+    if texts:
+        whole = load_whole(folder, device, dtype)
+        measured = {name: whole_perplexity(whole, tokens) for name, tokens in texts.items()}
+        refuse_diverged(measured, str(folder), dtype, "export a run with more bits")
+        metrics["perplexity"] = {"quantized": measured}
+        del whole  # the harness loads its own
+    if chosen is not None:
+        scores = measure_tasks(folder, chosen, tasks, device=device, dtype=dtype)
+        metrics["tasks"] = {"quantized": {name: asdict(score) for name, score in scores.items()}}
+        metrics["test_seconds"] = {"quantized": time.perf_counter() - start}
+    store(folder, metrics, folder.name)
+    return metrics

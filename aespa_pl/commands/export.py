@@ -13,8 +13,8 @@ from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 
+from aespa_pl.commands.arguments import is_own
 from aespa_pl.commands.limits import check_space
-from aespa_pl.commands.resuming import is_own
 from aespa_pl.errors import UserError
 from aespa_pl.export.agreement import Asked, Verify, ask, choose_engines, that_fit
 from aespa_pl.export.format import Format, FormatName, make_format
@@ -29,8 +29,7 @@ from aespa_pl.storage.files import disk_errors, write_text
 
 Embedding = Literal["keep", "q8_0"]
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes
-PARTIAL = ".aespa-pl.partial"
-"""Folder in the target that has the files of an export that is not finished."""
+PARTIAL = ".aespa-pl.partial"  # folder in the target with the files of an export that is not finished
 
 
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands

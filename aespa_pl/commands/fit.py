@@ -2,9 +2,9 @@
 
 import platform
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,21 @@ import aespa_pl
 from aespa_pl.commands.block_types import types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, model_sizes
 from aespa_pl.commands.job import Job
-from aespa_pl.commands.limits import check_space, refuse_own, refuse_tuning
+from aespa_pl.commands.limits import check_space, refuse_tuning
+from aespa_pl.commands.trainers import BlockTrainers
 from aespa_pl.data.tokens import few_tokens
-from aespa_pl.distributed.processes import ALONE, World
+from aespa_pl.errors import UserError
 from aespa_pl.export.forecast import forecast
 from aespa_pl.measure import Stopwatch, peak_bytes
 from aespa_pl.planning.budget import choose_partition, portions_in_words, room
 from aespa_pl.planning.needs import disk_bytes
-from aespa_pl.planning.shape import ONE_DEVICE, Devices
+from aespa_pl.planning.shape import Devices, Setup
 from aespa_pl.planning.tuning import recomputes
 from aespa_pl.progress import WalkProgress
-from aespa_pl.run.context import Context, Trainers
+from aespa_pl.run.context import Context
 from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
+from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.walk import Walk
 from aespa_pl.walk.words import method_in_words
@@ -41,50 +43,32 @@ PHASES = (
 """Phases whose seconds the journal has, of each block and at the end of the model, in their order."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """Holds what a run begins with; the first process finds it out for all."""
-
-    run: Run
-    tokens: Tensor
-    """Calibration segments ``[segments, L]``."""
-    texts: Mapping[str, Tensor]
-    """Held-out segments."""
-    metrics: dict[str, Any] | None
-    """Measurements of a run that is finished; None: there is work to do."""
-
-
 def fit(
-    job: Job,
-    resume: str | None,
-    *,
-    trainers: Trainers,
-    progress: WalkProgress,
-    one_block: bool = False,
-    devices: Devices = ONE_DEVICE,
-    world: World = ALONE,
+    job: Job, resume: str | None, trainers: BlockTrainers, *, one_block: bool
 ) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics. ``one_block`` ends after one, without a model."""
-    began = time.perf_counter()
+    began, progress, world = time.perf_counter(), trainers.progress, trainers.world
+    setup = job.setup(Devices(trainers.first.world_size, trainers.first.num_nodes))
     with ExitStack() as locks:
-        start = world.from_first(lambda: _start(job, resume, locks, progress, devices))
-        run = replace(start.run, writes=world.is_first)
-        if start.metrics is not None:
+        begin = partial(_start, job, resume, locks, progress, setup)
+        run, tokens, texts, finished = world.from_first(begin)
+        run = replace(run, writes=world.is_first)
+        if finished is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
-            return run, start.metrics
+            return run, finished
         progress.say(method_in_words(job.quantization, job.shape.layout))
         progress.say(f"run folder: {run.folder}")
         if job.quantization.format == "uniform":
             progress.say(forecast(job.quantization, job.shape, job.config))
         if job.quantization.types:
             progress.say(types_in_words(job.quantization))
-        if words := few_tokens(len(start.tokens), job.segment_length, job.shape.widest_input):
+        if words := few_tokens(len(tokens), job.segment_length, job.shape.widest_input):
             progress.say(words)
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
         began_to_quantize, began_to_work = time.perf_counter(), time.process_time()
-        context = _context(job, run, trainers=trainers, progress=progress, devices=devices, world=world)
-        Walk(replace(context, one_block=one_block)).quantize(start.tokens)
+        context = _context(job, run, trainers, setup)
+        Walk(replace(context, one_block=one_block)).quantize(tokens)
         for logger in context.loggers:
             logger.finalize("success")
         if one_block:
@@ -96,12 +80,10 @@ def fit(
         world.wait_for_all()  # for the files of the first
         quantized = before + time.perf_counter() - began_to_quantize
         worked = time.process_time() - began_to_work
-        nearest = ("nearest",) if job.data.evaluation.round_to_nearest else ()
-        kinds = ("original", *nearest, "quantized")
+        nearest = ["nearest"] if job.data.evaluation.round_to_nearest else []
+        kinds, model = ["original", *nearest, "quantized"], run.model_folder
         metrics = {
-            "perplexity": compare_perplexities(
-                job, run.model_folder, start.texts, kinds, progress=progress, world=world
-            ),
+            "perplexity": compare_perplexities(job, model, texts, kinds, progress=progress, world=world),
             "seconds": {
                 "total": before + time.perf_counter() - began,
                 "quantization": quantized,
@@ -110,40 +92,56 @@ def fit(
                 **phase_seconds(run),
             },
             "peak_bytes": peak_bytes(job.device),
-            "size": model_sizes(job, run, ("original", "quantized")),
+            "size": model_sizes(job, run, ["original", "quantized"]),
         }
         if world.is_first:
             write_json(run.metrics_file, metrics)
     return run, metrics
 
 
-def _start(job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, devices: Devices) -> Start:
-    """Return the run, new or to be continued, locked, and its texts."""
+def _start(
+    job: Job, resume: str | None, locks: ExitStack, progress: WalkProgress, setup: Setup
+) -> tuple[Run, Tensor, dict[str, Tensor], dict[str, Any] | None]:
+    """Return the run, new or to be continued, locked; calibration segments ``[segments, L]``; held-out ones.
+
+    Last come the metrics of a run that is finished and whole; None: there is work to do.
+    """
     progress.phase("reading the model and the texts")
     if resume == LAST:
         progress.say(f"no run in {job.runs_folder} yet: this is the first")
     earlier = None if resume in (None, LAST) else Run.open(Path(resume))
-    refuse_own(job.pretrained.folder, job.model.pretrained)
+    if (job.pretrained.folder / DESCRIPTION).is_file():
+        raise UserError(
+            f"{job.model.pretrained} is a model that aespa-pl has quantized already ({DESCRIPTION} lies in "
+            "it): give the original to model.pretrained"
+        )
     if earlier is None or not earlier.metrics_file.is_file():
-        folder = earlier.folder if earlier else job.runs_folder
-        check_space(folder, _bytes_to_write(job, earlier), "--output.folder")
-        refuse_tuning(job.setup(devices))
+        alone, files = job.setup(), earlier.folder.rglob("*") if earlier else ()
+        needed = disk_bytes(alone, job.pretrained.dtype.itemsize, choose_partition(alone))
+        needed -= sum(path.stat().st_size for path in files if path.is_file())
+        check_space(earlier.folder if earlier else job.runs_folder, needed, "--output.folder")
+        refuse_tuning(setup)
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
     if earlier is None:
-        _check_weights(job, progress)
+        if words := job.pretrained.unused(job.family):
+            progress.say(words)
+        progress.begin("Checking weights, tensors", len(job.pretrained.tensors))
+        for name in job.pretrained.tensors:  # all: a NaN in the last block is noticed before hours of work
+            job.pretrained.tensor(name, job.dtype)
+            progress.advance()
         run = Run.create(job.runs_folder, fingerprint)
         locks.enter_context(run.locked())
     else:
         locks.enter_context(earlier.locked())
         run = Run.open(earlier.folder)  # again: until now another process may have worked on it
         run.refuse_changes(fingerprint)
-    return Start(run, tokens, texts, _finished(run, progress))
+    return run, tokens, texts, _finished(run, progress)
 
 
 def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
-    """Return the metrics of a run that is finished and whole, else None; damage is said and mended."""
+    """Return metrics as :func:`_start`; damage is said and mended."""
     if not run.metrics_file.is_file():
         return None
     if damage := run.damage():
@@ -156,27 +154,12 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     return metrics
 
 
-def _check_weights(job: Job, progress: WalkProgress) -> None:
-    """Read all weights once: a NaN in the last block is noticed before hours of work."""
-    if words := job.pretrained.unused(job.family):
-        progress.say(words)
-    names = list(job.pretrained.tensors)
-    progress.begin("Checking weights, tensors", len(names))
-    for name in names:
-        job.pretrained.tensor(name, job.dtype)
-        progress.advance()
-
-
-def _context(
-    job: Job, run: Run, *, trainers: Trainers, progress: WalkProgress, devices: Devices, world: World
-) -> Context:
-    """Return what all steps of the run work with."""
+def _context(job: Job, run: Run, trainers: BlockTrainers, setup: Setup) -> Context:
+    progress, world = trainers.progress, trainers.world
     loggers = trainers.begin(run) if world.is_first else []
-    setup = job.setup(devices)
     partition = choose_partition(setup, world)
     for words in portions_in_words(partition, job.shape):
         progress.say(words)
-    free = world.smallest(room(setup).free)
     return Context(
         source=job.stream(job.pretrained),
         run=run,
@@ -186,7 +169,7 @@ def _context(
         progress=progress,
         stopwatch=Stopwatch(progress.phase),
         partition=partition,
-        recompute=recomputes(job.shape, job.work, job.quantization, free),
+        recompute=recomputes(job.shape, job.work, job.quantization, world.smallest(room(setup).free)),
         loggers=loggers,
         world=world,
     )
@@ -194,33 +177,17 @@ def _context(
 
 def _write_description(job: Job, run: Run) -> None:
     """Write ``quantization.json`` beside the quantized weights."""
-    write_json(
-        run.description_file,
-        {
-            "method": job.quantization.method,
-            "model": asdict(job.model),
-            "calibration": asdict(job.data.calibration),
-            "quantization": asdict(job.quantization),
-            "versions": {
-                "aespa_pl": aespa_pl.__version__,
-                "torch": torch.__version__,
-                "lightning": lightning.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
-            "losses": {str(i): record.losses for i, record in sorted(run.blocks.items())},
-        },
-    )
-
-
-def _bytes_to_write(job: Job, run: Run | None) -> float:
-    """Return the bytes that a run will still leave or hold on disk, at least."""
-    setup = job.setup()
-    needed = disk_bytes(setup, job.pretrained.dtype.itemsize, choose_partition(setup))
-    if run is None:
-        return needed
-    files = (path for path in run.folder.rglob("*") if path.is_file())
-    return needed - sum(path.stat().st_size for path in files)
+    modules = (aespa_pl, torch, lightning, transformers)
+    versions = {module.__name__: module.__version__ for module in modules}
+    description = {
+        "method": job.quantization.method,
+        "model": asdict(job.model),
+        "calibration": asdict(job.data.calibration),
+        "quantization": asdict(job.quantization),
+        "versions": {**versions, "python": platform.python_version()},
+        "losses": {str(i): record.losses for i, record in sorted(run.blocks.items())},
+    }
+    write_json(run.description_file, description)
 
 
 def phase_seconds(run: Run) -> dict[str, float]:

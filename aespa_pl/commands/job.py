@@ -36,10 +36,7 @@ from aespa_pl.walk.stem import ROWS
 
 @dataclass(frozen=True)
 class Checked(Settings):
-    """Holds settings that fit a model's config.json and the device; :func:`checked` makes it.
-
-    The method has replaced every null of the quantization; no setting is auto.
-    """
+    """Holds settings that fit a model and the device, without auto or null; :func:`checked` makes it."""
 
     device: torch.device
     config: PreTrainedConfig
@@ -64,12 +61,9 @@ class Checked(Settings):
     @property
     def work(self) -> Work:
         """Return the amount of calibration text."""
-        return Work(
-            self.data.calibration.segments,
-            self.segment_length,
-            min(self.data.batch, self.data.calibration.segments),
-            self.dtype.itemsize,
-        )
+        segments = self.data.calibration.segments
+        batch = min(self.data.batch, segments)
+        return Work(segments, self.segment_length, batch, self.dtype.itemsize)
 
     def setup(self, devices: Devices = ONE_DEVICE) -> Setup:
         """Return what the needs of a run on these devices follow from."""
@@ -84,11 +78,6 @@ class Checked(Settings):
                 "data.calibration.segment_length must be a number: this model has no limit of positions"
             )
         return length
-
-    @property
-    def evaluation_length(self) -> int:
-        """Return the number of tokens in a segment of held-out text."""
-        return limits.evaluation_length(self.data, self.family.positions(self.config))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,26 +106,26 @@ class Job(Checked):
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:
         """Return the model, or another one of its shape, streamed."""
-        on_disk = self.data.hidden_states == "disk"
+        place = self.data.hidden_states
+        folder, on_device = self.runs_folder if place == "disk" else None, place == "device"
         return StreamedModel.open(
-            pretrained,
-            self.family,
-            self.device,
-            self.dtype,
-            hidden_folder=self.runs_folder if on_disk else None,
-            hidden_on_device=self.data.hidden_states == "device",
+            pretrained, self.family, self.device, self.dtype, hidden_folder=folder, hidden_on_device=on_device
         )
 
-    def round_to_nearest(self, index: int, block: nn.Module) -> None:
-        """Round a block's weights to the nearest integers, on min-max grids: the usual comparison."""
+    @property
+    def rounded_to_nearest(self) -> dict[str, Any]:
+        """Return what changes a model to nearest integers on min-max grids, the usual comparison."""
+        return {"change": self._round_block, "change_stem": self._round_stem}
+
+    def _round_block(self, index: int, block: nn.Module) -> None:
         layout = self.layouts[index]
         for projection in layout.projections:
             form = grid_format(self.quantization, index, projection.name)
             weight = nearest_weight(block, layout, projection, form)
             set_projection_weight(block, layout, projection, weight)
 
-    def round_stem_to_nearest(self, model: PreTrainedModel) -> None:
-        """Round embedding and head likewise, where they have block types."""
+    def _round_stem(self, model: PreTrainedModel) -> None:
+        """Round embedding and head, where they have block types."""
         ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
         for part, kind in self.quantization.types.items():
             if part in ends:
@@ -145,16 +134,15 @@ class Job(Checked):
 
     def calibration(self) -> Tensor:
         """Return the calibration segments ``[segments, L]``."""
-        tokens = calibration_tokens(
-            self.data.calibration, self.pretrained.tokenizer(), self.segment_length, self.cache
-        )
+        settings, tokenizer = self.data.calibration, self.pretrained.tokenizer()
+        tokens = calibration_tokens(settings, tokenizer, self.segment_length, self.cache)
         check_vocabulary(tokens, self.config.vocab_size)
         return tokens
 
     def evaluation(self) -> dict[str, Tensor]:
         """Return the segments of each held-out text, by its name."""
-        tokenizer, vocabulary = self.pretrained.tokenizer(), self.config.vocab_size
-        return held_out_texts(self.data, tokenizer, self.evaluation_length, vocabulary)
+        length = limits.evaluation_length(self.data, self.family.positions(self.config))
+        return held_out_texts(self.data, self.pretrained.tokenizer(), length, self.config.vocab_size)
 
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
         """Return everything that the result depends on; a resume with anything else is refused.
@@ -162,14 +150,13 @@ class Job(Checked):
         The number of iterations may change (it then holds for the block under way and those to come), and
         so may the batch size (sums are then rounded in another order) and model.dtype (so that a run whose
         activations overflow can go on in a wider type). The trainer section is left out as well: of what
-        changes the result ``check_trainer`` refuses all but devices and the user's callbacks. Another
-        version of this package may compute something else, so its number belongs to the inputs.
+        changes the result ``check_trainer`` refuses all but devices and the user's callbacks.
         """
         quantization = asdict(self.quantization)
         del quantization["rounding"]["iterations"]
         return {
             "model": self.model_fingerprint,
-            "version of aespa-pl": aespa_pl.__version__,
+            "version of aespa-pl": aespa_pl.__version__,  # another one may compute something else
             "calibration": {
                 "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
                 "segments": self.data.calibration.segments,
@@ -194,7 +181,11 @@ class Job(Checked):
 def find_model(settings: Settings, device: torch.device, *, weights: bool) -> Path:
     """Return a model's folder, or that of its config.json, once settings that can't work are refused."""
     check_format(settings.quantization)
-    limits.check_folder(settings.output.folder)
+    if "://" in settings.output.folder:
+        raise UserError(
+            f"output.folder is {settings.output.folder}: expected a folder of this machine; copy the run to "
+            "its destination afterwards"
+        )
     resolved(settings.quantization, device.type)
     return resolve(settings.model.pretrained, settings.model.revision, weights=weights)
 
@@ -216,22 +207,15 @@ def checked(
     shape = Shape.of(config, layouts)
     quantization = resolved(quantization, device.type, shape.hidden)
     given = Checked(settings.model, settings.data, quantization, settings.output, device, config, stored)
-    for section, length in (
-        ("calibration", given.segment_length), ("evaluation", given.evaluation_length)
-    ):  # fmt: skip
-        limits.check_length(section, length, family.positions(config), settings.model.pretrained)
+    name, positions, length = settings.model.pretrained, family.positions(config), given.segment_length
+    limits.check_length("calibration", length, positions, name)
+    limits.check_length("evaluation", limits.evaluation_length(given.data, positions), positions, name)
     limits.check_bits_of(family.layouts(config), quantization)
     if quantization.format == "uniform":
         limits.check_groups(shape, quantization)
     limits.check_histograms(settings.output.histograms, layouts)
-    data = resolved_data(
-        settings.data,
-        quantization,
-        shape,
-        device,
-        length=given.segment_length,
-        dtype_bytes=given.dtype.itemsize,
-    )
+    size = given.dtype.itemsize
+    data = resolved_data(settings.data, quantization, shape, device, length=length, dtype_bytes=size)
     found = replace(given, data=data)
     return replace(found, quantization=resolved_place(found.setup()))
 
@@ -239,8 +223,7 @@ def checked(
 def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype) -> torch.dtype:
     """Return the type that blocks run in; CPUs are slow in types of two bytes."""
     if model.dtype != "auto":
-        chosen: torch.dtype = getattr(torch, model.dtype)
-        return chosen
+        return cast(torch.dtype, getattr(torch, model.dtype))
     return torch.float32 if device.type == "cpu" else stored
 
 

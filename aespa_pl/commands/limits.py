@@ -15,23 +15,12 @@ from aespa_pl.planning.budget import room
 from aespa_pl.planning.shape import Setup, Shape
 from aespa_pl.planning.table import Needs
 from aespa_pl.planning.tuning import block_bytes, model_bytes, streaming_bytes
-from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.settings import DataSettings, QuantizationSettings
 from aespa_pl.settings.quantization import names_projection
 from aespa_pl.storage.files import MEND, disk_errors, existing
 from aespa_pl.tuning.data import held_back_and_steps
 
-EVALUATION_LENGTH = 2048
-"""Tokens in a segment of held-out text at most, unless the user asks for more (Section 4.1)."""
-
-
-def refuse_own(folder: Path, given: str) -> None:
-    """Raise UserError if a model's folder, ``given`` by the user, holds what an earlier run made."""
-    if (folder / DESCRIPTION).is_file():
-        raise UserError(
-            f"{given} is a model that aespa-pl has quantized already ({DESCRIPTION} lies in it): give the "
-            "original to model.pretrained"
-        )
+EVALUATION_LENGTH = 2048  # tokens at most, unless the user asks for more (Section 4.1)
 
 
 def evaluation_length(data: DataSettings, positions: int | None) -> int:
@@ -53,8 +42,7 @@ def check_length(section: str, length: int, positions: int | None, model: str) -
 def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
     """Raise UserError if the columns of a projection can't be divided into groups."""
     size = settings.group_size
-    every = (matrix for of_block in shape.of_blocks for matrix in of_block.values())
-    widths = {matrix.group: matrix.columns for matrix in every}
+    widths = {matrix.group: matrix.columns for block in shape.of_blocks for matrix in block.values()}
     if size and any(columns % size for columns in widths.values()):
         given = ", ".join(f"{columns} ({group})" for group, columns in widths.items())
         common = math.gcd(*widths.values())
@@ -91,17 +79,8 @@ def check_bits_of(layouts: Sequence[BlockLayout], settings: QuantizationSettings
                 )
 
 
-def check_folder(folder: str) -> None:
-    """Raise UserError for an ``output.folder`` that is no folder of this machine."""
-    if "://" in folder:
-        raise UserError(
-            f"output.folder is {folder}: expected a folder of this machine; copy the run to its destination "
-            "afterwards"
-        )
-
-
 def refuse_tuning(setup: Setup) -> None:
-    """Raise UserError for a tuning that has too few segments, or doesn't fit; as ``tuning_shortages``."""
+    """Raise UserError for a tuning that has too few segments, or doesn't fit."""
     if words := tuning_shortages(setup):
         raise UserError(words[0])
 
@@ -136,12 +115,10 @@ def tuning_shortages(setup: Setup) -> list[str]:
 
 def check_histograms(chosen: Sequence[str], layouts: Sequence[BlockLayout]) -> None:
     """Raise UserError if histograms are asked for of a projection that the model doesn't have."""
-    known = list(dict.fromkeys(p.name for layout in layouts for p in layout.projections))
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
+    known = dict.fromkeys(p.name for layout in layouts for p in layout.projections)
+    if unknown := ", ".join(name for name in chosen if name not in known):
         raise UserError(
-            f"output.histograms has {', '.join(unknown)}: the projections of this model are "
-            f"{', '.join(known)}"
+            f"output.histograms has {unknown}: the projections of this model are {', '.join(known)}"
         )
 
 

@@ -18,22 +18,19 @@ from aespa_pl.storage.files import write_json, write_text
 
 log = logging.getLogger(__name__)
 
-WIDEST = 10_000
-"""Largest width of a table, in columns of a terminal."""
-LEVELS = {
+WIDEST = 10_000  # columns of a terminal
+LEVELS = {  # of other libraries' loggers
     "lightning.pytorch": logging.WARNING,
     "lightning.pytorch.profilers": logging.INFO,  # what the user has asked for
     "lightning.fabric.utilities": logging.WARNING,  # of their processes
     "huggingface_hub": logging.ERROR,  # eight lines of retries
 }
-"""Levels of other libraries' loggers."""
-MESSAGES = (
+MESSAGES = (  # warnings of other libraries that a walk would repeat for each block
     ".*does not have many workers.*",
     ".*exists and is not empty.*",  # of a continued block
     ".*smaller than the logging interval.*",  # of tuning
     ".*LeafSpec.*",
 )
-"""Warnings of other libraries that a walk would repeat for each block."""
 
 
 def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> None:
@@ -47,11 +44,7 @@ def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> 
 
 
 def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
-    """Write ``test.json``, and the same as a table, ``test.md``.
-
-    A folder that is read-only costs a warning alone: the table is printed too, and measuring may have taken
-    hours.
-    """
+    """Write ``test.json`` and ``test.md``; a read-only folder costs a warning alone, as they are printed."""
     try:
         write_json(folder / "test.json", metrics)
         write_text(folder / "test.md", result_table(metrics, method).markdown())

@@ -12,8 +12,6 @@ from aespa_pl.run.find import find_run
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.storage.files import disk_errors, write_text
 
-PAGE = "report.html"
-
 
 def run(words: Sequence[str], interruption: Interruption) -> None:  # noqa: ARG001 - as all commands
     """Read the words of the command line, of which those without a key are runs."""
@@ -65,8 +63,9 @@ def report(
     target = Path(output).expanduser() if output else folders[0] / "report"
     with disk_errors(target):
         target.mkdir(parents=True, exist_ok=True)
-    write_text(target / PAGE, render(stored, drawn))
+    page = target / "report.html"
+    write_text(page, render(stored, drawn))
     if figures != "none":
         with disk_errors(target):
             write_figures(drawn, target / "figures", figures)
-    print(target / PAGE)  # noqa: T201  (what the command answers)
+    print(page)  # noqa: T201  (what the command answers)

@@ -15,8 +15,9 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from aespa_pl.commands.arguments import FREE, OWN_KEYS, WALK_KEYS, Arguments
+from aespa_pl.commands.arguments import FREE, Arguments
 from aespa_pl.commands.job import checked
+from aespa_pl.commands.keys import OWN_KEYS, WALK_KEYS
 from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_config
@@ -27,8 +28,7 @@ from aespa_pl.settings import SECTIONS, QuantizationSettings, Settings, TaskSett
 log = logging.getLogger(__name__)
 
 SMOKE_SEGMENTS, SMOKE_ITERATIONS, SMOKE_NAME = 4, 10, "_smoke_test"
-"""Calibration segments and iterations that ``trainer.fast_dev_run`` leaves, and its runs' ending."""
-TRAINER_DEFAULTS = {
+TRAINER_DEFAULTS = {  # that differ from Lightning's
     "accelerator": "auto",
     "devices": 1,
     "enable_progress_bar": False,
@@ -36,14 +36,9 @@ TRAINER_DEFAULTS = {
     "enable_checkpointing": True,
     "log_every_n_steps": 20,
 }
-"""Defaults that differ from Lightning's."""
-CLASSES = {
-    f"{FREE}.callbacks": "the name of a class in lightning.pytorch.callbacks, such as LearningRateMonitor",
-    f"{FREE}.logger": "the name of a class in lightning.pytorch.loggers, such as CSVLogger",
-}
-"""Keys that take classes, and what to give to them."""
-SHOWN = 200
-"""Largest number of characters that are shown of a library's message."""
+CLASSES = {"callbacks": "callbacks, such as LearningRateMonitor", "logger": "loggers, such as CSVLogger"}
+"""Modules of Lightning with the classes that a key of its section takes."""
+SHOWN = 200  # characters of a library's message, at most
 
 
 def add_trainer(parser: ArgumentParser) -> None:
@@ -61,7 +56,7 @@ class AespaCLI(LightningCLI):
     """Values as they were given, from which the objects are made."""
 
     def __init__(self, arguments: Arguments, command: str) -> None:
-        """Parse options that are already checked by :mod:`aespa_pl.commands.mistakes`."""
+        """Parse options that are already checked by :mod:`aespa_pl.commands.keys`."""
         self.arguments, self.command = arguments, command
         super().__init__(
             save_config_callback=None,  # the walk writes config.yaml
@@ -94,9 +89,14 @@ class AespaCLI(LightningCLI):
         try:
             self.config = parser.parse_args(self.arguments.words)
         except ArgumentError as error:
-            raise UserError(value_refused(error)) from error
-        if self.config.trainer.fast_dev_run:
-            _shrink(self.config)
+            raise UserError(_value_refused(error)) from error
+        if self.config.trainer.fast_dev_run:  # a smoke test, also in what the run's folder stores
+            quantization, data, output = self.config.quantization, self.config.data, self.config.output
+            data.calibration.segments = min(data.calibration.segments, SMOKE_SEGMENTS)
+            quantization.rounding.iterations = min(quantization.rounding.iterations, SMOKE_ITERATIONS)
+            quantization.tuning.blocks.epochs = quantization.tuning.model.epochs = 1
+            data.evaluation.texts = []
+            output.name = output.name.removesuffix(SMOKE_NAME) + SMOKE_NAME
 
     def instantiate_classes(self) -> None:
         """Make our sections, the keys that only test takes, and Lightning's section."""
@@ -110,11 +110,10 @@ class AespaCLI(LightningCLI):
         # a smoke test is a run in small; Lightning's own would log and save nothing
         return super().instantiate_trainer(**{"fast_dev_run": False, **kwargs})
 
-    def new_trainer_section(self, **changes: Any) -> Namespace:
-        """Return the section of the Trainer with new callbacks, because they keep a state."""
+    def new_trainer_section(self, logger: Any) -> Namespace:
+        """Return the section of the Trainer made anew, with other loggers."""
         config = self.config.clone()
-        for key, value in changes.items():
-            config.trainer[key] = value
+        config.trainer.logger = logger
         return cast(Namespace, self.made(config).trainer)
 
     def text(self, quantization: QuantizationSettings) -> str:
@@ -147,14 +146,11 @@ class AespaCLI(LightningCLI):
         """Return the settings that a run would have; learning rates stay null where the model isn't here."""
         model, given = self.settings.model, self.settings.quantization
         folder = here(model.pretrained, model.revision)
-        if folder is None:
-            log.warning(
-                "%s is not on this machine, so learning rates that depend on its hidden size stay null",
-                model.pretrained,
-            )
-            return resolved(given, device, width=None)
-        config = read_config(folder)
-        return checked(self.settings, torch.device(device), config).quantization
+        if folder is not None:
+            return checked(self.settings, torch.device(device), read_config(folder)).quantization
+        words = "%s is not on this machine, so learning rates that depend on its hidden size stay null"
+        log.warning(words, model.pretrained)
+        return resolved(given, device, width=None)
 
     def made(self, config: Any) -> Namespace:
         """Return a configuration's sections as objects. Raises UserError where one can't be made."""
@@ -164,16 +160,6 @@ class AespaCLI(LightningCLI):
             # of the reasons of all types that a key may have, the one of the class that was named
             reasons = re.findall(r"^ *- (?!Expected a <class)(.*[^:\n])$", str(error), re.MULTILINE)
             raise UserError(f"trainer: {reasons[0] if reasons else first_cause(error)}") from error
-
-
-def _shrink(config: Any) -> None:
-    """Make a smoke test of a configuration, which is also what the run's folder stores."""
-    calibration, quantization = config.data.calibration, config.quantization
-    calibration.segments = min(calibration.segments, SMOKE_SEGMENTS)
-    quantization.rounding.iterations = min(quantization.rounding.iterations, SMOKE_ITERATIONS)
-    quantization.tuning.blocks.epochs = quantization.tuning.model.epochs = 1
-    config.data.evaluation.texts = []
-    config.output.name = config.output.name.removesuffix(SMOKE_NAME) + SMOKE_NAME
 
 
 def _absolute_texts(given: Any) -> Any:
@@ -191,8 +177,7 @@ def _absolute(given: str, is_meant: Callable[[Path], bool]) -> str:
     return str(path.absolute()) if is_meant(path) else given
 
 
-def value_refused(error: ArgumentError) -> str:
-    """Return the message for a key or value of the section that jsonargparse refuses."""
+def _value_refused(error: ArgumentError) -> str:
     key = re.search(r'key "([^"]*)"', str(error))
     if key is None:
         return f"{first_cause(error)}: aespa-pl fit --help {FREE} shows what it takes"
@@ -201,9 +186,13 @@ def value_refused(error: ArgumentError) -> str:
     given = re.search(r"Given value: (.*)", str(error))
     cause = f"{named[1]}: {named[2]}" if named else given[1] if given else first_cause(error)
     advice = f"aespa-pl fit --help {FREE} shows what it can be"
-    if key[1] in CLASSES:
-        advice = f"give {CLASSES[key[1]]}, or the import path of yours, such as my_module.MyClass, with the "
-        advice += "folder of my_module.py in the environment variable PYTHONPATH"
+    section, _, name = key[1].partition(".")
+    if section == FREE and name in CLASSES:
+        advice = (
+            f"give the name of a class in lightning.pytorch.{CLASSES[name]}, or the import path of yours, "
+            "such as my_module.MyClass, with the folder of my_module.py in the environment variable "
+            "PYTHONPATH"
+        )
     return f"{key[1]} can't have this value ({cause}): {advice}"
 
 

@@ -5,9 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-
 import aespa_pl
 from aespa_pl.commands.block_types import UNIFORM, block_types, is_named
 from aespa_pl.commands.job import Job
@@ -23,7 +20,6 @@ from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import Settings
-from aespa_pl.settings.quantization import names_projection
 from aespa_pl.sizing.choose import Choices, limit_of
 from aespa_pl.sizing.matrices import SizedMatrix, typed_matrices, uniform_matrices
 from aespa_pl.sizing.mixture import Mixture
@@ -40,14 +36,8 @@ def for_target(
     """Return the job with what is chosen for its target, and the choice where it is made now.
 
     A job without a target, or with one that something was chosen for before, has its types or bits already;
-    a run that is continued keeps its own. Raises UserError where the model can't have this size.
-
-    Args:
-        job: The job before the choice.
-        given: Settings of the user, from which those of the job follow.
-        resume: As ``--ckpt_path``.
-        progress: Shows how far it is.
-        world: Processes of the run, for which the first one chooses.
+    a run that is continued (``resume`` as ``--ckpt_path``) keeps its own. Those of the job follow from the
+    user's settings, ``given``. Raises UserError where the model can't have this size.
     """
     quantization = given.quantization
     named = quantization.types.keys() | quantization.bits_of.keys()
@@ -57,91 +47,60 @@ def for_target(
     if resume is not None and (resume != LAST or last_run(runs, name) is not None):
         stored = stored_quantization(Run.open(find_run(resume, runs, name)))
         uniform = stored.format == UNIFORM
-        return with_choice(job, given, stored.bits_of if uniform else stored.types), None
-    mixture = world.from_first(lambda: choose(job, given, progress))
+        return _with_choice(job, given, stored.bits_of if uniform else stored.types), None
+    mixture = world.from_first(lambda: _choose(job, given, progress))
     progress.say(mixture.words)
-    return with_choice(job, given, mixture.chosen), mixture
+    return _with_choice(job, given, mixture.chosen), mixture
 
 
-def settings_for_target(given: Settings, device: torch.device, console: Console) -> Settings:
-    """Return settings with what is chosen for their target, and print it; as they are without one."""
-    if given.quantization.target is None:
-        return given
-    with WalkProgress(console) as progress:
-        job, mixture = for_target(Job.prepare(given, device), given, None, progress)
-    for line in () if mixture is None else mixture.lines():
-        console.print(line, soft_wrap=True)
-    return replace(given, quantization=job.quantization)
-
-
-def choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:
-    """Return the types or bits of least predicted loss for a target; arguments as above.
-
-    Raises UserError where the model can't have this size.
-    """
-    target = Target.of(given.quantization.target or "")
-    choices, candidate = _choices(job, given, progress), job
-    for _ in range(ATTEMPTS):
-        other = _other_bytes(candidate, choices)
-        chosen = choices.best(limit_of(target, given.quantization.target, choices, other))
-        candidate = with_choice(job, given, chosen)
-        if _other_bytes(candidate, choices) <= other:
-            break
-    other = _other_bytes(candidate, choices)
-    return Mixture(
-        chosen,
-        choices.loss(chosen),
-        other + choices.bytes(chosen),
-        choices.curve(other),
-        _llama_cpp(job, given, choices, other),
-    )
-
-
-def with_choice(job: Job, given: Settings, chosen: Mapping[str, Any]) -> Job:
-    """Return the job of the same settings with a choice, on which learning rates depend."""
-    if given.quantization.format == UNIFORM:
-        bits = {key: int(value) for key, value in chosen.items()}
-        changed = replace(given.quantization, bits_of=bits)
-    else:
-        changed = replace(given.quantization, types=dict(chosen))
-    return Job.prepare(replace(given, quantization=changed), job.device)
-
-
-def _choices(job: Job, given: Settings, progress: WalkProgress) -> Choices:
+def _choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:
+    """Return the types or bits of least predicted loss."""
+    target, candidate = Target.of(given.quantization.target or ""), job
     matrices = _matrices(job, given)
-    layouts = job.layouts
-    progress.begin("Choosing for the target, matrices", 2 + sum(len(x.projections) for x in layouts))
+    total = 2 + sum(len(layout.projections) for layout in job.layouts)
+    progress.begin("Choosing for the target, matrices", total)
     losses = predicted_losses(
         job.stream(job.pretrained), job.calibration(), matrices, job.quantization, progress.advance
     )
-    return Choices.of(matrices, of_matrices(matrices, losses))
+    choices = Choices.of(matrices, of_matrices(matrices, losses))
+    for _ in range(ATTEMPTS):
+        other = _other_bytes(candidate, choices)
+        chosen = choices.best(limit_of(target, given.quantization.target, choices, other))
+        candidate = _with_choice(job, given, chosen)
+        if _other_bytes(candidate, choices) <= other:
+            break
+    other = _other_bytes(candidate, choices)
+    size, others = other + choices.bytes(chosen), _llama_cpp(job, given, choices, other)
+    return Mixture(chosen, choices.loss(chosen), size, choices.curve(other), others)
+
+
+def _with_choice(job: Job, given: Settings, chosen: Mapping[str, Any]) -> Job:
+    """Return the job of the same settings with a choice, on which learning rates depend."""
+    changes: dict[str, Any] = {"types": dict(chosen)}
+    if given.quantization.format == UNIFORM:
+        changes = {"bits_of": {key: int(bits) for key, bits in chosen.items()}}
+    quantization = replace(given.quantization, **changes)
+    return Job.prepare(replace(given, quantization=quantization), job.device)
 
 
 def _matrices(job: Job, given: Settings) -> list[SizedMatrix]:
-    layouts, settings = job.layouts, job.quantization
-    if settings.format == UNIFORM:
-        fixed = {
-            key: str(settings.bits_for(int(block), name))
-            for key in _keys(job)
-            for block, _, name in [key.partition(".")]
-            if any(names_projection(str(named), int(block), name) for named in given.quantization.bits_of)
-        }
-        return uniform_matrices(layouts, job.shape, settings, fixed)
-    fixed = {
-        key: kind
-        for key, kind in settings.types.items()
-        if any(is_named(named, key) for named in given.quantization.types)
-    }
-    tied = bool(job.config.tie_word_embeddings)
-    return typed_matrices(layouts, job.shape, fixed, tied=tied)
+    """Return what there is to choose for; what the user names has one candidate."""
+    settings, uniform = job.quantization, job.quantization.format == UNIFORM
+    named = [*map(str, given.quantization.bits_of if uniform else given.quantization.types)]
+    fixed = [key for key in _keys(job) if any(is_named(name, key) for name in named)]
+    if uniform:
+        parts = {key: key.partition(".") for key in fixed}
+        bits = {key: str(settings.bits_for(int(block), name)) for key, (block, _, name) in parts.items()}
+        return uniform_matrices(job.layouts, job.shape, settings, bits)
+    types = {key: settings.types[key] for key in fixed}
+    return typed_matrices(job.layouts, job.shape, types, tied=bool(job.config.tie_word_embeddings))
 
 
 def _keys(job: Job) -> set[str]:
     """Return the keys of all that is chosen."""
     if job.quantization.format != UNIFORM:
         return set(job.quantization.types)
-    layouts = job.layouts
-    return {f"{i}.{p.name}" for i, layout in enumerate(layouts) for p in layout.projections}
+    return {f"{i}.{p.name}" for i, layout in enumerate(job.layouts) for p in layout.projections}
 
 
 def _other_bytes(job: Job, choices: Choices) -> int:
@@ -150,9 +109,9 @@ def _other_bytes(job: Job, choices: Choices) -> int:
     if settings.format == UNIFORM:
         files = {tensor.file for tensor in job.pretrained.tensors.values()}
         original = sum(file.stat().st_size for file in files)
-        weights, size = job.shape.vocabulary * job.shape.hidden, 0.0
-        for kind in settings.types.values():  # of embedding and head
-            size += weights * BLOCK_TYPES[kind].bits
+        # types are of embedding and head
+        weights = job.shape.vocabulary * job.shape.hidden
+        size = weights * sum(BLOCK_TYPES[kind].bits for kind in settings.types.values())
         weights = choices.weights + weights * len(settings.types)
         return packed_bytes(original, weights, 8 * job.pretrained.dtype.itemsize, size)
     run = Run(Path(), {"version of aespa-pl": aespa_pl.__version__})

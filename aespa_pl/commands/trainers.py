@@ -1,26 +1,31 @@
-"""Make the Trainers of blocks and tunings from the user's section and what the walk adds to it."""
+"""Make the Trainers and loggers of each training from the user's section and what the walk adds to it."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy
 
-from aespa_pl.commands.loggers import Loggers
-from aespa_pl.commands.resuming import note_own
+from aespa_pl.commands.arguments import note_own
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.distributed.launch import LONGEST_WAIT, RowsStrategy, environment_plugins
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.planning.shape import Work
 from aespa_pl.progress import IterationProgress, WalkProgress
+from aespa_pl.report.stored import flat
+from aespa_pl.report.tensorboard import LossesFirst, show_configuration, show_result
 from aespa_pl.rounding.data import epochs_of
 from aespa_pl.rounding.histograms import RoundingHistograms
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
@@ -33,6 +38,9 @@ from aespa_pl.sizing.mixture import Mixture
 from aespa_pl.storage.files import write_json, write_text
 from aespa_pl.tuning.data import held_back_and_steps
 
+log = logging.getLogger(__name__)
+
+Made = TypeVar("Made", bound=Logger)
 CHANGE_STEPS = (
     "GradientAccumulationScheduler", "StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder",
 )  # fmt: skip
@@ -41,21 +49,21 @@ PRECISIONS = (None, 32, "32", "32-true")
 """Values of trainer.precision that mean what Lightning means by them here."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockTrainers:
-    """Makes the Trainer of each training of a run."""
+    """Makes Trainer and loggers of each training of a run."""
 
     parsed: AespaCLI
     saved: str
     """The configuration as it is run, in YAML."""
     first: Trainer
     """Trainer of the same section, which knows the processes and the device."""
-    logger_maker: Loggers
     interruption: Interruption
     progress: WalkProgress
     world: World
     mixture: Mixture | None = None
     """What was chosen for a size, by this process."""
+    _walk: list[Logger] = field(default_factory=list)
 
     def begin(self, run: Run) -> Sequence[Logger]:
         """Store the configuration in the run's folder; return the loggers of the curves over the blocks."""
@@ -65,26 +73,39 @@ class BlockTrainers:
         note_own(run.folder)
         self.interruption.run_folder = run.folder
         self.interruption.how_to_continue = how_to_continue(run.folder)
-        return self.logger_maker.begin(run, self.saved)
+        self._walk = self.loggers(run, "walk")
+        for logger in self._walk:
+            if isinstance(logger, LossesFirst):
+                show_configuration(logger.experiment, self.saved)
+        return self._walk
 
     def loggers(self, run: Run, curves: str) -> list[Logger]:
-        """Return new loggers of a run's curves, by the name of their folder."""
-        return self.logger_maker.of(run, curves)
+        """Return new loggers of a run's curves: ``walk``, or ``block_NNN``, where the curves overlay."""
+        parent, version = run.folder.parent, run.folder.name
+        chosen = chosen_loggers(self.parsed)
+        if chosen is None:
+            return [_forgiven(LossesFirst(parent.parent, parent.name, version, sub_dir=curves))]
+        named = [each.clone() for each in chosen]
+        for each in named:
+            for key, value in _names(each, parent.name, f"{version}/{curves}").items():
+                each.init_args[key] = value
+        return [_forgiven(logger) for logger in self.parsed.new_trainer_section(named).logger]
+
+    def show_result(self, quantization: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+        """Add the run to the hparams tab of TensorBoard; one that was finished before is there already."""
+        for logger in self._walk:
+            if isinstance(logger, LossesFirst):
+                show_result(logger.experiment, flat(quantization), metrics["perplexity"])
+                logger.finalize("success")
 
     def of_rounding(self, run: Run, training: Training) -> Trainer:
         """Return the Trainer that learns the rounding of a portion of a block."""
         own: list[Callback] = [IterationProgress(self.progress)]
-        settings = self.parsed.settings
-        if settings.output.histograms:
-            own.append(RoundingHistograms(settings.output.histograms))
-        return self._make(
-            run,
-            training,
-            own,
-            folder=run.checkpoint_folder(training.block),
-            max_steps=settings.quantization.rounding.iterations,
-            max_epochs=epochs_of(settings.quantization.rounding.iterations),  # bars show it
-        )
+        if histograms := self.parsed.settings.output.histograms:
+            own.append(RoundingHistograms(histograms))
+        iterations = self.parsed.settings.quantization.rounding.iterations
+        folder, epochs = run.checkpoint_folder(training.block), epochs_of(iterations)  # bars show these
+        return self._make(run, training, own, folder=folder, max_steps=iterations, max_epochs=epochs)
 
     def of_tuning(self, run: Run, training: Training, epochs: int) -> Trainer:
         """Return the Trainer of the tuning of a block, or of the model."""
@@ -107,7 +128,7 @@ class BlockTrainers:
         self, run: Run, training: Training, own: Sequence[Callback], *, folder: Path, **more: Any
     ) -> Trainer:
         """Return a Trainer of the section, with our own callbacks."""
-        chosen = self.parsed.new_trainer_section(logger=False)
+        chosen = self.parsed.new_trainer_section(logger=False)  # new callbacks: they keep a state
         callbacks = listed(chosen.callbacks)
         if chosen.enable_checkpointing:
             callbacks += checkpoints(self.parsed.settings.output, folder)
@@ -130,10 +151,20 @@ class BlockTrainers:
 
 
 def first_trainer(parsed: AespaCLI) -> Trainer:
-    """Return a Trainer that knows the processes and the device, none of which is started."""
+    """Return a Trainer that knows processes and device, not started; UserError where these can't be had."""
     check_trainer(parsed.trainer_section)
-    trainer = _made(parsed)
-    _check_processes(trainer, parsed.trainer_section)
+    trainer, chosen = _made(parsed), parsed.trainer_section
+    if trainer.world_size > 1 and chosen.strategy not in ("auto", "ddp"):
+        raise UserError(
+            f"trainer.strategy is {chosen.strategy}, but with several devices the rows of each matrix are "
+            "divided over them: set it to ddp, or leave it out"
+        )
+    kind = trainer.strategy.root_device.type
+    if kind not in ("cpu", "cuda"):  # what auto finds may lack the types that are needed
+        raise UserError(
+            f"trainer.accelerator is {chosen.accelerator}, which is {kind} here: only the CPU and CUDA "
+            "devices are supported, so set it to cpu"
+        )
     if isinstance(trainer.strategy, DDPStrategy):
         trainer = _made(parsed, strategy=RowsStrategy(timeout=LONGEST_WAIT))
     return trainer
@@ -144,10 +175,56 @@ def _made(parsed: AespaCLI, **changes: Any) -> Trainer:
     try:
         return parsed.instantiate_trainer(logger=False, **changes)
     # a RuntimeError is what Lightning makes of SLURM's variables that do not fit
-    except (
-        MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError
-    ) as error:  # fmt: skip
+    except (MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError) as error:
         raise UserError(f"trainer: {error}") from error
+
+
+def chosen_loggers(parsed: AespaCLI) -> list[Namespace] | None:
+    """Return ``trainer.logger``, None: ours. Raises UserError where one can't have the name of a block."""
+    chosen = parsed.config.trainer.logger
+    if chosen in (None, True):
+        return None
+    loggers = [each for each in listed(chosen) if isinstance(each, Namespace)]
+    for each in loggers:
+        _names(each, "", "")
+    return loggers
+
+
+def _forgiven(logger: Made) -> Made:
+    """Return a logger whose failure at its end is only said, because what was learned is worth more."""
+    finalize = logger.finalize
+
+    def end(status: str) -> None:
+        try:
+            finalize(status)
+        except Exception as error:  # noqa: BLE001 - the logger's own, of any class
+            name = type(logger).__name__
+            log.warning("%s failed at its end, so its curves may lack points: %s", name, error)
+
+    logger.finalize = end  # type: ignore[method-assign]
+    return logger
+
+
+def _names(logger: Namespace, name: str, version: str) -> dict[str, str]:
+    """Return the arguments that tell a logger the names of run and curves, such as version_0/block_000."""
+    module, _, kind = logger.class_path.rpartition(".")
+    made = getattr(import_module(module), kind)
+    takes, given = inspect.signature(made).parameters, logger.get("init_args", {})
+    if "name" in takes and given.get("name") not in (None, takes["name"].default):
+        name = given["name"]  # the user's own
+    if "run_name" in takes:  # MLflow
+        return {"run_name": f"{name}/{version}"}
+    if {"name", "project"} <= takes.keys():  # Weights & Biases, Comet
+        return {"name": f"{name}/{version}"}
+    if {"name", "version", "save_dir"} <= takes.keys():  # CSVLogger, TensorBoardLogger
+        if issubclass(made, CSVLogger):  # which deletes what an earlier process has written
+            names = (f"{version}.{number}" if number else version for number in count())
+            version = next(each for each in names if not Path(given["save_dir"], name, each).exists())
+        return {"name": name, "version": version}
+    raise UserError(
+        f"trainer.logger is {kind}, which can't be given the name of each block, because it takes neither "
+        "name and version nor run_name: choose TensorBoardLogger, CSVLogger, MLFlowLogger or WandbLogger"
+    )
 
 
 def check_trainer(trainer: Namespace) -> None:
@@ -176,9 +253,7 @@ def check_trainer(trainer: Namespace) -> None:
 
 def listed(one_or_more: Any) -> list[Any]:
     """Return what Lightning takes alone or in a list as a list."""
-    if one_or_more is None:
-        return []
-    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
+    return one_or_more if isinstance(one_or_more, list) else [] if one_or_more is None else [one_or_more]
 
 
 def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: Work) -> None:
@@ -191,8 +266,7 @@ def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: 
             "epoch: remove it, or lower quantization.tuning.blocks.epochs and "
             "quantization.tuning.model.epochs instead"
         )
-    devices = trainer.world_size
-    if devices == 1:
+    if (devices := trainer.world_size) == 1:
         return
     last = World(devices - 1, devices)  # has the fewest
     fewest = len(last.segments(torch.empty(work.segments, 0), work.batch_size))
@@ -205,18 +279,3 @@ def check_tuning(trainer: Trainer, chosen: Any, settings: TuningSettings, work: 
     for section in (settings.blocks, settings.model):
         if section.enabled:
             held_back_and_steps(fewest, section.batch_size, settings.held_back)
-
-
-def _check_processes(trainer: Trainer, chosen: Any) -> None:
-    """Raise UserError where the section asks for a device or a strategy that isn't supported."""
-    if trainer.world_size > 1 and chosen.strategy not in ("auto", "ddp"):
-        raise UserError(
-            f"trainer.strategy is {chosen.strategy}, but with several devices the rows of each matrix are "
-            "divided over them: set it to ddp, or leave it out"
-        )
-    kind = trainer.strategy.root_device.type
-    if kind not in ("cpu", "cuda"):  # what auto finds may lack the types that are needed
-        raise UserError(
-            f"trainer.accelerator is {chosen.accelerator}, which is {kind} here: only the CPU and CUDA "
-            "devices are supported, so set it to cpu"
-        )

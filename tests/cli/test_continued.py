@@ -10,8 +10,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.resuming import with_run
+from aespa_pl.commands.arguments import Arguments, with_run
 from tests.cli.commands import LAST, NO_TEXTS, CommandLine, Done, small
 
 

@@ -75,7 +75,7 @@ def test_reading_model_and_texts_is_no_time_of_the_quantization(
     """Otherwise the first of several runs that are compared would pay for the tokens of all."""
     begin, started_at = fit._start, []
 
-    def slow(*given: Any) -> fit.Start:
+    def slow(*given: Any) -> Any:
         started, until = begin(*given), time.process_time() + 1.0
         while time.process_time() < until:
             pass

@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from aespa_pl.cli import stop
-from aespa_pl.commands.arguments import Arguments
-from aespa_pl.commands.mistakes import refuse_mistakes
-from aespa_pl.commands.resuming import with_run
+from aespa_pl.commands.arguments import Arguments, with_run
+from aespa_pl.commands.keys import refuse_mistakes
 from aespa_pl.errors import UserError
 from tests.cli.commands import CommandLine, Done
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aespa_pl.commands.exported import quantized_folder
+from aespa_pl.commands.evaluate import quantized_folder
 from aespa_pl.errors import UserError
 from aespa_pl.settings import ModelSettings
 

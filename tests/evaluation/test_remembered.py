@@ -113,7 +113,7 @@ def test_only_the_quantized_model_is_measured_again(tmp_path: Path, monkeypatch:
             job if settings is None else replace(job, quantization=settings),
             job.pretrained.folder,  # stands for a quantized model
             texts,
-            ("original", "nearest", *(["quantized"] if settings is None else [])),
+            ["original", "nearest", *(["quantized"] if settings is None else [])],
             progress=WalkProgress(Console(quiet=True)),
             world=ALONE,
         )
@@ -150,7 +150,7 @@ def test_nearest_rounding_that_is_no_number_is_left_out_and_said(
         job,
         job.pretrained.folder,
         {"a": TOKENS, "b": TOKENS + 1},
-        ("original", "nearest", "quantized"),
+        ["original", "nearest", "quantized"],
         progress=WalkProgress(Console(width=200)),
         world=ALONE,
     )
@@ -174,7 +174,7 @@ def test_another_model_whose_perplexity_is_no_number_is_refused_by_its_kind(
             job,
             job.pretrained.folder,
             {"a": TOKENS},
-            ("original", "quantized"),
+            ["original", "quantized"],
             progress=WalkProgress(Console(quiet=True)),
             world=ALONE,
         )

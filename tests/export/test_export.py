@@ -13,8 +13,8 @@ from jsonargparse import auto_cli
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from aespa_pl.commands.arguments import note_own
 from aespa_pl.commands.export import PARTIAL, export
-from aespa_pl.commands.resuming import note_own
 from aespa_pl.errors import UserError
 from aespa_pl.export import format as formats
 from aespa_pl.export.folder import HuggingFace

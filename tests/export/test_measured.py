@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from aespa_pl.commands.evaluate import measure_exported, quantized_folder
 from aespa_pl.commands.export import export
-from aespa_pl.commands.exported import measure_exported, quantized_folder
 from aespa_pl.data.tokens import evaluation_tokens
 from aespa_pl.evaluation.perplexity import perplexity
 from aespa_pl.models import family_of

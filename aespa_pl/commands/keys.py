@@ -1,33 +1,36 @@
-"""Refuse mistakes in the sections of a configuration before any large library is imported.
+"""Show the keys of a configuration, and refuse mistakes in them before any large library is imported."""
 
-Each key and value of our own sections is checked here; Lightning's parser checks the section of its Trainer.
-"""
-
+import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from aespa_pl.commands.arguments import (
-    CELL_KEYS,
-    FLAG,
-    FREE,
-    KEYS,
-    OTHERS,
-    OWN_KEYS,
-    REQUIRED,
-    WALK_KEYS,
-    Arguments,
-    Option,
-    leaves,
-    read_configuration,
-)
+from aespa_pl.commands.arguments import FLAG, FREE, KEYS, REQUIRED, Arguments, Option
 from aespa_pl.errors import UserError
-from aespa_pl.settings import EXPECTED, SECTIONS, QuantizationSettings
+from aespa_pl.settings import EXPECTED, SECTIONS, CompareSettings, QuantizationSettings, TaskSettings, keys_of
 
+PLAN_DEVICE = "plan.device"
+OWN_KEYS: dict[str, dict[str, Any]] = {  # types of the keys that only one command takes, in its words
+    "test": get_type_hints(TaskSettings),
+    "plan": {PLAN_DEVICE: str},
+    "compare": keys_of(CompareSettings, "compare"),
+}
+CELL_KEYS = {
+    "ckpt_path": "each cell finds its own run",
+    "quantization.method": "use --compare.methods",
+    "quantization.bits": "use --compare.bits",
+    "data.calibration.seed": "use --compare.seeds",
+}
+"""Keys that differ from cell to cell of a comparison, and what to do instead of giving them."""
+OTHERS = ("config", "ckpt_path")
+WALK_KEYS = (
+    "max_steps", "min_steps", "max_epochs", "min_epochs", "max_time",
+    "limit_train_batches", "overfit_batches", "accumulate_grad_batches", "barebones",
+)  # fmt: skip
+"""Keys of the Trainer that would change the number of iterations, which the walk decides."""
 METHOD = "quantization.method"
 DECIDED = {
     key
@@ -35,6 +38,40 @@ DECIDED = {
     if key.startswith("quantization.") and NoneType in get_args(kind) and not key.endswith("_rate")
 } - {"quantization.group_size", "quantization.target"}
 """Keys that a method alone decides where they are null; null means something else for the last two."""
+COMMON = {  # the keys that most users need, in a few words
+    "config FILE": "YAML file of keys: one here, or of aespa-pl; what comes later counts",
+    "model.pretrained NAME": "name on the hub, folder, or embedded:llama (opt, bloom)",
+    "data.calibration.source": "c4, wikitext2, ptb, embedded, or a file",
+    "data.calibration.segments": "number of calibration segments",
+    "data.calibration.segment_length": "tokens in each of them",
+    "data.evaluation.texts": "list of texts to measure the perplexity on; []: none",
+    "quantization.method": "aespa-tuned, aespa, aespa-fast, rtn ... (docs/methods.md)",
+    "quantization.bits": "bits of a weight, 2 to 8",
+    "quantization.group_size": "columns that share a scale; null: the whole row",
+    "quantization.target": "file size (3.5 GB) or bits a weight to choose types or bits for",
+    "output.name": "name of the run, whose folder is output.folder/NAME/version_N",
+    "trainer.accelerator": "auto, cpu or gpu",
+    "trainer.devices": "number of devices",
+    "trust_run true": "let the configuration of a run from somebody else name code and places",
+    "seed_everything": "seed for callbacks and loggers; ours draw nothing from it",
+    "ckpt_path": "last, or the folder of a run: the run that is continued or measured",
+}
+ONLY = {  # further keys of each command
+    "fit": {
+        "print_config": "print what would be run, and exit",
+        "trainer.fast_dev_run true": "smoke test: few segments and steps, no evaluation",
+    },
+    "test": {"tasks": "list of zero-shot tasks; also task_limit, task_examples ..."},
+    "plan": {"plan.device 'GB, TFLOPS'": "a machine that isn't this one, such as '24 GB, 80 TFLOPS'"},
+    "compare": {
+        "compare.methods": "list of values of quantization.method; by default all",
+        "compare.bits": "list of values of quantization.bits; by default [2, 3, 4]",
+        "compare.formats": "list of values of quantization.format, in place of bits",
+        "compare.seeds": "list of values of data.calibration.seed; mean and spread are over them",
+    },
+}
+NAMES = (*SECTIONS, FREE)
+HELP = ("-h", "--help")
 
 
 def refuse_mistakes(arguments: Arguments, command: str) -> None:
@@ -55,8 +92,9 @@ def refuse_other_methods(arguments: Arguments, methods: Sequence[str] = ()) -> N
     one.
     """
     wanted = methods or [arguments.setting(METHOD, QuantizationSettings().method)]
-    for file in (Path(each.value) for each in arguments.options if each.key == "config" and each.value):
-        values = dict(leaves(read_configuration(file)))
+    given = arguments.given()
+    for file in dict.fromkeys(option.file for option in given if option.file):
+        values = {option.key: option.value for option in given if option.file == file}
         method = values.get(METHOD)
         others = ", ".join(other for other in wanted if other != method)
         if method and others and all(values.get(key) is not None for key in DECIDED):
@@ -139,3 +177,45 @@ def _takes(kind: Any, option: Option) -> bool:
     except (ArgumentError, TypeError, ValueError):
         return False
     return True
+
+
+def show_help(command: str, says: str, words: Sequence[str]) -> None:
+    """Print the common keys, or all of the section that the words name beside ``--help``."""
+    named = next((word for word in words if word not in HELP), None)
+    if named is None:
+        sys.stdout.write(_overview(command, says))
+        return
+    parser = ArgumentParser(prog=f"aespa-pl {command}", usage=f"aespa-pl {command} [--KEY VALUE ...]")
+    if named == FREE:
+        from aespa_pl.commands.sections import add_trainer  # noqa: PLC0415  (takes seconds to import)
+
+        add_trainer(parser)
+    elif (command, named) == ("test", "tasks"):
+        parser.add_class_arguments(TaskSettings)
+    else:
+        kind: Any = SECTIONS.get(named.split(".", maxsplit=1)[0])
+        for name in named.split(".")[1:]:
+            kind = get_type_hints(kind).get(name) if kind else None
+        if not hasattr(kind, "__dataclass_fields__"):
+            hint = nearest(named, NAMES) or f": expected one of {', '.join(NAMES)}"
+            raise UserError(f"--help {named}: there is no such section{hint}")
+        parser.add_class_arguments(kind, named)
+    parser.print_help()
+
+
+def _overview(command: str, says: str) -> str:
+    common = {**COMMON, **ONLY[command]}
+    if command == "compare":
+        common = {key: words for key, words in common.items() if key not in CELL_KEYS}
+    width = max(map(len, common))
+    keys = "".join(f"  --{key:<{width}}  {words}\n" for key, words in common.items())
+    names = ", ".join([*NAMES, "tasks"] if command == "test" else NAMES)
+    return f"""\
+usage: aespa-pl {command} [--KEY VALUE ...] | --help [SECTION]
+
+{says}
+
+{keys}
+aespa-pl {command} --help SECTION explains all keys of a section, which is one of
+{names}, or a part of one, such as quantization.tuning.
+"""
