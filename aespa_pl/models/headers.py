@@ -1,7 +1,7 @@
 """Read from config.json and the headers of its files which tensors a model's folder holds."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,18 +15,15 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import MODEL_TYPES, family_of, unknown_model_type
-from aespa_pl.models.parts import Part
+from aespa_pl.models.experts import Part
 from aespa_pl.models.skeleton import refuse_unsound
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that weights may be stored in, by their names in a header."""
-
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Names of the file with a model's weights, the preferred first; with ``.index.json`` it names shards."""
-
 POINTER = b"version https://git-lfs"
 """Beginning of the file that git leaves where the content was not fetched."""
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -44,10 +41,8 @@ class StoredTensor:
 
     def taken(self, part: Part | None) -> "StoredTensor":
         """Return a part of this tensor, which is whole."""
-        if part is None:
-            return self
-        shape = part.of(torch.empty(self.shape, device="meta")).shape
-        return replace(self, part=part, shape=tuple(shape))
+        whole = torch.empty(self.shape, device="meta")
+        return self if part is None else replace(self, part=part, shape=tuple(part.of(whole).shape))
 
     def read(self, file: Any) -> Tensor:
         """Return the values from the file that is open."""
@@ -58,12 +53,7 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Read config.json, and make sure that it describes a model that can be quantized.
-
-    Raises:
-        UserError: It is missing or damaged, names a ``model_type`` of no family, has parts that its
-            family refuses, or describes a model that transformers can't make or run.
-    """
+    """Read config.json, and raise UserError unless it describes a model that can be quantized."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
@@ -81,17 +71,12 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise UserError(
             f"model.pretrained: {path} cannot be read ({reason}): copy it from the model's origin"
         ) from error
-    config = cast(PreTrainedConfig, config)
     refuse_unsound(config, family_of(config))
     return config
 
 
 def refuse_no_tokenizer(folder: Path) -> None:
-    """Refuse a folder without a tokenizer that this installation can read.
-
-    Raises:
-        UserError: No file can be a tokenizer, or the only one needs a package that isn't installed.
-    """
+    """Refuse a folder without a tokenizer that this installation can read."""
     present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not present:
         raise UserError(
@@ -113,13 +98,20 @@ def shards(folder: Path) -> list[Path]:
     Raises:
         UserError: One is missing, or an index is damaged.
     """
+    names = [WEIGHTS[0]]
     for whole in WEIGHTS:
-        index = folder / f"{whole}.index.json"
-        if index.is_file():
-            return _present(folder, _names_in(index))
+        if (index := folder / f"{whole}.index.json").is_file():
+            names = _names_in(index)
+            break
         if (folder / whole).is_file():
-            return [folder / whole]
-    return _present(folder, [WEIGHTS[0]])
+            names = [whole]
+            break
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UserError(
+            f"model.pretrained: {', '.join(missing)} missing in {folder}: copy the weights from "
+            "the model's origin"
+        )
+    return [folder / name for name in names]
 
 
 def _names_in(index: Path) -> list[str]:
@@ -135,38 +127,16 @@ def _names_in(index: Path) -> list[str]:
     return sorted(names)
 
 
-def _present(folder: Path, names: Sequence[str]) -> list[Path]:
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise UserError(
-            f"model.pretrained: {', '.join(missing)} missing in {folder}: copy the weights from "
-            "the model's origin"
-        )
-    return [folder / name for name in names]
-
-
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return where the tensors of a safetensors file lie, by their names in it.
-
-    Raises:
-        UserError: The file can't be read, its header is damaged, or it is shorter or longer than it
-            says.
-    """
+    """Return where the tensors of a safetensors file lie, by their names in it; raise as ``opened`` does."""
     with opened(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no Mapping
-        return {
-            name: StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
-            for name, part in slices.items()
-        }
+        slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - no Mapping
+        return {n: StoredTensor(path, n, tuple(part.get_shape()), part.get_dtype()) for n, part in slices}
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file.
-
-    Raises:
-        UserError: The file can't be read, or it is truncated or damaged.
-    """
+    """Open a safetensors file; raise UserError where it can't be read, or is truncated or damaged."""
     try:
         with path.open("rb"):  # the library words a missing permission like damage
             pass
@@ -190,8 +160,7 @@ def locate(
     """Return where each tensor of the model's ``state_dict`` lies.
 
     Raises:
-        UserError: One is missing, has another shape than the model's, or is stored in a type that is
-            not among ``DTYPES``.
+        UserError: One is missing, or has another shape than the model's, or a type not among ``DTYPES``.
     """
     state = model.state_dict(keep_vars=True)
     prefix, family = f"{model.base_model_prefix}.", family_of(model.config)

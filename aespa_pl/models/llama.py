@@ -14,43 +14,21 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from aespa_pl.errors import UserError
-from aespa_pl.models.attention import observed
-from aespa_pl.models.family import (
-    BlockLayout,
-    Family,
-    FoldIntoNorm,
-    FoldIntoRows,
-    InputGroup,
-    Projection,
-    Role,
-)
-from aespa_pl.models.observed import Attention
+from aespa_pl.models.family import QKV, BlockLayout, Family, FoldIntoNorm, FoldIntoRows, Projection
+from aespa_pl.models.observed import Attention, observed
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-
 LISTED_KINDS = (
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    "gemma2",
-    "gemma3_text",
-    "olmo3",
-    "exaone4",
-    "gpt_oss",
-    "qwen2_moe",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)
+    "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3", "exaone4", "gpt_oss", "qwen2_moe",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+)  # fmt: skip
 """Model types whose blocks have the kinds that ``config.layer_types`` lists."""
 ONE_WINDOW = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe")
 """Model types with one sliding window in all blocks, or in none; all others have none."""
-
-QKV = (Role.QUERY, Role.KEY, Role.VALUE)
 
 
 class LlamaFamily(Family):
@@ -73,12 +51,7 @@ class LlamaFamily(Family):
     """Function that makes the mask of each kind of block, by the kind's name in ``config.layer_types``."""
 
     def check(self, config: PreTrainedConfig) -> None:
-        """Refuse a quantized model, and attention masks that the library would not make.
-
-        Raises:
-            UserError: ``layer_types`` in config.json has an unknown kind, or one that this model
-                type ignores; or ``sliding_window`` is missing where blocks have one.
-        """
+        """Refuse a quantized model, and attention masks that the library would not make."""
         super().check(config)
         used, stated = attention_kinds(config), getattr(config, "layer_types", None)
         if unknown := sorted(set(used) - self.masks.keys()):
@@ -100,9 +73,8 @@ class LlamaFamily(Family):
 
     def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block."""
-        folds = (
-            FoldIntoNorm(start, self.norm_offset) if self.norms_before else None for start in self.starts
-        )
+        norms = (FoldIntoNorm(start, self.norm_offset) for start in self.starts)
+        attention_fold, mlp_fold = norms if self.norms_before else (None, None)
         added = partial(Projection, residual_factor=self.residual_factor(config), normed=self.norms_after)
         output = added("o_proj", "self_attn.o_proj", residual=self.starts[0])
         down = added("down_proj", "mlp.down_proj", residual=self.starts[1])
@@ -111,11 +83,10 @@ class LlamaFamily(Family):
         own_values = config.num_attention_heads == config.num_key_value_heads
         return BlockLayout.of(
             config,
-            InputGroup("attention_input", self.attention_inputs(config), next(folds)),
-            InputGroup("attention_output", (output,), FoldIntoRows("v_proj") if own_values else None),
-            InputGroup("mlp_input", self.mlp_inputs(config), next(folds)),
-            # its input is act(gate) * up, linear in up
-            InputGroup("mlp_hidden", (down,), FoldIntoRows("up_proj")),
+            (self.attention_inputs(config), attention_fold),
+            ((output,), FoldIntoRows("v_proj") if own_values else None),
+            (self.mlp_inputs(config), mlp_fold),
+            ((down,), FoldIntoRows("up_proj")),  # its input is act(gate) * up, linear in up
         )
 
     def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
@@ -136,22 +107,17 @@ class LlamaFamily(Family):
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Compute RoPE's frequencies; they are float32 whatever the model's type."""
-        decoder = cast(LlamaForCausalLM, model).model
-        rotary = type(decoder.rotary_emb)(model.config)
-        decoder.rotary_emb = rotary.to(device)
+        kind = type(model.model.rotary_emb)
+        model.model.rotary_emb = kind(model.config).to(device)
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Embed the tokens."""
-        hidden = self.embedded(model, ids)
+        hidden = model.model.embed_tokens(ids)
         return hidden, self.arguments(model, hidden)
-
-    def embedded(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        """Return what the first block gets for token ids ``[B, L]``."""
-        return cast(Tensor, cast(LlamaForCausalLM, model).model.embed_tokens(ids))
 
     def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
         """Return mask and RoPE's cos and sin, each ``[1, L, d_h]``, by the kind of block."""
-        rotary = cast(LlamaForCausalLM, model).model.rotary_emb
+        rotary = model.model.rotary_emb
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]  # [1, L]
         by_kind = hasattr(rotary, "layer_types")
         return {
@@ -173,8 +139,7 @@ class LlamaFamily(Family):
 
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Run final norm and head."""
-        causal = cast(LlamaForCausalLM, model)
-        return cast(Tensor, causal.lm_head(causal.model.norm(hidden)))
+        return cast(Tensor, model.lm_head(model.model.norm(hidden)))
 
     @contextmanager
     def observe_attention(
@@ -192,13 +157,10 @@ class LlamaFamily(Family):
             seen["rotation"] = (cos[0], sin[0])
             seen["query_factor"] = self.query_factor(model.config, keywords["position_ids"][0])
 
-        def report(attention: Attention) -> None:
-            observer(replace(attention, **seen))
-
         with ExitStack() as stack:
-            handles = []
             if self.rotates(module):
-                handles += [module.register_forward_pre_hook(keep_rotation, with_kwargs=True)]
+                handle = module.register_forward_pre_hook(keep_rotation, with_kwargs=True)
+                stack.callback(handle.remove)
             if norms is not None:
                 for part, name, heads in (
                     ("q", "query_inverse_square", layout.heads),
@@ -206,10 +168,8 @@ class LlamaFamily(Family):
                 ):
                     projection = module.get_submodule(f"{part}_proj")
                     hook = _keep_scale(seen, name, heads, module.get_submodule(f"{part}_norm"))
-                    handles += [projection.register_forward_hook(hook)]
-            for handle in handles:
-                stack.callback(handle.remove)
-            stack.enter_context(observed(model, module, report))
+                    stack.callback(projection.register_forward_hook(hook).remove)
+            stack.enter_context(observed(model, module, lambda a: observer(replace(a, **seen))))
             yield
 
     def query_factor(self, config: PreTrainedConfig, positions: Tensor) -> Tensor | None:

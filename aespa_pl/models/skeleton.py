@@ -1,7 +1,6 @@
 """Make the model that a configuration describes, without weights, and refuse one that can't run."""
 
 import copy
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -10,11 +9,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.family import BlockLayout, Family
+from aespa_pl.models.family import Family
 
 MOST_BLOCKS = 1000
 """Largest number of blocks. The deepest models have below 200, and the skeleton takes 5 ms a block."""
-
 COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 
 
@@ -33,16 +31,10 @@ def refuse_unsound(config: PreTrainedConfig, family: Family) -> None:
 
     The library checks few of a configuration's values. So its model is made, and its first block
     run, on the meta device: that takes no memory and finds what the library itself stumbles over.
-
-    Raises:
-        UserError: A size is not positive, shapes don't fit each other, or the library doesn't know an
-            activation or a kind of RoPE.
     """
     for name in COUNTS:
-        if getattr(config, name) < 1:
-            raise UserError(
-                f"model.pretrained: {name} in config.json is {getattr(config, name)}: expected 1 or more"
-            )
+        if (given := getattr(config, name)) < 1:
+            raise UserError(f"model.pretrained: {name} in config.json is {given}: expected 1 or more")
     if config.num_hidden_layers > MOST_BLOCKS:
         raise UserError(
             f"model.pretrained: num_hidden_layers in config.json is {config.num_hidden_layers}: "
@@ -64,7 +56,12 @@ def _try(config: PreTrainedConfig, family: Family) -> None:
     blocks = list(cast(nn.Module, model.get_submodule(family.blocks_path)).children())
     firsts = {layout: layouts.index(layout) for layout in layouts}
     for layout, index in firsts.items():
-        _refuse_no_heads_or_weights(blocks[index], layout)
+        for projection in layout.projections:
+            rows, columns = blocks[index].get_parameter(f"{projection.module}.weight").shape
+            if not rows * columns:
+                raise ValueError(f"{projection.name} is {rows} x {columns}")
+        if layout.heads % (keys := layout.key_value_heads):
+            raise ValueError(f"{layout.heads} query heads can't share {keys} key/value heads")
     positions = family.positions(config)
     if positions is not None and positions < 2:
         raise ValueError(f"max_position_embeddings is {positions}")
@@ -78,21 +75,10 @@ def _try(config: PreTrainedConfig, family: Family) -> None:
     family.head(model, output)
 
 
-def _refuse_no_heads_or_weights(block: nn.Module, layout: BlockLayout) -> None:
-    for projection in layout.projections:
-        rows, columns = block.get_parameter(f"{projection.module}.weight").shape
-        if not rows * columns:
-            raise ValueError(f"{projection.name} is {rows} x {columns}")
-    if layout.heads % layout.key_value_heads:
-        raise ValueError(f"{layout.heads} query heads can't share {layout.key_value_heads} key/value heads")
-
-
 def _without_values(value: Any) -> Any:
     """Return a block's arguments with all tensors on the meta device."""
     if isinstance(value, Tensor):
         return value.to("meta")
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {name: _without_values(inner) for name, inner in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_without_values(inner) for inner in value)
-    return value
+    return tuple(map(_without_values, value)) if isinstance(value, tuple) else value
