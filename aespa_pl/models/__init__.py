@@ -40,11 +40,7 @@ MISSING = {
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the family of a model.
-
-    Raises:
-        UserError: No family has its ``model_type``, or the family refuses the configuration.
-    """
+    """Return the family of a model; raise UserError where there is none, or it refuses the configuration."""
     for family in FAMILIES:
         if config.model_type in family.model_types:
             family.check(config)

@@ -1,6 +1,6 @@
 """BLOOM has ALiBi instead of positions, one fused query-key-value matrix, and GELU."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask
 
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import QKV, BlockLayout, Family, FoldIntoNorm, FoldIntoRows, Projection
-from aespa_pl.models.observed import Attention
+from aespa_pl.models.observed import Attention, Observer
 
 FUSED = "self_attention.query_key_value"
 
@@ -25,12 +25,10 @@ class BloomFamily(Family):
     forms_probabilities = True
 
     def check(self, config: PreTrainedConfig) -> None:
-        """Refuse a quantized model, and the emulation of tensor-parallel sums.
-
-        The library then runs ``dense`` and ``dense_4h_to_h`` in slices and without their modules, so that
-        their inputs can't be observed.
-        """
+        """Refuse a quantized model, and the emulation of tensor-parallel sums."""
         super().check(config)
+        # The library then runs ``dense`` and ``dense_4h_to_h`` in slices and without their modules, so that
+        # their inputs can't be observed.
         if config.pretraining_tp > 1 and config.slow_but_exact:
             raise UserError(
                 "model.pretrained: slow_but_exact true with pretraining_tp "
@@ -80,10 +78,8 @@ class BloomFamily(Family):
         return cast(Tensor, model.lm_head(model.transformer.ln_f(hidden)))
 
     @contextmanager
-    def observe_attention(
-        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
-    ) -> Iterator[None]:
-        """Call ``observer`` for each batch.
+    def observe_attention(self, model: PreTrainedModel, block: nn.Module, report: Observer) -> Iterator[None]:
+        """Call ``report`` for each batch.
 
         BLOOM's attention does not go through the library's interface and computes everything in one
         method, so hooks read the inputs of that method. Its mask is the causal one, see ``arguments``.
@@ -95,15 +91,15 @@ class BloomFamily(Family):
         def keep_alibi(_module: nn.Module, _inputs: object, keywords: dict[str, Any]) -> None:
             seen["alibi"] = keywords["alibi"].unflatten(0, (-1, layout.heads))  # [B, n_h, 1, L]
 
-        def report(_module: nn.Module, _inputs: object, rows: Tensor) -> None:
+        def see(_module: nn.Module, _inputs: object, rows: Tensor) -> None:
             # [B, L, n_h * 3 * d_h]
             parts = rows.view(*rows.shape[:2], layout.heads, 3, layout.head_dim).transpose(1, 2)
             query, key, _ = parts.unbind(-2)  # [B, n_h, L, d_h]
-            observer(Attention(query, key, attention.inv_norm_factor, alibi=seen["alibi"]))
+            report(Attention(query, key, attention.inv_norm_factor, alibi=seen["alibi"]))
 
         handles = (
             attention.register_forward_pre_hook(keep_alibi, with_kwargs=True),
-            block.get_submodule(FUSED).register_forward_hook(report),
+            block.get_submodule(FUSED).register_forward_hook(see),
         )
         try:
             yield

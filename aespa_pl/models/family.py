@@ -5,7 +5,7 @@ heads (n_kv divides n_h), d_h head size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models.experts import ExpertMixture, Part, joined
-from aespa_pl.models.observed import Attention
+from aespa_pl.models.observed import Observer
 from aespa_pl.settings import QuantizationSettings
 
 
@@ -241,9 +241,9 @@ class Family(ABC):
 
     @abstractmethod
     def observe_attention(
-        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
+        self, model: PreTrainedModel, block: nn.Module, report: Observer
     ) -> AbstractContextManager[None]:
-        """Call ``observer`` with the block's queries and keys of each batch that runs in the context."""
+        """Call ``report`` with the block's queries and keys of each batch that runs in the context."""
 
     def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Return what the norms on query and key heads multiply by, ``[heads or 1, d_h]``; None: no norms."""

@@ -27,8 +27,6 @@ COMPANIONS = (
     "added_tokens.json", "chat_template*", "additional_chat_templates/*", *LICENCES,
 )  # fmt: skip
 """Files beside the weights that belong to a model; no code is among them."""
-CARD = "README.md"
-"""File that states the licence, which the cards of exported models repeat."""
 SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 """Weights of models without safetensors; ``pickles.py`` reads nothing but tensors from them."""
@@ -81,7 +79,9 @@ def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
         if not weights:
             return Path(hf_hub_download(name, "config.json", revision=revision)).parent
         chosen, files = _best_weights(name, revision)
-        return Path(snapshot_download(name, revision=chosen, allow_patterns=[*COMPANIONS, CARD, *files]))
+        # README.md states the licence, which the cards of exported models repeat
+        patterns = [*COMPANIONS, "README.md", *files]
+        return Path(snapshot_download(name, revision=chosen, allow_patterns=patterns))
     except GatedRepoError as error:
         raise UserError(
             f"model.pretrained: {name} is gated: accept its licence at https://huggingface.co/{name}"

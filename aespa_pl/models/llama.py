@@ -19,7 +19,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import QKV, BlockLayout, Family, FoldIntoNorm, FoldIntoRows, Projection
-from aespa_pl.models.observed import Attention, observed
+from aespa_pl.models.observed import Observer, observed
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 LISTED_KINDS = (
@@ -107,8 +107,7 @@ class LlamaFamily(Family):
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Compute RoPE's frequencies; they are float32 whatever the model's type."""
-        kind = type(model.model.rotary_emb)
-        model.model.rotary_emb = kind(model.config).to(device)
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Embed the tokens."""
@@ -142,10 +141,8 @@ class LlamaFamily(Family):
         return cast(Tensor, model.lm_head(model.model.norm(hidden)))
 
     @contextmanager
-    def observe_attention(
-        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
-    ) -> Iterator[None]:
-        """Call ``observer`` for each batch."""
+    def observe_attention(self, model: PreTrainedModel, block: nn.Module, report: Observer) -> Iterator[None]:
+        """Call ``report`` for each batch."""
         module = block.get_submodule("self_attn")
         layout, norms = self.layout(model.config), self.norm_weights(block)
         seen: dict[str, Any] = {}
@@ -162,14 +159,12 @@ class LlamaFamily(Family):
                 handle = module.register_forward_pre_hook(keep_rotation, with_kwargs=True)
                 stack.callback(handle.remove)
             if norms is not None:
-                for part, name, heads in (
-                    ("q", "query_inverse_square", layout.heads),
-                    ("k", "key_inverse_square", layout.key_value_heads),
-                ):
-                    projection = module.get_submodule(f"{part}_proj")
-                    hook = _keep_scale(seen, name, heads, module.get_submodule(f"{part}_norm"))
+                for name, heads in (("query", layout.heads), ("key", layout.key_value_heads)):
+                    projection = module.get_submodule(f"{name[0]}_proj")
+                    norm = module.get_submodule(f"{name[0]}_norm")
+                    hook = partial(_keep_scale, seen, f"{name}_inverse_square", heads, norm)
                     stack.callback(projection.register_forward_hook(hook).remove)
-            stack.enter_context(observed(model, module, lambda a: observer(replace(a, **seen))))
+            stack.enter_context(observed(model, module, lambda a: report(replace(a, **seen))))
             yield
 
     def query_factor(self, config: PreTrainedConfig, positions: Tensor) -> Tensor | None:
@@ -201,16 +196,18 @@ def attention_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _keep_scale(
-    seen: dict[str, Any], name: str, heads: int, norm: Any
-) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-    """Return a hook on a projection that keeps ``1 / (mean square + eps)`` of what its norm gets."""
+    seen: dict[str, Any],
+    name: str,
+    heads: int,
+    norm: Any,
+    _module: nn.Module,
+    _inputs: object,
+    output: Tensor,
+) -> None:
+    """Keep ``1 / (mean square + eps)`` of a projection's output, which the norm gets."""
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
-
-    def hook(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        parts = output.unflatten(-1, (-1, norm.weight.numel()))  # [B, L, heads or 1, ...]
-        if parts.shape[2] > heads:  # a gate follows each query
-            parts = parts[:, :, ::2]
-        scale = 1 / (parts.float().square().mean(-1) + epsilon)
-        seen[name] = scale.expand(*scale.shape[:2], heads).transpose(1, 2)
-
-    return hook
+    parts = output.unflatten(-1, (-1, norm.weight.numel()))  # [B, L, heads or 1, ...]
+    if parts.shape[2] > heads:  # a gate follows each query
+        parts = parts[:, :, ::2]
+    scale = 1 / (parts.float().square().mean(-1) + epsilon)
+    seen[name] = scale.expand(*scale.shape[:2], heads).transpose(1, 2)

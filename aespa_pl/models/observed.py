@@ -55,12 +55,9 @@ class Attention:
     def probabilities(self, heads: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         """Compute attention probabilities, in float32 at least as the library's fused kernels do.
 
-        Every supported model is causal: columns behind the last row are 0, and are left out. The heads are
-        those of the queries, the rows their positions.
-
-        Returns:
-            ``[B, heads, rows, end of rows]``: after the softmax, with ALiBi and all masks. Beside sinks they
-            add up to less than 1.
+        They are ``[B, heads, rows, end of rows]``: after the softmax, with ALiBi and all masks. Beside sinks
+        they add up to less than 1. Every supported model is causal: columns behind the last row are 0, and
+        are left out. The heads are those of the queries, the rows their positions.
         """
         exact = torch.promote_types(self.query.dtype, torch.float32)
         _, n_h, L, _ = self.query.shape
@@ -85,20 +82,18 @@ class Attention:
         return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
-AttentionReport = Callable[[Attention], None]
+Observer = Callable[[Attention], None]
 """A function that is called with the queries, keys, scaling and mask of each batch."""
 
 
 @contextmanager
-def observed(model: PreTrainedModel, attention: nn.Module, report: AttentionReport) -> Iterator[None]:
+def observed(model: PreTrainedModel, attention: nn.Module, report: Observer) -> Iterator[None]:
     """Call ``report`` for each batch that runs through ``attention`` in this context.
 
     The block's arguments must be made in the context: the mask is the implementation's own.
     """
 
-    def hand_over(
-        _module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hand_over(_module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
         return arguments, {**keywords, "report": report}
 
     previous = model.config._attn_implementation  # noqa: SLF001 - there is no public reader
@@ -122,7 +117,7 @@ def observed_attention(
     scaling: float,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    report: AttentionReport | None = None,
+    report: Observer | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output ``[B, L, n_h, d_h]``, and no probabilities."""

@@ -1,6 +1,6 @@
 """OPT has learned positions, ReLU, and LayerNorm before (in the 350M model after) each sublayer."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from aespa_pl.models.family import QKV, BlockLayout, Family, FoldIntoNorm, FoldIntoRows, Projection
-from aespa_pl.models.observed import Attention, observed
+from aespa_pl.models.observed import Attention, Observer, observed
 
 
 class OptFamily(Family):
@@ -68,20 +68,18 @@ class OptFamily(Family):
         return cast(Tensor, model.lm_head(hidden))
 
     @contextmanager
-    def observe_attention(
-        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
-    ) -> Iterator[None]:
-        """Call ``observer`` for each batch."""
+    def observe_attention(self, model: PreTrainedModel, block: nn.Module, report: Observer) -> Iterator[None]:
+        """Call ``report`` for each batch."""
         head_dim = self.layout(model.config).head_dim
 
-        def report(attention: Attention) -> None:
+        def without_factor(attention: Attention) -> None:
             # OPT's module hands its attention function a query that it has already multiplied by
             # 1 / sqrt(d_h). G_K = E[Q^T Q] is weighed against lambda, so the factor must go; in
             # float32, because half precision would round once more.
             query = attention.query
             exact = query.to(torch.promote_types(query.dtype, torch.float32))
             scaling = attention.scaling / head_dim**0.5
-            observer(replace(attention, query=exact * head_dim**0.5, scaling=scaling))
+            report(replace(attention, query=exact * head_dim**0.5, scaling=scaling))
 
-        with observed(model, block.get_submodule("self_attn"), report):
+        with observed(model, block.get_submodule("self_attn"), without_factor):
             yield

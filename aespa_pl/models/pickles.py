@@ -28,11 +28,8 @@ def converted(path: Path, cache: Path) -> Path:
 
     Making it takes as much disk in the cache as the pickle has, and host memory for its tensors. The
     file lies in ``weights`` in the cache, under the pickle's SHA-256; other processes wait until the first
-    one has made it.
-
-    Raises:
-        UserError: The pickle can't be read, is damaged or holds more than tensors by name, or the
-            cache can't be written to.
+    one has made it. UserError is raised where the pickle can't be read or holds more than tensors by name, or
+    the cache can't be written to.
     """
     try:
         with path.open("rb") as file:

@@ -26,9 +26,9 @@ from aespa_pl.models.headers import (
     read_header,
     refuse_no_tokenizer,
     shards,
+    skeleton,
 )
 from aespa_pl.models.pickles import converted
-from aespa_pl.models.skeleton import skeleton
 from aespa_pl.storage.cache import cache_folder
 
 
@@ -48,8 +48,7 @@ class PretrainedFolder:
         """Check a folder and read its configuration; safetensors that are made from pickles lie in ``cache``.
 
         Raises:
-            UserError: A file is missing or damaged, the model is of no family that we know or has
-                parts that its family refuses, or a tensor is missing or has another shape.
+            UserError: A file or tensor is missing or damaged, or no family takes the model.
         """
         config = read_config(folder)
         refuse_no_tokenizer(folder)
@@ -89,8 +88,7 @@ class PretrainedFolder:
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of the model's ``state_dict``, on the CPU, by default in its stored type.
 
-        Raises:
-            UserError: It has NaN or infinite values, or values beyond the range of ``dtype``.
+        UserError is raised where values are not finite, or beyond the range of ``dtype``.
         """
         return self._read([name], torch.device("cpu"), dtype or DTYPES[self.tensors[name].dtype])[name]
 
@@ -127,10 +125,9 @@ class PretrainedFolder:
 
     def with_block(self, family: Family, index: int, files: Sequence[Path]) -> "PretrainedFolder":
         """Return the folder with the tensors of a block in other files."""
-        stored, moved = _headers(files), {}
-        for name in self.block_names(family, index):
-            place, part = family.places(name)[0]
-            moved[name] = stored[place].taken(part)
+        stored = _headers(files)
+        places = {name: family.places(name)[0] for name in self.block_names(family, index)}
+        moved = {name: stored[place].taken(part) for name, (place, part) in places.items()}
         return replace(self, tensors={**self.tensors, **moved})
 
     def with_stem(self, family: Family, files: Sequence[Path]) -> "PretrainedFolder":

@@ -29,10 +29,8 @@ def fold(block: nn.Module, layout: BlockLayout, zeta: Mapping[str, Tensor]) -> N
     """Move zeta from the columns of projections into what comes before; the output stays the same.
 
     The block is changed in place. Zeta has positive factors ``[d_in]`` by the name of the input group. Column
-    and row scalings commute, so the groups may be folded in any order.
-
-    Raises:
-        ValueError: A zeta is not positive, or its group has no fold.
+    and row scalings commute, so the groups may be folded in any order. ValueError is raised where a zeta is
+    not positive, or its group has no fold.
     """
     groups = {group.name: group for group in layout.groups}
     projections = {projection.name: projection for projection in layout.projections}
