@@ -97,12 +97,8 @@ class BloomFamily(Family):
             query, key, _ = parts.unbind(-2)  # [B, n_h, L, d_h]
             report(Attention(query, key, attention.inv_norm_factor, alibi=seen["alibi"]))
 
-        handles = (
+        with (
             attention.register_forward_pre_hook(keep_alibi, with_kwargs=True),
             block.get_submodule(FUSED).register_forward_hook(see),
-        )
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()

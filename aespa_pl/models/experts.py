@@ -150,7 +150,7 @@ def taken_apart(module: nn.Module, fused: Fused, gated: Gated) -> Experts:
 
     def layer(name: str) -> nn.Linear:
         weight, has_bias = taken(f"{name}.weight"), "down_proj_bias" in tensors
-        made = nn.Linear(*reversed(weight.shape), bias=has_bias, device="meta")
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
         made.weight = nn.Parameter(weight, requires_grad=False)
         if has_bias:
             made.bias = nn.Parameter(taken(f"{name}.bias"), requires_grad=False)

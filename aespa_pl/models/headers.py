@@ -97,10 +97,9 @@ def _refuse_unsound(config: PreTrainedConfig) -> None:
     for name in COUNTS:
         if (given := getattr(config, name)) < 1:
             raise UserError(f"model.pretrained: {name} in config.json is {given}: expected 1 or more")
-    if config.num_hidden_layers > MOST_BLOCKS:
+    if (given := config.num_hidden_layers) > MOST_BLOCKS:
         raise UserError(
-            f"model.pretrained: num_hidden_layers in config.json is {config.num_hidden_layers}: "
-            f"expected {MOST_BLOCKS} or less"
+            f"model.pretrained: num_hidden_layers in config.json is {given}: expected {MOST_BLOCKS} or less"
         )
     try:
         _try(config)
@@ -169,14 +168,13 @@ def shards(folder: Path) -> list[Path]:
 
     UserError is raised where one is missing, or an index is damaged.
     """
-    names = [WEIGHTS[0]]
     for whole in WEIGHTS:
-        if (index := folder / f"{whole}.index.json").is_file():
-            names = _names_in(index)
+        index = folder / f"{whole}.index.json"
+        if index.is_file() or (folder / whole).is_file():
+            names = _names_in(index) if index.is_file() else [whole]
             break
-        if (folder / whole).is_file():
-            names = [whole]
-            break
+    else:
+        names = [WEIGHTS[0]]
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UserError(
             f"model.pretrained: {', '.join(missing)} missing in {folder}: copy the weights from "
@@ -230,8 +228,7 @@ def locate(
 ) -> dict[str, StoredTensor]:
     """Return where each tensor of the model's ``state_dict`` lies.
 
-    Raises:
-        UserError: One is missing, or has another shape than the model's, or a type not among ``DTYPES``.
+    UserError is raised where one is missing, or has another shape, or a type that is not among ``DTYPES``.
     """
     state = model.state_dict(keep_vars=True)
     prefix, family = f"{model.base_model_prefix}.", family_of(model.config)

@@ -53,7 +53,7 @@ class HybridFamily(Qwen3MoeFamily):
         fold = FoldIntoNorm(norm, self.norm_offset, tuple(f"linear_attn.{name}" for name in small))
         output = Projection("out_proj", "linear_attn.out_proj", residual=norm)
         inputs = InputGroup("attention_input", tuple(Projection(n, f"linear_attn.{n}") for n in large), fold)
-        # its input comes from a norm with a weight for all heads, and a gate behind SiLU
+        # the input of out_proj comes from a norm with a weight for all heads, and a gate behind SiLU
         outputs = InputGroup("attention_output", (output,), None)
         return replace(attention, groups=(inputs, outputs, *attention.groups[2:]))
 
@@ -77,9 +77,8 @@ class HybridFamily(Qwen3MoeFamily):
             gates = output.unflatten(-1, (-1, 2, attention.head_dim))[..., 1, :]  # [B, L, n_h, d_h]
             seen["gate"] = gates.sigmoid().transpose(1, 2)
 
-        handle = attention.q_proj.register_forward_hook(keep_gate)
-        try:
-            with super().observe_attention(model, block, lambda a: report(replace(a, **seen))):
-                yield
-        finally:
-            handle.remove()
+        with (
+            attention.q_proj.register_forward_hook(keep_gate),
+            super().observe_attention(model, block, lambda a: report(replace(a, **seen))),
+        ):
+            yield

@@ -156,14 +156,13 @@ class LlamaFamily(Family):
 
         with ExitStack() as stack:
             if self.rotates(module):
-                handle = module.register_forward_pre_hook(keep_rotation, with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.enter_context(module.register_forward_pre_hook(keep_rotation, with_kwargs=True))
             if norms is not None:
                 for name, heads in (("query", layout.heads), ("key", layout.key_value_heads)):
                     projection = module.get_submodule(f"{name[0]}_proj")
                     norm = module.get_submodule(f"{name[0]}_norm")
                     hook = partial(_keep_scale, seen, f"{name}_inverse_square", heads, norm)
-                    stack.callback(projection.register_forward_hook(hook).remove)
+                    stack.enter_context(projection.register_forward_hook(hook))
             stack.enter_context(observed(model, module, lambda a: report(replace(a, **seen))))
             yield
 
@@ -196,13 +195,7 @@ def attention_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _keep_scale(
-    seen: dict[str, Any],
-    name: str,
-    heads: int,
-    norm: Any,
-    _module: nn.Module,
-    _inputs: object,
-    output: Tensor,
+    seen: dict[str, Any], name: str, heads: int, norm: Any, _module: object, _inputs: object, output: Tensor
 ) -> None:
     """Keep ``1 / (mean square + eps)`` of a projection's output, which the norm gets."""
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps

@@ -180,7 +180,7 @@ def _unsupported_scores(config: PreTrainedConfig, architecture: Architecture) ->
 
 
 def window_period(config: PreTrainedConfig) -> int | None:
-    """Return the n of a model in which every n-th block has no window: 0 is no block; None: no such model."""
+    """Return the n of a model whose every n-th block has no window, 0 where all have one; None: no n fits."""
     windows = [kind == "sliding_attention" for kind in attention_kinds(config)]
     period = windows.index(False) + 1 if False in windows else 0
     expected = [period == 0 or (i + 1) % period != 0 for i in range(len(windows))]

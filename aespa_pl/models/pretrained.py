@@ -47,8 +47,7 @@ class PretrainedFolder:
     def open(cls, folder: Path, cache: Path | None = None) -> "PretrainedFolder":
         """Check a folder and read its configuration; safetensors that are made from pickles lie in ``cache``.
 
-        Raises:
-            UserError: A file or tensor is missing or damaged, or no family takes the model.
+        UserError is raised where a file or tensor is missing or damaged, or no family takes the model.
         """
         config = read_config(folder)
         refuse_no_tokenizer(folder)
