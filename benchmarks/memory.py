@@ -38,7 +38,7 @@ from aespa_pl.cli import main as aespa_pl
 from aespa_pl.commands.job import Job
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.measure import Stopwatch
-from aespa_pl.models.skeleton import skeleton
+from aespa_pl.models.headers import skeleton
 from aespa_pl.planning.needs import PROCESS_BYTES, device_bytes, hidden_bytes
 from aespa_pl.planning.shape import Setup
 from aespa_pl.run.context import Context

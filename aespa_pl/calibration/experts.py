@@ -20,9 +20,8 @@ from aespa_pl.algorithm.second_moments import add_gram
 from aespa_pl.calibration.observe import Observation
 from aespa_pl.calibration.statistics import Reached
 from aespa_pl.calibration.sums import INPUT, MAGNITUDE, OUTPUT_SHIFT, SHIFT, Sums, rows, stream
-from aespa_pl.models.experts import Expert, routed
+from aespa_pl.models.experts import Expert, ExpertMixture, routed
 from aespa_pl.models.family import BlockLayout, Projection
-from aespa_pl.models.parts import ExpertMixture
 
 WEIGHT, COUNT = "weight ", "count "
 """Prefixes of the sum of an input's squared weights, and of the number of its tokens."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aespa_pl.models.experts import ExpertMixture
 from aespa_pl.models.family import InputGroup
 from aespa_pl.models.observed import Attention
-from aespa_pl.models.parts import ExpertMixture
 
 ObserveAttention = Callable[[Callable[[Attention], None]], AbstractContextManager[None]]
 """Opens a context in which its argument is called with what the block's attention does."""

@@ -19,9 +19,8 @@ from aespa_pl.data.texts import short_names
 from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.family import BlockLayout, Family
+from aespa_pl.models.family import BlockLayout, Family, layouts_of
 from aespa_pl.models.hub import resolve
-from aespa_pl.models.kept import layouts_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight

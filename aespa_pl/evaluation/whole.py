@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes, human
-from aespa_pl.models.skeleton import skeleton
+from aespa_pl.models.headers import skeleton
 
 
 def unpacked_config(folder: Path) -> PreTrainedConfig:

@@ -13,8 +13,8 @@ from torch import Tensor
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.export.format import Format, ReadTensor
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.models.experts import Part
 from aespa_pl.models.headers import opened
-from aespa_pl.models.parts import Part
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.storage.files import write_json

@@ -16,10 +16,9 @@ from aespa_pl.algorithm.grid_types import TENSORS, TYPES, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
-from aespa_pl.models.family import BlockLayout, Family, Projection
+from aespa_pl.models.family import BlockLayout, Family, Projection, layout_of
 from aespa_pl.models.headers import DTYPES, opened
 from aespa_pl.models.hub import resolve
-from aespa_pl.models.kept import layout_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.folder import how_to_continue

@@ -9,41 +9,25 @@ from transformers import PreTrainedConfig
 from aespa_pl.errors import UserError
 from aespa_pl.models.bloom import BloomFamily
 from aespa_pl.models.family import Family
-from aespa_pl.models.gemma import Gemma2Family, Gemma3Family
-from aespa_pl.models.gpt_oss import GptOssFamily
-from aespa_pl.models.granite import GraniteFamily
 from aespa_pl.models.hybrid import HybridFamily
 from aespa_pl.models.llama import LlamaFamily
-from aespa_pl.models.moe import MixtralFamily, Qwen3MoeFamily
-from aespa_pl.models.olmo import OlmoFamily
+from aespa_pl.models.moe import GptOssFamily, MixtralFamily, Qwen3MoeFamily
 from aespa_pl.models.opt import OptFamily
-from aespa_pl.models.phi3 import Phi3Family
+from aespa_pl.models.relatives import Gemma2Family, Gemma3Family, GraniteFamily, OlmoFamily, Phi3Family
 
 FAMILIES: tuple[Family, ...] = (
-    OptFamily(),
-    BloomFamily(),
-    LlamaFamily(),
-    GraniteFamily(),
-    Phi3Family(),
-    Gemma2Family(),
-    Gemma3Family(),
-    OlmoFamily(),
-    Qwen3MoeFamily(),
-    MixtralFamily(),
-    HybridFamily(),
-    GptOssFamily(),
-)
+    OptFamily(), BloomFamily(), LlamaFamily(), GraniteFamily(), Phi3Family(), Gemma2Family(), Gemma3Family(),
+    OlmoFamily(), Qwen3MoeFamily(), MixtralFamily(), HybridFamily(), GptOssFamily(),
+)  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(name for family in FAMILIES for name in family.model_types)
 """The ``model_type`` values in config.json that can be quantized."""
 
 MISSING = {
     "gemma3": "its image encoder; the text model alone, gemma3_text, is supported",
-    "gemma3n": "per-layer embeddings",
-    "gemma3n_text": "per-layer embeddings",
-    "gemma4": "per-layer embeddings",
-    "gemma4_text": "per-layer embeddings",
-    "gemma4_unified": "per-layer embeddings",
+    **dict.fromkeys(
+        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified"), "per-layer embeddings"
+    ),
     "mistral3": "its image encoder; the text model alone, ministral3, is supported",
     "phi4_multimodal": "its encoders of images and sound",
     "exaone4_5": "its image encoder",
@@ -56,11 +40,7 @@ MISSING = {
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the family of a model.
-
-    Raises:
-        UserError: No family has its ``model_type``, or the family refuses the configuration.
-    """
+    """Return the family of a model; raise UserError where there is none, or it refuses the configuration."""
     for family in FAMILIES:
         if config.model_type in family.model_types:
             family.check(config)

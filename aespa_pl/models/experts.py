@@ -4,31 +4,115 @@ transformers keeps the matrices of all experts in one tensor. Here each expert i
 layers, so that everything that works on linear layers works on experts as well.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.models.family import FoldIntoNorm, FoldIntoRows, InputGroup, Projection
-from aespa_pl.models.parts import ExpertMixture, Fused
-
+NAME = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 Gated = Callable[[Tensor, Tensor], Tensor]
 """Returns the input of the last matrix from the outputs of gate and up."""
+
+
+@dataclass(frozen=True)
+class ExpertMixture:
+    """Describes the mixture of experts of a block."""
+
+    module: str
+    """Path of the module whose input all tokens are, and whose output is added to the residual stream."""
+    router: str
+    """Path of the module that returns logits, weights ``[N, k]`` and experts ``[N, k]`` of each token."""
+    experts: str
+    """Path of the list of experts."""
+    count: int
+    """Number of experts."""
+    chosen: int
+    """Number k of experts that a token is routed to."""
+    residual: str
+    """Path of the module whose input the output is added to."""
+    shared_gate: str | None = None
+    """Path of the linear layer whose output, behind a sigmoid, is the weight of the shared expert. All tokens
+    are routed to this expert, whose number comes after those of the others; None: there is none."""
+
+    @property
+    def total(self) -> int:
+        """Return the number of experts, with the shared one."""
+        return self.count + (self.shared_gate is not None)
+
+    def share(self, expert: int) -> float:
+        """Return the share of the tokens that an expert gets, on average."""
+        return self.chosen / self.count if expert < self.count else 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Says which part of a tensor of all experts, ``[experts, ...]``, is a tensor of one."""
+
+    expert: int
+    number: int
+    """Number of the matrix among those whose rows are side by side."""
+    count: int
+    interleaved: bool
+    """Whether the rows of the matrices alternate; otherwise one matrix follows the other."""
+    transposed: bool
+    """Whether the tensor has columns before rows."""
+
+    def of(self, tensor: Any) -> Tensor:
+        """Return the part, a view; a file's slice will do for the tensor."""
+        one: Tensor = tensor[self.expert]
+        if self.transposed and one.dim() == 2:
+            one = one.mT
+        if self.count == 1:
+            return one
+        return one[self.number :: self.count] if self.interleaved else one.chunk(2)[self.number]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Says how the library stores gate, up and down of all experts in one or two tensors."""
+
+    interleaved: bool = False
+    transposed: bool = False
+
+    def places(self, name: str) -> tuple[tuple[str, Part], ...]:
+        """Return the tensor of all experts that a tensor of one lies in, and the part of it; else nothing."""
+        match = NAME.fullmatch(name)
+        if match is None:
+            return ()
+        path, expert, kind, parameter = match.groups()
+        fused = "down_proj" if kind == "down" else "gate_up_proj"
+        ending = "" if parameter == "weight" else "_bias"
+        number, count = (0, 1) if kind == "down" else (("gate", "up").index(kind), 2)
+        part = Part(int(expert), number, count, self.interleaved, self.transposed)
+        return ((f"{path}.{fused}{ending}", part),)
+
+
+def joined(parts: Sequence[tuple[Part, Tensor]]) -> Tensor:
+    """Return the tensor of all experts from the parts of each."""
+    first, one = parts[0]
+    rows, *columns = one.shape
+    shape = (first.count * rows, *columns)
+    experts = 1 + max(part.expert for part, _ in parts)
+    whole = one.new_empty(experts, *(reversed(shape) if first.transposed else shape))
+    for part, tensor in parts:
+        part.of(whole).copy_(tensor)
+    return whole
 
 
 class Expert(nn.Module):
     """Runs one gated feed-forward network."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, gated: Gated) -> None:
-        """Take the layers, and what joins the outputs of gate and up."""
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
         self.gated = gated
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the outputs ``[T, d]`` of the tokens ``[T, d]``."""
-        down: Tensor = self.down_proj(self.inner(hidden))
-        return down
+        return cast(Tensor, self.down_proj(self.inner(hidden)))
 
     def inner(self, hidden: Tensor) -> Tensor:
         """Return the inputs of the last matrix."""
@@ -39,13 +123,7 @@ class Experts(nn.ModuleList):
     """Runs each expert on the tokens that are routed to it; stands in for the library's module."""
 
     def forward(self, hidden: Tensor, indices: Tensor, scores: Tensor) -> Tensor:
-        """Return the outputs ``[N, d]``.
-
-        Args:
-            hidden: Tokens ``[N, d]``.
-            indices: Experts of each token, ``[N, k]``.
-            scores: Their weights, ``[N, k]``.
-        """
+        """Return outputs ``[N, d]`` of tokens ``[N, d]``; their experts and scores are ``[N, k]``."""
         output = torch.zeros_like(hidden)
         for number, expert in enumerate(self):
             token, place = routed(indices, number)
@@ -59,8 +137,7 @@ def routed(indices: Tensor, expert: int) -> tuple[Tensor, Tensor]:
     if indices.is_meta:  # shapes are all that is asked for
         token = torch.arange(len(indices), device="meta")
         return token, torch.zeros_like(token)
-    token, place = (indices == expert).nonzero(as_tuple=True)
-    return token, place
+    return cast(tuple[Tensor, Tensor], (indices == expert).nonzero(as_tuple=True))
 
 
 def taken_apart(module: nn.Module, fused: Fused, gated: Gated) -> Experts:
@@ -68,13 +145,12 @@ def taken_apart(module: nn.Module, fused: Fused, gated: Gated) -> Experts:
     tensors = dict(module.named_parameters(recurse=False))
 
     def taken(name: str) -> Tensor:
-        place, part = fused.place_of(f".experts.{name}")
+        ((place, part),) = fused.places(f".experts.{name}")
         return part.of(tensors[place.removeprefix(".experts.")])
 
     def layer(name: str) -> nn.Linear:
         weight, has_bias = taken(f"{name}.weight"), "down_proj_bias" in tensors
-        rows, columns = weight.shape
-        made = nn.Linear(columns, rows, bias=has_bias, device="meta")
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
         made.weight = nn.Parameter(weight, requires_grad=False)
         if has_bias:
             made.bias = nn.Parameter(taken(f"{name}.bias"), requires_grad=False)
@@ -85,31 +161,3 @@ def taken_apart(module: nn.Module, fused: Fused, gated: Gated) -> Experts:
         return Expert(gate, up, down, gated)
 
     return Experts(map(expert, range(len(tensors["down_proj"]))))
-
-
-def expert_groups(
-    mixture: ExpertMixture, fold: FoldIntoNorm, shared: str | None = None, *, linear_in_up: bool = True
-) -> tuple[InputGroup, ...]:
-    """Return the groups of a mixture's experts: one input for gate and up of all, one for each down.
-
-    All experts share the zeta of their input, because it is folded into one norm.
-
-    Args:
-        mixture: The mixture.
-        fold: Says what takes the zeta of its input.
-        shared: Path of the shared expert; None: there is none.
-        linear_in_up: Whether a factor of an output of up is one of an input of down.
-    """
-    ups: list[Projection] = []
-    downs: list[InputGroup] = []
-    each = {f"expert_{number}": f"{mixture.experts}.{number}" for number in range(mixture.count)}
-    if shared is not None:
-        each["shared_expert"] = shared
-    for number, (name, path) in enumerate(each.items()):
-        ups += (
-            Projection(f"{name}_{kind}_proj", f"{path}.{kind}_proj", expert=number) for kind in ("gate", "up")
-        )
-        down = Projection(f"{name}_down_proj", f"{path}.down_proj", residual=mixture.residual, expert=number)
-        rows = FoldIntoRows(f"{name}_up_proj") if linear_in_up else None
-        downs.append(InputGroup(f"{name}_hidden", (down,), rows))
-    return (InputGroup("mlp_input", tuple(ups), fold), *downs)

@@ -5,20 +5,21 @@ heads (n_kv divides n_h), d_h head size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.models.observed import Attention
-from aespa_pl.models.parts import ExpertMixture, Part, as_stored
+from aespa_pl.models.experts import ExpertMixture, Part, joined
+from aespa_pl.models.observed import Observer
+from aespa_pl.settings import QuantizationSettings
 
 
 class Role(StrEnum):
@@ -28,6 +29,9 @@ class Role(StrEnum):
     KEY = "key"
     VALUE = "value"
     OTHER = "other"
+
+
+QKV = (Role.QUERY, Role.KEY, Role.VALUE)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Projection:
     expert: int | None = None
     """Number of the expert that it is part of, which sees only the tokens that are routed to it."""
     kept: bool = False
-    """Whether its weights stay as they are (``aespa_pl/models/kept.py``)."""
+    """Whether its weights stay as they are (``layout_of``)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,10 @@ class FoldIntoRows:
     projection: str
 
 
+Fold = FoldIntoNorm | FoldIntoRows | None
+"""The operation that takes zeta; None where none can take it exactly."""
+
+
 @dataclass(frozen=True)
 class InputGroup:
     """Lists projections with the same input; they share its Hessian and, where allowed, zeta.
@@ -84,8 +92,7 @@ class InputGroup:
 
     name: str
     projections: tuple[Projection, ...]
-    fold: FoldIntoNorm | FoldIntoRows | None
-    """The operation that takes zeta; None where none can take it exactly."""
+    fold: Fold
 
     @property
     def inputs(self) -> dict[str, tuple[Projection, ...]]:
@@ -104,8 +111,7 @@ class BlockLayout:
     """Lists the projections of one block, in the order of the forward pass."""
 
     groups: tuple[InputGroup, ...]
-    """Groups of the block; the first sees the hidden size, and is the input of the attention where there is
-    one."""
+    """The first sees the hidden size, and is the input of the attention where there is one."""
     heads: int
     key_value_heads: int
     head_dim: int
@@ -115,17 +121,15 @@ class BlockLayout:
     """Whether each number of the attention's output is multiplied by a gate before it is projected."""
 
     @classmethod
-    def of(
-        cls, config: PreTrainedConfig, *groups: InputGroup, mixture: ExpertMixture | None = None
-    ) -> "BlockLayout":
-        """Return the layout of a block with these groups; the heads are the configuration's."""
+    def of(cls, config: PreTrainedConfig, *groups: tuple[tuple[Projection, ...], Fold]) -> "BlockLayout":
+        """Return the layout of a block with the projections and the fold of each of its four groups."""
+        names = ("attention_input", "attention_output", "mlp_input", "mlp_hidden")
         heads = config.num_attention_heads
         return cls(
-            groups,
+            tuple(InputGroup(name, *group) for name, group in zip(names, groups, strict=True)),
             heads,
             getattr(config, "num_key_value_heads", None) or heads,
             getattr(config, "head_dim", None) or config.hidden_size // heads,
-            mixture,
         )
 
     @property
@@ -135,10 +139,7 @@ class BlockLayout:
 
     @property
     def attended_group(self) -> InputGroup | None:
-        """Return the group whose input is the attention's output, the query heads side by side.
-
-        None: the block has no attention.
-        """
+        """Return the group whose input is the attention's output, heads side by side; None: no attention."""
         return next((group for group in self.groups if self.values_before(group) is not None), None)
 
     def values_before(self, group: InputGroup) -> Projection | None:
@@ -190,11 +191,19 @@ class Family(ABC):
 
     def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the model, whole blocks of them, as files have them."""
-        return as_stored(tensors, lambda name: self.places(name)[0])
+        stored: dict[str, Tensor] = {}
+        parts: dict[str, list[tuple[Part, Tensor]]] = {}
+        for name, tensor in tensors.items():
+            place, part = self.places(name)[0]
+            if part is None:
+                stored[place] = tensor
+            else:
+                parts.setdefault(place, []).append((part, tensor))
+        return stored | {place: joined(pieces) for place, pieces in parts.items()}
 
     def positions(self, config: PreTrainedConfig) -> int | None:
-        """Return the longest segment in tokens, or None where the model has no limit."""
-        return int(config.max_position_embeddings)
+        """Return the longest segment in tokens, or None where the model has no limit (ALiBi)."""
+        return getattr(config, "max_position_embeddings", None)
 
     @abstractmethod
     def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
@@ -211,8 +220,7 @@ class Family(ABC):
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Run token ids ``[B, L]``, without padding, through the layers before the first block.
 
-        Returns:
-            The hidden states ``[B, L, d]`` and what ``arguments`` returns.
+        It returns the hidden states ``[B, L, d]``, and their ``arguments``.
         """
 
     @abstractmethod
@@ -223,9 +231,9 @@ class Family(ABC):
         in use: inside of ``observe_attention`` the arguments must be made inside of it as well.
         """
 
-    @abstractmethod
     def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Run one block with its own keyword arguments: ``[B, L, d]`` to ``[B, L, d]``."""
+        return cast(Tensor, block(hidden, **arguments))
 
     @abstractmethod
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -233,13 +241,38 @@ class Family(ABC):
 
     @abstractmethod
     def observe_attention(
-        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
+        self, model: PreTrainedModel, block: nn.Module, report: Observer
     ) -> AbstractContextManager[None]:
-        """Call ``observer`` with the block's queries and keys of each batch that runs in the context."""
+        """Call ``report`` with the block's queries and keys of each batch that runs in the context."""
 
     def norm_weights(self, block: nn.Module) -> tuple[Tensor, Tensor] | None:
-        """Return what the norms on query and key heads multiply by; None without norms.
-
-        Each is ``[heads, d_h]``, or ``[1, d_h]`` where all heads share it.
-        """
+        """Return what the norms on query and key heads multiply by, ``[heads or 1, d_h]``; None: no norms."""
         return None
+
+
+def layout_of(
+    family: Family, config: PreTrainedConfig, settings: QuantizationSettings, index: int
+) -> BlockLayout:
+    """Return the layout of a block, given its number, in which projections that keep their weights say so.
+
+    Those have 16 in ``quantization.bits_of``. They stay in the layout, because others are understood by them
+    (a query by its key, an output by its value). No zeta is folded into what they read or write, so that
+    their weights are those of the file.
+    """
+    layout = family.layout(config, index)
+    kept = {p.name for p in layout.projections if settings.keeps(index, p.name)}
+    return replace(layout, groups=tuple(_marked(group, kept) for group in layout.groups)) if kept else layout
+
+
+def layouts_of(
+    family: Family, config: PreTrainedConfig, settings: QuantizationSettings
+) -> tuple[BlockLayout, ...]:
+    """Return the layout of every block."""
+    return tuple(layout_of(family, config, settings, i) for i in range(int(config.num_hidden_layers)))
+
+
+def _marked(group: InputGroup, kept: set[str]) -> InputGroup:
+    projections = tuple(replace(p, kept=p.name in kept) for p in group.projections)
+    into = group.fold.projection if isinstance(group.fold, FoldIntoRows) else None
+    touched = into in kept or any(p.kept for p in projections)
+    return replace(group, projections=projections, fold=None if touched else group.fold)

@@ -1,7 +1,8 @@
-"""Read from config.json and the headers of its files which tensors a model's folder holds."""
+"""Read what a model's folder says before any weight is read: its model, and where which tensors lie."""
 
+import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -10,24 +11,23 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.models import MODEL_TYPES, family_of, unknown_model_type
-from aespa_pl.models.parts import Part
-from aespa_pl.models.skeleton import refuse_unsound
+from aespa_pl.models.experts import Part
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that weights may be stored in, by their names in a header."""
-
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Names of the file with a model's weights, the preferred first; with ``.index.json`` it names shards."""
-
 POINTER = b"version https://git-lfs"
 """Beginning of the file that git leaves where the content was not fetched."""
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+MOST_BLOCKS = 1000
+"""Largest number of blocks. The deepest models have below 200, and the skeleton takes 5 ms a block."""
+COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,8 @@ class StoredTensor:
 
     def taken(self, part: Part | None) -> "StoredTensor":
         """Return a part of this tensor, which is whole."""
-        if part is None:
-            return self
-        shape = part.of(torch.empty(self.shape, device="meta")).shape
-        return replace(self, part=part, shape=tuple(shape))
+        whole = torch.empty(self.shape, device="meta")
+        return self if part is None else replace(self, part=part, shape=tuple(part.of(whole).shape))
 
     def read(self, file: Any) -> Tensor:
         """Return the values from the file that is open."""
@@ -58,12 +56,7 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Read config.json, and make sure that it describes a model that can be quantized.
-
-    Raises:
-        UserError: It is missing or damaged, names a ``model_type`` of no family, has parts that its
-            family refuses, or describes a model that transformers can't make or run.
-    """
+    """Read config.json, and raise UserError unless it describes a model that can be quantized."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
@@ -81,17 +74,80 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise UserError(
             f"model.pretrained: {path} cannot be read ({reason}): copy it from the model's origin"
         ) from error
-    config = cast(PreTrainedConfig, config)
-    refuse_unsound(config, family_of(config))
+    _refuse_unsound(config)
     return config
 
 
-def refuse_no_tokenizer(folder: Path) -> None:
-    """Refuse a folder without a tokenizer that this installation can read.
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model of a configuration without weights: all on the meta device."""
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    family_of(config).unfuse(model)
+    return cast(PreTrainedModel, model.eval().requires_grad_(requires_grad=False))
 
-    Raises:
-        UserError: No file can be a tokenizer, or the only one needs a package that isn't installed.
+
+def _refuse_unsound(config: PreTrainedConfig) -> None:
+    """Refuse a configuration that the library reads, but whose model can't be made or can't run.
+
+    The library checks few of a configuration's values. So its model is made, and its first block
+    run, on the meta device: that takes no memory and finds what the library itself stumbles over.
     """
+    for name in COUNTS:
+        if (given := getattr(config, name)) < 1:
+            raise UserError(f"model.pretrained: {name} in config.json is {given}: expected 1 or more")
+    if (given := config.num_hidden_layers) > MOST_BLOCKS:
+        raise UserError(
+            f"model.pretrained: num_hidden_layers in config.json is {given}: expected {MOST_BLOCKS} or less"
+        )
+    try:
+        _try(config)
+    except Exception as error:  # the library's models raise whatever their parts raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            "model.pretrained: transformers can't run the model that config.json describes "
+            f"({reason}): copy config.json from the model's origin"
+        ) from error
+
+
+def _try(config: PreTrainedConfig) -> None:
+    """Run the first block of each layout, and the head, on two tokens without values."""
+    family = family_of(config)
+    model, layouts = skeleton(config), family.layouts(config)
+    blocks = list(cast(nn.Module, model.get_submodule(family.blocks_path)).children())
+    firsts = {layout: layouts.index(layout) for layout in layouts}
+    for layout, index in firsts.items():
+        for projection in layout.projections:
+            rows, columns = blocks[index].get_parameter(f"{projection.module}.weight").shape
+            if not rows * columns:
+                raise ValueError(f"{projection.name} is {rows} x {columns}")
+        if layout.heads % (keys := layout.key_value_heads):
+            raise ValueError(f"{layout.heads} query heads can't share {keys} key/value heads")
+    positions = family.positions(config)
+    if positions is not None and positions < 2:
+        raise ValueError(f"max_position_embeddings is {positions}")
+    hidden = torch.zeros(1, 2, config.hidden_size)  # [B, L, d]
+    # Masks and rotations are made on the CPU: kinds of RoPE look at the values of positions.
+    family.restore_buffers(model, hidden.device)
+    arguments = _without_values(family.arguments(model, hidden))
+    output = hidden.to("meta")
+    for index in firsts.values():
+        output = family.run_block(blocks[index], output, arguments)
+    family.head(model, output)
+
+
+def _without_values(value: Any) -> Any:
+    """Return a block's arguments with all tensors on the meta device."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, dict):
+        return {name: _without_values(inner) for name, inner in value.items()}
+    return tuple(map(_without_values, value)) if isinstance(value, tuple) else value
+
+
+def refuse_no_tokenizer(folder: Path) -> None:
+    """Refuse a folder without a tokenizer that this installation can read."""
     present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not present:
         raise UserError(
@@ -110,16 +166,21 @@ def refuse_no_tokenizer(folder: Path) -> None:
 def shards(folder: Path) -> list[Path]:
     """Return the files that hold the model: safetensors, or pickles (.bin) where there are none.
 
-    Raises:
-        UserError: One is missing, or an index is damaged.
+    UserError is raised where one is missing, or an index is damaged.
     """
     for whole in WEIGHTS:
         index = folder / f"{whole}.index.json"
-        if index.is_file():
-            return _present(folder, _names_in(index))
-        if (folder / whole).is_file():
-            return [folder / whole]
-    return _present(folder, [WEIGHTS[0]])
+        if index.is_file() or (folder / whole).is_file():
+            names = _names_in(index) if index.is_file() else [whole]
+            break
+    else:
+        names = [WEIGHTS[0]]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UserError(
+            f"model.pretrained: {', '.join(missing)} missing in {folder}: copy the weights from "
+            "the model's origin"
+        )
+    return [folder / name for name in names]
 
 
 def _names_in(index: Path) -> list[str]:
@@ -135,38 +196,16 @@ def _names_in(index: Path) -> list[str]:
     return sorted(names)
 
 
-def _present(folder: Path, names: Sequence[str]) -> list[Path]:
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise UserError(
-            f"model.pretrained: {', '.join(missing)} missing in {folder}: copy the weights from "
-            "the model's origin"
-        )
-    return [folder / name for name in names]
-
-
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return where the tensors of a safetensors file lie, by their names in it.
-
-    Raises:
-        UserError: The file can't be read, its header is damaged, or it is shorter or longer than it
-            says.
-    """
+    """Return where the tensors of a safetensors file lie, by their names in it; raise as ``opened`` does."""
     with opened(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no Mapping
-        return {
-            name: StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
-            for name, part in slices.items()
-        }
+        slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - no Mapping
+        return {n: StoredTensor(path, n, tuple(part.get_shape()), part.get_dtype()) for n, part in slices}
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file.
-
-    Raises:
-        UserError: The file can't be read, or it is truncated or damaged.
-    """
+    """Open a safetensors file; raise UserError where it can't be read, or is truncated or damaged."""
     try:
         with path.open("rb"):  # the library words a missing permission like damage
             pass
@@ -189,9 +228,7 @@ def locate(
 ) -> dict[str, StoredTensor]:
     """Return where each tensor of the model's ``state_dict`` lies.
 
-    Raises:
-        UserError: One is missing, has another shape than the model's, or is stored in a type that is
-            not among ``DTYPES``.
+    UserError is raised where one is missing, or has another shape, or a type that is not among ``DTYPES``.
     """
     state = model.state_dict(keep_vars=True)
     prefix, family = f"{model.base_model_prefix}.", family_of(model.config)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
@@ -18,49 +19,38 @@ from aespa_pl.errors import UserError
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded:"
-
 HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
-
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
+    "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
     "*.model",  # SentencePiece's
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*",
-    *LICENCES,
-)
+    "added_tokens.json", "chat_template*", "additional_chat_templates/*", *LICENCES,
+)  # fmt: skip
 """Files beside the weights that belong to a model; no code is among them."""
-CARD = "README.md"
-"""File that states the licence, which the cards of exported models repeat."""
 SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 """Weights of models without safetensors; ``pickles.py`` reads nothing but tensors from them."""
-
 CONVERTER = "SFconvertbot"
 """The hub's account that offers safetensors, in a pull request, to models that have pickles only
 (facebook/opt-125m)."""
 
 
 def resolve(pretrained: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the folder of a model, downloading it where necessary.
+    """Return the folder of a model, which is ``embedded:NAME``, a folder, or a name on the hub.
 
-    Args:
-        pretrained: ``embedded:NAME``, a folder, or a name on the hub.
-        revision: Branch, tag or commit on the hub; None: main, or the hub's own conversion to
-            safetensors where main has none and there is a conversion.
-        weights: False: only config.json is needed, and nothing else is downloaded.
+    Without weights only config.json is downloaded. Without a revision (branch, tag or commit) it is main, or
+    the hub's own conversion to safetensors where main has none and there is a conversion.
 
     Raises:
         UserError: There is no such folder or model, it can't be reached, or has no weights.
     """
     if pretrained.startswith(EMBEDDED):
-        return _embedded(pretrained.removeprefix(EMBEDDED))
+        root = Path(str(files("aespa_pl") / "embedded"))
+        names = sorted(EMBEDDED + path.parent.name for path in root.glob("*/config.json"))
+        if pretrained not in names:
+            known = ", ".join(names) or "none in this installation"
+            raise UserError(f"model.pretrained: no model {pretrained}: there are {known}")
+        return root / pretrained.removeprefix(EMBEDDED)
     folder = Path(pretrained).expanduser()
     if folder.is_dir():
         return folder
@@ -75,24 +65,11 @@ def resolve(pretrained: str, revision: str | None = None, *, weights: bool = Tru
 
 
 def here(pretrained: str, revision: str | None = None) -> Path | None:
-    """Return the folder with a model's config.json, None where it would have to be downloaded.
-
-    Raises:
-        UserError: There can be no such model.
-    """
+    """Return the folder with a model's config.json, None where it would have to be downloaded."""
     if HUB_NAME.fullmatch(pretrained) and not Path(pretrained).exists():
         config = try_to_load_from_cache(pretrained, "config.json", revision=revision)
         return Path(config).parent if isinstance(config, str) else None
     return resolve(pretrained, revision, weights=False)
-
-
-def _embedded(name: str) -> Path:
-    root = Path(str(files("aespa_pl") / "embedded"))
-    names = sorted(path.parent.name for path in root.glob("*/config.json"))
-    if name not in names:
-        known = ", ".join(EMBEDDED + known for known in names) or "none in this installation"
-        raise UserError(f"model.pretrained: no model {EMBEDDED}{name}: there are {known}")
-    return root / name
 
 
 def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
@@ -102,7 +79,9 @@ def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
         if not weights:
             return Path(hf_hub_download(name, "config.json", revision=revision)).parent
         chosen, files = _best_weights(name, revision)
-        return Path(snapshot_download(name, revision=chosen, allow_patterns=[*COMPANIONS, CARD, *files]))
+        # README.md states the licence, which the cards of exported models repeat
+        patterns = [*COMPANIONS, "README.md", *files]
+        return Path(snapshot_download(name, revision=chosen, allow_patterns=patterns))
     except GatedRepoError as error:
         raise UserError(
             f"model.pretrained: {name} is gated: accept its licence at https://huggingface.co/{name}"
@@ -137,17 +116,17 @@ def _best_weights(name: str, revision: str | None) -> tuple[str | None, tuple[st
 
     Safetensors of the revision that the user named (or of main) come first; then, unless the user
     named one, the hub's conversion; pickles come last.
-
-    Raises:
-        UserError: There are neither safetensors nor pickles.
     """
     api = HfApi()
     names = api.list_repo_files(name, revision=revision)
     if _has(names, SAFETENSORS):
         return revision, SAFETENSORS
-    if revision is None and (offer := _conversion(api, name)) is not None:
-        logger.warning("%s: main has no safetensors, using %s of %s", name, offer, CONVERTER)
-        return offer, SAFETENSORS
+    if revision is None:
+        for request in api.get_repo_discussions(name, author=CONVERTER, discussion_type="pull_request"):
+            offer = request.git_reference
+            if offer and _has(api.list_repo_files(name, revision=offer), SAFETENSORS):
+                logger.warning("%s: main has no safetensors, using %s of %s", name, offer, CONVERTER)
+                return offer, SAFETENSORS
     if _has(names, PICKLES):
         return revision, PICKLES
     raise UserError(
@@ -156,25 +135,12 @@ def _best_weights(name: str, revision: str | None) -> tuple[str | None, tuple[st
     )
 
 
-def _conversion(api: HfApi, name: str) -> str | None:
-    """Return the reference of the hub's pull request with safetensors, if there is one."""
-    offers = api.get_repo_discussions(name, author=CONVERTER, discussion_type="pull_request")
-    for offer in offers:
-        revision = offer.git_reference
-        if revision and _has(api.list_repo_files(name, revision=revision), SAFETENSORS):
-            return revision
-    return None
-
-
-def _has(names: list[str], patterns: tuple[str, ...]) -> bool:
-    return any(Path(name).match(pattern) for name in names for pattern in patterns[:1])
+def _has(names: Iterable[str], patterns: tuple[str, ...]) -> bool:
+    return any(Path(name).match(patterns[0]) for name in names)
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
-    """Return the newest downloaded snapshot that has weights and fits the revision, if any.
-
-    Snapshots with safetensors come before those with pickles only.
-    """
+    """Return the newest downloaded snapshot that fits the revision, with safetensors rather than pickles."""
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
@@ -187,7 +153,6 @@ def _cached(name: str, revision: str | None) -> Path | None:
         if revision is None or revision in snapshot.refs or revision == snapshot.commit_hash
     ]
     for patterns in (SAFETENSORS, PICKLES):
-        fitting = [s for s in snapshots if _has([file.file_name for file in s.files], patterns)]
-        if fitting:
+        if fitting := [s for s in snapshots if _has((file.file_name for file in s.files), patterns)]:
             return max(fitting, key=lambda snapshot: snapshot.last_modified).snapshot_path
     return None

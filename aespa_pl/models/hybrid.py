@@ -7,7 +7,7 @@ decay, norm, and the projections of decay and step, which have a row for each he
 up over positions). Every norm but the one inside of Gated DeltaNet adds 1 to its weight.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -19,13 +19,14 @@ from transformers.masking_utils import create_causal_mask, create_recurrent_atte
 from aespa_pl.models.family import BlockLayout, FoldIntoNorm, InputGroup, Projection, Role
 from aespa_pl.models.llama import attention_kinds
 from aespa_pl.models.moe import Qwen3MoeFamily
-from aespa_pl.models.observed import Attention
+from aespa_pl.models.observed import Observer
 
 LINEAR = "linear_attention"
 """Kind of the blocks with linear attention in ``config.layer_types``."""
-LARGE = {"qwen3_next": ("in_proj_qkvz",)}
-SMALL = {"qwen3_next": ("in_proj_ba",)}
-"""Projections of a Gated DeltaNet that are quantized, and that are not; the others have each by itself."""
+LARGE, SMALL = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
+"""Projections of a Gated DeltaNet that are quantized, and that are not."""
+JOINED = {"qwen3_next": (("in_proj_qkvz",), ("in_proj_ba",))}
+"""The same where several are one matrix."""
 
 
 class HybridFamily(Qwen3MoeFamily):
@@ -47,17 +48,14 @@ class HybridFamily(Qwen3MoeFamily):
         attention = super().layout(config, index)
         if attention_kinds(config)[index] != LINEAR:
             return replace(attention, gated=True)
-        large = LARGE.get(config.model_type, ("in_proj_qkv", "in_proj_z"))
-        small = SMALL.get(config.model_type, ("in_proj_b", "in_proj_a"))
+        large, small = JOINED.get(config.model_type, (LARGE, SMALL))
         norm = self.starts[0]
         fold = FoldIntoNorm(norm, self.norm_offset, tuple(f"linear_attn.{name}" for name in small))
         output = Projection("out_proj", "linear_attn.out_proj", residual=norm)
-        groups = (
-            InputGroup("attention_input", tuple(Projection(n, f"linear_attn.{n}") for n in large), fold),
-            # its input comes from a norm with a weight for all heads, and a gate behind SiLU
-            InputGroup("attention_output", (output,), None),
-        )
-        return replace(attention, groups=(*groups, *attention.groups[2:]))
+        inputs = InputGroup("attention_input", tuple(Projection(n, f"linear_attn.{n}") for n in large), fold)
+        # the input of out_proj comes from a norm with a weight for all heads, and a gate behind SiLU
+        outputs = InputGroup("attention_output", (output,), None)
+        return replace(attention, groups=(inputs, outputs, *attention.groups[2:]))
 
     def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
         """Return the projections that see the input of the attention, the gate's rows among them."""
@@ -70,10 +68,8 @@ class HybridFamily(Qwen3MoeFamily):
         return cast(Tensor, block(hidden, **arguments[cast(str, block.block_type)]))
 
     @contextmanager
-    def observe_attention(
-        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
-    ) -> Iterator[None]:
-        """Call ``observer`` for each batch, with the gates."""
+    def observe_attention(self, model: PreTrainedModel, block: nn.Module, report: Observer) -> Iterator[None]:
+        """Call ``report`` for each batch, with the gates."""
         seen: dict[str, Any] = {}
         attention: Any = block.get_submodule("self_attn")
 
@@ -81,9 +77,8 @@ class HybridFamily(Qwen3MoeFamily):
             gates = output.unflatten(-1, (-1, 2, attention.head_dim))[..., 1, :]  # [B, L, n_h, d_h]
             seen["gate"] = gates.sigmoid().transpose(1, 2)
 
-        handle = attention.q_proj.register_forward_hook(keep_gate)
-        try:
-            with super().observe_attention(model, block, lambda a: observer(replace(a, **seen))):
-                yield
-        finally:
-            handle.remove()
+        with (
+            attention.q_proj.register_forward_hook(keep_gate),
+            super().observe_attention(model, block, lambda a: report(replace(a, **seen))),
+        ):
+            yield

@@ -14,43 +14,21 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from aespa_pl.errors import UserError
-from aespa_pl.models.attention import observed
-from aespa_pl.models.family import (
-    BlockLayout,
-    Family,
-    FoldIntoNorm,
-    FoldIntoRows,
-    InputGroup,
-    Projection,
-    Role,
-)
-from aespa_pl.models.observed import Attention
+from aespa_pl.models.family import QKV, BlockLayout, Family, FoldIntoNorm, FoldIntoRows, Projection
+from aespa_pl.models.observed import Observer, observed
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-
 LISTED_KINDS = (
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    "gemma2",
-    "gemma3_text",
-    "olmo3",
-    "exaone4",
-    "gpt_oss",
-    "qwen2_moe",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)
+    "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3", "exaone4", "gpt_oss", "qwen2_moe",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+)  # fmt: skip
 """Model types whose blocks have the kinds that ``config.layer_types`` lists."""
 ONE_WINDOW = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe")
 """Model types with one sliding window in all blocks, or in none; all others have none."""
-
-QKV = (Role.QUERY, Role.KEY, Role.VALUE)
 
 
 class LlamaFamily(Family):
@@ -75,12 +53,7 @@ class LlamaFamily(Family):
     """Function that makes the mask of each kind of block, by the kind's name in ``config.layer_types``."""
 
     def check(self, config: PreTrainedConfig) -> None:
-        """Refuse a quantized model, and attention masks that the library would not make.
-
-        Raises:
-            UserError: ``layer_types`` in config.json has an unknown kind, or one that this model
-                type ignores; or ``sliding_window`` is missing where blocks have one.
-        """
+        """Refuse a quantized model, and attention masks that the library would not make."""
         super().check(config)
         used, stated = attention_kinds(config), getattr(config, "layer_types", None)
         if unknown := sorted(set(used) - self.masks.keys()):
@@ -102,9 +75,8 @@ class LlamaFamily(Family):
 
     def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block."""
-        folds = (
-            FoldIntoNorm(start, self.norm_offset) if self.norms_before else None for start in self.starts
-        )
+        norms = (FoldIntoNorm(start, self.norm_offset) for start in self.starts)
+        attention_fold, mlp_fold = norms if self.norms_before else (None, None)
         added = partial(Projection, residual_factor=self.residual_factor(config), normed=self.norms_after)
         output = added("o_proj", "self_attn.o_proj", residual=self.starts[0])
         down = added("down_proj", "mlp.down_proj", residual=self.starts[1])
@@ -113,11 +85,10 @@ class LlamaFamily(Family):
         own_values = config.num_attention_heads == config.num_key_value_heads
         return BlockLayout.of(
             config,
-            InputGroup("attention_input", self.attention_inputs(config), next(folds)),
-            InputGroup("attention_output", (output,), FoldIntoRows("v_proj") if own_values else None),
-            InputGroup("mlp_input", self.mlp_inputs(config), next(folds)),
-            # its input is act(gate) * up, linear in up
-            InputGroup("mlp_hidden", (down,), FoldIntoRows("up_proj")),
+            (self.attention_inputs(config), attention_fold),
+            ((output,), FoldIntoRows("v_proj") if own_values else None),
+            (self.mlp_inputs(config), mlp_fold),
+            ((down,), FoldIntoRows("up_proj")),  # its input is act(gate) * up, linear in up
         )
 
     def attention_inputs(self, config: PreTrainedConfig) -> tuple[Projection, ...]:
@@ -138,22 +109,16 @@ class LlamaFamily(Family):
 
     def restore_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         """Compute RoPE's frequencies; they are float32 whatever the model's type."""
-        decoder = cast(LlamaForCausalLM, model).model
-        rotary = type(decoder.rotary_emb)(model.config)
-        decoder.rotary_emb = rotary.to(device)
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
 
     def embed(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Embed the tokens."""
-        hidden = self.embedded(model, ids)
+        hidden = model.model.embed_tokens(ids)
         return hidden, self.arguments(model, hidden)
-
-    def embedded(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        """Return what the first block gets for token ids ``[B, L]``."""
-        return cast(Tensor, cast(LlamaForCausalLM, model).model.embed_tokens(ids))
 
     def arguments(self, model: PreTrainedModel, hidden: Tensor) -> Mapping[str, Any]:
         """Return mask and RoPE's cos and sin, each ``[1, L, d_h]``, by the kind of block."""
-        rotary = cast(LlamaForCausalLM, model).model.rotary_emb
+        rotary = model.model.rotary_emb
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]  # [1, L]
         by_kind = hasattr(rotary, "layer_types")
         return {
@@ -175,14 +140,11 @@ class LlamaFamily(Family):
 
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Run final norm and head."""
-        causal = cast(LlamaForCausalLM, model)
-        return cast(Tensor, causal.lm_head(causal.model.norm(hidden)))
+        return cast(Tensor, model.lm_head(model.model.norm(hidden)))
 
     @contextmanager
-    def observe_attention(
-        self, model: PreTrainedModel, block: nn.Module, observer: Callable[[Attention], None]
-    ) -> Iterator[None]:
-        """Call ``observer`` for each batch."""
+    def observe_attention(self, model: PreTrainedModel, block: nn.Module, report: Observer) -> Iterator[None]:
+        """Call ``report`` for each batch."""
         module = block.get_submodule("self_attn")
         layout, norms = self.layout(model.config), self.norm_weights(block)
         seen: dict[str, Any] = {}
@@ -194,24 +156,16 @@ class LlamaFamily(Family):
             seen["rotation"] = (cos[0], sin[0])
             seen["query_factor"] = self.query_factor(model.config, keywords["position_ids"][0])
 
-        def report(attention: Attention) -> None:
-            observer(replace(attention, **seen))
-
         with ExitStack() as stack:
-            handles = []
             if self.rotates(module):
-                handles += [module.register_forward_pre_hook(keep_rotation, with_kwargs=True)]
+                stack.enter_context(module.register_forward_pre_hook(keep_rotation, with_kwargs=True))
             if norms is not None:
-                for part, name, heads in (
-                    ("q", "query_inverse_square", layout.heads),
-                    ("k", "key_inverse_square", layout.key_value_heads),
-                ):
-                    projection = module.get_submodule(f"{part}_proj")
-                    hook = _keep_scale(seen, name, heads, module.get_submodule(f"{part}_norm"))
-                    handles += [projection.register_forward_hook(hook)]
-            for handle in handles:
-                stack.callback(handle.remove)
-            stack.enter_context(observed(model, module, report))
+                for name, heads in (("query", layout.heads), ("key", layout.key_value_heads)):
+                    projection = module.get_submodule(f"{name[0]}_proj")
+                    norm = module.get_submodule(f"{name[0]}_norm")
+                    hook = partial(_keep_scale, seen, f"{name}_inverse_square", heads, norm)
+                    stack.enter_context(projection.register_forward_hook(hook))
+            stack.enter_context(observed(model, module, lambda a: report(replace(a, **seen))))
             yield
 
     def query_factor(self, config: PreTrainedConfig, positions: Tensor) -> Tensor | None:
@@ -243,16 +197,12 @@ def attention_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _keep_scale(
-    seen: dict[str, Any], name: str, heads: int, norm: Any
-) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-    """Return a hook on a projection that keeps ``1 / (mean square + eps)`` of what its norm gets."""
+    seen: dict[str, Any], name: str, heads: int, norm: Any, _module: object, _inputs: object, output: Tensor
+) -> None:
+    """Keep ``1 / (mean square + eps)`` of a projection's output, which the norm gets."""
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
-
-    def hook(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        parts = output.unflatten(-1, (-1, norm.weight.numel()))  # [B, L, heads or 1, ...]
-        if parts.shape[2] > heads:  # a gate follows each query
-            parts = parts[:, :, ::2]
-        scale = 1 / (parts.float().square().mean(-1) + epsilon)
-        seen[name] = scale.expand(*scale.shape[:2], heads).transpose(1, 2)
-
-    return hook
+    parts = output.unflatten(-1, (-1, norm.weight.numel()))  # [B, L, heads or 1, ...]
+    if parts.shape[2] > heads:  # a gate follows each query
+        parts = parts[:, :, ::2]
+    scale = 1 / (parts.float().square().mean(-1) + epsilon)
+    seen[name] = scale.expand(*scale.shape[:2], heads).transpose(1, 2)

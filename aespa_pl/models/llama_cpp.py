@@ -6,7 +6,7 @@ Source: llama.cpp's ``src/llama-arch.cpp`` and ``src/models``; each entry was ru
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedConfig
 
@@ -77,13 +77,10 @@ OTHER_ORDER = (
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of RoPE's frequencies that are written exactly."""
-
 ROPE_STEP = 4
 """The SmolLM3 of llama.cpp has no RoPE in each block whose number, from 1, is a multiple of this."""
-
 LARGEST = {"gemma2": 46, "gemma3_text": 62}
 """Blocks of the model whose queries llama.cpp divides by the root of ``d / n_h``, not of ``d_h``."""
-
 ANY_LENGTH = 2048
 """Context length that is written for a model without a limit of positions (ALiBi)."""
 
@@ -106,29 +103,22 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
     for name, value in architecture.only.items():
         if (stated := getattr(config, name, None)) != value:
             return f"llama.cpp has no {config.model_type} with {name} {stated}"
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        return "llama.cpp has experts in all blocks of a mixture of experts"
     return (
-        _unsupported_experts(config)
-        or _unsupported_linear_attention(config)
+        _unsupported_linear_attention(config)
         or _unsupported_rope(config)
         or _unsupported_windows(config, architecture)
         or _unsupported_scores(config, architecture)
     )
 
 
-def _unsupported_experts(config: PreTrainedConfig) -> str | None:
-    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
-        return "llama.cpp has experts in all blocks of a mixture of experts"
-    return None
-
-
 def _unsupported_linear_attention(config: PreTrainedConfig) -> str | None:
-    kinds = attention_kinds(config)
-    if LINEAR not in kinds:
-        return None
-    if config.linear_key_head_dim != config.linear_value_head_dim:
+    kinds, period = attention_kinds(config), attention_period(config)
+    if LINEAR in kinds and config.linear_key_head_dim != config.linear_value_head_dim:
         return "llama.cpp has keys and values of linear attention of one size"
-    period = attention_period(config)
-    if kinds != tuple(LINEAR if (i + 1) % period else "full_attention" for i in range(len(kinds))):
+    regular = tuple(LINEAR if (i + 1) % period else "full_attention" for i in range(len(kinds)))
+    if LINEAR in kinds and kinds != regular:
         return "llama.cpp has linear attention in all blocks but every n-th, layer_types in others"
     return None
 
@@ -136,9 +126,8 @@ def _unsupported_linear_attention(config: PreTrainedConfig) -> str | None:
 def other_heads(config: PreTrainedConfig) -> bool:
     """Return whether llama.cpp has the value heads of linear attention in an order of its own."""
     architecture = ARCHITECTURES.get(config.model_type)
-    if architecture is None or not architecture.moves_heads or LINEAR not in attention_kinds(config):
-        return False
-    return bool(config.linear_num_key_heads != config.linear_num_value_heads)
+    moves = architecture is not None and architecture.moves_heads and LINEAR in attention_kinds(config)
+    return moves and bool(config.linear_num_key_heads != config.linear_num_value_heads)
 
 
 def attention_period(config: PreTrainedConfig) -> int:
@@ -192,10 +181,7 @@ def _unsupported_scores(config: PreTrainedConfig, architecture: Architecture) ->
 
 
 def window_period(config: PreTrainedConfig) -> int | None:
-    """Return the n of a model in which every n-th block has no window; None: it is not such a model.
-
-    It is 0 where all blocks have a window, and 1 where none has.
-    """
+    """Return the n of a model whose every n-th block has no window, 0 where all have one; None: no n fits."""
     windows = [kind == "sliding_attention" for kind in attention_kinds(config)]
     period = windows.index(False) + 1 if False in windows else 0
     expected = [period == 0 or (i + 1) % period != 0 for i in range(len(windows))]
@@ -204,9 +190,8 @@ def window_period(config: PreTrainedConfig) -> int | None:
 
 def rope_parameters(config: PreTrainedConfig, kind: str = "full_attention") -> dict[str, Any]:
     """Return the parameters of RoPE in blocks of a kind; empty without RoPE."""
-    stated: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    found: dict[str, Any] = stated.get(kind, stated)
-    return found
+    stated = getattr(config, "rope_parameters", None) or {}
+    return cast(dict[str, Any], stated.get(kind, stated))
 
 
 def rope_type(config: PreTrainedConfig) -> str:
@@ -221,6 +206,6 @@ def context_length(config: PreTrainedConfig) -> int:
     """
     names = ["max_position_embeddings", "seq_length"]
     if not architecture_of(config).windows and "sliding_attention" in attention_kinds(config):
-        names.append("sliding_window")
+        names += ["sliding_window"]
     stated = (getattr(config, name, None) for name in names)
     return min((int(length) for length in stated if length), default=ANY_LENGTH)

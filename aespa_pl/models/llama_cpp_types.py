@@ -78,39 +78,29 @@ def matrix_of(layout: BlockLayout, projection: Projection) -> Matrix:
     if projection.role is Role.KEY:
         return Matrix.KEY
     inputs, outputs = (group.projections for group in layout.groups[:2])
-    if layout.attended_group is None and projection in (*inputs, *outputs):  # of linear attention
+    if layout.attended_group is not None:
+        if projection in layout.attended_group.projections:
+            return Matrix.ATTENTION_OUTPUT
+    elif projection in (*inputs, *outputs):  # of linear attention
         return Matrix.VALUE if len(inputs) > 1 and projection == inputs[0] else Matrix.OTHER
-    attended = layout.attended_group
-    if attended is not None and projection in attended.projections:
-        return Matrix.ATTENTION_OUTPUT
     return Matrix.DOWN if projection.residual is not None else Matrix.OTHER
 
 
 def mixture_type(
     name: str, matrix: Matrix, columns: int, model: MixtureModel, block: int = 0, *, tied: bool = False
 ) -> str:
-    """Return the name of the type that a matrix gets.
+    """Return the name of the type that a matrix with rows of so many columns gets.
 
-    Args:
-        name: Name of a mixture; or of a type that is none, which all matrices get.
-        matrix: What the matrix is.
-        columns: Length of its rows.
-        model: The model.
-        block: Number of its block, from 0.
-        tied: Of an embedding: whether it is the head as well.
+    The name is a mixture's; or a type's that is none, which all matrices get. Blocks have numbers from 0. An
+    embedding may be ``tied``: it is the head as well.
     """
     kind = MIXTURES.get(name, name)
-    if name not in MIXTURES:
-        return fitting(kind, columns)
-    if matrix is Matrix.HEAD or (matrix is Matrix.EMBEDDING and tied):
-        if kind == "Q8_0" or not TYPES[kind].fits(columns):
-            return fitting("Q8_0", columns)
-        return fitting("Q6_K", columns)
-    return fitting(_larger(name, matrix, block, model) or kind, columns)
-
-
-def fitting(kind: str, columns: int) -> str:
-    """Return the type, or the one that stands in for it where a row is no whole number of its blocks."""
+    if name in MIXTURES:
+        if matrix is Matrix.HEAD or (matrix is Matrix.EMBEDDING and tied):
+            kind = "Q8_0" if kind == "Q8_0" or not TYPES[kind].fits(columns) else "Q6_K"
+        else:
+            kind = _larger(name, matrix, block, model) or kind
+    # where a row is no whole number of the type's blocks, another stands in for it
     return kind if TYPES[kind].fits(columns) else NARROW.get(kind, kind)
 
 
@@ -118,32 +108,23 @@ def _larger(name: str, matrix: Matrix, block: int, model: MixtureModel) -> str |
     """Return the type of a matrix that a mixture makes larger, else None."""
     n, first_eighth = model.blocks, block < model.blocks // 8
     often = first_eighth or block >= 7 * n // 8 or (block - n // 8) % 3 == 2
-    rules: dict[tuple[str, Matrix], str | None]
-    rules = {
-        ("Q2_K_S", Matrix.VALUE): "Q4_K" if model.queries >= MANY_QUERIES else None,
-        ("Q2_K_S", Matrix.DOWN): "Q4_K" if first_eighth else None,
-        ("Q2_K", Matrix.VALUE): "Q4_K" if model.queries >= MANY_QUERIES else "Q3_K",
-        ("Q2_K", Matrix.DOWN): "Q3_K",
-        ("Q2_K", Matrix.ATTENTION_OUTPUT): "Q3_K",
-        ("Q3_K_M", Matrix.VALUE): "Q5_K" if block < 2 else "Q4_K",
-        ("Q3_K_M", Matrix.DOWN): "Q5_K" if block < n // 16 else "Q4_K",
-        ("Q3_K_M", Matrix.ATTENTION_OUTPUT): "Q4_K",
-        ("Q3_K_L", Matrix.VALUE): "Q5_K",
-        ("Q3_K_L", Matrix.DOWN): "Q5_K",
-        ("Q3_K_L", Matrix.ATTENTION_OUTPUT): "Q5_K",
-        ("Q4_K_S", Matrix.VALUE): "Q5_K" if block < 4 else None,
-        ("Q4_K_S", Matrix.DOWN): "Q5_K" if first_eighth else None,
-        ("Q4_K_M", Matrix.VALUE): "Q6_K" if often else None,
-        ("Q4_K_M", Matrix.DOWN): "Q6_K" if often else None,
-        ("Q5_K_M", Matrix.VALUE): "Q6_K" if often else None,
-        ("Q5_K_M", Matrix.DOWN): "Q6_K" if often else None,
-        ("Q4_0", Matrix.DOWN): "Q4_1" if first_eighth else None,
-        ("Q5_0", Matrix.DOWN): "Q5_1" if first_eighth else None,
+    many_queries = model.queries >= MANY_QUERIES
+    rules: dict[str, tuple[str | None, str | None, str | None]] = {  # of value, down, attention output
+        "Q2_K_S": ("Q4_K" if many_queries else None, "Q4_K" if first_eighth else None, None),
+        "Q2_K": ("Q4_K" if many_queries else "Q3_K", "Q3_K", "Q3_K"),
+        "Q3_K_M": ("Q5_K" if block < 2 else "Q4_K", "Q5_K" if block < n // 16 else "Q4_K", "Q4_K"),
+        "Q3_K_L": ("Q5_K", "Q5_K", "Q5_K"),
+        "Q4_K_S": ("Q5_K" if block < 4 else None, "Q5_K" if first_eighth else None, None),
+        "Q4_K_M": ("Q6_K" if often else None, "Q6_K" if often else None, None),
+        "Q5_K_M": ("Q6_K" if often else None, "Q6_K" if often else None, None),
+        "Q4_0": (None, "Q4_1" if first_eighth else None, None),
+        "Q5_0": (None, "Q5_1" if first_eighth else None, None),
     }
     if model.experts == FEW_EXPERTS and matrix in (Matrix.VALUE, Matrix.KEY):
         return "Q8_0"
     if model.experts == FEW_EXPERTS and matrix is Matrix.ATTENTION_OUTPUT:
         return "Q5_K" if name in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M") else None
-    found = rules.get((name, matrix))
+    ruled = (Matrix.VALUE, Matrix.DOWN, Matrix.ATTENTION_OUTPUT)
+    found = rules[name][ruled.index(matrix)] if name in rules and matrix in ruled else None
     small = (found or MIXTURES[name]) in ("Q3_K", "Q4_K")
     return "Q5_K" if matrix is Matrix.VALUE and model.large and small else found

@@ -5,17 +5,19 @@ probabilities. The router keeps its precision. Qwen2-MoE adds the output of a sh
 sigmoid of a linear layer with one output, which keeps its precision as well.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from aespa_pl.models.experts import Expert, expert_groups, taken_apart
-from aespa_pl.models.family import BlockLayout, FoldIntoNorm
+from aespa_pl.errors import UserError
+from aespa_pl.models.experts import Expert, ExpertMixture, Fused, Gated, Part, taken_apart
+from aespa_pl.models.family import BlockLayout, FoldIntoNorm, FoldIntoRows, InputGroup, Projection
 from aespa_pl.models.llama import LlamaFamily
-from aespa_pl.models.parts import NAME, ExpertMixture, Fused, Part
+
+SHARED = "mlp.shared_expert"
 
 
 class MixtureFamily(LlamaFamily):
@@ -31,26 +33,39 @@ class MixtureFamily(LlamaFamily):
         """Return whether a block has experts; the others are dense."""
         return True
 
-    def experts_of(self, config: PreTrainedConfig) -> int:
-        """Return the number of experts of a block."""
-        return int(config.num_local_experts)
-
     def layout(self, config: PreTrainedConfig, index: int = 0) -> BlockLayout:
         """Return the projections of a block: the attention's, and those of all experts."""
         dense = super().layout(config, index)
         if not self.has_experts(config, index):
             return dense
-        norm, readers, shared = "post_attention_layernorm", [self.router], None
-        count, chosen = self.experts_of(config), int(config.num_experts_per_tok)
-        mixture = ExpertMixture("mlp", self.router, "mlp.experts", count, chosen, residual=norm)
-        if hasattr(config, "shared_expert_intermediate_size"):
-            shared, gate = "mlp.shared_expert", "mlp.shared_expert_gate"
-            mixture = replace(mixture, shared_gate=gate)
-            readers.append(gate)
-        fold = FoldIntoNorm(norm, self.norm_offset, tuple(readers))
-        experts = expert_groups(mixture, fold, shared, linear_in_up=self.linear_in_up)
-        groups = (*dense.groups[:2], *experts)
+        norm = "post_attention_layernorm"
+        gate = f"{SHARED}_gate" if hasattr(config, "shared_expert_intermediate_size") else None
+        count = int(getattr(config, "num_experts", None) or config.num_local_experts)
+        chosen = int(config.num_experts_per_tok)
+        mixture = ExpertMixture("mlp", self.router, "mlp.experts", count, chosen, norm, gate)
+        groups = (*dense.groups[:2], *self.expert_groups(mixture))
         return replace(dense, groups=groups, mixture=mixture)
+
+    def expert_groups(self, mixture: ExpertMixture) -> Iterator[InputGroup]:
+        """Yield the groups of a mixture's experts: one input for gate and up of all, one for each down.
+
+        All experts share the zeta of their input, because it is folded into one norm.
+        """
+        paths = {f"expert_{number}": f"{mixture.experts}.{number}" for number in range(mixture.count)}
+        readers: tuple[str, ...] = (self.router,)
+        if mixture.shared_gate is not None:
+            paths["shared_expert"], readers = SHARED, (self.router, mixture.shared_gate)
+        ups = tuple(
+            Projection(f"{name}_{kind}_proj", f"{path}.{kind}_proj", expert=number)
+            for number, (name, path) in enumerate(paths.items())
+            for kind in ("gate", "up")
+        )
+        yield InputGroup("mlp_input", ups, FoldIntoNorm(mixture.residual, self.norm_offset, readers))
+        for number, (name, path) in enumerate(paths.items()):
+            rows = FoldIntoRows(f"{name}_up_proj") if self.linear_in_up else None
+            module, added = f"{path}.down_proj", mixture.residual
+            down = Projection(f"{name}_down_proj", module, residual=added, expert=number)
+            yield InputGroup(f"{name}_hidden", (down,), rows)
 
     def unfuse(self, model: PreTrainedModel) -> None:
         """Give every expert linear layers of its own."""
@@ -63,7 +78,7 @@ class MixtureFamily(LlamaFamily):
                     layers = (shared.gate_proj, shared.up_proj, shared.down_proj)
                     block.mlp.shared_expert = Expert(*layers, self.gated(shared))
 
-    def gated(self, fused: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def gated(self, fused: Any) -> Gated:
         """Return what joins the outputs of gate and up in the library's module of experts."""
         activation: nn.Module = fused.act_fn
         return lambda gate, up: activation(gate) * up
@@ -80,14 +95,9 @@ class Qwen3MoeFamily(MixtureFamily):
         sparse = config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
         return sparse and index not in config.mlp_only_layers
 
-    def experts_of(self, config: PreTrainedConfig) -> int:
-        """Return the number of experts of a block."""
-        return int(config.num_experts)
-
     def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
         """Return the tensor's own name; files that hold all experts in one tensor are read as well."""
-        own: tuple[tuple[str, Part | None], ...] = ((name, None),)
-        return (*own, self.fused.place_of(name)) if NAME.fullmatch(name) else own
+        return ((name, None), *self.fused.places(name))
 
 
 class MixtralFamily(MixtureFamily):
@@ -99,8 +109,48 @@ class MixtralFamily(MixtureFamily):
     def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
         """Return the names in files."""
         place = name.replace(".mlp.", ".block_sparse_moe.")
-        if NAME.fullmatch(name):
-            for layer, number in (("gate", 1), ("down", 2), ("up", 3)):
-                place = place.replace(f".{layer}_proj.", f".w{number}.")
-            return ((place, None), self.fused.place_of(name))
-        return ((place, None), (name, None))
+        if not (fused := self.fused.places(name)):
+            return ((place, None), (name, None))
+        for layer, number in (("gate", 1), ("down", 2), ("up", 3)):
+            place = place.replace(f".{layer}_proj.", f".w{number}.")
+        return ((place, None), *fused)
+
+
+class GptOssFamily(MixtureFamily):
+    """Adapts gpt-oss: experts with biases and a clamped activation, and sinks beside the attention's scores.
+
+    Its files hold all experts in one tensor, columns first, with the rows of gate and up in turn. Published
+    models have their experts in MXFP4; only copies in bfloat16 can be quantized.
+    """
+
+    title = "gpt-oss"
+    model_types = ("gpt_oss",)
+    forms_probabilities = True  # no fused kernel has sinks
+    fused: ClassVar = Fused(interleaved=True, transposed=True)
+    router: ClassVar = "mlp.router"
+    half_rotations = True
+    linear_in_up: ClassVar = False  # up is clamped, and 1 is added to it
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """Refuse experts in MXFP4, and what every family refuses."""
+        other = getattr(config, "quantization_config", None)
+        if isinstance(other, dict) and other.get("quant_method") == "mxfp4":
+            raise UserError(
+                "model.pretrained: its experts are in MXFP4 already: give a copy in bfloat16, such as "
+                "transformers saves after loading with Mxfp4Config(dequantize=True)"
+            )
+        super().check(config)
+
+    def gated(self, fused: Any) -> Gated:
+        """Return what joins the outputs of gate and up."""
+        limit, alpha = float(fused.limit), float(fused.alpha)
+
+        def gated(gate: Tensor, up: Tensor) -> Tensor:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return (up + 1) * (gate * (gate * alpha).sigmoid())
+
+        return gated
+
+    def places(self, name: str) -> tuple[tuple[str, Part | None], ...]:
+        """Return the tensor of all experts that an expert's tensor lies in."""
+        return self.fused.places(name) or ((name, None),)

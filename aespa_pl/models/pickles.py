@@ -28,11 +28,8 @@ def converted(path: Path, cache: Path) -> Path:
 
     Making it takes as much disk in the cache as the pickle has, and host memory for its tensors. The
     file lies in ``weights`` in the cache, under the pickle's SHA-256; other processes wait until the first
-    one has made it.
-
-    Raises:
-        UserError: The pickle can't be read, is damaged or holds more than tensors by name, or the
-            cache can't be written to.
+    one has made it. UserError is raised where the pickle can't be read or holds more than tensors by name, or
+    the cache can't be written to.
     """
     try:
         with path.open("rb") as file:
@@ -49,7 +46,12 @@ def converted(path: Path, cache: Path) -> Path:
         with alone_in(target.parent):
             if not _is_whole(target):
                 log.warning("%s is turned into safetensors, once: %s", path, target)
-                _refuse_small_disk(path, target.parent)
+                needed, free = path.stat().st_size, shutil.disk_usage(target.parent).free
+                if free < needed:
+                    raise UserError(
+                        f"data.cache: {target.parent} has {human(free, 'B')} free, but the weights of {path} "
+                        f"as safetensors take {human(needed, 'B')}: free space there, or name another folder"
+                    )
                 write_tensors(target, _unpickled(path), {"format": "pt"})
     except OSError as error:
         raise UserError(
@@ -68,21 +70,8 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _refuse_small_disk(path: Path, folder: Path) -> None:
-    needed, free = path.stat().st_size, shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"data.cache: {folder} has {human(free, 'B')} free, but the weights of {path} as "
-            f"safetensors take {human(needed, 'B')}: free space there, or name another folder"
-        )
-
-
 def _unpickled(path: Path) -> dict[str, Tensor]:
-    """Read a pickle, and give tensors that share memory (tied ones) memory of their own.
-
-    Raises:
-        UserError: It is damaged, or holds more than tensors by name.
-    """
+    """Read a pickle, and give tensors that share memory (tied ones) memory of their own."""
     try:
         # Pickles of torch before 1.6 are no zip archives, and can't be mapped into memory.
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -93,7 +82,13 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
             f"run code and is not read ({reason}): copy it again from the model's origin, or give a "
             "folder with safetensors"
         ) from error
-    if not isinstance(content, dict) or not all(map(_is_named_tensor, content.items())):
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str)
+        and isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_quantized
+        for name, value in content.items()
+    ):
         raise UserError(
             f"model.pretrained: {path} holds something else than dense tensors by name: give a "
             "folder with safetensors"
@@ -105,13 +100,3 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         tensors[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
     return tensors
-
-
-def _is_named_tensor(item: tuple[object, object]) -> bool:
-    name, value = item
-    return (
-        isinstance(name, str)
-        and isinstance(value, Tensor)
-        and value.layout == torch.strided
-        and not value.is_quantized
-    )

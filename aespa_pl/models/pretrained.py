@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,9 @@ from aespa_pl.models.headers import (
     read_header,
     refuse_no_tokenizer,
     shards,
+    skeleton,
 )
 from aespa_pl.models.pickles import converted
-from aespa_pl.models.skeleton import skeleton
 from aespa_pl.storage.cache import cache_folder
 
 
@@ -45,22 +45,15 @@ class PretrainedFolder:
 
     @classmethod
     def open(cls, folder: Path, cache: Path | None = None) -> "PretrainedFolder":
-        """Check a folder and read its configuration.
+        """Check a folder and read its configuration; safetensors that are made from pickles lie in ``cache``.
 
-        Safetensors that are made from pickles lie in ``cache``.
-
-        Raises:
-            UserError: A file is missing or damaged, the model is of no family that we know or has
-                parts that its family refuses, or a tensor is missing or has another shape.
+        UserError is raised where a file or tensor is missing or damaged, or no family takes the model.
         """
         config = read_config(folder)
         refuse_no_tokenizer(folder)
-        files = [
-            converted(path, cache or cache_folder()) if path.suffix == ".bin" else path
-            for path in shards(folder)
-        ]
         stored = dict[str, StoredTensor]()
-        for path in files:
+        for shard in shards(folder):
+            path = converted(shard, cache or cache_folder()) if shard.suffix == ".bin" else shard
             header = read_header(path)
             if twice := sorted(stored.keys() & header.keys()):
                 where = f"{stored[twice[0]].file.name} and in {path.name} of {folder}"
@@ -76,20 +69,12 @@ class PretrainedFolder:
     @property
     def dtype(self) -> torch.dtype:
         """Return the type in which the first matrix of the blocks is stored; a few models mix types."""
-        family = family_of(self.config)
-        first = next(
-            tensor
-            for name, tensor in self.tensors.items()
-            if name.startswith(family.blocks_path) and len(tensor.shape) > 1
-        )
-        return DTYPES[first.dtype]
+        path = family_of(self.config).blocks_path
+        matrices = (t for name, t in self.tensors.items() if name.startswith(path) and len(t.shape) > 1)
+        return DTYPES[next(matrices).dtype]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer.
-
-        Raises:
-            UserError: Its files are damaged.
-        """
+        """Return the model's tokenizer; raise UserError where its files are damaged."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
         except Exception as error:  # what it raises depends on the tokenizer's class
@@ -102,11 +87,9 @@ class PretrainedFolder:
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of the model's ``state_dict``, on the CPU, by default in its stored type.
 
-        Raises:
-            UserError: It has NaN or infinite values, or values beyond the range of ``dtype``.
+        UserError is raised where values are not finite, or beyond the range of ``dtype``.
         """
-        stored = DTYPES[self.tensors[name].dtype]
-        return self._read([name], torch.device("cpu"), dtype or stored)[name]
+        return self._read([name], torch.device("cpu"), dtype or DTYPES[self.tensors[name].dtype])[name]
 
     def unused(self, family: Family) -> str | None:
         """Say which tensors in the files the model has no place for; None if there are none."""
@@ -114,11 +97,10 @@ class PretrainedFolder:
             return None
         blocks = self.config.num_hidden_layers
         block = re.compile(rf"(?:^|\.){family.blocks_path.rpartition('.')[2]}\.(\d+)\.")
-        numbers = [int(match[1]) for name in self.extra if (match := block.search(name))]
-        last = max(numbers, default=-1)
-        if last >= blocks:
+        stored = 1 + max((int(match[1]) for name in self.extra if (match := block.search(name))), default=-1)
+        if stored > blocks:
             return (
-                f"config.json has {blocks} blocks, the files in {self.folder} have {last + 1}: the "
+                f"config.json has {blocks} blocks, the files in {self.folder} have {stored}: the "
                 "others are left out"
             )
         shown = ", ".join(self.extra[:3]) + (" ..." if len(self.extra) > 3 else "")
@@ -142,10 +124,9 @@ class PretrainedFolder:
 
     def with_block(self, family: Family, index: int, files: Sequence[Path]) -> "PretrainedFolder":
         """Return the folder with the tensors of a block in other files."""
-        stored, moved = _headers(files), {}
-        for name in self.block_names(family, index):
-            place, part = family.places(name)[0]
-            moved[name] = stored[place].taken(part)
+        stored = _headers(files)
+        places = {name: family.places(name)[0] for name in self.block_names(family, index)}
+        moved = {name: stored[place].taken(part) for name, (place, part) in places.items()}
         return replace(self, tensors={**self.tensors, **moved})
 
     def with_stem(self, family: Family, files: Sequence[Path]) -> "PretrainedFolder":
@@ -174,13 +155,8 @@ class PretrainedFolder:
     def load_stem(
         self, model: PreTrainedModel, family: Family, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Load all weights outside the blocks into a skeleton.
-
-        Raises:
-            UserError: A tensor has NaN or infinite values.
-        """
-        head: Any = model.get_output_embeddings()
-        embedding: Any = model.get_input_embeddings()
+        """Load all weights outside the blocks into a skeleton; raise UserError where one is not finite."""
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = head.weight is embedding.weight
         tensors = self._read(self.stem_names(family), device, dtype)
         model.load_state_dict(tensors, assign=True, strict=False)
@@ -192,13 +168,12 @@ class PretrainedFolder:
 
     def release_stem(self, model: PreTrainedModel, family: Family) -> None:
         """Put everything outside the blocks back on the meta device, but for buffers."""
-        head: Any = model.get_output_embeddings()
-        embedding: Any = model.get_input_embeddings()
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = head.weight is embedding.weight
-        names = [name for name in self.tensors if not name.startswith(f"{family.blocks_path}.")]
         empty = {
-            name: torch.empty(self.tensors[name].shape, dtype=head.weight.dtype, device="meta")
-            for name in names
+            name: torch.empty(stored.shape, dtype=head.weight.dtype, device="meta")
+            for name, stored in self.tensors.items()
+            if not name.startswith(f"{family.blocks_path}.")
         }
         model.load_state_dict(empty, assign=True, strict=False)
         if tied:
@@ -222,13 +197,11 @@ class PretrainedFolder:
         prefix = family.block_prefix(index)
         block = cast(nn.Module, model.get_submodule(prefix.removesuffix(".")))
         names = [n for n in self.block_names(family, index) if n.removeprefix(prefix) not in unread]
-        tensors = self._read(names, device, dtype)
+        read = self._read(names, device, dtype)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in read.items()}
         for name in unread:
-            shape = block.get_parameter(name).shape
-            tensors[prefix + name] = torch.empty(shape, device=device, dtype=dtype)
-        block.load_state_dict(
-            {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, assign=True
-        )
+            tensors[name] = torch.empty(block.get_parameter(name).shape, device=device, dtype=dtype)
+        block.load_state_dict(tensors, assign=True)
         return block
 
     def release_block(self, model: PreTrainedModel, family: Family, index: int) -> None:
@@ -238,13 +211,10 @@ class PretrainedFolder:
         block.load_state_dict(empty, assign=True)
 
     def _read(self, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self.tensors[name].file, []).append(name)
         tensors = {}
-        for path, inside in by_file.items():
+        for path in dict.fromkeys(self.tensors[name].file for name in names):
             with opened(path) as file:
-                for name in inside:
+                for name in (name for name in names if self.tensors[name].file == path):
                     raw = self.tensors[name].read(file)
                     # The copy frees us of the file: raw is a view of its memory map.
                     tensors[name] = raw.to(device, dtype, copy=True)

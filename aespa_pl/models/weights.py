@@ -28,12 +28,9 @@ def set_projection_weight(
 def fold(block: nn.Module, layout: BlockLayout, zeta: Mapping[str, Tensor]) -> None:
     """Move zeta from the columns of projections into what comes before; the output stays the same.
 
-    Column and row scalings commute, so the groups may be folded in any order.
-
-    The block is changed in place. Zeta has positive factors ``[d_in]`` by the name of the input group.
-
-    Raises:
-        ValueError: A zeta is not positive, or its group has no fold.
+    The block is changed in place. Zeta has positive factors ``[d_in]`` by the name of the input group. Column
+    and row scalings commute, so the groups may be folded in any order. ValueError is raised where a zeta is
+    not positive, or its group has no fold.
     """
     groups = {group.name: group for group in layout.groups}
     projections = {projection.name: projection for projection in layout.projections}
@@ -52,17 +49,13 @@ def fold(block: nn.Module, layout: BlockLayout, zeta: Mapping[str, Tensor]) -> N
                 for parameter in norm.parameters(recurse=False):  # weight, bias where there is one
                     value = parameter.detach()
                     value.add_(offset).mul_(factor.to(value.device)).sub_(offset)
-            case FoldIntoRows(projection_name):
-                _scale_rows(block, layout, projections[projection_name], factor)
+            case FoldIntoRows(before):
+                for parameter in _linear(block, projections[before]).parameters(recurse=False):
+                    rows = projection_rows(parameter.detach(), layout, projections[before])
+                    # [heads, d_head, ...]; a bias has no columns
+                    rows.mul_(factor.to(rows.device).view(*rows.shape[:2], *[1] * (rows.dim() - 2)))
             case None:
                 raise ValueError(f"zeta of {name} has nowhere to go")
-
-
-def _scale_rows(block: nn.Module, layout: BlockLayout, projection: Projection, factor: Tensor) -> None:
-    for parameter in _linear(block, projection).parameters(recurse=False):
-        rows = projection_rows(parameter.detach(), layout, projection)  # [heads, d_head, ...]
-        scale = factor.to(rows.device).view(rows.shape[:2])
-        rows.mul_(scale.view(*rows.shape[:2], *[1] * (rows.dim() - 2)))
 
 
 def projection_rows(tensor: Tensor, layout: BlockLayout, projection: Projection) -> Tensor:

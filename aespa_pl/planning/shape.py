@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Role
-from aespa_pl.models.skeleton import skeleton
+from aespa_pl.models.headers import skeleton
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.settings import DataSettings, QuantizationSettings
 

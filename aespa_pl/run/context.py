@@ -11,8 +11,7 @@ from lightning.pytorch.loggers import Logger
 
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.measure import Stopwatch, release_memory
-from aespa_pl.models.family import BlockLayout
-from aespa_pl.models.kept import layout_of
+from aespa_pl.models.family import BlockLayout, layout_of
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.progress import WalkProgress
