@@ -21,8 +21,7 @@ from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
 from aespa_pl.planning.shape import Work
 from aespa_pl.progress import IterationProgress, WalkProgress
-from aespa_pl.rounding.data import epochs_of
-from aespa_pl.rounding.histograms import RoundingHistograms
+from aespa_pl.rounding import RoundingHistograms, epochs_of
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.interruption import Interruption
