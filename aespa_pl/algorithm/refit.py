@@ -19,12 +19,11 @@ import torch
 from jaxtyping import Float, Real
 from torch import Tensor
 
-from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.grid import Parabola, min_max_grid
 from aespa_pl.algorithm.grid_types import Factors, GridType, TypedWeight, round_to_half
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from aespa_pl.algorithm.tile import times
-from aespa_pl.algorithm.typed_grid import Parabola
 
 REFITS = 2
 """Times that scales and minimums of a matrix without statistics are fitted to the integers, and these rounded
