@@ -83,38 +83,36 @@ def best_grids(
     V is the weights over zeta. Neighbouring candidates differ little. The scale leaves the candidates unless
     the effort is EXHAUSTIVE.
     """
-    if effort.shortlist is None:
-        loss, best = exact_losses(V, H, candidates).min(-1, keepdim=True)
-        chosen = candidates.take(best)
-        return chosen.scale[..., 0], chosen.zero[..., 0], loss[..., 0]
-    index, losses = _compare(V, H, candidates, effort)
-    few = losses.topk(min(effort.shortlist, losses.shape[-1]), largest=False).indices
-    shortlist = candidates.take(index.gather(-1, few))
-    loss, best = exact_losses(V, H, shortlist).min(-1, keepdim=True)
-    chosen = shortlist.take(best)
-    moved = lowest_point(V, H, chosen)
-    moved_loss = exact_losses(V, H, moved)
-    better = moved_loss < loss
-    scale, loss = (torch.where(better, *pair) for pair in ((moved.scale, chosen.scale), (moved_loss, loss)))
+    if effort.shortlist is not None:
+        candidates = _shortlist(V, H, candidates, effort, effort.shortlist)
+    loss, best = exact_losses(V, H, candidates).min(-1, keepdim=True)
+    chosen = candidates.take(best)
+    scale = chosen.scale
+    if effort.shortlist is not None:
+        moved = lowest_point(V, H, chosen)
+        moved_loss = exact_losses(V, H, moved)
+        better = moved_loss < loss
+        scale, loss = torch.where(better, moved.scale, scale), torch.where(better, moved_loss, loss)
     return scale[..., 0], chosen.zero[..., 0], loss[..., 0]
 
 
-def _compare(V: Tensor, H: Tensor, candidates: Candidates, effort: Effort) -> tuple[Tensor, Tensor]:
-    """Return place and approximate loss of candidates, among them the best of those that are compared."""
+def _shortlist(V: Tensor, H: Tensor, candidates: Candidates, effort: Effort, length: int) -> Candidates:
+    """Return the candidates with the least approximate losses of those that are compared."""
     A, D = leading_part(H)
     count, reach = candidates.scale.shape[-1], effort.stride // 2  # what lies between was not compared
     index = torch.arange(min(reach, count - 1), count, effort.stride, device=V.device)
     index = index.expand(*candidates.scale.shape[:2], -1)  # [groups, rows, compared]
-    if not reach:
-        return index, approximate_losses(V, A, D, candidates)
-    losses = approximate_losses(V, A, D, candidates.take(index))
-    least, best = losses.topk(min(effort.basins, losses.shape[-1]), largest=False)
-    index = index.gather(-1, best)
-    distances = torch.arange(1, reach + 1, device=V.device)
-    near = torch.cat([index[..., None] - distances, index[..., None] + distances], -1)
-    near = near.flatten(-2).clamp(0, count - 1)
-    of_near = approximate_losses(V, A, D, candidates.take(near))
-    return torch.cat([index, near], -1), torch.cat([least, of_near], -1)
+    losses = approximate_losses(V, A, D, candidates.take(index) if reach else candidates)
+    if reach:
+        least, best = losses.topk(min(effort.basins, losses.shape[-1]), largest=False)
+        index = index.gather(-1, best)
+        distances = torch.arange(1, reach + 1, device=V.device)
+        near = torch.cat([index[..., None] - distances, index[..., None] + distances], -1)
+        near = near.flatten(-2).clamp(0, count - 1)
+        losses = torch.cat([least, approximate_losses(V, A, D, candidates.take(near))], -1)
+        index = torch.cat([index, near], -1)
+    few = losses.topk(min(length, losses.shape[-1]), largest=False).indices
+    return candidates.take(index.gather(-1, few))
 
 
 def cpu_chunk(columns: int) -> int:
@@ -154,12 +152,9 @@ def approximate_losses(
     candidates: Candidates,
 ) -> Float[Tensor, "groups rows candidates"]:
     """Return ``dv (A A^T + diag(D)) dv^T`` of all candidates of all rows."""
-
-    def losses(errors: Tensor, product: Tensor) -> Tensor:
-        loss = product.square_().sum(-1)
-        return loss + (errors.square_() @ D[..., None])[..., 0]
-
-    return _of_each(V, A, candidates, losses)
+    return _of_each(
+        V, A, candidates, lambda e, product: product.square_().sum(-1) + (e.square_() @ D[..., None])[..., 0]
+    )
 
 
 def exact_losses(
@@ -205,9 +200,9 @@ def _chunks(
     """Yield rows, scales and integers of some candidates of some rows, memory for a product, and a place.
 
     Rows are ``[groups, rows, 1, columns]``, scales ``[groups, rows, candidates, 1]``, and the integers, less
-    the zero point, ``[groups, rows, candidates, columns]``. The product has ``outputs`` numbers for each
-    candidate, ``[groups, n, outputs]``; the place is that of the candidates in ``results``. All chunks
-    have the same memory; new memory takes more time than what is computed in it.
+    the zero point, ``[groups, rows, candidates, columns]``. The product is ``[groups, n, outputs]``; the
+    place is that of the candidates in ``results``. All chunks have the same memory: new memory takes longer
+    than the work in it.
     """
     groups, row_count, columns = V.shape
     chunk = chunk_elements(V, cpu=cpu_chunk(columns), accelerator=ACCELERATOR_CHUNK)

@@ -108,7 +108,7 @@ def _blocks(H: Tensor, zeta: Tensor, group_size: int | None) -> Tensor:
 
 def _range(V: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
     """Return scale and (not yet rounded) zero point of the min-max range."""
-    largest = grid_format.largest
+    largest = 2**grid_format.bits - 1
     low, high = min_max_range(V, symmetric=grid_format.symmetric)
     scale = (high - low) / largest
     if grid_format.symmetric:
@@ -126,7 +126,7 @@ def _candidates(V: Float[Tensor, "groups rows columns"], grid_format: GridFormat
     return Candidates(
         (scale[..., None] * ratios).repeat(1, 1, zero_points.shape[-1]),
         zero_points.repeat_interleave(CLIP_RATIOS, -1),
-        grid_format.largest,
+        2**grid_format.bits - 1,
     )
 
 
@@ -177,31 +177,27 @@ def fit_factors(
     best = torch.full_like(VH[..., 0], torch.inf)
     scale, minimum = torch.ones_like(best), torch.zeros_like(best)
     for start in _starts(V, kind):
-        parabola = _parabola(_nearest(V, *start, kind), VH, H)
-        fitted = _lowest(parabola, kind)
-        loss = parabola.at(*fitted)
+        parabola = _parabola(V, start, VH, H, kind)
+        S, M = parabola.lowest()
+        # where c is stored a minimum is at least 0, so that all groups of a block can have theirs
+        usable = (S > 0) & ((M > 0) | (kind.minimums == (1, 1))) & (kind.zero_point is None)
+        S, M = torch.where(usable, S, parabola.lowest_scale()), torch.where(usable, M, 0)
+        loss = parabola.at(S, M)
         better = loss < best
         best, scale, minimum = (
-            torch.where(better, *pair) for pair in ((loss, best), (fitted[0], scale), (fitted[1], minimum))
+            torch.where(better, *pair) for pair in ((loss, best), (S, scale), (M, minimum))
         )
-    return _rounded(_parabola(_nearest(V, scale, minimum, kind), VH, H), scale, minimum, kind)
+    return _rounded(_parabola(V, (scale, minimum), VH, H, kind), scale, minimum, kind)
 
 
-def _parabola(q: Tensor, VH: Tensor, H: Tensor) -> Parabola:
-    """Return the losses ``[groups, rows]`` of integers, given ``V H``."""
+def _parabola(V: Tensor, grid: tuple[Tensor, Tensor], VH: Tensor, H: Tensor, kind: GridType) -> Parabola:
+    """Return the losses ``[groups, rows]`` of the integers that are nearest for a scale and a minimum."""
+    scale, minimum = grid
+    steps = (V + minimum[..., None]) / torch.where(scale == 0, TINY, scale)[..., None]
+    q = steps.round_().clamp_(-kind.offset, kind.largest - kind.offset)
     qH = q @ H
     C = H.sum((1, 2))[:, None].expand(qH.shape[:2])
     return Parabola((qH * q).sum(-1), qH.sum(-1), C, (VH * q).sum(-1), VH.sum(-1))
-
-
-def _lowest(parabola: Parabola, kind: GridType) -> tuple[Tensor, Tensor]:
-    """Return scale and minimum of the lowest point that the type has.
-
-    Where c is stored a minimum is at least 0, so that all groups of a block can have theirs.
-    """
-    scale, minimum = parabola.lowest()
-    usable = (scale > 0) & ((minimum > 0) | (kind.minimums == (1, 1))) & (kind.zero_point is None)
-    return torch.where(usable, scale, parabola.lowest_scale()), torch.where(usable, minimum, 0)
 
 
 def _starts(V: Tensor, kind: GridType) -> Iterator[tuple[Tensor, Tensor]]:
@@ -215,13 +211,6 @@ def _starts(V: Tensor, kind: GridType) -> Iterator[tuple[Tensor, Tensor]]:
         farthest = max(kind.zero_point, kind.largest - kind.zero_point)
         sign = -1 if kind.zero_point == farthest else 1
         yield from ((sign * largest / (farthest + x), none) for x in SIGNED_STARTS)
-
-
-def _nearest(V: Tensor, scale: Tensor, minimum: Tensor, kind: GridType) -> Tensor:
-    """Return the nearest integers, less the fixed zero point, ``[groups, rows, columns]``."""
-    zero = kind.offset
-    steps = (V + minimum[..., None]) / torch.where(scale == 0, TINY, scale)[..., None]
-    return steps.round_().clamp_(-zero, kind.largest - zero)
 
 
 def _rounded(parabola: Parabola, scale: Tensor, minimum: Tensor, kind: GridType) -> Factors:
