@@ -117,8 +117,7 @@ class ProjectionRounding(nn.Module):
 class BlockRounding(LightningModule):
     """Learns the rounding of the projections of one block; one iteration updates all of them.
 
-    The projections don't depend on each other (docs/algorithm.md, step 4), so the sum of their losses
-    has the gradients of each.
+    They don't depend on each other (docs/algorithm.md, step 4): the sum of losses has the gradients of each.
     """
 
     def __init__(

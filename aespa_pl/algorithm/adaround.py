@@ -1,7 +1,6 @@
 """Run AdaRound on the precomputed objectives: soft rounding, its loss and its closed-form gradient.
 
-The element-wise work is a loop over chunks, which suits the caches of a CPU, and the same formulas in kernels
-that are compiled for an accelerator.
+The element-wise work is a loop over chunks for the caches of a CPU, and in compiled kernels for accelerators.
 
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization" (ICML 2020),
 with the objectives of aespa (Eq. 27 and 28 of the paper).
@@ -39,8 +38,8 @@ class SoftRounding:
     """
 
     lower: Int[Tensor, "heads rows d_in"]
-    """The integer below each weight, ``floor(W' / step) + zero_point``, int16; -1 where it lies below the
-    range, ``largest`` where it lies above."""
+    """``floor(W' / step) + zero_point``, the integer below each weight, int16; clamped to -1 and
+    ``largest``."""
     base: Float[Tensor, "heads rows d_in"]
     """Error of the weight at h = 0, against the original weight W."""
     gain: Float[Tensor, "heads rows d_in"] | None

@@ -2,13 +2,11 @@
 
 The loss ``e H e^T`` of a candidate with the error e takes a product with H, and a row has 200 candidates.
 ``A A^T + diag(D)`` with a narrow A stands for H where they are compared: A holds the directions in which
-the inputs vary most, D what they leave of the diagonal. That takes a small part of the product. A few
-candidates with the least approximate losses get their exact ones. A few rows with a few candidates are
-rounded at once, in memory that stays in the cache.
+the inputs vary most, D what they leave of the diagonal. A few candidates with the least approximate losses
+get their exact ones. A few rows with a few candidates are rounded at once, in memory that stays in the cache.
 
 Last, the scale leaves the candidates. With the integers Q of the best candidate fixed, the loss
-``(s Q - v) H (s Q - v)^T`` is a parabola of the scale s; its lowest point is tried, with the integers that
-are nearest there.
+``(s Q - v) H (s Q - v)^T`` is a parabola of the scale s; its lowest point is tried, rounded anew.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +19,8 @@ from torch import Tensor
 from aespa_pl.algorithm.workspace import chunk_elements
 
 CPU_CHUNK = 2**18
-"""Numbers of errors that a thread holds at once, if rows are not wide; 2**13 to 2**18 were tried, and smaller
-ones take up to seven times as long."""
+"""Numbers of errors that a thread holds at once, if rows are not wide; 2**13 takes up to seven times as
+long."""
 LEAST_ERRORS = 400
 """Vectors of errors that a CPU's thread multiplies at least, although wide ones then leave the cache."""
 ACCELERATOR_CHUNK = 2**26
@@ -32,8 +30,7 @@ LEAST_RANK = 16
 COLUMNS_PER_RANK = 24
 """Columns of H for each column of A in wide matrices."""
 NARROW_RANK = 128
-"""Up to so many columns, A has one for each 12 of H: the down projection of SmolLM2's first block needs them
-(docs/performance.md)."""
+"""Up to so many columns, A has one for each 12 of H; some projections need them (docs/performance.md)."""
 ITERATIONS = 2
 """Products with H that turn the columns of A into its leading directions."""
 
@@ -80,8 +77,8 @@ def best_grids(
 ) -> tuple[Float[Tensor, "groups rows"], Float[Tensor, "groups rows"], Float[Tensor, "groups rows"]]:
     """Return a scale and a zero point with nearly the least ``dv H dv^T`` for each row, and its loss.
 
-    V is the weights over zeta. Neighbouring candidates differ little. The scale leaves the candidates unless
-    the effort is EXHAUSTIVE.
+    V is the weights over zeta. The scale leaves the candidates, whose neighbours differ little, unless
+    EXHAUSTIVE.
     """
     if effort.shortlist is not None:
         candidates = _shortlist(V, H, candidates, effort, effort.shortlist)
@@ -201,8 +198,7 @@ def _chunks(
 
     Rows are ``[groups, rows, 1, columns]``, scales ``[groups, rows, candidates, 1]``, and the integers, less
     the zero point, ``[groups, rows, candidates, columns]``. The product is ``[groups, n, outputs]``; the
-    place is that of the candidates in ``results``. All chunks have the same memory: new memory takes longer
-    than the work in it.
+    place is in ``results``. All chunks have the same memory: new memory takes longer than the work in it.
     """
     groups, row_count, columns = V.shape
     chunk = chunk_elements(V, cpu=cpu_chunk(columns), accelerator=ACCELERATOR_CHUNK)

@@ -7,8 +7,8 @@ A method that compensates rounding errors leaves less than the dW of nearest rou
 L unit triangular in the order in which columns are rounded, a row's loss is then ``sum_j D_j e_j^2``, where
 the errors e_j are as large as nearest rounding's: D_j is what the later columns can't make up for.
 
-Source: Chee et al., "QuIP: 2-Bit Quantization of Large Language Models With Guarantees" (NeurIPS 2023),
-Section 3, for ``tr(D)`` in the place of ``tr(H)``.
+Source: "QuIP: 2-Bit Quantization of Large Language Models With Guarantees" (NeurIPS 2023), Section 3, for
+tr(D).
 """
 
 import torch

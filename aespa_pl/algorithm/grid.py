@@ -134,9 +134,8 @@ def _candidates(V: Float[Tensor, "groups rows columns"], grid_format: GridFormat
 class Parabola:
     """Holds the loss of each group as a function of its scale S and its minimum M.
 
-    It is ``A S^2 - 2 B S M + C M^2 - 2 D S + 2 E M``, less the constant ``v H v``. The group's weights are
-    ``S x - M y``, so with its weights v and its Hessian H the numbers are ``A = x H x``, ``B = x H y``,
-    ``C = y H y``, ``D = x H v`` and ``E = y H v``.
+    It is ``A S^2 - 2 B S M + C M^2 - 2 D S + 2 E M``, less the constant ``v H v``, for the weights v and ``S
+    x - M y``: ``A = x H x``, ``B = x H y``, ``C = y H y``, ``D = x H v`` and ``E = y H v``.
     """
 
     A: Tensor

@@ -18,8 +18,8 @@ FIRST_EXTRA_DAMPING, LAST_EXTRA_DAMPING = 0.01, 100.0
 def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor, "heads d_in"]:
     """Return the diagonal of a Hessian, damped.
 
-    A dead input's 0 becomes ``DEAD_DIAGONAL``; then ``damping``, a fraction of the mean diagonal (0.01: 1 %),
-    is added to each head on its own.
+    A dead input's 0 becomes ``DEAD_DIAGONAL``; then a fraction ``damping`` of each head's mean diagonal is
+    added.
     """
     revived = diagonal.masked_fill(diagonal == 0, DEAD_DIAGONAL)
     return revived + damping * revived.mean(-1, keepdim=True)

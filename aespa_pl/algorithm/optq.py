@@ -56,8 +56,7 @@ def update_rows(
     It returns what ``update_weights`` does; the extra damping is the largest that H and G took. This is BoA
     ("BoA: Attention-aware Post-training Quantization without Backpropagation", arXiv 2406.13474). The Hessian
     of the loss ``tr(G dW H dW^T)`` is the Kronecker product of ``G`` and ``H``, and so is the factor of its
-    inverse: the errors of a row are compensated in its own later columns through H, and in the later rows
-    through both.
+    inverse: errors are compensated in a row's own later columns through H, and in later rows through both.
     """
     U, added = inverse_factor(G)
     columns = factor_columns(H)

@@ -79,8 +79,8 @@ def find_coupled_moves(
     """Return the moves of a visit of weight after weight, where G couples the rows.
 
     A move by 1 adds the first half of ``both`` to the wanted moves of all these columns; the second half is
-    the part of it above the diagonal, ``later`` of ``find_moves``. A move of a row adds ``below`` of that to
-    each row to come; it is 0 on the diagonal and above.
+    the part above the diagonal, ``later`` of ``find_moves``. A row adds ``below`` of that to each row to
+    come.
     """
     columns = tile.wanted.shape[-1]
     product = tile.wanted.new_empty(*tile.wanted.shape[:2], 2 * columns)

@@ -44,9 +44,8 @@ def keep_threads() -> None:
     """Set the number of threads to what it is, so that what follows has the same bits in any process.
 
     The first call of ``torch.set_num_threads``, with whatever number, also changes how the library of matrix
-    products chooses its threads. After it the gradient of torch's attention has other last bits (seen with
-    two threads). A run that is resumed behind the first ``one_thread`` would end with other integers than one
-    that was never stopped.
+    products chooses its threads. After it the gradient of torch's attention has other last bits, and a run
+    that is resumed behind the first ``one_thread`` would end with other integers than one never stopped.
     """
     torch.set_num_threads(torch.get_num_threads())
 

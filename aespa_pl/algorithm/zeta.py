@@ -5,8 +5,7 @@ Quantization Scheme for LLMs" (EMNLP 2023), as used in Sections 3.4 and 4.1 of t
 
 AWQ multiplies a column of weights by ``mean|x| ** alpha`` before rounding and divides it by the same
 afterwards, so that the columns of large inputs are rounded finely. zeta divides before rounding, so it is the
-inverse. Source: Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and
-Acceleration" (arXiv 2306.00978), Section 3.2.
+inverse. Source: Lin et al., "AWQ: Activation-aware Weight Quantization" (arXiv 2306.00978), Section 3.2.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,8 +52,7 @@ def fit_grids(
     ``max_rounds`` at most, end when the loss of all projections together, ``tr(dW H dW^T)`` under nearest
     rounding, falls by less than a thousandth. From 3 bits on zeta's steps are longer than least squares says,
     as long as that lowers the loss. The last search has the best zeta of all, which may be 1; it alone is
-    thorough, and its grids are returned. With ``exhaustive`` all searches try each candidate instead, and
-    plain alternations go on while the loss falls.
+    thorough. With ``exhaustive`` all searches try each candidate, and go on while the loss falls.
     """
     quick, last = (EXHAUSTIVE, EXHAUSTIVE) if exhaustive else (QUICK, THOROUGH)
     least_gain = 0.0 if exhaustive else LEAST_GAIN
@@ -89,8 +87,8 @@ def fit_grids(
 def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Float[Tensor, " d_in"]:
     """Return the zeta with the least ``sum((W - zeta * scale * (q - z)) ** 2)`` in each column.
 
-    The integers q come from nearest rounding on the given grids. A column whose best factor
-    is not a positive number keeps the one that it has.
+    The integers q are the nearest on the given grids. A column whose best factor isn't positive keeps its
+    own.
     """
     zeta = grids[0].zeta
     products, squares = torch.zeros_like(zeta), torch.zeros_like(zeta)
@@ -105,8 +103,7 @@ def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Floa
 def candidate_zetas(magnitude: Float[Tensor, " d_in"]) -> Float[Tensor, "powers d_in"]:
     """Return zeta for each power alpha of the mean absolute inputs; the first is 1 everywhere.
 
-    The largest and the smallest factor of each are inverse to each other, so the operation that zeta is
-    folded into keeps its size.
+    Its largest and smallest factor are inverse to each other: what zeta is folded into keeps its size.
     """
     tiny = torch.finfo(magnitude.dtype).tiny
     floor = max(tiny, LEAST_MAGNITUDE * float(magnitude.max()))
