@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from aespa_pl.errors import UserError
-from aespa_pl.methods import METHODS
-from aespa_pl.methods.method import Parametrization
+from aespa_pl.methods import METHODS, Parametrization
 from aespa_pl.settings import QuantizationSettings
 
 T = TypeVar("T")

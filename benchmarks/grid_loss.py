@@ -23,7 +23,7 @@ from torch import Tensor
 from aespa_pl import cli
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize, quantize
-from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
+from aespa_pl.algorithm.zeta import fit_grids as fit_grids_of_group
 from aespa_pl.block.grids import fit_grids
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.distributed.processes import World

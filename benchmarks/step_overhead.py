@@ -27,8 +27,7 @@ from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.commands.output import quiet
-from aespa_pl.rounding.data import StatisticsDataModule
-from aespa_pl.rounding.module import BlockRounding, ProjectionRounding
+from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsDataModule
 from aespa_pl.run.checkpointing import StopAtIteration, checkpoints
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.settings import OutputSettings, RoundingSettings

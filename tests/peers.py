@@ -21,8 +21,7 @@ from aespa_pl.distributed.launch import LAUNCHER, end_with_launcher
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import NumericalError
-from aespa_pl.rounding.data import StatisticsBatch
-from aespa_pl.rounding.module import BlockRounding, ProjectionRounding
+from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch
 from aespa_pl.tuning import SegmentPairs, Tuned
 from tests.block.blocks import FEW, begin, example, gridded, make_statistics
 from tests.rounding.problems import SETTINGS, module_of, problems

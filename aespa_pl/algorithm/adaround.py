@@ -1,5 +1,7 @@
 """Run AdaRound on the precomputed objectives: soft rounding, its loss and its closed-form gradient.
 
+The element-wise work is a loop over chunks for the caches of a CPU, and in compiled kernels for accelerators.
+
 Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization" (ICML 2020),
 with the objectives of aespa (Eq. 27 and 28 of the paper).
 """
@@ -15,16 +17,12 @@ from torch import Tensor
 from aespa_pl.algorithm.objectives import error_product
 from aespa_pl.algorithm.products import multiply, operand
 from aespa_pl.algorithm.quantizer import Grid, split_zero
-from aespa_pl.algorithm.soft_kernels import (
-    STRETCH,
-    TINY,
-    soft_error,
-    soft_gradient,
-    soft_penalty,
-    weight_gain,
-)
-from aespa_pl.algorithm.workspace import Workspace, chunk_elements
+from aespa_pl.algorithm.workspace import Workspace, chunk_elements, fused
 
+STRETCH = 1.2
+"""Width of the stretched sigmoid: it reaches from -0.1 to 1.1 and is cut at 0 and 1 (AdaRound)."""
+TINY = 1e-30
+"""Its logarithm is finite, and any power of it 0 for all that follows."""
 Chunks = list[tuple[Tensor, ...]]
 """Parts of rounding variables, base, gain, error and gradient."""
 CPU_CHUNK = 2**16
@@ -40,8 +38,8 @@ class SoftRounding:
     """
 
     lower: Int[Tensor, "heads rows d_in"]
-    """The integer below each weight, ``floor(W' / step) + zero_point``, int16; -1 where it lies below the
-    range, ``largest`` where it lies above."""
+    """``floor(W' / step) + zero_point``, the integer below each weight, int16; clamped to -1 and
+    ``largest``."""
     base: Float[Tensor, "heads rows d_in"]
     """Error of the weight at h = 0, against the original weight W."""
     gain: Float[Tensor, "heads rows d_in"] | None
@@ -54,9 +52,7 @@ class SoftRounding:
 
     def kernel_arguments(self) -> dict[str, Any]:
         """Return what the two kernels make the gain of."""
-        return {
-            "lower": self.lower, "scale": self.scale, "zeta": self.zeta, "largest": self.largest
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in ("lower", "scale", "zeta", "largest")}
 
 
 @dataclass(frozen=True)
@@ -85,11 +81,9 @@ def start(
     lower = (below + whole).clamp_(-1, grid.largest)
     base = step * (lower.clamp(0, grid.largest) - zero) - W
     lower = lower.to(torch.int16)
-    gain = None
-    if W.device.type == "cpu":
-        gain = weight_gain(lower, grid.scale, grid.zeta, grid.largest)
-    rounding = SoftRounding(lower, base, gain, grid.scale, grid.zeta, grid.largest)
-    return rounding, rounding_variables(ratio - below)
+    fixed = (grid.scale, grid.zeta, grid.largest)
+    gain = weight_gain(lower, *fixed) if W.device.type == "cpu" else None
+    return SoftRounding(lower, base, gain, *fixed), rounding_variables(ratio - below)
 
 
 def rounding_variables(fraction: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -153,10 +147,9 @@ def rounding_loss(
     if rounding.gain is None:
         reconstruction = torch.dot(dW.view(-1), gradient.view(-1))
         # a tensor, because a kernel is compiled for each value of a number, and for None
-        exponent = B.new_full((), beta or 2)
+        exponent, push = B.new_full((), beta or 2), weight if beta else 0.0
         penalty = soft_penalty(B, exponent) if beta else B.new_zeros(())
-        pushing: dict[str, Any] = {"exponent": exponent, "weight": weight if beta else 0.0}
-        soft_gradient(B, **rounding.kernel_arguments(), **pushing, gradient=gradient)
+        soft_gradient(B, **rounding.kernel_arguments(), exponent=exponent, weight=push, gradient=gradient)
     else:
         reconstruction, penalty = _gradient_in_chunks(chunks, weight, beta, workspace)
     if beta is not None:
@@ -181,10 +174,7 @@ def _error_in_chunks(chunks: Chunks, workspace: Workspace) -> None:
 def _gradient_in_chunks(
     chunks: Chunks, weight: float, beta: float | None, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
-    """Turn ``G dW H``, half of d reconstruction / d dW, into the gradient with respect to B, in place.
-
-    It returns the loss, and the penalty over its weight less the number of weights.
-    """
+    """Turn ``G dW H``, half of d reconstruction / d dW, into the gradient. Return loss, ``soft_penalty``."""
     reconstruction, penalty = (chunks[0][0].new_zeros(()) for _ in range(2))
     for b, _, gain, error, g in chunks:
         reconstruction += torch.dot(error, g)
@@ -204,6 +194,60 @@ def _gradient_in_chunks(
         torch.ops.aten.sigmoid_backward.grad_input(g, sigmoid, grad_input=g)
         g.mul_(2 * STRETCH)
     return reconstruction, penalty
+
+
+def weight_gain(lower: Tensor, scale: Tensor, zeta: Tensor, largest: int) -> Tensor:
+    """Return ``scale zeta`` of each weight, and 0 where the clamp holds it.
+
+    The scales are ``[heads, rows, groups]``, zeta ``[d_in]``, and ``lower`` has the shape of the result.
+    """
+    step = (scale[..., None] * zeta.view(scale.shape[-1], -1)).flatten(-2)
+    return step * ((lower >= 0) & (lower < largest))
+
+
+@fused
+def soft_error(
+    B: Float[Tensor, "heads rows d_in"],
+    base: Float[Tensor, "heads rows d_in"],
+    *,
+    lower: Int[Tensor, "heads rows d_in"],
+    scale: Float[Tensor, "heads rows groups"],
+    zeta: Float[Tensor, " d_in"],
+    largest: int,
+    out: Float[Tensor, "heads rows d_in"],
+) -> None:
+    """Write the error ``dW`` of the soft rounding to ``out``."""
+    out.copy_(base + weight_gain(lower, scale, zeta, largest) * rectified_sigmoid(B))
+
+
+@fused
+def soft_penalty(B: Float[Tensor, "heads rows d_in"], exponent: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    """Return ``-sum(|2 h(B) - 1| ** exponent)``: the penalty over its weight less the number of weights."""
+    centred = (2 * STRETCH * torch.sigmoid(B) - STRETCH).clamp(-1, 1)
+    return -centred.abs().pow(exponent).sum()
+
+
+@fused
+def soft_gradient(
+    B: Float[Tensor, "heads rows d_in"],
+    *,
+    lower: Int[Tensor, "heads rows d_in"],
+    scale: Float[Tensor, "heads rows groups"],
+    zeta: Float[Tensor, " d_in"],
+    largest: int,
+    exponent: Float[Tensor, ""],
+    weight: float,
+    gradient: Float[Tensor, "heads rows d_in"],
+) -> None:
+    """Turn the product ``G dW H`` in ``gradient`` into the gradient of both losses."""
+    sigmoid = torch.sigmoid(B)
+    centred = 2 * STRETCH * sigmoid - STRETCH
+    g = gradient * weight_gain(lower, scale, zeta, largest)
+    cut = centred.clamp(-1, 1)
+    power = (cut.abs().clamp(min=TINY).log2() * (exponent - 2)).exp2() * cut
+    g = g - weight * exponent * power
+    g = torch.where(centred.abs() < 1, g, 0) * (1 - sigmoid) * sigmoid
+    gradient.copy_(2 * STRETCH * g)
 
 
 def decide(B: Float[Tensor, "heads rows d_in"], rounding: SoftRounding) -> UInt8[Tensor, "heads rows d_in"]:

@@ -32,11 +32,7 @@ class Allocation:
     _steps: Sequence[Sequence[int]]
 
     def best(self, limit: int) -> list[int]:
-        """Return the candidate of each item.
-
-        Raises:
-            ValueError: The limit is below the sum of the least costs.
-        """
+        """Return the candidate of each item; a ValueError says that the limit is below the least costs."""
         if limit < self.least:
             raise ValueError(f"{limit} is below the least cost, {self.least}")
         left = min((limit - self.least) // self.step, len(self.losses) - 1)
@@ -51,13 +47,7 @@ class Allocation:
 def allocate(
     costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], most_steps: int = MOST_STEPS
 ) -> Allocation:
-    """Find the best choice for every limit.
-
-    Args:
-        costs: Costs of the candidates of each item.
-        losses: Their losses, in the same order.
-        most_steps: Bound of the table's width.
-    """
+    """Find the best choice for every limit, given costs and losses of the candidates of each item."""
     above = [[cost - min(of_item) for cost in of_item] for of_item in costs]
     total = sum(map(max, above))
     step = math.gcd(*(cost for of_item in above for cost in of_item)) or 1

@@ -33,6 +33,9 @@ ONE_THREAD = 2**20
 """Numbers of a tile's rows with G up to which the CPU's other threads take longer to wake than they save."""
 LEAST_GAIN = 5e-3
 """Part of its loss that a unit must gain in a pass, or the pass was its last."""
+Columns = tuple[slice, Tensor]
+"""Columns of a tile, and what a move by 1 in one adds to what those to come want, above the diagonal
+``[units or 1, columns, columns]``; with G what it adds to those of all columns, and beside it that part."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,12 @@ def descend(
     """
     small = G is not None and len(W) * COUPLED_ROWS * W.shape[-1] <= ONE_THREAD
     with one_thread(where=small and W.device.type == "cpu"):
-        units = _Units.of(integers, W, grid, H, G)
+        errors, step = dequantize(integers, grid) - W, grid.step()
+        curvature = H.diagonal(dim1=1, dim2=2)[:, None]
+        if G is not None:
+            curvature = curvature * _diagonal(G)[..., None]
+        q, newton, groups = integers.to(W.dtype, copy=True), -1 / (step * curvature), _groups(H, grid, G)
+        units = _Units(q, errors, step, newton, times(errors, H), H, groups, G, grid.largest)
         if G is None and H.shape[0] == 1 and not heads_alone:
             units = units.rows_alone()
         before = units.loss()  # [units, separable]
@@ -98,31 +106,17 @@ def _diagonal(G: Float[Tensor, "units rows rows"]) -> Float[Tensor, "units rows"
     return diagonal.where(diagonal > torch.finfo(G.dtype).tiny, 1)
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Describes the columns of a tile."""
-
-    here: slice
-    effects: Float[Tensor, "#units columns some"]
-    """What a move by 1 in a column adds to the moves that the columns to come want, all above the diagonal;
-    with G what it adds to those of all columns of the tile, and beside it that part."""
-
-    def some(self, chosen: Int[Tensor, " some"]) -> "_Columns":
-        """Return the same for some units, where each has its own H."""
-        return _Columns(self.here, self.effects[chosen])
-
-
-def _groups(H: Float[Tensor, "#units d_in d_in"], grid: Grid, *, coupled: bool) -> list[list[_Columns]]:
-    """Return the columns of the tiles of each group, in which the scale of a row is the same."""
+def _groups(H: Float[Tensor, "#units d_in d_in"], grid: Grid, G: Tensor | None) -> list[list[Columns]]:
+    """Return the tiles of each group of columns, in which the scale of a row is the same."""
     # so it cancels out: it is that of the column that moves and of the one that wants to
     own = grid.zeta * H.diagonal(dim1=1, dim2=2)
-    groups: list[list[_Columns]] = []
+    groups: list[list[Columns]] = []
     for group in _slices(0, H.shape[-1], H.shape[-1] // grid.scale.shape[-1]):
         groups.append([])
-        for here in _slices(group.start, group.stop, COUPLED_COLUMNS if coupled else COLUMNS):
+        for here in _slices(group.start, group.stop, COLUMNS if G is None else COUPLED_COLUMNS):
             effects = -grid.zeta[here, None] * H[:, here, here] / own[:, None, here]
             later = effects.triu(1)
-            groups[-1].append(_Columns(here, torch.cat([effects, later], -1) if coupled else later))
+            groups[-1].append((here, later if G is None else torch.cat([effects, later], -1)))
     return groups
 
 
@@ -139,29 +133,9 @@ class _Units:
     R: Float[Tensor, "units rows d_in"]
     """``dW H``."""
     H: Float[Tensor, "#units d_in d_in"]
-    groups: list[list[_Columns]]
-    """The columns of the tiles of each group."""
+    groups: list[list[Columns]]
     G: Float[Tensor, "units rows rows"] | None
     largest: int
-    """The largest integer."""
-
-    @classmethod
-    def of(
-        cls,
-        integers: Real[Tensor, "heads rows d_in"],
-        W: Float[Tensor, "heads rows d_in"],
-        grid: Grid,
-        H: Float[Tensor, "#heads d_in d_in"],
-        G: Float[Tensor, "heads rows rows"] | None,
-    ) -> "_Units":
-        """Return the heads as units, before the first pass."""
-        errors, step = dequantize(integers, grid) - W, grid.step()
-        curvature = H.diagonal(dim1=1, dim2=2)[:, None]
-        if G is not None:
-            curvature = curvature * _diagonal(G)[..., None]
-        q, newton = integers.to(W.dtype, copy=True), -1 / (step * curvature)
-        groups = _groups(H, grid, coupled=G is not None)
-        return cls(q, errors, step, newton, times(errors, H), H, groups, G, grid.largest)
 
     def rows_alone(self) -> "_Units":
         """Return the same weights with each row as a unit."""
@@ -173,16 +147,15 @@ class _Units:
             return self
         H, groups = self.H, self.groups
         if len(H) > 1:
-            H, groups = H[chosen], [[columns.some(chosen) for columns in group] for group in groups]
+            H, groups = H[chosen], [[(here, effects[chosen]) for here, effects in group] for group in groups]
         G = None if self.G is None else self.G[chosen]
         return self._with(lambda x: x.index_select(0, chosen), H, groups, G)
 
     def _with(
-        self, change: Callable[[Tensor], Tensor], H: Tensor, groups: list[list[_Columns]], G: Tensor | None
+        self, change: Callable[[Tensor], Tensor], H: Tensor, groups: list[list[Columns]], G: Tensor | None
     ) -> "_Units":
         """Return other units, with the fields changed that have a number for each weight."""
-        weights = (self.integers, self.errors, self.step, self.newton, self.R)
-        q, errors, step, newton, R = map(change, weights)
+        q, errors, step, newton, R = map(change, (self.integers, self.errors, self.step, self.newton, self.R))
         return _Units(q, errors, step, newton, R, H, groups, G, self.largest)
 
     def loss(self) -> Float[Tensor, "units separable"]:
@@ -193,19 +166,18 @@ class _Units:
 
     def visit(self) -> None:
         """Visit all integers once, in tiles of rows and columns."""
+        asks = self.R.device.type == "cpu"
         if self.G is None:
-            self._visit_independent_rows()
+            self._visit_independent_rows(asks=asks)
             return
         for rows in _slices(0, self.errors.shape[1], COUPLED_ROWS):
-            self._visit_coupled_rows(rows, self.G)
+            self._visit_coupled_rows(rows, self.G, asks=asks)
 
-    def _visit_independent_rows(self) -> None:
-        for columns in chain.from_iterable(self.groups):
-            here = columns.here
-            tile = self._tile(slice(None), here, self.R[..., here])
-            moves = find_moves(tile, columns.effects)
+    def _visit_independent_rows(self, *, asks: bool) -> None:
+        for here, effects in chain.from_iterable(self.groups):
+            moves = find_moves(self._tile(slice(None), here, self.R[..., here]), effects, asks=asks)
             few = None  # units that move; an accelerator would make the host wait for them
-            if moves.device.type == "cpu":
+            if asks:
                 few = moving(moves)
                 if not few.numel():
                     continue
@@ -217,18 +189,16 @@ class _Units:
                 add_times(R, delta.index_select(0, few), self.H[:, here])
                 self.R.index_copy_(0, few, R)
 
-    def _visit_coupled_rows(self, rows: slice, G: Float[Tensor, "units rows rows"]) -> None:
+    def _visit_coupled_rows(self, rows: slice, G: Float[Tensor, "units rows rows"], *, asks: bool) -> None:
         """Visit a few rows of each head, with tensors so small that the number of calls counts."""
         R, P, G = self.R[:, rows], G[:, rows] @ self.R, G[:, rows, rows]
         relative = (G / _diagonal(G)[..., None]).tril(-1)
         for group in self.groups:
             # the same in all columns of a group, as zeta is the same in all rows
-            step = self.step[:, rows, group[0].here.start]
+            step = self.step[:, rows, group[0][0].start]
             below = relative * step[:, None] / step[..., None]
-            for columns in group:
-                here = columns.here
-                tile = self._tile(rows, here, P[..., here])
-                moves = find_coupled_moves(tile, columns.effects[0], below)
+            for here, effects in group:
+                moves = find_coupled_moves(self._tile(rows, here, P[..., here]), effects[0], below, asks=asks)
                 change = times(self._move(rows, here, moves), self.H[:, here])
                 R += change
                 P.baddbmm_(G, change)  # all columns: a part of them would be one call a head

@@ -7,8 +7,8 @@ A method that compensates rounding errors leaves less than the dW of nearest rou
 L unit triangular in the order in which columns are rounded, a row's loss is then ``sum_j D_j e_j^2``, where
 the errors e_j are as large as nearest rounding's: D_j is what the later columns can't make up for.
 
-Source: Chee et al., "QuIP: 2-Bit Quantization of Large Language Models With Guarantees" (NeurIPS 2023),
-Section 3, for ``tr(D)`` in the place of ``tr(H)``.
+Source: "QuIP: 2-Bit Quantization of Large Language Models With Guarantees" (NeurIPS 2023), Section 3, for
+tr(D).
 """
 
 import torch
@@ -22,11 +22,9 @@ from aespa_pl.algorithm.quantizer import GridFormat, dequantize, quantize
 
 
 def uncompensated(H: Float[Tensor, "d_in d_in"], damping: float) -> Float[Tensor, " d_in"]:
-    """Return D: the variance of each column, given the columns that are rounded after it.
+    """Return D, the variance of each input given those whose columns are rounded after its own.
 
-    Args:
-        H: Second moment of the inputs.
-        damping: Share of the mean diagonal that is added to the diagonal.
+    H is the inputs' second moment; ``damping``, a share of its mean diagonal, is added to the diagonal.
     """
     damped = H.clone()
     damped.diagonal().copy_(damp(H.diagonal()[None], damping)[0])
@@ -62,22 +60,17 @@ def predicted(
     form: GridFormat,
     count: int,
 ) -> float:
-    """Return the predicted rise of the end loss, in nats per token.
+    """Return the predicted rise of the end loss, in nats per token, for grids of a form.
 
-    Args:
-        W: The matrix, in any type.
-        gradients: Second moments of the gradient, of each row (one column) or of each weight.
-        D: Of its columns.
-        form: Bits and groups, or the block type, of its grid.
-        count: Rows that are rounded at most; they stand for all.
+    W is of any type. The gradients are second moments, of each row (one column) or of each weight. At most
+    ``count`` rows are rounded; they stand for all.
     """
     mass = gradients.sum(1)
     if len(W) <= count:
         return 0.5 * float((row_losses(W.float(), D, form) * gradients).sum())
     if not bool(mass.any()):
         return 0.0
-    rows = sampled_rows(mass, count)
-    rows, times = rows.unique(return_counts=True)
+    rows, times = sampled_rows(mass, count).unique(return_counts=True)
     shares = gradients[rows] / mass[rows, None] * times[:, None]
     mean = (row_losses(W[rows].float(), D, form) * shares).sum() / count
     return 0.5 * float(mean * mass.sum())

@@ -12,7 +12,7 @@ Source: ``ggml-common.h``, ``ggml-quants.h`` and ``dequantize_row_*`` in ``ggml-
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import cast
 
 import torch
@@ -29,9 +29,7 @@ class GridType:
     bits: int
     """Bits of an integer q, which is ``0 .. 2^bits - 1``."""
     group: int
-    """Columns that share a and c."""
     block: int
-    """Columns that share d and d_min."""
     zero_point: int | None
     """The integer that stands for 0; None where the type stores minimums."""
     scales: tuple[int, int] = (1, 1)
@@ -110,9 +108,9 @@ class TypedWeight:
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], name: str, kind: GridType) -> "TypedWeight":
         """Return what ``tensors`` has by ``NAME.FIELD``, of a type."""
-        keys = {part: f"{name}.{part}" for part in TENSORS}
-        parts = {part: tensors[key] for part, key in keys.items() if key in tensors}
-        return cls(**parts, kind=kind)
+        return cls(
+            **{part: tensors[f"{name}.{part}"] for part in TENSORS if f"{name}.{part}" in tensors}, kind=kind
+        )
 
     @property
     def bits(self) -> int:
@@ -121,8 +119,7 @@ class TypedWeight:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that there are, by the names of their fields."""
-        values = {part: getattr(self, part) for part in TENSORS}
-        return {part: value for part, value in values.items() if value is not None}
+        return {part: value for part in TENSORS if (value := getattr(self, part)) is not None}
 
     def grid(self) -> tuple[Float32[Tensor, "rows groups"], Float32[Tensor, "rows groups"]]:
         """Return scale and minimum of each group: the weight is ``scale * q - minimum``; both are exact."""
@@ -174,10 +171,6 @@ class Factors:
         """Return what ``merge`` makes of each tensor, and of the same one of others."""
         tensors = zip(*((f.d, f.a, f.d_min, f.c) for f in (self, *others)), strict=True)
         return Factors(self.kind, *(merge(*same) for same in tensors))
-
-    def scaled(self, change: Callable[[Tensor], Tensor]) -> "Factors":
-        """Return the factors with d and d_min changed."""
-        return replace(self, d=change(self.d), d_min=change(self.d_min))
 
     def stored(self, integers: UInt8[Tensor, "rows d_in"]) -> TypedWeight:
         """Return what the type stores of a weight, for a d that float16 holds; heads follow each other."""

@@ -1,4 +1,4 @@
-"""Mark dead inputs, damp a Hessian and invert it.
+"""Mark dead inputs, damp a Hessian, invert it, and compute weights that make up for the blocks before.
 
 Source: OPTQ (Frantar et al., ICLR 2023) for the damping; docs/algorithm.md, "Damping and dead inputs".
 """
@@ -18,8 +18,8 @@ FIRST_EXTRA_DAMPING, LAST_EXTRA_DAMPING = 0.01, 100.0
 def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor, "heads d_in"]:
     """Return the diagonal of a Hessian, damped.
 
-    A dead input's 0 becomes ``DEAD_DIAGONAL``; then ``damping``, a fraction of the mean diagonal (0.01: 1 %),
-    is added to each head on its own.
+    A dead input's 0 becomes ``DEAD_DIAGONAL``; then a fraction ``damping`` of each head's mean diagonal is
+    added.
     """
     revived = diagonal.masked_fill(diagonal == 0, DEAD_DIAGONAL)
     return revived + damping * revived.mean(-1, keepdim=True)
@@ -46,12 +46,9 @@ def inverse_factor(
 def solve(
     H: Float[Tensor, "heads d_in d_in"], B: Float[Tensor, "heads rows d_in"]
 ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, " heads"]]:
-    """Return ``B H^-1`` and the damping of each head, found as in ``inverse_factor``.
-
-    The heads are solved one after the other, because a factor takes as much memory as H.
-    """
+    """Return ``B H^-1`` and the damping of each head, found as in ``inverse_factor``."""
     solved, added = torch.empty_like(B), H.new_zeros(len(H))
-    for h in range(len(H)):
+    for h in range(len(H)):  # one after the other: a factor takes as much memory as H
         one = slice(h, h + 1)
         while True:
             lower, failed = torch.linalg.cholesky_ex(_damped(H[one], added[one]))
@@ -60,6 +57,29 @@ def solve(
                 break
             _raise_damping(added, torch.arange(len(H), device=H.device) == h)
     return solved, added
+
+
+def corrected_weights(
+    W: Float[Tensor, "heads rows d_in"],
+    shift: Float[Tensor, "heads rows d_in"],
+    H: Float[Tensor, "#heads d_in d_in"],
+    alpha: float,
+) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]]:
+    """Return ``W + alpha shift H^-1``, and the extra damping of each H.
+
+    The quantized blocks have changed the input of a projection from X_fp to X, and the residual stream that
+    the output of some is added to from R_fp to R. The weights W_c with the least
+    ``E |R + W_c X - R_fp - W X_fp|^2`` are ``W + E[(Y_fp - Y) X^T] H^-1``, with ``H = E[X X^T]``,
+    ``Y = R + W X`` and ``Y_fp = R_fp + W X_fp``. The shift is ``E[(Y_fp - Y) X^T]``, scaled as H.
+
+    Only a part of the change is taken, alpha. All of it is worse than none: it is a regression, which shrinks
+    what it predicts, and every block would shrink again what the blocks before it have left.
+
+    Source: GPTAQ (arXiv 2504.02692) and QEP without a residual stream; the term with it is ours.
+    """
+    # where heads share H, there is one problem with the rows of all
+    solved, added = solve(H, shift.flatten(0, 1)[None] if len(H) == 1 else shift)
+    return torch.add(W, solved.view_as(W), alpha=alpha), added
 
 
 def _inverse_upper(H: Tensor) -> tuple[Tensor, Bool[Tensor, " heads"]]:

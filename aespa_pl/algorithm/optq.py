@@ -54,10 +54,9 @@ def update_rows(
     k > i moves by ``- (w_i - q_i) U_ik / U_ii``: the sum of OPTQ's updates over the columns of row i.
 
     It returns what ``update_weights`` does; the extra damping is the largest that H and G took. This is BoA
-    ("BoA: Attention-aware Post-training Quantization without Backpropagation", arXiv 2406.13474). The loss of
-    a query or key projection is ``tr(G dW H dW^T)``: its Hessian is the Kronecker product of ``G`` and ``H``,
-    and so is the factor of its inverse. The errors of a row are compensated in its own later columns, through
-    H, and in the later rows, through both.
+    ("BoA: Attention-aware Post-training Quantization without Backpropagation", arXiv 2406.13474). The Hessian
+    of the loss ``tr(G dW H dW^T)`` is the Kronecker product of ``G`` and ``H``, and so is the factor of its
+    inverse: errors are compensated in a row's own later columns through H, and in later rows through both.
     """
     U, added = inverse_factor(G)
     columns = factor_columns(H)
@@ -86,12 +85,9 @@ class FactoredColumns:
 
 def factor_columns(H: Float[Tensor, "heads d_in d_in"]) -> FactoredColumns:
     """Order the columns by decreasing ``H_jj``, and factor the inverse."""
-    d_in = H.shape[-1]
     order = H.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
-    by_row = order[:, :, None].expand(-1, -1, d_in)
-    ordered = H.gather(1, by_row).gather(2, by_row.transpose(1, 2))
-    U, added = inverse_factor(ordered)
-    return FactoredColumns(order, U, added)
+    by_row = order[:, :, None].expand(H.shape)
+    return FactoredColumns(order, *inverse_factor(H.gather(1, by_row).gather(2, by_row.transpose(1, 2))))
 
 
 def round_columns(
@@ -104,8 +100,7 @@ def round_columns(
     step, zero = (x.gather(2, columns) for x in (grid.step(), grid.zero()))
     integers = torch.empty_like(pending)
     for start in range(0, d_in, LAZY_COLUMNS):
-        here = slice(start, start + LAZY_COLUMNS)
-        later = slice(start + LAZY_COLUMNS, None)
+        here, later = slice(start, start + LAZY_COLUMNS), slice(start + LAZY_COLUMNS, None)
         parts = (pending[..., here], step[..., here], zero[..., here], U[:, here, here])
         integers[..., here], errors = _round_lazily(*parts, grid.largest)
         pending[..., later] -= errors @ U[:, here, later]

@@ -1,9 +1,8 @@
 """Apply the uniform quantizer ``W_hat = scale * zeta * (q - zero_point)`` (Eq. 3, with Z-Fold's zeta).
 
-A weight as engines store it has no zeta: it is folded into what comes before.
-
-Block types of GGUF are such grids too: a weight ``d a q - d_min c`` has the scale ``d a`` and the zero point
-``d_min c / (d a)``, which is no integer.
+A weight as engines store it has no zeta: it is folded into what comes before. Block types of GGUF are such
+grids too: a weight ``d a q - d_min c`` has the scale ``d a`` and the zero point ``d_min c / (d a)``, which is
+no integer.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +31,6 @@ class GridFormat:
     def of(cls, kind: GridType) -> "GridFormat":
         """Return the format of a block type."""
         return cls(kind.bits, kind.zero_point is not None, kind.group, kind)
-
-    @property
-    def largest(self) -> int:
-        """Return the largest integer."""
-        return int(2**self.bits - 1)
 
 
 @dataclass(frozen=True)
@@ -97,17 +91,18 @@ class Grid:
 
     def in_half(self, row_factor: Float[Tensor, "heads rows"]) -> "Grid":
         """Return the grid whose scales, times a factor of each row, are numbers that float16 holds."""
-        factor = row_factor[..., None]
-        return self._scaled(lambda d: round_to_half(d * factor) / factor, self.zeta)
+        return self._scaled(
+            lambda d: round_to_half(d * row_factor[..., None]) / row_factor[..., None], self.zeta
+        )
 
     def folded(self, row_factor: Float[Tensor, "heads rows"]) -> "Grid":
         """Return the grid as it is stored: zeta is 1, rows have their factor, float16 holds every scale."""
-        factor = row_factor[..., None]
-        return self._scaled(lambda d: round_to_half(d * factor), torch.ones_like(self.zeta))
+        return self._scaled(lambda d: round_to_half(d * row_factor[..., None]), torch.ones_like(self.zeta))
 
     def _scaled(self, change: Callable[[Tensor], Tensor], zeta: Tensor) -> "Grid":
-        if self.factors is not None:
-            return Grid.of(self.factors.scaled(change), zeta)
+        f = self.factors
+        if f is not None:
+            return Grid.of(replace(f, d=change(f.d), d_min=change(f.d_min)), zeta)
         return replace(self, scale=change(self.scale), zeta=zeta)
 
     def _each_column(self, value: Tensor) -> Tensor:
@@ -154,14 +149,9 @@ class QuantizedWeight:
             raise ValueError(f"integers or zero points up to {largest} do not have {self.bits} bits")
 
     @property
-    def groups(self) -> int:
-        """Return the number of groups of columns with a scale of their own."""
-        return self.scale.shape[1]
-
-    @property
     def group_size(self) -> int:
         """Return the number of columns that share a scale."""
-        return self.integers.shape[1] // self.groups
+        return self.integers.shape[1] // self.scale.shape[1]
 
     def each_column(self, value: Tensor) -> Float[Tensor, "rows d_in"]:
         """Return a value of each group ``[rows, groups]`` for each weight, in float32."""
@@ -188,5 +178,4 @@ def scaled_steps(
 ) -> Float[Tensor, "rows d_in"]:
     """Return ``scale * (integers - zero_point)``."""
     steps = integers.unflatten(1, (scale.shape[1], -1)) - zero_point[..., None]
-    weight: Tensor = (scale[..., None] * steps).flatten(1)
-    return weight
+    return torch.flatten(scale[..., None] * steps, 1)

@@ -19,16 +19,14 @@ import torch
 from jaxtyping import Float, Real
 from torch import Tensor
 
-from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.grid import Parabola, min_max_grid
 from aespa_pl.algorithm.grid_types import Factors, GridType, TypedWeight, round_to_half
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from aespa_pl.algorithm.tile import times
-from aespa_pl.algorithm.typed_grid import Parabola
 
 REFITS = 2
-"""Times that scales and minimums of a matrix without statistics are fitted to the integers, and these rounded
-again."""
+"""Times that the grid of a matrix without statistics is fitted to the integers, and these rounded again."""
 
 
 def rounded_rows(W: Float[Tensor, "rows d_in"], kind: GridType) -> TypedWeight:
@@ -135,16 +133,13 @@ class _Rows:
         x, y = a * self.x[..., columns], c * self.zeta[columns]
         d, d_min = f.d[..., block, None], f.d_min[..., block, None]
         change = self._change(x, y, columns)
-        dS = self._stored(d + change.lowest()[0]) - d
-        dM = self._stored(d_min + change.lowest_minimum(dS)) - d_min
+        dS = round_to_half((d + change.lowest()[0]) * self.row_factor) / self.row_factor - d
+        dM = round_to_half((d_min + change.lowest_minimum(dS)) * self.row_factor) / self.row_factor - d_min
         lower = change.at(dS, dM) < 0
         dS, dM = torch.where(lower, dS, 0), torch.where(lower, dM, 0)
         self._move(columns, dS * x - dM * y)
         d += dS  # these are views
         d_min += dM
-
-    def _stored(self, d: Tensor) -> Tensor:
-        return round_to_half(d * self.row_factor) / self.row_factor
 
     def _change(self, x: Tensor, y: Tensor, columns: slice) -> Parabola:
         """Return how moves along x and y change the objective, for each row ``[heads, rows, 1]``."""

@@ -6,7 +6,7 @@ Source: docs/algorithm.md and docs/correction.md; not in the paper.
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.correction import corrected_weights
+from aespa_pl.algorithm.hessian import corrected_weights
 from aespa_pl.block.errors import naming
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.statistics import Shifts

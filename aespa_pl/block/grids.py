@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.awq import candidate_zetas, nearest_loss
 from aespa_pl.algorithm.candidates import EXHAUSTIVE, THOROUGH, Effort
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, joined
-from aespa_pl.algorithm.zfold import fit_grids as fit_grids_of_group
+from aespa_pl.algorithm.zeta import candidate_zetas, nearest_loss
+from aespa_pl.algorithm.zeta import fit_grids as fit_grids_of_group
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, grid_format
 from aespa_pl.distributed.processes import World
 from aespa_pl.models.family import InputGroup

@@ -26,8 +26,7 @@ from aespa_pl.planning.shape import Work
 from aespa_pl.progress import IterationProgress, WalkProgress
 from aespa_pl.report.stored import flat
 from aespa_pl.report.tensorboard import LossesFirst, show_configuration, show_result
-from aespa_pl.rounding.data import epochs_of
-from aespa_pl.rounding.histograms import RoundingHistograms
+from aespa_pl.rounding import RoundingHistograms, epochs_of
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.interruption import Interruption

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from aespa_pl.algorithm.candidate_losses import leading_rank
+from aespa_pl.algorithm.candidates import leading_rank
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.algorithm.second_moments import computed_fraction
 from aespa_pl.planning import tuning

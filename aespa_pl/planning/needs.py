@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from aespa_pl.algorithm import candidate_losses, optq
+from aespa_pl.algorithm import candidates, optq
 from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
@@ -199,11 +199,11 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
         return 0
     rows = max(m.size // (settings.group_size or m.columns) for m in shape.matrices)
     size, columns = max(m.size for m in shape.matrices), shape.widest_input
-    chunk = candidate_losses.cpu_chunk(settings.group_size or columns)
+    chunk = candidates.cpu_chunk(settings.group_size or columns)
     of_candidate = GRID_BYTES_OF_GROUPS if settings.group_size else GRID_BYTES
     return (
         of_candidate * candidates_of(settings) * rows
-        + CHUNK_BYTES * (candidate_losses.ACCELERATOR_CHUNK if accelerator else chunk)
+        + CHUNK_BYTES * (candidates.ACCELERATOR_CHUNK if accelerator else chunk)
         + 2 * FLOAT * size  # over zeta, and in groups
         + 3 * FLOAT * columns**2  # times zeta, from both sides, and its blocks
     )

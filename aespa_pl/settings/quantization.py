@@ -7,7 +7,7 @@ from typing import Literal
 
 from jsonargparse.typing import ClosedUnitInterval, OpenUnitInterval, PositiveInt
 
-from aespa_pl.methods.method import Learned, Objective
+from aespa_pl.methods import Learned, Objective
 from aespa_pl.settings.tuning import TuningSettings
 from aespa_pl.settings.types import (
     Bits,

@@ -5,7 +5,7 @@ from typing import Literal
 
 from jsonargparse.typing import OpenUnitInterval, PositiveInt
 
-from aespa_pl.methods.method import Parametrization, Unit
+from aespa_pl.methods import Parametrization, Unit
 from aespa_pl.settings.types import FiniteNonNegative, FinitePositive
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.candidate_losses import Candidates
+from aespa_pl.algorithm.candidates import Candidates
 from tests import reference
 
 SPECTRA = {"identity": 0.0, "mild": 0.5, "typical": 1.0, "steep": 2.0, "nearly singular": 6.0}

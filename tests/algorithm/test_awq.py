@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.awq import candidate_zetas, nearest_loss
 from aespa_pl.algorithm.quantizer import GridFormat
+from aespa_pl.algorithm.zeta import candidate_zetas, nearest_loss
 from aespa_pl.models.weights import projection_weight
 from tests.walks import walk
 

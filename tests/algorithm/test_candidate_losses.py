@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aespa_pl.algorithm.candidate_losses import approximate_losses, exact_losses, leading_part
+from aespa_pl.algorithm.candidates import approximate_losses, exact_losses, leading_part
 from tests.algorithm.candidate_examples import SPECTRA, every_loss, loss_of, problem
 
 

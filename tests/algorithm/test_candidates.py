@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm import candidate_losses
-from aespa_pl.algorithm.candidate_losses import Candidates
-from aespa_pl.algorithm.candidates import EXHAUSTIVE, QUICK, THOROUGH, Effort, best_grids
+from aespa_pl.algorithm import candidates as comparing
+from aespa_pl.algorithm.candidates import EXHAUSTIVE, QUICK, THOROUGH, Candidates, Effort, best_grids
 from tests.algorithm.candidate_examples import SPECTRA, every_loss, loss_of, problem, strong_directions
 
 STRONG_DIRECTIONS = 1.005
@@ -100,8 +99,8 @@ def test_chunks_do_not_change_the_choice(monkeypatch: pytest.MonkeyPatch) -> Non
     V, H, candidates = problem("typical", bits=2)
     whole = best_grids(V, H, candidates)
     for elements in (1, 1000, 10**5):
-        monkeypatch.setattr(candidate_losses, "CPU_CHUNK", elements)
-        monkeypatch.setattr(candidate_losses, "LEAST_ERRORS", 1)
+        monkeypatch.setattr(comparing, "CPU_CHUNK", elements)
+        monkeypatch.setattr(comparing, "LEAST_ERRORS", 1)
         torch.testing.assert_close(best_grids(V, H, candidates), whole)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.correction import corrected_weights as corrected_and_damping
+from aespa_pl.algorithm.hessian import corrected_weights as corrected_and_damping
 from aespa_pl.algorithm.hessian import solve
 from aespa_pl.errors import NumericalError
 

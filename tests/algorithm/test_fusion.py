@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from aespa_pl.algorithm import soft_kernels
 from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss, start
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat
+from aespa_pl.algorithm.workspace import fused
 from tests.device.simulated import simulated
 
 COMPILER = pytest.mark.skipif(
@@ -55,10 +55,10 @@ COMPILED = """
 import json
 import torch
 from torch._inductor import config, metrics
-from aespa_pl.algorithm.adaround import start
-from aespa_pl.algorithm.soft_kernels import compiled, soft_error, soft_gradient
+from aespa_pl.algorithm.adaround import soft_error, soft_gradient, start
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat
+from aespa_pl.algorithm.workspace import compiled
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_a_compiler_makes_one_kernel_of_each_function() -> None:
 VARIANTS = """
 import torch
 from torch._dynamo.testing import CompileCounter
-from aespa_pl.algorithm import soft_kernels
+from aespa_pl.algorithm import adaround
 from aespa_pl.algorithm.adaround import SoftRounding, rounding_loss, start
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat
@@ -101,9 +101,9 @@ from aespa_pl.algorithm.quantizer import GridFormat
 names = ("soft_error", "soft_gradient", "soft_penalty")
 counters = {name: CompileCounter() for name in names}
 for name, counter in counters.items():
-    plain = getattr(soft_kernels, name).__wrapped__
+    plain = getattr(adaround, name).__wrapped__
     kernel = torch.compile(plain, fullgraph=True, dynamic=True, backend=counter)
-    setattr(__import__("aespa_pl.algorithm.adaround", fromlist=[name]), name, kernel)
+    setattr(adaround, name, kernel)
 for heads in (1, 2):
     for rows, columns in ((6, 32), (12, 64)):
         for group_size in (None, 16):
@@ -131,7 +131,7 @@ def test_where_nothing_can_be_compiled_the_plain_path_goes_on(
 ) -> None:
     calls = []
 
-    @soft_kernels.fused
+    @fused
     def double(A: Tensor) -> Tensor:
         calls.append(A.device.type)
         return 2 * A

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import tile as tiles
-from aespa_pl.algorithm.tile import Tile, coupled_moves, find_coupled_moves, find_moves, settled_moves
+from aespa_pl.algorithm.tile import Tile, find_coupled_moves, find_moves
 
 UNITS, ROWS, COLUMNS = 5, 4, 8
 MANY = ROWS * COLUMNS + 2
@@ -70,18 +70,17 @@ def given(*, coupled: bool) -> Given:
 def on_an_accelerator(given: Given, *, coupled: bool) -> Tensor:
     """Return what an accelerator finds in a visit."""
     if not coupled:
-        return settled_moves(given.tile, given.effects().triu(1)[None])
-    rounds = tiles.COUPLED_ROUNDS
-    return coupled_moves(given.tile, given.both(), given.below(), rounds, ends_early=False)
+        return find_moves(given.tile, given.effects().triu(1)[None], asks=False)
+    return find_coupled_moves(given.tile, given.both(), given.below(), asks=False)
 
 
 def on_a_cpu(given: Given, *, coupled: bool) -> Tensor:
     """Return what a CPU finds in a visit."""
     tile = given.tile
     if coupled:
-        return find_coupled_moves(tile, given.both(), given.below())
-    rows = Tile(*(x.flatten(0, 1)[:, None] for x in tile.tensors()))
-    return find_moves(rows, given.effects().triu(1)[None]).view_as(tile.wanted)
+        return find_coupled_moves(tile, given.both(), given.below(), asks=True)
+    rows = Tile(*(x.flatten(0, 1)[:, None] for x in (tile.wanted, tile.down, tile.up)))
+    return find_moves(rows, given.effects().triu(1)[None], asks=True).view_as(tile.wanted)
 
 
 @both_kinds

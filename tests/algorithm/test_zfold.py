@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm import zfold
+from aespa_pl.algorithm import zeta as alternation
 from aespa_pl.algorithm.candidates import EXHAUSTIVE, Effort
 from aespa_pl.algorithm.grid import min_max_grid, search_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
-from aespa_pl.algorithm.zfold import fit_grids, least_squares_zeta
+from aespa_pl.algorithm.zeta import fit_grids, least_squares_zeta
 from tests import reference
 
 FORM = GridFormat(2)
@@ -150,12 +150,12 @@ def test_first_zeta_is_that_of_the_min_max_grid() -> None:
 
 def test_long_steps_of_zeta_find_lower_losses_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 4 bits, over several problems; a leap of 1 is the plain alternation."""
-    losses, rounds = {1.0: 0.0, zfold.LEAP: 0.0}, {1.0: 0, zfold.LEAP: 0}
+    losses, rounds = {1.0: 0.0, alternation.LEAP: 0.0}, {1.0: 0, alternation.LEAP: 0}
     for seed in range(8):
         torch.manual_seed(seed)
         weights, hessians = problem()
         for leap in losses:
-            monkeypatch.setattr(zfold, "LEAP", leap)
+            monkeypatch.setattr(alternation, "LEAP", leap)
             searched: list[Searched] = []
             found = fit(weights, hessians, form=GridFormat(4), searched=searched)
             losses[leap] += loss(weights, hessians, found)

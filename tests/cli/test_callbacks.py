@@ -75,7 +75,7 @@ def test_early_stopping_may_end_the_learning(
     aespa: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No decrease is large enough: the second epoch, here of 10 iterations, is the last."""
-    monkeypatch.setattr("aespa_pl.rounding.data.EPOCH", 10)
+    monkeypatch.setattr("aespa_pl.rounding.EPOCH", 10)
     stopping = (
         "--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "loss",
         "--trainer.callbacks.patience", 1, "--trainer.callbacks.min_delta", 1e9,

@@ -19,7 +19,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from aespa_pl.algorithm import soft_kernels
+from aespa_pl.algorithm import workspace
 from tests.device.operations import tree_leaves
 from tests.device.streams import NAME, device
 from tests.device.tally import tallies
@@ -56,7 +56,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Have the device for the time of a test."""
     where = device()
     monkeypatch.setattr(torch, "compile", compiled)
-    soft_kernels.compiled.cache_clear()
+    workspace.compiled.cache_clear()
     monkeypatch.setattr(torch.Tensor, "pin_memory", _pin)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t, *_: address(t) in pinned)
     only = torch._C._only_lift_cpu_tensors()
@@ -66,7 +66,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
         with torch.autograd.set_multithreading_enabled(mode=False), mode():
             yield where
     finally:
-        soft_kernels.compiled.cache_clear()
+        workspace.compiled.cache_clear()
         torch._C._set_only_lift_cpu_tensors(only)
         KEPT.clear()
         pinned.clear()

@@ -9,8 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.methods import METHODS
-from aespa_pl.methods.method import Method
+from aespa_pl.methods import METHODS, Method
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     Bits,

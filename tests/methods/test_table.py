@@ -2,8 +2,7 @@
 
 import pytest
 
-from aespa_pl.methods import METHODS
-from aespa_pl.methods.method import Method
+from aespa_pl.methods import METHODS, Method
 
 OURS = {
     "search", "zfold", "optq", "attention", "polish", "input_correction"

@@ -11,8 +11,7 @@ from torch import Tensor
 from aespa_pl.algorithm.adaround import SoftRounding, start
 from aespa_pl.algorithm.grid import search_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
-from aespa_pl.rounding.data import StatisticsDataModule
-from aespa_pl.rounding.module import BlockRounding, ProjectionRounding
+from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsDataModule
 from aespa_pl.settings import RoundingSettings
 
 SETTINGS = RoundingSettings(iterations=60, learning_rate=0.02, warmup=0.3, beta_start=12.0, beta_end=3.0)

@@ -1,17 +1,19 @@
-"""Wrap a Transformer block in a LightningModule whose parameters are its rounding variables."""
+"""Run step 4 as a Lightning training, which learns the rounding variables of a block."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.adaround import (
     RoundingLoss,
     decide,
     penalty_exponent,
+    rectified_sigmoid,
     rounding_loss,
     start,
     undecided,
@@ -19,16 +21,59 @@ from aespa_pl.algorithm.adaround import (
 from aespa_pl.algorithm.products import Precision, multiplying_in
 from aespa_pl.algorithm.quantizer import Grid, quantize
 from aespa_pl.algorithm.workspace import Workspace
-from aespa_pl.curve_names import NOT_NEAREST, PENALTY, RECONSTRUCTION, UNDECIDED, tag
+from aespa_pl.curve_names import NOT_NEAREST, PENALTY, RECONSTRUCTION, ROUNDING_VARIABLES, UNDECIDED, tag
 from aespa_pl.distributed.rows import RowShare
 from aespa_pl.errors import NumericalError
-from aespa_pl.rounding.data import StatisticsBatch
 from aespa_pl.settings import RoundingSettings
 
 SUMS = (RECONSTRUCTION, PENALTY)
 """Curves that are sums over the weights; the others are means. TensorBoard sorts by name: losses first."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's moments, which have the shape of the rounding variables."""
+StatisticsBatch = Mapping[str, tuple[Tensor, Tensor | None]]
+"""Damped Hessian ``[heads or 1, d_in, d_in]`` of each projection, and G ``[heads, d_h, d_h]`` or None."""
+EPOCH = 100
+"""Iterations of what Lightning calls an epoch: EarlyStopping and others act at the end of each."""
+
+
+def epochs_of(iterations: int) -> int:
+    """Return the number of epochs that so many iterations make; the last may be shorter."""
+    return -(-iterations // EPOCH)
+
+
+class Repetition(list[StatisticsBatch]):
+    """Holds one epoch: the objective of all calibration tokens, once for each iteration.
+
+    Lightning counts from where a checkpoint was in its epoch; it asks a loader for a state to trust it there.
+    """
+
+    def state_dict(self) -> dict[str, int]:
+        """Return nothing: all items are the same."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Do nothing."""
+
+
+class StatisticsDataModule(LightningDataModule):
+    """Delivers the statistics of a block, which are on the device, again and again.
+
+    Nothing in a batch depends on the amount of calibration data, and each batch is all of it: there
+    is no sampling noise in the gradients (Section 3.5 of the paper).
+    """
+
+    def __init__(self, batch: StatisticsBatch) -> None:
+        """Take the only batch."""
+        super().__init__()
+        self.batch = batch
+
+    def train_dataloader(self) -> Repetition:
+        """Return what Trainer.fit reads."""
+        return Repetition([self.batch] * EPOCH)
+
+    def transfer_batch_to_device(self, batch: StatisticsBatch, *_: Any) -> StatisticsBatch:
+        """Return the batch itself."""
+        return batch
 
 
 class ProjectionRounding(nn.Module):
@@ -42,8 +87,7 @@ class ProjectionRounding(nn.Module):
     ) -> None:
         """Begin between the two integers beside each weight ``[heads, rows, d_in]`` of OPTQ's ``updated``.
 
-        The ``penalty`` is the weight lambda of the rounding loss; ``share`` says which rows of the projection
-        these are, None: all of them.
+        The ``penalty`` is the weight lambda of the rounding loss; ``share`` says which rows these are.
         """
         super().__init__()
         # no buffers: they are where the block was run, on the device, and stay there
@@ -59,33 +103,21 @@ class ProjectionRounding(nn.Module):
     def loss(self, H: Tensor, G: Tensor | None, beta: float | None, workspace: Workspace) -> RoundingLoss:
         """Return ``rounding_loss`` with the damped H, an ``operand``; its gradient is in ``gradient``."""
         return rounding_loss(
-            self.variables,
-            self.fixed,
-            H,
-            G,
-            weight=self.penalty,
-            beta=beta,
-            workspace=workspace,
-            gradient=self.gradient,
-        )
-
-    @torch.no_grad()
-    def integers(self) -> Tensor:
-        """Return the integers that the variables stand for, uint8, ``[heads, rows, d_in]``."""
-        return decide(self.variables, self.fixed)
+            self.variables, self.fixed, H, G,
+            weight=self.penalty, beta=beta, workspace=workspace, gradient=self.gradient,
+        )  # fmt: skip
 
     @torch.no_grad()
     def decisions(self) -> dict[str, Tensor]:
         """Return the share of variables still undecided, and of integers that are not the nearest."""
-        differs = (self.integers() != self.nearest).count_nonzero() / self.variables.numel()
-        return {UNDECIDED: undecided(self.variables), NOT_NEAREST: differs}
+        differs = (decide(self.variables, self.fixed) != self.nearest).count_nonzero()
+        return {UNDECIDED: undecided(self.variables), NOT_NEAREST: differs / self.variables.numel()}
 
 
 class BlockRounding(LightningModule):
     """Learns the rounding of the projections of one block; one iteration updates all of them.
 
-    The projections don't depend on each other (docs/algorithm.md, step 4), so the sum of their losses
-    has the gradients of each.
+    They don't depend on each other (docs/algorithm.md, step 4): the sum of losses has the gradients of each.
     """
 
     def __init__(
@@ -125,7 +157,7 @@ class BlockRounding(LightningModule):
                 name: projection.loss(*batch[name], beta, self._workspace)
                 for name, projection in self.named_projections()
             }
-        if (self.global_step + 1) % self._log_interval == 0:
+        if (self.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             return self._report(losses)
         parts = [part for loss in losses.values() for part in (loss.reconstruction, loss.penalty)]
         return torch.stack(parts).sum()
@@ -161,10 +193,9 @@ class BlockRounding(LightningModule):
         """Take this process's rows out of a checkpoint of the block."""
         self._change_rows(checkpoint, lambda share, tensor: share.part(tensor).clone())
 
-    def named_projections(self) -> Iterator[tuple[str, ProjectionRounding]]:
-        """Yield name and soft rounding of each projection."""
-        for name, projection in self.projections.items():
-            yield name, cast(ProjectionRounding, projection)
+    def named_projections(self) -> Iterable[tuple[str, ProjectionRounding]]:
+        """Return name and soft rounding of each projection."""
+        return cast(Iterable[tuple[str, ProjectionRounding]], self.projections.items())
 
     def integers(self) -> dict[str, Tensor]:
         """Return what has been learned once training has ended, ``[heads, rows, d_in]`` by projection.
@@ -184,12 +215,7 @@ class BlockRounding(LightningModule):
         named = dict(self.named_projections())
         finite = torch.stack([p.variables.isfinite().all() for p in named.values()]).tolist()
         for (name, projection), usable in zip(named.items(), finite, strict=True):
-            self._decided[name] = projection.integers() if usable else None
-
-    @property
-    def _log_interval(self) -> int:
-        interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return interval
+            self._decided[name] = decide(projection.variables, projection.fixed) if usable else None
 
     def _report(self, losses: Mapping[str, RoundingLoss]) -> Tensor:
         """Log the curves of all rows of the block, and return the loss of all of them."""
@@ -234,12 +260,10 @@ class BlockRounding(LightningModule):
             key = f"projections.{name}.variables"
             state[key] = change(projection.share, state[key])
         for optimizer in checkpoint.get("optimizer_states", []):
-            # a new mapping: Adam's own is what the checkpoint holds
+            shares = [projection.share for projection in named.values()]
+            # new mappings: Adam's own are what the checkpoint holds
             optimizer["state"] = {
-                i: {
-                    key: change(list(named.values())[i].share, value) if key in MOMENTS else value
-                    for key, value in moments.items()
-                }
+                i: moments | {key: change(shares[i], moments[key]) for key in MOMENTS}
                 for i, moments in optimizer["state"].items()
             }
 
@@ -247,3 +271,23 @@ class BlockRounding(LightningModule):
 def _gather(share: RowShare, part: Tensor) -> Tensor:
     whole = share.whole(part)
     return whole.cpu() if share.world.is_first else part
+
+
+class RoundingHistograms(Callback):
+    """Logs h(B) of chosen projections in TensorBoard with the curves: of several processes, the first's."""
+
+    def __init__(self, projections: Collection[str]) -> None:
+        """Choose projections by name."""
+        self.projections = projections
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Log, where curves are logged."""
+        step = trainer.global_step
+        if step % trainer.log_every_n_steps and step != 1:  # type: ignore[attr-defined]
+            return
+        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        for name, projection in cast(BlockRounding, pl_module).named_projections():
+            if name in self.projections:
+                values = rectified_sigmoid(projection.variables.detach()).flatten()
+                for board in boards if trainer.is_global_zero else ():
+                    board.experiment.add_histogram(tag(ROUNDING_VARIABLES, name), values, step)

@@ -1,7 +1,11 @@
-"""Run Z-Fold, which finds scale, zero point and column factor of the projections that share an input.
+"""Find the grids of the projections that share an input, with zeta, the factor of each of its columns.
 
-Source: Jeon et al., "A Frustratingly Easy Post-Training Quantization Scheme for LLMs" (EMNLP 2023),
-as used in Sections 3.4 and 4.1 of the paper.
+Z-Fold alternates between zeta and the other parameters: Jeon et al., "A Frustratingly Easy Post-Training
+Quantization Scheme for LLMs" (EMNLP 2023), as used in Sections 3.4 and 4.1 of the paper.
+
+AWQ multiplies a column of weights by ``mean|x| ** alpha`` before rounding and divides it by the same
+afterwards, so that the columns of large inputs are rounded finely. zeta divides before rounding, so it is the
+inverse. Source: Lin et al., "AWQ: Activation-aware Weight Quantization" (arXiv 2306.00978), Section 3.2.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +17,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.candidates import EXHAUSTIVE, QUICK, THOROUGH, Effort
 from aespa_pl.algorithm.grid import min_max_grid
+from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
 LEAST_GAIN = 1e-3
@@ -25,6 +30,10 @@ Problem = TypeVar("Problem")
 """Type of all that a search needs of a projection: weights and Hessian, or an object that has them."""
 Search = Callable[[Problem, Tensor, GridFormat, Effort], tuple[Grid, float]]
 """Returns the grid of a problem for a zeta, and its loss (see ``grid.search_grid``)."""
+POWERS = 20
+"""Powers alpha 0, 1/20 ... 19/20 that are compared."""
+LEAST_MAGNITUDE = 1e-4
+"""Fraction of the largest mean absolute input that the others count as at least: dead inputs have 0."""
 
 
 def fit_grids(
@@ -43,8 +52,7 @@ def fit_grids(
     ``max_rounds`` at most, end when the loss of all projections together, ``tr(dW H dW^T)`` under nearest
     rounding, falls by less than a thousandth. From 3 bits on zeta's steps are longer than least squares says,
     as long as that lowers the loss. The last search has the best zeta of all, which may be 1; it alone is
-    thorough, and its grids are returned. With ``exhaustive`` all searches try each candidate instead, and
-    plain alternations go on while the loss falls.
+    thorough. With ``exhaustive`` all searches try each candidate, and go on while the loss falls.
     """
     quick, last = (EXHAUSTIVE, EXHAUSTIVE) if exhaustive else (QUICK, THOROUGH)
     least_gain = 0.0 if exhaustive else LEAST_GAIN
@@ -79,8 +87,8 @@ def fit_grids(
 def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Float[Tensor, " d_in"]:
     """Return the zeta with the least ``sum((W - zeta * scale * (q - z)) ** 2)`` in each column.
 
-    The integers q come from nearest rounding on the given grids. A column whose best factor
-    is not a positive number keeps the one that it has.
+    The integers q are the nearest on the given grids. A column whose best factor isn't positive keeps its
+    own.
     """
     zeta = grids[0].zeta
     products, squares = torch.zeros_like(zeta), torch.zeros_like(zeta)
@@ -90,3 +98,27 @@ def least_squares_zeta(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Floa
         squares += value.square().sum((0, 1))
     fitted = products / squares
     return torch.where((fitted > 0) & fitted.isfinite(), fitted, zeta)
+
+
+def candidate_zetas(magnitude: Float[Tensor, " d_in"]) -> Float[Tensor, "powers d_in"]:
+    """Return zeta for each power alpha of the mean absolute inputs; the first is 1 everywhere.
+
+    Its largest and smallest factor are inverse to each other: what zeta is folded into keeps its size.
+    """
+    tiny = torch.finfo(magnitude.dtype).tiny
+    floor = max(tiny, LEAST_MAGNITUDE * float(magnitude.max()))
+    log = magnitude.clamp(min=floor).log()
+    centred = log - (log.max() + log.min()) / 2
+    alpha = torch.arange(POWERS, dtype=log.dtype, device=log.device) / POWERS
+    return torch.exp(-alpha[:, None] * centred)
+
+
+def nearest_loss(
+    W: Float[Tensor, "heads rows d_in"],
+    H: Float[Tensor, "#heads d_in d_in"],
+    zeta: Float[Tensor, " d_in"],
+    grid_format: GridFormat,
+) -> float:
+    """Return ``tr(dW H dW^T)`` of nearest rounding on the min-max grid of ``W / zeta``."""
+    grid = min_max_grid(W, zeta, grid_format)
+    return float(reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum())

@@ -1,1 +1,0 @@
-"""Run step 4 as a Lightning training, which learns the rounding variables of a block."""
