@@ -26,7 +26,7 @@ from aespa_pl.planning.partition import WHOLE, Divisible, HeadRange, Portion, le
 from aespa_pl.rounding.data import StatisticsBatch, StatisticsDataModule
 from aespa_pl.rounding.module import BlockRounding, ProjectionRounding
 from aespa_pl.run.context import Context
-from aespa_pl.run.training import Training, block_curves
+from aespa_pl.run.folder import Training, block_curves
 from aespa_pl.storage.files import write_tensors
 
 log = logging.getLogger(__name__)

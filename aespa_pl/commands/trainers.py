@@ -24,10 +24,9 @@ from aespa_pl.progress import IterationProgress, WalkProgress
 from aespa_pl.rounding.data import epochs_of
 from aespa_pl.rounding.histograms import RoundingHistograms
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
-from aespa_pl.run.folder import how_to_continue
+from aespa_pl.run.folder import Training, how_to_continue
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 from aespa_pl.settings import TuningSettings
 from aespa_pl.sizing.mixture import Mixture
 from aespa_pl.storage.files import write_json, write_text

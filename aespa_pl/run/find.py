@@ -33,7 +33,13 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
                 f"{given} is not the folder of a run, nor a file inside one: give the folder of a run "
                 "(NAME/version_N), or last"
             )
-    _refuse_links(run)
+    for folder, folders, files in os.walk(run):  # which follows no link
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if path.is_symlink():  # whoever made the run would choose what is overwritten
+                raise UserError(
+                    f"{path} is a link, which a run does not hold, because what it leads to would be read "
+                    "and overwritten: put the file or folder itself in its place, or remove it"
+                )
     return run
 
 
@@ -52,14 +58,3 @@ def version_number(path: Path) -> int:
     """Return N of a folder named version_N, -1 for any other name."""
     number = path.name.removeprefix("version_")
     return int(number) if number.isdecimal() else -1
-
-
-def _refuse_links(run: Path) -> None:
-    """Raise UserError where a run holds a link: whoever made the run would choose what is overwritten."""
-    for folder, folders, files in os.walk(run):  # which follows no link
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink():
-                raise UserError(
-                    f"{path} is a link, which a run does not hold, because what it leads to would be read "
-                    "and overwritten: put the file or folder itself in its place, or remove it"
-                )

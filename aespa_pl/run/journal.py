@@ -9,7 +9,7 @@ from typing import Any
 
 from aespa_pl.errors import UserError
 from aespa_pl.run.fingerprint import checksum, differences
-from aespa_pl.run.folder import RunFolder, how_to_continue, next_version
+from aespa_pl.run.folder import RunFolder, Training, how_to_continue, next_version
 from aespa_pl.run.schema import (
     FORMAT,
     BlockRecord,
@@ -21,7 +21,6 @@ from aespa_pl.run.schema import (
     TuningRecord,
     parse,
 )
-from aespa_pl.run.training import Training
 from aespa_pl.storage.files import move_whole, write_json
 
 log = logging.getLogger(__name__)

@@ -30,20 +30,28 @@ class ModelWriter:
 
     def write_stem(self, tensors: Mapping[str, Tensor]) -> None:
         """Write what lies outside the blocks."""
-        self._write(0, tensors)
+        self.write_block(-1, tensors)
 
     def write_block(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of one block under their names in the model."""
-        self._write(index + 1, tensors)
+        shards, size = [dict[str, Tensor]()], 0
+        for name in sorted(tensors):  # so that a block that is written again is divided in the same way
+            size += tensors[name].nbytes
+            if size > LARGEST and shards[-1]:
+                shards.append({})
+                size = tensors[name].nbytes
+            shards[-1][name] = tensors[name]
+        for place, shard in enumerate(shards, 1):
+            write_tensors(self._shard(index, place), shard, {"format": "pt"})
 
     @property
     def stem_files(self) -> list[Path]:
         """Return the shards of what lies outside the blocks."""
-        return self._files(0)
+        return self.block_files(-1)
 
     def block_files(self, index: int) -> list[Path]:
         """Return the shards of a block."""
-        return self._files(index + 1)
+        return [self._shard(index, 1), *sorted(self.folder.glob(self._shard(index, "*").name))]
 
     def finish(self, origin: Path, config: Mapping[str, Any] | None = None) -> None:
         """Write the index of the shards, and the files beside the weights that belong to the model.
@@ -55,32 +63,15 @@ class ModelWriter:
         copy_companions(origin, self.folder)
         if config:
             write_json(self.folder / "config.json", {**read_json(origin / "config.json"), **config})
-        files = [file for number in range(self.blocks + 1) for file in self._files(number)]
+        files = [file for index in range(-1, self.blocks) for file in self.block_files(index)]
         size = sum(file.stat().st_size for file in files)
         where = {name: file.name for file in files for name in read_header(file)}
-        write_json(
-            self.folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": size}, "weight_map": where},
-        )
+        contents = {"metadata": {"total_size": size}, "weight_map": where}
+        write_json(self.folder / "model.safetensors.index.json", contents)
 
-    def _files(self, number: int) -> list[Path]:
-        first = self._shard(number, 1)
-        return [first, *sorted(self.folder.glob(self._shard(number, "*").name))]
-
-    def _shard(self, number: int, place: int | str) -> Path:
+    def _shard(self, index: int, place: int | str) -> Path:
         further = "" if place == 1 else f"-{place}"
-        return self.folder / f"model-{number + 1:05}{further}-of-{self.blocks + 1:05}.safetensors"
-
-    def _write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        shards, size = [dict[str, Tensor]()], 0
-        for name in sorted(tensors):  # so that a block that is written again is divided in the same way
-            size += tensors[name].nbytes
-            if size > LARGEST and shards[-1]:
-                shards.append({})
-                size = tensors[name].nbytes
-            shards[-1][name] = tensors[name]
-        for place, shard in enumerate(shards, 1):
-            write_tensors(self._shard(number, place), shard, {"format": "pt"})
+        return self.folder / f"model-{index + 2:05}{further}-of-{self.blocks + 1:05}.safetensors"
 
 
 def copy_companions(origin: Path, folder: Path, patterns: tuple[str, ...] = COMPANIONS) -> None:

@@ -20,9 +20,9 @@ from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.run.context import Context
 from aespa_pl.run.fingerprint import checksum
+from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
-from aespa_pl.run.training import Training
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import read_tensors, write_tensors
 from aespa_pl.tuning import (

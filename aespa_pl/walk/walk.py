@@ -13,9 +13,9 @@ from aespa_pl.algorithm.workspace import keep_threads
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.measure import peak_bytes, release_memory
 from aespa_pl.run.context import Context
+from aespa_pl.run.folder import block_curves
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import BlockRecord, TunedModelRecord
-from aespa_pl.run.training import block_curves
 from aespa_pl.storage.files import remove_leftovers, write_tensors
 from aespa_pl.tuning import Tuned
 from aespa_pl.tuning.weights import merged
