@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aespa_pl.errors import UserError
+from aespa_pl.run.find import JOURNAL
 from aespa_pl.run.fingerprint import checksum, differences
 from aespa_pl.run.folder import RunFolder, Training, how_to_continue, next_version
 from aespa_pl.run.schema import (
@@ -35,12 +36,9 @@ class Run(RunFolder):
     """
 
     fingerprint: dict[str, Any]
-    blocks: dict[int, BlockRecord] = field(default_factory=dict)
-    """Complete blocks by number, with checksums and measurements."""
-    checkpoint: LearnedFile | None = None
-    """Lightning's checkpoint of the portion that is being learned."""
-    portions: list[LearnedFile] = field(default_factory=list)
-    """Portions of the block under way that are learned already."""
+    blocks: dict[int, BlockRecord] = field(default_factory=dict)  # that are complete, by number
+    checkpoint: LearnedFile | None = None  # Lightning's, of the portion that is being learned
+    portions: list[LearnedFile] = field(default_factory=list)  # that are learned, of the block under way
     damping: dict[int, int | float] = field(default_factory=dict)
     """Damping of a second attempt, where the first one diverged, by the number of the block."""
     tuned: TunedModelRecord | None = None
@@ -64,7 +62,7 @@ class Run(RunFolder):
     @classmethod
     def open(cls, folder: Path) -> "Run":
         """Read a run. Raises UserError where no journal is there, it is damaged, or of another version."""
-        path = folder / "journal.json"
+        path = folder / JOURNAL
         try:
             return cls(folder, **_kept(parse(JournalContent, path)))
         except OSError as error:
@@ -106,8 +104,8 @@ class Run(RunFolder):
 
     def finish_tuning(self, record: TuningRecord) -> None:
         """Note that the end-to-end tuning is done and its file on the disk."""
-        file = self.tuned_file.relative_to(self.folder).as_posix()
-        self.tuned = TunedModelRecord(**record.model_dump(), file=file, checksum=checksum(self.tuned_file))
+        file, found = self.tuned_file, record.model_dump()
+        self.tuned = TunedModelRecord(**found, file=self._name(file), checksum=checksum(file))
         self.forget_learning()
 
     def note_tuning_seconds(self, seconds: Mapping[str, float]) -> None:
@@ -119,10 +117,9 @@ class Run(RunFolder):
     def replace_block(self, index: int, files: Iterable[Path]) -> None:
         """Put the staged files of a block in the place of those that it has.
 
-        The journal names them first: ``finish_replacing`` needs that after a process that was killed in
-        between.
+        The journal names them first, so that ``finish_replacing`` knows them after a kill in between.
         """
-        new = {f.relative_to(self.folder).as_posix(): checksum(self.staged(f)) for f in files}
+        new = {self._name(file): checksum(self.staged(file)) for file in files}
         self.add_to_block(index, {"files": new, "end_to_end": True})
         self.finish_replacing()
 
@@ -150,13 +147,9 @@ class Run(RunFolder):
                 "cannot resume the end-to-end tuning, because a file is damaged or missing: all blocks are "
                 "quantized again"
             )
-            self.take_complete({}, None)
+            self.blocks, self.tuned = {}, None
         if self.blocks:
             yield f"{len(self.blocks)} of {count} blocks are complete already"
-
-    def take_complete(self, blocks: dict[int, BlockRecord], tuned: TunedModelRecord | None) -> None:
-        """Take what is complete: blocks by number, and the end-to-end tuning."""
-        self.blocks, self.tuned = blocks, tuned
 
     def damp_again(self, index: int, damping: float) -> None:
         """Note the damping of the second attempt at a block, and forget what the first one has learned."""
@@ -172,8 +165,7 @@ class Run(RunFolder):
         """Note that the model folder is complete: what lies there beside the blocks is whole."""
         of_blocks = {name for record in self.blocks.values() for name in record.files}
         paths = (*sorted(self.model_folder.rglob("*")), self.stem_file)
-        files = (path for path in paths if path.is_file())
-        self.model = {name: value for name, value in self._checksums(files).items() if name not in of_blocks}
+        self.model = self._checksums(p for p in paths if p.is_file() and self._name(p) not in of_blocks)
         self.save()
 
     def damaged_files(self, index: int | None = None) -> list[Path]:
@@ -203,8 +195,7 @@ class Run(RunFolder):
         """Return the checkpoint of a training, if there is one; a damaged one is named and forgotten."""
         if self.checkpoint is None or not _is_about(self.checkpoint, training):
             return None
-        file = self._intact(self.checkpoint, "it is not used")
-        if file is None:
+        if (file := self._intact(self.checkpoint, "it is not used")) is None:
             self.forget_checkpoint()
         return file
 
@@ -222,10 +213,8 @@ class Run(RunFolder):
 
     def portion_to_continue(self, training: Training) -> Path | None:
         """Return what a training has learned; where it isn't intact, it and all later ones are forgotten."""
-        known = self.portions[training.number : training.number + 1]
-        if known and _is_about(known[0], training):
-            file = self._intact(known[0], "it is learned again")
-            if file is not None:
+        for known in self.portions[training.number : training.number + 1]:
+            if _is_about(known, training) and (file := self._intact(known, "it is learned again")):
                 return file
         del self.portions[training.number :]  # their files are overwritten, or go with the block
         return None
@@ -237,14 +226,15 @@ class Run(RunFolder):
         if self.writes:
             shutil.rmtree(self.portions_folder, ignore_errors=True)
 
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self.folder).as_posix()
+
     def _checksums(self, files: Iterable[Path]) -> dict[str, str]:
-        if not self.writes:
-            return {}
-        return {file.relative_to(self.folder).as_posix(): checksum(file) for file in files}
+        return {self._name(file): checksum(file) for file in files} if self.writes else {}
 
     def _learned(self, training: Training, file: Path) -> LearnedFile:
-        name, key = file.relative_to(self.folder).as_posix(), training.key
-        return LearnedFile(block=training.block, key=key, file=name, checksum=checksum(file))
+        block, key, name = training.block, training.key, self._name(file)
+        return LearnedFile(block=block, key=key, file=name, checksum=checksum(file))
 
     def _is_whole(self, name: str, expected: str) -> bool:
         file = self.folder / name

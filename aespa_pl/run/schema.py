@@ -20,11 +20,11 @@ class Strict(BaseModel):
 class TuningRecord(Strict):
     """Holds what a tuning found on the segments that were held back."""
 
-    start_error: int | float | None  # None, here and below: it was not a finite number
+    start_error: int | float | None  # None, here and below: not a finite number
     error: int | float | None  # of the epoch that was kept
-    epoch: int  # that was kept; 0: what the tuning started from
+    epoch: int  # number of the one that was kept; 0: what the tuning started from
     changed: int | float  # share of the integers
-    finite: bool  # all errors were finite numbers; the tuning ended where one was not
+    finite: bool  # whether all errors were finite numbers; the tuning ended where one was not
 
 
 class TunedModelRecord(TuningRecord):
@@ -38,11 +38,11 @@ class TunedModelRecord(TuningRecord):
 class BlockRecord(Strict):
     """Describes a block that is complete."""
 
-    losses: dict[str, dict[str, int | float]]  # and damping and other numbers, by projection
+    losses: dict[str, dict[str, int | float]]  # by projection, with damping and other numbers
     seconds: dict[str, int | float]  # by phase
     files: dict[str, str]  # SHA-256 of each file, by its path in the folder of the run
     tuning: TuningRecord | None = None  # of the block as a whole, where there was one
-    end_to_end: bool = False  # the files hold what the end-to-end tuning learned
+    end_to_end: bool = False  # whether the files hold what the end-to-end tuning learned
     output_error: dict[str, int | float] = {}
     """Squared error of the block's output relative to the original model's, by stage (``rounded``); empty
     where the run had no stream of the original model, or was stopped right after the block."""
@@ -68,7 +68,7 @@ class JournalContent(Strict):
     portions: list[LearnedFile]
     damping: dict[int, int | float]
     tuned: TunedModelRecord | None = None
-    model: dict[str, str]  # SHA-256 of what is in the model folder beside the blocks; empty until all is
+    model: dict[str, str]  # SHA-256 of the model folder's other files, once all are written
 
 
 class Metrics(Strict):

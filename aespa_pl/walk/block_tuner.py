@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
@@ -20,6 +22,7 @@ from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training, block_curves
 from aespa_pl.storage.batches import Batches
+from aespa_pl.storage.files import write_tensors
 from aespa_pl.storage.transfer import in_turn
 from aespa_pl.tuning import (
     LearningRates,
@@ -32,20 +35,17 @@ from aespa_pl.tuning import (
     recipe,
     tune,
 )
-from aespa_pl.walk.learned_unit import read_unit, write_unit
+from aespa_pl.walk.record import read_weight, weight_tensors
 
 
 @dataclass(frozen=True)
 class Unit:
     """Describes a part of a block that is trained together."""
 
-    name: str
-    """Name of a sublayer; empty for the whole block."""
+    name: str  # of a sublayer; empty for the whole block
     groups: tuple[InputGroup, ...]
-    run: RunBlock
-    """Runs hidden states from the block's start to the end of the unit."""
-    targets: Batches
-    """Hidden states of the original at the end of the unit."""
+    run: RunBlock  # from the block's start to the end of the unit
+    targets: Batches  # hidden states of the original at the end of the unit
 
 
 @dataclass(frozen=True)
@@ -124,24 +124,22 @@ class BlockTuner:
             context.run.note_portion(training, file)
         return found.weights[0], found.finite
 
-    def _training(self, index: int, unit: Unit, number: int = 0) -> Training:
-        """Return the training of a unit of a block; ``number`` is its place among those that are kept."""
+    def _training(self, index: int, unit: Unit) -> Training:
         name, curves = f"tuning {unit.name}".strip(), block_curves(index, unit.name)
-        return Training(index, name, curves, number, self.context.world.size)
+        return Training(index, name, curves, processes=self.context.world.size)
 
     def _known_unit(self, index: int, unit: Unit) -> tuple[Training, Path | None]:
         """Return the training of a unit, and the file of what it has learned, if there is one."""
-        run, key = self.context.run, self._training(index, unit).key
+        run, training = self.context.run, self._training(index, unit)
         known = [record.key for record in run.portions]
-        number = known.index(key) if key in known else len(known)
-        training = self._training(index, unit, number)
+        number = known.index(training.key) if training.key in known else len(known)
+        training = replace(training, number=number)
         return training, run.portion_to_continue(training)
 
     def _tune_unit(self, training: Training, unit: Unit, tunable: TunableBlock, inputs: Batches) -> Tuned:
-        context, quantization, block = self.context, self.context.settings, tunable.block
-        settings = quantization.tuning.blocks
-        layout = replace(tunable.layout, groups=unit.groups)
-        names = [p.name for p in layout.projections]
+        context, quantization = self.context, self.context.settings
+        settings, layout = quantization.tuning.blocks, replace(tunable.layout, groups=unit.groups)
+        weights = {p.name: tunable.weights[p.name] for p in layout.projections}
         pairs = SegmentPairs(
             inputs,
             unit.targets,
@@ -150,9 +148,9 @@ class BlockTuner:
             seed=training.block,
             world=context.world,
         )
-        learned = recipe(quantization, block, layout)
+        learned = recipe(quantization, tunable.block, layout)
         found = tune(
-            [replace(tunable, layout=layout, weights={n: tunable.weights[n] for n in names})],
+            [replace(tunable, layout=layout, weights=weights)],
             pairs,
             loss=output_error(unit.run),
             rates=LearningRates(
@@ -187,6 +185,34 @@ class BlockTuner:
         finally:
             handle.remove()
         return kept[0].view(hidden.shape)  # some families have flattened it
+
+
+def write_unit(file: Path, tunable: TunableBlock, found: Tuned) -> None:
+    """Write what was learned of a unit: its weights, and the norms and biases of the block."""
+    tensors = weight_tensors(found.weights[0])
+    tensors |= {f"vector {name}": p for name, p in vectors(tunable.block).items()}
+    write_tensors(file, tensors | {"finite": torch.tensor(found.finite)}, {})
+
+
+@torch.no_grad()
+def read_unit(file: Path, tunable: TunableBlock) -> tuple[dict[str, StoredWeight], bool]:
+    """Put what ``write_unit`` wrote into the block; return weights, and whether all errors were finite."""
+    tensors = load_file(file, str(next(tunable.block.parameters()).device))
+    weights: dict[str, StoredWeight] = {}
+    for p in tunable.layout.projections:
+        if f"{p.name}.integers" in tensors:
+            start = tunable.weights[p.name]
+            kind = start.kind.name if isinstance(start, TypedWeight) else None
+            weights[p.name] = read_weight(tensors, p.name, start.bits, kind)
+            set_projection_weight(tunable.block, tunable.layout, p, weights[p.name].weight())
+    for name, parameter in vectors(tunable.block).items():
+        parameter.copy_(tensors[f"vector {name}"])
+    return weights, bool(tensors["finite"])
+
+
+def vectors(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the norms and biases of a module by name."""
+    return {name: p for name, p in module.named_parameters() if p.dim() == 1}
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ from aespa_pl.tuning.weights import (
     remove_parametrizations,
 )
 from aespa_pl.walk import record
-from aespa_pl.walk.block_tuner import stored_types
+from aespa_pl.walk.block_tuner import stored_types, vectors
 from aespa_pl.walk.stem import stem_tensors
 
 
@@ -209,8 +209,7 @@ class ModelTuner:
     def _outside(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
         """Return the stored types of the norms and biases outside of the blocks, by name."""
         types, inside = self._types(), f"{self.context.source.family.blocks_path}."
-        vectors = [name for name, parameter in model.named_parameters() if parameter.dim() == 1]
-        return {name: types[name] for name in vectors if not name.startswith(inside)}
+        return {name: types[name] for name in vectors(model) if not name.startswith(inside)}
 
     def _types(self) -> dict[str, torch.dtype]:
         tensors = self.context.source.pretrained.tensors
@@ -229,9 +228,8 @@ class ModelTuner:
 
     def _vectors(self, module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
         """Return the norms and biases of a model, or of a block, by their names and as they are stored."""
-        types = self._types()
-        vectors = {prefix + name: p for name, p in module.named_parameters() if p.dim() == 1}
-        return {n: p.detach().to(types[n]) for n, p in vectors.items() if not p.is_meta}
+        types, here = self._types(), {prefix + name: p for name, p in vectors(module).items()}
+        return {name: p.detach().to(types[name]) for name, p in here.items() if not p.is_meta}
 
     def _rewrite_block(
         self, index: int, learned: Mapping[str, Tensor], offsets: Mapping[str, Tensor]
