@@ -54,9 +54,7 @@ class Context:
     """Whether blocks run once more in the backward pass of the end-to-end tuning, which takes less memory."""
     loggers: Sequence[Logger] = ()  # of the curves over the blocks; each Trainer has others
     one_block: bool = False  # ends after one block more: a smoke test
-    world: World = ALONE
-    """Processes of the run, which make the same calls; each has its segments' hidden states, and the first
-    one writes."""
+    world: World = ALONE  # which make the same calls; each has its segments' hidden states, the first writes
 
     @property
     def device(self) -> torch.device:

@@ -55,7 +55,7 @@ class Interruption:
             self._take_signals()
 
     def check(self) -> None:
-        """Raise the exception of a signal that has come. Raises RunInterrupted where a signal came."""
+        """Raise RunInterrupted where a signal has come."""
         if self.received is not None:
             raise RunInterrupted(self.received)
 

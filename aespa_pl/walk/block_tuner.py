@@ -15,7 +15,7 @@ from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
 from aespa_pl.measure import release_memory
-from aespa_pl.models.family import BlockLayout, InputGroup
+from aespa_pl.models.family import InputGroup
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import fold, set_projection_weight
@@ -68,10 +68,7 @@ class BlockTuner:
 
     @torch.no_grad()
     def begin(self, block: QuantizedBlock, module: nn.Module) -> TunableBlock:
-        """Turn the module into the quantized block in float32, and return what its tuning starts from.
-
-        The Hessians of ``block`` are not needed afterwards.
-        """
+        """Turn the module into the quantized block in float32, and return what its tuning starts from."""
         source = self.context.source
         # before fold: the weights that are aimed at may be the module's own memory
         targets = {name: folded_target(p) for name, p in block.projections.items()}
@@ -88,31 +85,23 @@ class BlockTuner:
         ``inputs`` are the hidden states before the quantized block; the original model's are ``between`` the
         sublayers and, after the block, the ``targets``.
         """
-        *first, last = self._units(tunable.layout, between, targets)
-        weights, finite = dict(tunable.weights), True
-        for unit in first:
-            learned, usable = self._tune_before(index, unit, tunable, inputs)
+        groups, weights, finite = tunable.layout.groups, dict(tunable.weights), True
+        last = Unit("", groups, self._run_block, targets)
+        if between is not None:
+            end = 1 + next(i for i, group in enumerate(groups) if group.projections[0].residual is not None)
+            first = Unit(ATTENTION, groups[:end], partial(self._run_attention, groups[-1]), between)
+            last = Unit(FEED_FORWARD, groups[end:], self._run_block, targets)
+            learned, finite = self._tune_before(index, first, tunable, inputs)
             weights |= learned
-            finite = finite and usable
         found = self._tune_unit(self._training(index, last), last, tunable, inputs)
         weights |= found.weights[0]
         changed = changed_fraction([tunable.weights], [weights])
         return replace(found, weights=[weights], changed=changed, finite=finite and found.finite)
 
-    def _units(self, layout: BlockLayout, between: Batches | None, targets: Batches) -> list[Unit]:
-        if between is None:
-            return [Unit("", layout.groups, self._run_block, targets)]
-        groups = layout.groups
-        end = 1 + next(i for i, group in enumerate(groups) if group.projections[0].residual is not None)
-        return [
-            Unit(ATTENTION, groups[:end], partial(self._run_attention, groups[-1]), between),
-            Unit(FEED_FORWARD, groups[end:], self._run_block, targets),
-        ]
-
     def _tune_before(
         self, index: int, unit: Unit, tunable: TunableBlock, inputs: Batches
     ) -> tuple[dict[str, StoredWeight], bool]:
-        """Tune a unit that others follow, or read what an interrupted run learned of it (``read_unit``)."""
+        """Tune a unit that another follows, or read what an interrupted run learned of it (``read_unit``)."""
         context = self.context
         training, file = context.world.from_first(lambda: self._known_unit(index, unit))
         if file is not None:
@@ -234,12 +223,9 @@ def replace_weights(block: QuantizedBlock, module: nn.Module, source: StreamedMo
 
 def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
     """Return the types that the parameters of a block are stored in, by their names in the block."""
-    pretrained, family = source.pretrained, source.family
-    prefix = family.block_prefix(index)
-    return {
-        name.removeprefix(prefix): DTYPES[pretrained.tensors[name].dtype]
-        for name in pretrained.block_names(family, index)
-    }
+    prefix, tensors = source.family.block_prefix(index), source.pretrained.tensors
+    names = source.pretrained.block_names(source.family, index)
+    return {name.removeprefix(prefix): DTYPES[tensors[name].dtype] for name in names}
 
 
 def folded_target(p: QuantizedProjection) -> Tensor:

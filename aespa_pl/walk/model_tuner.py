@@ -62,9 +62,8 @@ class ModelTuner:
     def tune(self, tokens: Tensor, hidden: Batches) -> Tuned:
         """Tune the model, and write what was learned to one file of the run.
 
-        Args:
-            tokens: Calibration segments of all processes, ``[segments, L]``.
-            hidden: The original's hidden states after its last block, of this process's segments.
+        ``tokens`` are the calibration segments ``[segments, L]`` of all processes, ``hidden`` the original's
+        hidden states after its last block, of this process's segments.
         """
         context, source, world = self.context, self.context.source, self.context.world
         world.wait_for_all()  # for the files of the last block
@@ -78,9 +77,11 @@ class ModelTuner:
             seed=count,
             world=world,
         )
-        model = self._model()
+        # in float32, on the device, without its blocks
+        pretrained = context.quantized_stem.pretrained
+        model = pretrained.skeleton()
+        pretrained.load_stem(model, source.family, context.device, torch.float32)
         streamed = settings.blocks == "disk"
-        original_head = partial(source.family.head, source.model)
         rates = LearningRates(
             cast(float, settings.integer_rate),
             cast(float, settings.scale_rate),
@@ -91,7 +92,7 @@ class ModelTuner:
             train = partial(
                 tune_streamed if streamed else tune,
                 pairs=pairs,
-                loss=divergence(original_head, one_by_one=streamed),
+                loss=divergence(partial(source.family.head, source.model), one_by_one=streamed),
                 rates=rates,
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
                 label="the model",
@@ -166,14 +167,10 @@ class ModelTuner:
                 changed.append(changed_fraction([before], [on_host]))
                 remove_parametrizations(block)
                 learned |= self._vectors(block, prefix)
-            learned |= {
-                _key(index, name): tensor
-                for name, tensor in record.weight_tensors(weights).items()
-                if not name.endswith(".integers")
-            }
+            stored = record.weight_tensors(weights)
+            learned |= {_key(index, n): tensor for n, tensor in stored.items() if not n.endswith(".integers")}
         remove_parametrizations(model)
-        found = replace(found, changed=sum(changed) / len(changed))
-        return found, learned | self._vectors(model)
+        return replace(found, changed=sum(changed) / len(changed)), learned | self._vectors(model)
 
     def rewrite(self) -> None:
         """Write the blocks that do not hold yet what was learned, and what lies outside of them."""
@@ -183,16 +180,8 @@ class ModelTuner:
             if not run.blocks[index].end_to_end:
                 self._rewrite_block(index, learned, offsets(run, index))
         shutil.rmtree(run.moved_folder, ignore_errors=True)
-        stem = stem_tensors(self.context)
-        self.writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
-
-    def _model(self) -> PreTrainedModel:
-        """Return the model in float32, on the device, without its blocks."""
-        source = self.context.source
-        pretrained = self.context.quantized_stem.pretrained
-        model: PreTrainedModel = pretrained.skeleton()
-        pretrained.load_stem(model, source.family, self.context.device, torch.float32)
-        return model
+        stem = stem_tensors(self.context).items()
+        self.writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem})
 
     def _block(self, model: PreTrainedModel, index: int, stored: Mapping[str, Tensor]) -> TunableBlock:
         """Load a quantized block, whose file holds what is ``stored``, into a model, in float32."""
@@ -208,28 +197,20 @@ class ModelTuner:
 
     def _outside(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
         """Return the stored types of the norms and biases outside of the blocks, by name."""
-        types, inside = self._types(), f"{self.context.source.family.blocks_path}."
-        return {name: types[name] for name in vectors(model) if not name.startswith(inside)}
-
-    def _types(self) -> dict[str, torch.dtype]:
-        tensors = self.context.source.pretrained.tensors
-        return {name: DTYPES[stored.dtype] for name, stored in tensors.items()}
+        tensors, inside = self.context.source.pretrained.tensors, f"{self.context.source.family.blocks_path}."
+        return {n: DTYPES[tensors[n].dtype] for n in vectors(model) if not n.startswith(inside)}
 
     def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, StoredWeight]:
         """Return what the file of a block holds, by projection."""
-        settings = self.context.settings
-        names = [p.name for p in self.context.layout(index).projections]
-        return {
-            name: record.read_weight(
-                tensors, name, settings.bits_for(index, name), settings.type_for(index, name)
-            )
-            for name in names
-        }
+        bits = self.context.settings.bits_for
+        types = self.context.types(index)
+        return {name: record.read_weight(tensors, name, bits(index, name), types[name]) for name in types}
 
     def _vectors(self, module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
         """Return the norms and biases of a model, or of a block, by their names and as they are stored."""
-        types, here = self._types(), {prefix + name: p for name, p in vectors(module).items()}
-        return {name: p.detach().to(types[name]) for name, p in here.items() if not p.is_meta}
+        tensors, here = self.context.source.pretrained.tensors, vectors(module)
+        found = {prefix + name: p.detach() for name, p in here.items() if not p.is_meta}
+        return {name: p.to(DTYPES[tensors[name].dtype]) for name, p in found.items()}
 
     def _rewrite_block(
         self, index: int, learned: Mapping[str, Tensor], offsets: Mapping[str, Tensor]
@@ -245,11 +226,10 @@ class ModelTuner:
             quantized = moved(quantized, layout, offsets)
             tensors |= {f"{name}.integers": q.integers for name, q in quantized.items()}
         weights = {name: q.weight() for name, q in quantized.items()}
-        prefix, types = family.block_prefix(index), stored_types(source, index)
         shard |= {name: learned[name] for name in shard if name in learned}
         for path in {p.module: None for p in layout.projections}:
-            name = f"{path}.weight"
-            shard[prefix + name] = merged(weights, layout, path).to(types[name])
+            name = f"{family.block_prefix(index)}{path}.weight"
+            shard[name] = merged(weights, layout, path).to(shard[name].dtype)
         done = run.blocks[index]
         metadata = record.metadata(done.losses, done.tuning, self.context.types(index))
         write_tensors(run.staged(file), tensors, metadata)

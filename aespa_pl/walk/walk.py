@@ -1,7 +1,7 @@
 """Walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +39,6 @@ class Walk:
     """Quantizes a model block by block into the folder of a run."""
 
     def __init__(self, context: Context) -> None:
-        """Take what all steps work with."""
         self.context = context
         self.writer = ModelWriter(context.run.model_folder, context.source.block_count)
         self.quantizer = BlockQuantizer(context)
@@ -118,12 +117,12 @@ class Walk:
         context, run = self.context, self.context.run
         with context.source.block(index) as module:
             before = dict(context.stopwatch.seconds)
-            zetas, weights, losses, tuned = self._quantized(index, module, streams)
-            tuning = None if tuned is None else record.tuning(tuned)
+            found = self._quantized(index, module, streams)
+            losses, tuning = found.losses, None if found.tuned is None else record.tuning(found.tuned)
             with context.measure("writing"):
-                shard = self._store(index, module, weights)
+                shard = self._store(index, module, found.weights)
                 if context.world.is_first:
-                    tensors = zetas | record.weight_tensors(weights)
+                    tensors = found.zetas | record.weight_tensors(found.weights)
                     metadata = record.metadata(losses, tuning, context.types(index))
                     write_tensors(run.block_file(index), tensors, metadata)
                     self.writer.write_block(index, context.source.family.as_stored(shard))
@@ -131,7 +130,7 @@ class Walk:
             known = {"losses": losses, "tuning": tuning, "seconds": seconds}
             files = (run.block_file(index), *self.writer.block_files(index))
             run.finish_block(index, known | {"peak_bytes": peak_bytes(context.device)}, files)
-            self._tell_of_block(index, losses, seconds, tuned)
+            self._tell_of_block(index, found, seconds)
             if not more:
                 return
             with context.measure("forward"):
@@ -164,8 +163,11 @@ class Walk:
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)
         losses = record.losses(block) if context.world.is_first else {}
-        if losses:
-            self._log_passes(index, record.descent_curves(block, losses))
+        if steps := record.descent_curves(block, losses) if losses else []:
+            for logger in context.trainers.loggers(context.run, block_curves(index)):
+                for step, points in enumerate(steps):
+                    logger.log_metrics(points, step=step)
+                logger.finalize("success")
         zetas = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
         if self.block_tuner is None:
             replace_weights(block, module, context.source)
@@ -202,7 +204,6 @@ class Walk:
         return stored
 
     def _tune_model(self, tuner: ModelTuner, tokens: Tensor, streams: Streams) -> None:
-        """Tune the model end to end, and say what that found."""
         context, phase = self.context, "tuning the model"
         with context.measure(phase):
             tuned = tuner.tune(tokens, streams.original)
@@ -210,16 +211,11 @@ class Walk:
         self._log(record.tuning_curves(tuned), context.source.block_count)
         context.progress.say(f"the model, end to end: {record.tuning_words(tuned)}")
 
-    def _tell_of_block(
-        self,
-        index: int,
-        losses: Mapping[str, dict[str, float]],
-        seconds: Mapping[str, float],
-        tuned: Tuned | None,
-    ) -> None:
+    def _tell_of_block(self, index: int, found: Quantized, seconds: Mapping[str, float]) -> None:
         """Say what was found of a block, and add it to the curves over the blocks."""
         if not self.context.world.is_first:
             return
+        losses, tuned = found.losses, found.tuned
         self._log(record.curves(losses, seconds) | record.tuning_curves(tuned), index)
         say, blocks = self.context.progress.say, self.context.source.block_count
         say(record.line(index, blocks, losses, sum(seconds.values())))
@@ -227,14 +223,6 @@ class Walk:
             say(words)
         if tuned is not None:
             say(f"block {index}: {record.tuning_words(tuned)}")
-
-    def _log_passes(self, index: int, steps: Sequence[dict[str, float]]) -> None:
-        """Write the curves of a block's descent."""
-        context = self.context
-        for logger in context.trainers.loggers(context.run, block_curves(index)) if steps else ():
-            for step, points in enumerate(steps):
-                logger.log_metrics(points, step=step)
-            logger.finalize("success")
 
     def _log(self, points: Mapping[str, float], step: int) -> None:
         """Add points to the curves over the blocks; the model comes after its last block."""
