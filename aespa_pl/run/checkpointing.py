@@ -20,8 +20,7 @@ from aespa_pl.run.journal import Run
 from aespa_pl.settings import OutputSettings
 from aespa_pl.storage.files import write_whole
 
-REST = 20
-"""Durations of a save to wait before the next one, so that saving takes at most 5 % of a run."""
+REST = 20  # durations of a save to wait before the next one, so that saving takes at most 5 % of a run
 
 
 class JournaledCheckpointIO(TorchCheckpointIO):
@@ -78,9 +77,7 @@ class StopAtIteration(Callback):
         """Let signals wait."""
         self.interruption.defer(active=True)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Save and stop, if a signal came. Raises RunInterrupted once the checkpoint is on the disk."""
         self._save_and_stop(trainer)
 
@@ -112,15 +109,13 @@ class TimedCheckpoint(ModelCheckpoint):
 
     _rest_until = 0.0
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Save, if it is time. Raises UserError where the disk is full or the folder not writable."""
         start = time.monotonic()
         # one process decides for all, as Lightning does for the interval
         if trainer.strategy.broadcast(start < self._rest_until):
             return
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, *args, **kwargs)
         end = time.monotonic()
         self._rest_until = end + REST * (end - start)
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from aespa_pl.errors import UserError
 
-LAST = "last"
-"""Word for the run that was worked on last."""
+LAST = "last"  # word for the run that was worked on last
 JOURNAL = "journal.json"
 
 
@@ -46,8 +45,7 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
 def last_run(runs: Path, name: str | None = None) -> Path | None:
     """Return the run that was worked on last, of a name or of any; None if there is none.
 
-    It is the one whose journal was written last, so a run that was continued comes after runs that were begun
-    later; of journals with the same time, the one of the highest version.
+    Its journal was written last, even if others were begun later; at the same time, its version is highest.
     """
     journals = (runs / name if name else runs).glob(f"{'' if name else '*/'}version_*/{JOURNAL}")
     last = max(journals, key=lambda j: (j.stat().st_mtime, version_number(j.parent)), default=None)

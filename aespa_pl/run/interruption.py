@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask for an end; SIGHUP comes when a terminal is closed."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP comes when a terminal is closed
 
 
 class RunInterrupted(BaseException):

@@ -8,20 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from aespa_pl.errors import UserError
+from aespa_pl.run import schema
 from aespa_pl.run.find import JOURNAL
 from aespa_pl.run.fingerprint import checksum, differences
 from aespa_pl.run.folder import RunFolder, Training, how_to_continue, next_version
-from aespa_pl.run.schema import (
-    FORMAT,
-    BlockRecord,
-    DamagedFileError,
-    JournalContent,
-    LearnedFile,
-    Metrics,
-    TunedModelRecord,
-    TuningRecord,
-    parse,
-)
 from aespa_pl.storage.files import move_whole, write_json
 
 log = logging.getLogger(__name__)
@@ -36,17 +26,13 @@ class Run(RunFolder):
     """
 
     fingerprint: dict[str, Any]
-    blocks: dict[int, BlockRecord] = field(default_factory=dict)  # that are complete, by number
-    checkpoint: LearnedFile | None = None  # Lightning's, of the portion that is being learned
-    portions: list[LearnedFile] = field(default_factory=list)  # that are learned, of the block under way
-    damping: dict[int, int | float] = field(default_factory=dict)
-    """Damping of a second attempt, where the first one diverged, by the number of the block."""
-    tuned: TunedModelRecord | None = None
-    """Result of the end-to-end tuning, once it is done; a block's record says whether its files have it."""
-    model: dict[str, str] = field(default_factory=dict)
-    """Checksums of what lies in the model folder beside the blocks, by path, once all is written."""
-    writes: bool = True
-    """Whether this process writes files; in one that does not, all notes stay in its memory."""
+    blocks: dict[int, schema.BlockRecord] = field(default_factory=dict)  # that are complete, by number
+    checkpoint: schema.LearnedFile | None = None  # Lightning's, of the portion that is being learned
+    portions: list[schema.LearnedFile] = field(default_factory=list)  # of the block under way, learned before
+    damping: dict[int, int | float] = field(default_factory=dict)  # of blocks whose first attempt diverged
+    tuned: schema.TunedModelRecord | None = None  # end to end; a block's record says if its files have it
+    model: dict[str, str] = field(default_factory=dict)  # checksums of what lies beside the blocks at the end
+    writes: bool = True  # whether this process writes files; otherwise all notes stay in its memory
 
     @classmethod
     def create(cls, parent: Path, fingerprint: Mapping[str, Any]) -> "Run":
@@ -64,13 +50,13 @@ class Run(RunFolder):
         """Read a run. Raises UserError where no journal is there, it is damaged, or of another version."""
         path = folder / JOURNAL
         try:
-            return cls(folder, **_kept(parse(JournalContent, path)))
+            return cls(folder, **_kept(schema.parse(schema.JournalContent, path)))
         except OSError as error:
             raise UserError(
                 f"{folder} is not the folder of a run: {path.name} cannot be read; give the folder of a "
                 "run (NAME/version_N), or last"
             ) from error
-        except (DamagedFileError, ValueError) as error:
+        except (schema.DamagedFileError, ValueError) as error:
             raise UserError(
                 f"{path} is damaged, or of another version of aespa-pl ({error}): start a new run"
             ) from error
@@ -78,14 +64,14 @@ class Run(RunFolder):
     def save(self) -> None:
         """Write the journal."""
         if self.writes:
-            content = JournalContent(format=FORMAT, **_kept(self))
+            content = schema.JournalContent(format=schema.FORMAT, **_kept(self))
             write_json(self.journal_file, content.model_dump(exclude_unset=True))
 
     def metrics(self) -> dict[str, Any] | None:
         """Return what was measured at the end; None where it is not there yet, or damaged."""
         try:
-            return parse(Metrics, self.metrics_file).model_dump()
-        except (OSError, DamagedFileError):
+            return schema.parse(schema.Metrics, self.metrics_file).model_dump()
+        except (OSError, schema.DamagedFileError):
             return None
 
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
@@ -99,13 +85,13 @@ class Run(RunFolder):
 
     def finish_block(self, index: int, known: Mapping[str, Any], files: Iterable[Path]) -> None:
         """Note that a block is complete, and which files hold it; the files of its learning are removed."""
-        self.blocks[index] = BlockRecord(**known, files=self._checksums(files))
+        self.blocks[index] = schema.BlockRecord(**known, files=self._checksums(files))
         self.forget_learning()
 
-    def finish_tuning(self, record: TuningRecord) -> None:
+    def finish_tuning(self, record: schema.TuningRecord) -> None:
         """Note that the end-to-end tuning is done and its file on the disk."""
         file, found = self.tuned_file, record.model_dump()
-        self.tuned = TunedModelRecord(**found, file=self._name(file), checksum=checksum(file))
+        self.tuned = schema.TunedModelRecord(**found, file=self._name(file), checksum=checksum(file))
         self.forget_learning()
 
     def note_tuning_seconds(self, seconds: Mapping[str, float]) -> None:
@@ -232,15 +218,15 @@ class Run(RunFolder):
     def _checksums(self, files: Iterable[Path]) -> dict[str, str]:
         return {self._name(file): checksum(file) for file in files} if self.writes else {}
 
-    def _learned(self, training: Training, file: Path) -> LearnedFile:
+    def _learned(self, training: Training, file: Path) -> schema.LearnedFile:
         block, key, name = training.block, training.key, self._name(file)
-        return LearnedFile(block=block, key=key, file=name, checksum=checksum(file))
+        return schema.LearnedFile(block=block, key=key, file=name, checksum=checksum(file))
 
     def _is_whole(self, name: str, expected: str) -> bool:
         file = self.folder / name
         return file.is_file() and checksum(file) == expected
 
-    def _intact(self, record: LearnedFile, then: str) -> Path | None:
+    def _intact(self, record: schema.LearnedFile, then: str) -> Path | None:
         """Return the file of a record; where it is damaged, say what follows from that."""
         if self._is_whole(record.file, record.checksum):
             return self.folder / record.file
@@ -248,10 +234,10 @@ class Run(RunFolder):
         return None
 
 
-def _is_about(record: LearnedFile, training: Training) -> bool:
+def _is_about(record: schema.LearnedFile, training: Training) -> bool:
     return (record.block, record.key) == (training.block, training.key)
 
 
-def _kept(journal: JournalContent | Run) -> dict[str, Any]:
+def _kept(journal: schema.JournalContent | Run) -> dict[str, Any]:
     """Return what the journal stores of a run, beside its own format."""
-    return {key: getattr(journal, key) for key in JournalContent.model_fields if key != "format"}
+    return {key: getattr(journal, key) for key in schema.JournalContent.model_fields if key != "format"}

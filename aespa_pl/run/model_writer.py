@@ -13,8 +13,7 @@ from aespa_pl.models.headers import read_header
 from aespa_pl.models.hub import COMPANIONS
 from aespa_pl.storage.files import read_json, write_json, write_tensors, write_whole
 
-LARGEST = 5_000_000_000
-"""Bytes of a shard's tensors, unless it has only one."""
+LARGEST = 5_000_000_000  # bytes of a shard's tensors, unless it has only one
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,8 @@ class ModelWriter:
     def finish(self, origin: Path, config: Mapping[str, Any] | None = None) -> None:
         """Write the index of the shards, and the files beside the weights that belong to the model.
 
-        They are copied byte for byte: a copy that a library writes says the same in the words of its own
-        version, which engines with another version misread. ``config`` has keys that config.json gets in
-        addition.
+        They are copied byte for byte: engines misread what a library of another version writes of them.
+        ``config`` has keys that config.json gets in addition.
         """
         copy_companions(origin, self.folder)
         if config:

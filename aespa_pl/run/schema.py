@@ -7,8 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 DESCRIPTION = "quantization.json"
 """File in the folder of a quantized model; it says how the model was made."""
-FORMAT = 2
-"""Version of the journal."""
+FORMAT = 2  # of the journal
 
 
 class Strict(BaseModel):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from aespa_pl import tuning
 from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
@@ -24,17 +25,7 @@ from aespa_pl.run.folder import Training, block_curves
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import write_tensors
 from aespa_pl.storage.transfer import in_turn
-from aespa_pl.tuning import (
-    LearningRates,
-    RunBlock,
-    SegmentPairs,
-    TunableBlock,
-    Tuned,
-    changed_fraction,
-    output_error,
-    recipe,
-    tune,
-)
+from aespa_pl.tuning import RunBlock, TunableBlock, Tuned
 from aespa_pl.walk.record import read_weight, weight_tensors
 
 
@@ -95,7 +86,7 @@ class BlockTuner:
             weights |= learned
         found = self._tune_unit(self._training(index, last), last, tunable, inputs)
         weights |= found.weights[0]
-        changed = changed_fraction([tunable.weights], [weights])
+        changed = tuning.changed_fraction([tunable.weights], [weights])
         return replace(found, weights=[weights], changed=changed, finite=finite and found.finite)
 
     def _tune_before(
@@ -129,7 +120,7 @@ class BlockTuner:
         context, quantization = self.context, self.context.settings
         settings, layout = quantization.tuning.blocks, replace(tunable.layout, groups=unit.groups)
         weights = {p.name: tunable.weights[p.name] for p in layout.projections}
-        pairs = SegmentPairs(
+        pairs = tuning.SegmentPairs(
             inputs,
             unit.targets,
             batch_size=settings.batch_size,
@@ -137,12 +128,12 @@ class BlockTuner:
             seed=training.block,
             world=context.world,
         )
-        learned = recipe(quantization, tunable.block, layout)
-        found = tune(
+        learned = tuning.recipe(quantization, tunable.block, layout)
+        found = tuning.tune(
             [replace(tunable, layout=layout, weights=weights)],
             pairs,
-            loss=output_error(unit.run),
-            rates=LearningRates(
+            loss=tuning.output_error(unit.run),
+            rates=tuning.LearningRates(
                 cast(float, settings.integer_rate),
                 cast(float, settings.scale_rate),
                 settings.bias_rate,

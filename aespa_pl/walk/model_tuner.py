@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from aespa_pl import tuning
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.errors import UserError
 from aespa_pl.measure import release_memory
@@ -25,18 +26,7 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import read_tensors, write_tensors
-from aespa_pl.tuning import (
-    EVERYTHING,
-    SCALES,
-    LearningRates,
-    SegmentPairs,
-    TunableBlock,
-    Tuned,
-    changed_fraction,
-    divergence,
-    tune,
-    tune_streamed,
-)
+from aespa_pl.tuning import TunableBlock, Tuned
 from aespa_pl.tuning.moving import Moves, moved
 from aespa_pl.tuning.streamed import TrainableStream
 from aespa_pl.tuning.weights import (
@@ -69,7 +59,7 @@ class ModelTuner:
         world.wait_for_all()  # for the files of the last block
         settings, count = context.settings.tuning.model, source.block_count
         training = Training(count, "model", "end_to_end", processes=world.size)
-        pairs = SegmentPairs(
+        pairs = tuning.SegmentPairs(
             list(world.segments(tokens, context.batch_size).split(context.batch_size)),
             hidden,
             batch_size=settings.batch_size,
@@ -82,7 +72,7 @@ class ModelTuner:
         model = pretrained.skeleton()
         pretrained.load_stem(model, source.family, context.device, torch.float32)
         streamed = settings.blocks == "disk"
-        rates = LearningRates(
+        rates = tuning.LearningRates(
             cast(float, settings.integer_rate),
             cast(float, settings.scale_rate),
             settings.bias_rate,
@@ -90,9 +80,9 @@ class ModelTuner:
         )
         with source.stem():
             train = partial(
-                tune_streamed if streamed else tune,
+                tuning.tune_streamed if streamed else tuning.tune,
                 pairs=pairs,
-                loss=divergence(partial(source.family.head, source.model), one_by_one=streamed),
+                loss=tuning.divergence(partial(source.family.head, source.model), one_by_one=streamed),
                 rates=rates,
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
                 label="the model",
@@ -124,7 +114,7 @@ class ModelTuner:
         blocks = [self._block(model, index, load_file(file(index))) for index in indices]
         found = train(
             blocks,
-            recipe=EVERYTHING if self.context.settings.tuning.model.integer_rate else SCALES,
+            recipe=tuning.EVERYTHING if self.context.settings.tuning.model.integer_rate else tuning.SCALES,
             model=model,
             outside=self._outside(model),
             recompute=self.context.recompute,
@@ -151,7 +141,7 @@ class ModelTuner:
             shells[index] = copy.deepcopy(empty)
             tunable = self._block(model, index, stored)
             shells[index] = empty  # so that the model doesn't hold what was read
-            parametrize_block(tunable, SCALES if moves is None else EVERYTHING)
+            parametrize_block(tunable, tuning.SCALES if moves is None else tuning.EVERYTHING)
             return tunable.block
 
         streamed = TrainableStream(model, source.family, read, make, moves)
@@ -164,7 +154,7 @@ class ModelTuner:
                 weights = quantized_weights(block, self.context.layout(index))
                 before = self._weights(index, load_file(self.context.run.block_file(index)))
                 on_host = {name: replace(q, integers=q.integers.cpu()) for name, q in weights.items()}
-                changed.append(changed_fraction([before], [on_host]))
+                changed.append(tuning.changed_fraction([before], [on_host]))
                 remove_parametrizations(block)
                 learned |= self._vectors(block, prefix)
             stored = record.weight_tensors(weights)

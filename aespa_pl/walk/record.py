@@ -4,7 +4,6 @@ import json
 import logging
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +22,14 @@ from aespa_pl.walk.collect import Streams
 
 log = logging.getLogger(__name__)
 
+Losses = Mapping[str, Mapping[str, int | float]]
+"""What ``losses_of`` returns, by projection."""
 PASSES = 8
 """Forward passes of all blocks that an epoch of the end-to-end tuning takes as long as; 10 were measured on a
 model of 3 blocks, where the head weighs more than in others."""
 
 
-def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
+def losses_of(block: QuantizedBlock) -> dict[str, dict[str, float]]:
     """Return what was measured on each projection: losses, moved integers, damping and more."""
     found = {}
     for name, p in block.projections.items():
@@ -48,18 +49,16 @@ def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
     return found
 
 
-def descent_curves(
-    block: QuantizedBlock, record: Mapping[str, Mapping[str, float]]
-) -> list[dict[str, float]]:
+def descent_curves(block: QuantizedBlock, losses: Losses) -> list[dict[str, float]]:
     """Return the points of each projection's loss over the passes of the descent, by step.
 
-    They are beside the loss of nearest rounding, which ``record`` has (``losses``); the first is that of what
-    the descent began with. Projections that took fewer passes have fewer points.
+    They are relative to nearest rounding's; the first is of what the descent began with. Projections that
+    took fewer passes have fewer points.
     """
+    nearest = {name: measured["nearest"] for name, measured in losses.items() if measured["nearest"] > 0}
     curves = {
-        tag(DESCENT, name): [loss / record[name]["nearest"] for loss in p.descent]
-        for name, p in block.projections.items()
-        if record[name]["nearest"] > 0
+        tag(DESCENT, name): [loss / value for loss in block.projections[name].descent]
+        for name, value in nearest.items()
     }
     steps = max(map(len, curves.values()), default=0)
     return [{name: x[step] for name, x in curves.items() if step < len(x)} for step in range(steps)]
@@ -68,7 +67,7 @@ def descent_curves(
 def output_error(streams: Streams, world: World) -> float:
     """Return ``||output - original||^2 / ||original||^2`` of the block that both streams have just passed.
 
-    It is over all calibration segments, so all processes of ``world`` call this.
+    It is over the segments of all processes of ``world``, which call this together.
     """
     error = size = 0.0
     if streams.own and streams.original:
@@ -101,22 +100,18 @@ def read_weight(tensors: Mapping[str, Tensor], name: str, bits: int, kind: str |
     return QuantizedWeight(tensors[f"{name}.integers"], scale, zero_point, bits)
 
 
-def metadata(
-    measured: Mapping[str, Any], tuned: TuningRecord | None, types: Mapping[str, str | None]
-) -> dict[str, str]:
-    """Return the metadata of a block's file: its ``losses``, tuning, and block types by projection."""
-    known = {"losses": measured, "tuning": None if tuned is None else tuned.model_dump()}
-    if any(types.values()):
-        known["types"] = types
+def metadata(losses: Losses, tuned: TuningRecord | None, types: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the metadata of a block's file: its losses, tuning, and block types by projection."""
+    tuning = None if tuned is None else tuned.model_dump()
+    known = {"losses": losses, "tuning": tuning} | ({"types": types} if any(types.values()) else {})
     return {"block": json.dumps(known)}  # one key: safetensors writes several in any order
 
 
 def tuning(found: Tuned) -> TuningRecord:
     """Return what the journal tells of a tuning; JSON has no numbers that are not finite."""
-    start_error, error = (x if math.isfinite(x) else None for x in (found.start_error, found.error))
-    return TuningRecord(
-        start_error=start_error, error=error, epoch=found.epoch, changed=found.changed, finite=found.finite
-    )
+    known = {name: getattr(found, name) for name in TuningRecord.model_fields}
+    errors = {name: None for name in ("start_error", "error") if not math.isfinite(known[name])}
+    return TuningRecord(**known | errors)
 
 
 def tuning_curves(found: Tuned | None) -> dict[str, float]:
@@ -144,10 +139,10 @@ def tuning_words(found: Tuned) -> str:
     return text
 
 
-def curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return a block's ``losses`` and seconds of each phase as points of curves over the blocks."""
+def curves(losses: Losses, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return a block's losses and seconds of each phase as points of curves over the blocks."""
     points = {}
-    for name, measured in record.items():
+    for name, measured in losses.items():
         if measured["nearest"] > 0:
             points[f"loss_relative_to_nearest/{name}"] = measured["final"] / measured["nearest"]
         if measured.get("before_polish", 0) > 0:
@@ -157,10 +152,9 @@ def curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str,
     return points | {f"seconds/{phase}": value for phase, value in seconds.items()}
 
 
-def line(index: int, blocks: int, record: Mapping[str, Any], seconds: float) -> str:
-    """Return one line about a finished block, from its ``losses`` and the seconds that it took."""
-    measured = record.values()
-    text = f"block {index} of {blocks}: "
+def line(index: int, blocks: int, losses: Losses, seconds: float) -> str:
+    """Return one line about a finished block, and the seconds that it took."""
+    measured, text = losses.values(), f"block {index} of {blocks}: "
     if not measured:
         return f"{text}its projections are kept, {seconds:.1f} s"
     if all("polish_changed" in x for x in measured):
@@ -172,17 +166,16 @@ def line(index: int, blocks: int, record: Mapping[str, Any], seconds: float) -> 
     return f"{text}loss {mean:.3f} of nearest rounding's, {seconds:.1f} s"
 
 
-def few_tokens(index: int, record: Mapping[str, Any]) -> str | None:
+def few_tokens(index: int, losses: Losses) -> str | None:
     """Say which part of a block's experts few tokens have reached; None where all have seen enough."""
-    experts = [measured for measured in record.values() if "layer_share" in measured]
+    experts = [measured for measured in losses.values() if "layer_share" in measured]
     few = [measured for measured in experts if measured["layer_share"] > 0]
     if not few:
         return None
-    fewest = min(few, key=lambda measured: float(measured["tokens"]))
+    least, most = min(x["tokens"] for x in few), max(x["layer_share"] for x in few)
     return (
         f"block {index}: {len(few)} of {len(experts)} matrices of experts have seen fewer tokens than they "
-        f"have columns, the fewest {fewest['tokens']:.0f}: up to "
-        f"{100 * max(measured['layer_share'] for measured in few):.0f} % of their Hessians are of all tokens"
+        f"have columns, the fewest {least:.0f}: up to {100 * most:.0f} % of their Hessians are of all tokens"
     )
 
 
@@ -214,8 +207,7 @@ def time_left(finished: Collection[BlockRecord], blocks: int, epochs: int | None
 
     Without an end-to-end tuning it has no ``epochs``.
     """
-    each = sum(sum(record.seconds.values()) for record in finished) / len(finished)
-    missing = blocks - len(finished)
+    each, missing = sum(sum(x.seconds.values()) for x in finished) / len(finished), blocks - len(finished)
     seconds, what = missing * each, f"{missing} block{'s' if missing > 1 else ''}"
     if epochs is not None:
         forward = max(record.seconds.get("forward", 0.0) for record in finished)

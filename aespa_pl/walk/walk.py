@@ -162,7 +162,7 @@ class Walk:
         block = self.quantizer.start(index, module, statistics)
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)
-        losses = record.losses(block) if context.world.is_first else {}
+        losses = record.losses_of(block) if context.world.is_first else {}
         if steps := record.descent_curves(block, losses) if losses else []:
             for logger in context.trainers.loggers(context.run, block_curves(index)):
                 for step, points in enumerate(steps):
