@@ -32,8 +32,8 @@ from aespa_pl.measure import Stopwatch
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.context import Context
+from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 from aespa_pl.settings import (
     CalibrationSettings,
     DataSettings,

@@ -27,8 +27,8 @@ from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.progress import WalkProgress
 from aespa_pl.resolve import resolved
 from aespa_pl.run.context import Context
+from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 from aespa_pl.settings import PolishSettings, QuantizationSettings, RoundingSettings
 from aespa_pl.walk.walk import Walk
 from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save

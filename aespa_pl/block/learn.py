@@ -25,7 +25,7 @@ from aespa_pl.models.family import Role
 from aespa_pl.planning.partition import WHOLE, Divisible, HeadRange, Portion, learning_portions
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch, StatisticsDataModule
 from aespa_pl.run.context import Context
-from aespa_pl.run.training import Training, block_curves
+from aespa_pl.run.folder import Training, block_curves
 from aespa_pl.storage.files import write_tensors
 
 log = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION
 from aespa_pl.storage.files import write_json
+from aespa_pl.walk.record import method_in_words
 from aespa_pl.walk.walk import Walk
-from aespa_pl.walk.words import method_in_words
 
 PHASES = (
     "statistics", "correction", "grid", "optq", "rounding", "polish", "tuning", "writing", "forward",

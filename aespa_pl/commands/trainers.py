@@ -28,10 +28,9 @@ from aespa_pl.report.stored import flat
 from aespa_pl.report.tensorboard import LossesFirst, show_configuration, show_result
 from aespa_pl.rounding import RoundingHistograms, epochs_of
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
-from aespa_pl.run.folder import how_to_continue
+from aespa_pl.run.folder import Training, how_to_continue
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 from aespa_pl.settings import TuningSettings
 from aespa_pl.sizing.mixture import Mixture
 from aespa_pl.storage.files import write_json, write_text

@@ -1,7 +1,6 @@
-"""Start the processes of a run through Lightning, and end them with the first.
+"""Start the processes of a run through Lightning, before its first Trainer fits, and end them with the first.
 
-Lightning starts them when the first Trainer fits; ours divide the work from the statistics on, which
-come before.
+They divide the work from the statistics on.
 """
 
 import logging
@@ -27,16 +26,11 @@ log = logging.getLogger(__name__)
 
 LAUNCHER = "AESPA_PL_LAUNCHER"
 """Environment variable with the id of the process that has started this one."""
-LOOK_SECONDS = 0.2
-"""Seconds between two looks at whether the process that started this one is still there."""
-FIRST_TO_SPEAK_SECONDS = 10.0
-"""Seconds that a process other than the first waits before it reports an error, so that the first one
-reports an error of all of them once."""
-LONGEST_ARRIVAL = 600
-"""Seconds after which a process gives up on others; a cluster may start its nodes minutes apart."""
+LOOK_SECONDS = 0.2  # between two looks at whether the process that started this one is still there
+FIRST_TO_SPEAK_SECONDS = 10.0  # that the others wait with an error, so that the first reports it once for all
+LONGEST_ARRIVAL = 600  # seconds until a process gives up on others; a cluster may start nodes minutes apart
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
-LONGEST_WAIT = timedelta(hours=2)
-"""Longest wait of one process for another: the first may have to tokenize a long text."""
+LONGEST_WAIT = timedelta(hours=2)  # of one process for another: the first may have to tokenize a long text
 
 
 class RowsStrategy(DDPStrategy):
@@ -118,16 +112,14 @@ def end_with_launcher() -> None:
 
     A process that waits for a device's answer or for others could not be stopped otherwise.
     """
-    launcher = os.environ.pop(LAUNCHER, None)
-    if launcher is None:
-        return
 
-    def watch() -> None:
-        while os.getppid() == int(launcher):
+    def watch(launcher: int) -> None:
+        while os.getppid() == launcher:
             time.sleep(LOOK_SECONDS)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="end-with-launcher").start()
+    if launcher := os.environ.pop(LAUNCHER, None):
+        threading.Thread(target=watch, args=(int(launcher),), daemon=True, name="end-with-launcher").start()
 
 
 def let_the_first_speak() -> None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
@@ -27,10 +27,8 @@ class World:
     """Knows this process among all of the run, which have to make the same calls in the same order."""
 
     rank: int = 0
-    size: int = 1
-    """Number of processes."""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Device of this process; tensors have to be on it."""
+    size: int = 1  # number of processes
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # tensors have to be on it
 
     @classmethod
     def current(cls, device: torch.device) -> "World":
@@ -52,8 +50,7 @@ class World:
     def indices(self, count: int, rank: int | None = None) -> slice:
         """Return the indices among ``count`` things that a process, by default this one, works on.
 
-        Neighbours stay together, and the first processes have one more where they cannot all have the same
-        number; a process may have none.
+        Neighbours stay together; the first processes may have one more than others, which may have none.
         """
         rank = self.rank if rank is None else rank
         each, more = divmod(count, self.size)
@@ -112,11 +109,10 @@ class World:
         """Return what ``make`` returns in the first process, the only one that calls it."""
         if self.alone:
             return make()
-        made: list[Any] = [make() if self.is_first else None]
+        made = [make() if self.is_first else cast(T, None)]
         with _peers():
             distributed.broadcast_object_list(made, device=self.device)
-        result: T = made[0]
-        return result
+        return made[0]
 
     def wait_for_all(self) -> None:
         """Return once all processes have come here."""
@@ -136,13 +132,11 @@ class World:
         messages: list[str | None] = [None] * self.size
         with _peers():
             distributed.all_gather_object(messages, message)
-        for raised in messages:
-            if raised is not None:
-                raise NumericalError(raised)
+        if raised := next(filter(None, messages), None):
+            raise NumericalError(raised)
 
 
 ALONE = World()
-"""A single process."""
 
 
 @contextmanager

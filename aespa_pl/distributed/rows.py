@@ -22,14 +22,13 @@ class RowShare:
 
     heads: int
     rows: int
-    by_heads: bool
-    """Whether whole heads are divided; otherwise single rows are."""
+    by_heads: bool  # whether whole heads are divided; otherwise single rows are
     world: World = ALONE
 
     @property
     def fraction(self) -> float:
         """Return the share of all rows that this process answers for; 0 if it only works along."""
-        return self._count / self._size
+        return len(self._own) / self._size
 
     @property
     def taken_heads(self) -> slice:
@@ -47,7 +46,7 @@ class RowShare:
         """Return ``[heads, rows, ...]`` from the parts of all processes."""
         if self.world.alone:
             return part
-        own = (part if self.by_heads else part[0])[: self._count]
+        own = (part if self.by_heads else part[0])[: len(self._own)]
         return self.world.gather(own, self._size).view(self.heads, self.rows, *part.shape[2:])
 
     def grid(self, grid: Grid) -> Grid:
@@ -67,13 +66,9 @@ class RowShare:
         return self.heads if self.by_heads else self.heads * self.rows
 
     @property
-    def _own(self) -> slice:
-        return self.world.indices(self._size)
-
-    @property
-    def _count(self) -> int:
-        return int(self._own.stop - self._own.start)
+    def _own(self) -> range:
+        return range(self._size)[self.world.indices(self._size)]
 
     @property
     def _taken(self) -> slice:
-        return self._own if self.fraction else slice(0, 1)
+        return slice(self._own.start, self._own.stop) if self._own else slice(0, 1)

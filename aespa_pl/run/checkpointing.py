@@ -14,14 +14,13 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
+from aespa_pl.run.folder import Training
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 from aespa_pl.settings import OutputSettings
 from aespa_pl.storage.files import write_whole
 
-REST = 20
-"""Durations of a save to wait before the next one, so that saving takes at most 5 % of a run."""
+REST = 20  # durations of a save to wait before the next one, so that saving takes at most 5 % of a run
 
 
 class JournaledCheckpointIO(TorchCheckpointIO):
@@ -56,8 +55,7 @@ class JournaledCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,  # noqa: FBT001  (Lightning's signature)
     ) -> dict[str, Any]:
         """Read a checkpoint without unpickling objects. Raises UserError where it holds some."""
-        # to the CPU, as Lightning's own: not to the device of the process that wrote it
-        try:
+        try:  # to the CPU, as Lightning's own: not to the device of the process that wrote it
             content: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=True)
         except UnpicklingError as error:  # whose advice is to let the file run code
             raise UserError(
@@ -79,9 +77,7 @@ class StopAtIteration(Callback):
         """Let signals wait."""
         self.interruption.defer(active=True)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Save and stop, if a signal came. Raises RunInterrupted once the checkpoint is on the disk."""
         self._save_and_stop(trainer)
 
@@ -111,25 +107,15 @@ class StopAtIteration(Callback):
 class TimedCheckpoint(ModelCheckpoint):
     """Saves by time as Lightning does, but less often where a save takes long."""
 
-    def __init__(self, seconds: float, folder: Path) -> None:
-        super().__init__(
-            folder,
-            filename="step_{step}-timed",
-            auto_insert_metric_name=False,
-            train_time_interval=timedelta(seconds=seconds),
-            save_on_train_epoch_end=False,
-        )
-        self._rest_until = 0.0
+    _rest_until = 0.0
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Save, if it is time. Raises UserError where the disk is full or the folder not writable."""
         start = time.monotonic()
         # one process decides for all, as Lightning does for the interval
         if trainer.strategy.broadcast(start < self._rest_until):
             return
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, *args, **kwargs)
         end = time.monotonic()
         self._rest_until = end + REST * (end - start)
 
@@ -137,16 +123,13 @@ class TimedCheckpoint(ModelCheckpoint):
 def checkpoints(settings: OutputSettings, folder: Path) -> list[ModelCheckpoint]:
     """Return the callbacks that save the block under way by time and by iterations."""
     callbacks: list[ModelCheckpoint] = []
-    if settings.checkpoint_seconds is not None:
-        callbacks.append(TimedCheckpoint(settings.checkpoint_seconds, folder))
-    if settings.checkpoint_iterations is not None:
-        callbacks.append(
-            ModelCheckpoint(
-                folder,
-                filename="step_{step}",
-                auto_insert_metric_name=False,
-                every_n_train_steps=settings.checkpoint_iterations,
-                save_on_train_epoch_end=False,
-            )
-        )
+    more: dict[str, Any] = {
+        "dirpath": folder, "auto_insert_metric_name": False, "save_on_train_epoch_end": False
+    }  # fmt: skip
+    seconds, steps = settings.checkpoint_seconds, settings.checkpoint_iterations
+    if seconds is not None:
+        interval = timedelta(seconds=seconds)
+        callbacks.append(TimedCheckpoint(filename="step_{step}-timed", train_time_interval=interval, **more))
+    if steps is not None:
+        callbacks.append(ModelCheckpoint(filename="step_{step}", every_n_train_steps=steps, **more))
     return callbacks

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,9 +15,9 @@ from aespa_pl.models.family import BlockLayout, layout_of
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.progress import WalkProgress
+from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
-from aespa_pl.run.training import Training
 from aespa_pl.settings import QuantizationSettings
 
 
@@ -26,45 +26,34 @@ class Trainers(Protocol):
 
     def begin(self, run: Run) -> Sequence[Logger]:
         """Return the loggers of the curves over the blocks; the first process calls it at the start."""
-        ...
 
     def loggers(self, run: Run, curves: str) -> Sequence[Logger]:
         """Return new loggers of a run's curves, by the name of their folder."""
-        ...
 
     def of_rounding(self, run: Run, training: Training) -> Trainer:
         """Return the Trainer that learns the rounding of a portion of a block."""
-        ...
 
     def of_tuning(self, run: Run, training: Training, epochs: int) -> Trainer:
         """Return the Trainer of the tuning of a block or of the model, with ``num_sanity_val_steps=-1``."""
-        ...
 
 
 @dataclass(frozen=True)
 class Context:
     """Holds the same objects for all steps of a run; ``aespa_pl.commands.fit`` makes it."""
 
-    source: StreamedModel
-    """The original model."""
+    source: StreamedModel  # the original
     run: Run
     settings: QuantizationSettings
     trainers: Trainers
-    batch_size: int
-    """Calibration segments that run through a block at once."""
+    batch_size: int  # calibration segments that run through a block at once
     progress: WalkProgress
     stopwatch: Stopwatch
-    partition: Partition = WHOLE
-    """How much of a block is in memory at once."""
+    partition: Partition = WHOLE  # how much of a block is in memory at once
     recompute: bool = False
     """Whether blocks run once more in the backward pass of the end-to-end tuning, which takes less memory."""
-    loggers: Sequence[Logger] = field(default=())
-    """Loggers of the curves over the blocks; a Trainer has loggers of its own for the iterations."""
-    one_block: bool = False
-    """Whether the run ends after one block more: a smoke test."""
-    world: World = ALONE
-    """Processes of the run, which make the same calls; each has its segments' hidden states, and the first
-    one writes."""
+    loggers: Sequence[Logger] = ()  # of the curves over the blocks; each Trainer has others
+    one_block: bool = False  # ends after one block more: a smoke test
+    world: World = ALONE  # which make the same calls; each has its segments' hidden states, the first writes
 
     @property
     def device(self) -> torch.device:

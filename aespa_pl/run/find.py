@@ -5,8 +5,7 @@ from pathlib import Path
 
 from aespa_pl.errors import UserError
 
-LAST = "last"
-"""Word for the run that was worked on last."""
+LAST = "last"  # word for the run that was worked on last
 JOURNAL = "journal.json"
 
 
@@ -33,15 +32,20 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
                 f"{given} is not the folder of a run, nor a file inside one: give the folder of a run "
                 "(NAME/version_N), or last"
             )
-    _refuse_links(run)
+    for folder, folders, files in os.walk(run):  # which follows no link
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if path.is_symlink():  # whoever made the run would choose what is overwritten
+                raise UserError(
+                    f"{path} is a link, which a run does not hold, because what it leads to would be read "
+                    "and overwritten: put the file or folder itself in its place, or remove it"
+                )
     return run
 
 
 def last_run(runs: Path, name: str | None = None) -> Path | None:
     """Return the run that was worked on last, of a name or of any; None if there is none.
 
-    It is the one whose journal was written last, so a run that was continued comes after runs that were begun
-    later; of journals with the same time, the one of the highest version.
+    Its journal was written last, even if others were begun later; at the same time, its version is highest.
     """
     journals = (runs / name if name else runs).glob(f"{'' if name else '*/'}version_*/{JOURNAL}")
     last = max(journals, key=lambda j: (j.stat().st_mtime, version_number(j.parent)), default=None)
@@ -52,14 +56,3 @@ def version_number(path: Path) -> int:
     """Return N of a folder named version_N, -1 for any other name."""
     number = path.name.removeprefix("version_")
     return int(number) if number.isdecimal() else -1
-
-
-def _refuse_links(run: Path) -> None:
-    """Raise UserError where a run holds a link: whoever made the run would choose what is overwritten."""
-    for folder, folders, files in os.walk(run):  # which follows no link
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink():
-                raise UserError(
-                    f"{path} is a link, which a run does not hold, because what it leads to would be read "
-                    "and overwritten: put the file or folder itself in its place, or remove it"
-                )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 MEBIBYTE = 2**20
+CHECKSUM = 64  # digits of a SHA-256, of which a message has the first
 
 
 def checksum(path: Path) -> str:
@@ -39,11 +40,6 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             changes += differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            changes.append(f"{prefix}{key} was {_short(old)} and is {_short(new)}")
+            was, now_is = (f"{t[:8]}..." if len(t) == CHECKSUM else t for t in (str(old), str(new)))
+            changes.append(f"{prefix}{key} was {was} and is {now_is}")
     return changes
-
-
-def _short(value: Any) -> str:
-    """Return a value for a message; of a checksum the beginning."""
-    text = str(value)
-    return f"{text[:8]}..." if len(text) == hashlib.sha256().digest_size * 2 else text

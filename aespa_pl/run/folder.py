@@ -9,10 +9,35 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from aespa_pl.errors import UserError
-from aespa_pl.run.find import version_number
+from aespa_pl.run.find import JOURNAL, version_number
 from aespa_pl.run.schema import DESCRIPTION
-from aespa_pl.run.training import Training
 from aespa_pl.storage.files import MEND, disk_errors
+
+
+@dataclass(frozen=True)
+class Training:
+    """Names what one Trainer trains: a portion of a block's rounding, a block, or the model."""
+
+    block: int
+    """Number of the block; the number of blocks for the model."""
+    name: str
+    """Text that tells one training from another: head ranges of projections, or a unit of a tuning."""
+    curves: str
+    """Folder of its curves in the folder of the run."""
+    number: int = 0
+    """Place among the trainings of the block whose results are kept until the block is complete."""
+    processes: int = 1
+    """Number of processes that train it together, where the result depends on that."""
+
+    @property
+    def key(self) -> str:
+        """Return the name that a checkpoint has to have in common with the training that continues it."""
+        return self.name + (f", {self.processes} processes" if self.processes > 1 else "")
+
+
+def block_curves(block: int, unit: str = "") -> str:
+    """Return the folder of the curves of a block, or of a unit of it that is tuned by itself."""
+    return f"block_{block:03}_{unit}" if unit else f"block_{block:03}"
 
 
 @dataclass
@@ -23,28 +48,22 @@ class RunFolder:
 
     def __post_init__(self) -> None:
         """Name the files and folders that each run has once."""
-        self.journal_file = self.folder / "journal.json"
-        """Names what is complete."""
+        self.journal_file = self.folder / JOURNAL
         self.model_folder = self.folder / "model"
-        """Holds the quantized model."""
         self.description_file = self.model_folder / DESCRIPTION
-        """Says how the quantized model was made."""
+        # measurements, which are written last: a run that has them is finished
         self.metrics_file = self.folder / "metrics.json"
-        """Holds measurements; they are written last, so a run that has them is finished."""
+        # what the end-to-end tuning has learned, and how far the integers of blocks on disk have moved
+        # until these are rewritten
         self.tuned_file = self.folder / "tuned.safetensors"
-        """Holds all that the end-to-end tuning has learned."""
         self.moved_folder = self.folder / "moved"
-        """Holds how far it has moved the integers of blocks on disk, until these are rewritten."""
+        # what is predicted of the types or bits that were chosen for a size
         self.mixture_file = self.folder / "mixture.json"
-        """Holds what is predicted of the types or bits that were chosen for a size."""
+        # embedding and head, where a format of llama.cpp has types for them
         self.stem_file = self.folder / "blocks" / "stem.safetensors"
-        """Holds integers and scales of embedding and head, where a format of llama.cpp has types for them."""
-        self.checkpoints_folder = self.folder / "checkpoints"
-        """Holds Lightning's checkpoints."""
-        self.staging_folder = self.folder / "rewriting"
-        """Holds files that will replace others."""
-        self.portions_folder = self.folder / "portions"
-        """Holds the integers of portions that are learned."""
+        self.checkpoints_folder = self.folder / "checkpoints"  # Lightning's
+        self.staging_folder = self.folder / "rewriting"  # files that will replace others
+        self.portions_folder = self.folder / "portions"  # integers of portions that are learned
 
     def block_file(self, index: int) -> Path:
         """Return the file with integers, scales, zero points and zeta of a block."""
@@ -65,18 +84,15 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes off this run. Raises UserError where one has it; a dead one's lock is free."""
-        lock = FileLock(self.folder / "lock")
         try:
-            lock.acquire(timeout=0)
+            held = FileLock(self.folder / "lock").acquire(timeout=0)
         except Timeout as error:
             raise UserError(
                 f"{self.folder} is in use by another process: wait for it, or start a new run "
                 "without --ckpt_path"
             ) from error
-        try:
+        with held:
             yield
-        finally:
-            lock.release()
 
 
 def how_to_continue(folder: Path) -> str:
@@ -88,12 +104,11 @@ def next_version(folder: Path) -> Path:
     """Make and return ``folder/version_N`` for the smallest N above all that exist."""
     with disk_errors(folder, f"{MEND}, or choose another folder with --output.folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        taken = [version_number(path) for path in folder.glob("version_*")]
+        number = 1 + max((version_number(path) for path in folder.glob("version_*")), default=-1)
         while True:
-            path = folder / f"version_{max(taken, default=-1) + 1}"
             try:
-                path.mkdir()
+                (path := folder / f"version_{number}").mkdir()
             except FileExistsError:  # another process was faster
-                taken.append(version_number(path))
+                number += 1
                 continue
             return path

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask for an end; SIGHUP comes when a terminal is closed."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP comes when a terminal is closed
 
 
 class RunInterrupted(BaseException):
@@ -55,7 +54,7 @@ class Interruption:
             self._take_signals()
 
     def check(self) -> None:
-        """Raise the exception of a signal that has come. Raises RunInterrupted where a signal came."""
+        """Raise RunInterrupted where a signal has come."""
         if self.received is not None:
             raise RunInterrupted(self.received)
 

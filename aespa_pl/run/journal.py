@@ -8,20 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from aespa_pl.errors import UserError
+from aespa_pl.run import schema
+from aespa_pl.run.find import JOURNAL
 from aespa_pl.run.fingerprint import checksum, differences
-from aespa_pl.run.folder import RunFolder, how_to_continue, next_version
-from aespa_pl.run.schema import (
-    FORMAT,
-    BlockRecord,
-    DamagedFileError,
-    JournalContent,
-    LearnedFile,
-    Metrics,
-    TunedModelRecord,
-    TuningRecord,
-    parse,
-)
-from aespa_pl.run.training import Training
+from aespa_pl.run.folder import RunFolder, Training, how_to_continue, next_version
 from aespa_pl.storage.files import move_whole, write_json
 
 log = logging.getLogger(__name__)
@@ -36,20 +26,13 @@ class Run(RunFolder):
     """
 
     fingerprint: dict[str, Any]
-    blocks: dict[int, BlockRecord] = field(default_factory=dict)
-    """Complete blocks by number, with checksums and measurements."""
-    checkpoint: LearnedFile | None = None
-    """Lightning's checkpoint of the portion that is being learned."""
-    portions: list[LearnedFile] = field(default_factory=list)
-    """Portions of the block under way that are learned already."""
-    damping: dict[int, int | float] = field(default_factory=dict)
-    """Damping of a second attempt, where the first one diverged, by the number of the block."""
-    tuned: TunedModelRecord | None = None
-    """Result of the end-to-end tuning, once it is done; a block's record says whether its files have it."""
-    model: dict[str, str] = field(default_factory=dict)
-    """Checksums of what lies in the model folder beside the blocks, by path, once all is written."""
-    writes: bool = True
-    """Whether this process writes files; in one that does not, all notes stay in its memory."""
+    blocks: dict[int, schema.BlockRecord] = field(default_factory=dict)  # that are complete, by number
+    checkpoint: schema.LearnedFile | None = None  # Lightning's, of the portion that is being learned
+    portions: list[schema.LearnedFile] = field(default_factory=list)  # of the block under way, learned before
+    damping: dict[int, int | float] = field(default_factory=dict)  # of blocks whose first attempt diverged
+    tuned: schema.TunedModelRecord | None = None  # end to end; a block's record says if its files have it
+    model: dict[str, str] = field(default_factory=dict)  # checksums of what lies beside the blocks at the end
+    writes: bool = True  # whether this process writes files; otherwise all notes stay in its memory
 
     @classmethod
     def create(cls, parent: Path, fingerprint: Mapping[str, Any]) -> "Run":
@@ -65,15 +48,15 @@ class Run(RunFolder):
     @classmethod
     def open(cls, folder: Path) -> "Run":
         """Read a run. Raises UserError where no journal is there, it is damaged, or of another version."""
-        path = folder / "journal.json"
+        path = folder / JOURNAL
         try:
-            return cls(folder, **_kept(parse(JournalContent, path)))
+            return cls(folder, **_kept(schema.parse(schema.JournalContent, path)))
         except OSError as error:
             raise UserError(
                 f"{folder} is not the folder of a run: {path.name} cannot be read; give the folder of a "
                 "run (NAME/version_N), or last"
             ) from error
-        except (DamagedFileError, ValueError) as error:
+        except (schema.DamagedFileError, ValueError) as error:
             raise UserError(
                 f"{path} is damaged, or of another version of aespa-pl ({error}): start a new run"
             ) from error
@@ -81,14 +64,14 @@ class Run(RunFolder):
     def save(self) -> None:
         """Write the journal."""
         if self.writes:
-            content = JournalContent(format=FORMAT, **_kept(self))
+            content = schema.JournalContent(format=schema.FORMAT, **_kept(self))
             write_json(self.journal_file, content.model_dump(exclude_unset=True))
 
     def metrics(self) -> dict[str, Any] | None:
         """Return what was measured at the end; None where it is not there yet, or damaged."""
         try:
-            return parse(Metrics, self.metrics_file).model_dump()
-        except (OSError, DamagedFileError):
+            return schema.parse(schema.Metrics, self.metrics_file).model_dump()
+        except (OSError, schema.DamagedFileError):
             return None
 
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
@@ -102,13 +85,13 @@ class Run(RunFolder):
 
     def finish_block(self, index: int, known: Mapping[str, Any], files: Iterable[Path]) -> None:
         """Note that a block is complete, and which files hold it; the files of its learning are removed."""
-        self.blocks[index] = BlockRecord(**known, files=self._checksums(files))
+        self.blocks[index] = schema.BlockRecord(**known, files=self._checksums(files))
         self.forget_learning()
 
-    def finish_tuning(self, record: TuningRecord) -> None:
+    def finish_tuning(self, record: schema.TuningRecord) -> None:
         """Note that the end-to-end tuning is done and its file on the disk."""
-        file = self.tuned_file.relative_to(self.folder).as_posix()
-        self.tuned = TunedModelRecord(**record.model_dump(), file=file, checksum=checksum(self.tuned_file))
+        file, found = self.tuned_file, record.model_dump()
+        self.tuned = schema.TunedModelRecord(**found, file=self._name(file), checksum=checksum(file))
         self.forget_learning()
 
     def note_tuning_seconds(self, seconds: Mapping[str, float]) -> None:
@@ -120,10 +103,9 @@ class Run(RunFolder):
     def replace_block(self, index: int, files: Iterable[Path]) -> None:
         """Put the staged files of a block in the place of those that it has.
 
-        The journal names them first: ``finish_replacing`` needs that after a process that was killed in
-        between.
+        The journal names them first, so that ``finish_replacing`` knows them after a kill in between.
         """
-        new = {f.relative_to(self.folder).as_posix(): checksum(self.staged(f)) for f in files}
+        new = {self._name(file): checksum(self.staged(file)) for file in files}
         self.add_to_block(index, {"files": new, "end_to_end": True})
         self.finish_replacing()
 
@@ -151,13 +133,9 @@ class Run(RunFolder):
                 "cannot resume the end-to-end tuning, because a file is damaged or missing: all blocks are "
                 "quantized again"
             )
-            self.take_complete({}, None)
+            self.blocks, self.tuned = {}, None
         if self.blocks:
             yield f"{len(self.blocks)} of {count} blocks are complete already"
-
-    def take_complete(self, blocks: dict[int, BlockRecord], tuned: TunedModelRecord | None) -> None:
-        """Take what is complete: blocks by number, and the end-to-end tuning."""
-        self.blocks, self.tuned = blocks, tuned
 
     def damp_again(self, index: int, damping: float) -> None:
         """Note the damping of the second attempt at a block, and forget what the first one has learned."""
@@ -173,8 +151,7 @@ class Run(RunFolder):
         """Note that the model folder is complete: what lies there beside the blocks is whole."""
         of_blocks = {name for record in self.blocks.values() for name in record.files}
         paths = (*sorted(self.model_folder.rglob("*")), self.stem_file)
-        files = (path for path in paths if path.is_file())
-        self.model = {name: value for name, value in self._checksums(files).items() if name not in of_blocks}
+        self.model = self._checksums(p for p in paths if p.is_file() and self._name(p) not in of_blocks)
         self.save()
 
     def damaged_files(self, index: int | None = None) -> list[Path]:
@@ -204,8 +181,7 @@ class Run(RunFolder):
         """Return the checkpoint of a training, if there is one; a damaged one is named and forgotten."""
         if self.checkpoint is None or not _is_about(self.checkpoint, training):
             return None
-        file = self._intact(self.checkpoint, "it is not used")
-        if file is None:
+        if (file := self._intact(self.checkpoint, "it is not used")) is None:
             self.forget_checkpoint()
         return file
 
@@ -223,10 +199,8 @@ class Run(RunFolder):
 
     def portion_to_continue(self, training: Training) -> Path | None:
         """Return what a training has learned; where it isn't intact, it and all later ones are forgotten."""
-        known = self.portions[training.number : training.number + 1]
-        if known and _is_about(known[0], training):
-            file = self._intact(known[0], "it is learned again")
-            if file is not None:
+        for known in self.portions[training.number : training.number + 1]:
+            if _is_about(known, training) and (file := self._intact(known, "it is learned again")):
                 return file
         del self.portions[training.number :]  # their files are overwritten, or go with the block
         return None
@@ -238,20 +212,21 @@ class Run(RunFolder):
         if self.writes:
             shutil.rmtree(self.portions_folder, ignore_errors=True)
 
-    def _checksums(self, files: Iterable[Path]) -> dict[str, str]:
-        if not self.writes:
-            return {}
-        return {file.relative_to(self.folder).as_posix(): checksum(file) for file in files}
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self.folder).as_posix()
 
-    def _learned(self, training: Training, file: Path) -> LearnedFile:
-        name, key = file.relative_to(self.folder).as_posix(), training.key
-        return LearnedFile(block=training.block, key=key, file=name, checksum=checksum(file))
+    def _checksums(self, files: Iterable[Path]) -> dict[str, str]:
+        return {self._name(file): checksum(file) for file in files} if self.writes else {}
+
+    def _learned(self, training: Training, file: Path) -> schema.LearnedFile:
+        block, key, name = training.block, training.key, self._name(file)
+        return schema.LearnedFile(block=block, key=key, file=name, checksum=checksum(file))
 
     def _is_whole(self, name: str, expected: str) -> bool:
         file = self.folder / name
         return file.is_file() and checksum(file) == expected
 
-    def _intact(self, record: LearnedFile, then: str) -> Path | None:
+    def _intact(self, record: schema.LearnedFile, then: str) -> Path | None:
         """Return the file of a record; where it is damaged, say what follows from that."""
         if self._is_whole(record.file, record.checksum):
             return self.folder / record.file
@@ -259,10 +234,10 @@ class Run(RunFolder):
         return None
 
 
-def _is_about(record: LearnedFile, training: Training) -> bool:
+def _is_about(record: schema.LearnedFile, training: Training) -> bool:
     return (record.block, record.key) == (training.block, training.key)
 
 
-def _kept(journal: JournalContent | Run) -> dict[str, Any]:
+def _kept(journal: schema.JournalContent | Run) -> dict[str, Any]:
     """Return what the journal stores of a run, beside its own format."""
-    return {key: getattr(journal, key) for key in JournalContent.model_fields if key != "format"}
+    return {key: getattr(journal, key) for key in schema.JournalContent.model_fields if key != "format"}

@@ -13,8 +13,7 @@ from aespa_pl.models.headers import read_header
 from aespa_pl.models.hub import COMPANIONS
 from aespa_pl.storage.files import read_json, write_json, write_tensors, write_whole
 
-LARGEST = 5_000_000_000
-"""Bytes of a shard's tensors, unless it has only one."""
+LARGEST = 5_000_000_000  # bytes of a shard's tensors, unless it has only one
 
 
 @dataclass(frozen=True)
@@ -30,48 +29,10 @@ class ModelWriter:
 
     def write_stem(self, tensors: Mapping[str, Tensor]) -> None:
         """Write what lies outside the blocks."""
-        self._write(0, tensors)
+        self.write_block(-1, tensors)
 
     def write_block(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of one block under their names in the model."""
-        self._write(index + 1, tensors)
-
-    @property
-    def stem_files(self) -> list[Path]:
-        """Return the shards of what lies outside the blocks."""
-        return self._files(0)
-
-    def block_files(self, index: int) -> list[Path]:
-        """Return the shards of a block."""
-        return self._files(index + 1)
-
-    def finish(self, origin: Path, config: Mapping[str, Any] | None = None) -> None:
-        """Write the index of the shards, and the files beside the weights that belong to the model.
-
-        They are copied byte for byte: a copy that a library writes says the same in the words of its own
-        version, which engines with another version misread. ``config`` has keys that config.json gets in
-        addition.
-        """
-        copy_companions(origin, self.folder)
-        if config:
-            write_json(self.folder / "config.json", {**read_json(origin / "config.json"), **config})
-        files = [file for number in range(self.blocks + 1) for file in self._files(number)]
-        size = sum(file.stat().st_size for file in files)
-        where = {name: file.name for file in files for name in read_header(file)}
-        write_json(
-            self.folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": size}, "weight_map": where},
-        )
-
-    def _files(self, number: int) -> list[Path]:
-        first = self._shard(number, 1)
-        return [first, *sorted(self.folder.glob(self._shard(number, "*").name))]
-
-    def _shard(self, number: int, place: int | str) -> Path:
-        further = "" if place == 1 else f"-{place}"
-        return self.folder / f"model-{number + 1:05}{further}-of-{self.blocks + 1:05}.safetensors"
-
-    def _write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         shards, size = [dict[str, Tensor]()], 0
         for name in sorted(tensors):  # so that a block that is written again is divided in the same way
             size += tensors[name].nbytes
@@ -80,7 +41,35 @@ class ModelWriter:
                 size = tensors[name].nbytes
             shards[-1][name] = tensors[name]
         for place, shard in enumerate(shards, 1):
-            write_tensors(self._shard(number, place), shard, {"format": "pt"})
+            write_tensors(self._shard(index, place), shard, {"format": "pt"})
+
+    @property
+    def stem_files(self) -> list[Path]:
+        """Return the shards of what lies outside the blocks."""
+        return self.block_files(-1)
+
+    def block_files(self, index: int) -> list[Path]:
+        """Return the shards of a block."""
+        return [self._shard(index, 1), *sorted(self.folder.glob(self._shard(index, "*").name))]
+
+    def finish(self, origin: Path, config: Mapping[str, Any] | None = None) -> None:
+        """Write the index of the shards, and the files beside the weights that belong to the model.
+
+        They are copied byte for byte: engines misread what a library of another version writes of them.
+        ``config`` has keys that config.json gets in addition.
+        """
+        copy_companions(origin, self.folder)
+        if config:
+            write_json(self.folder / "config.json", {**read_json(origin / "config.json"), **config})
+        files = [file for index in range(-1, self.blocks) for file in self.block_files(index)]
+        size = sum(file.stat().st_size for file in files)
+        where = {name: file.name for file in files for name in read_header(file)}
+        contents = {"metadata": {"total_size": size}, "weight_map": where}
+        write_json(self.folder / "model.safetensors.index.json", contents)
+
+    def _shard(self, index: int, place: int | str) -> Path:
+        further = "" if place == 1 else f"-{place}"
+        return self.folder / f"model-{index + 2:05}{further}-of-{self.blocks + 1:05}.safetensors"
 
 
 def copy_companions(origin: Path, folder: Path, patterns: tuple[str, ...] = COMPANIONS) -> None:

@@ -7,8 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 DESCRIPTION = "quantization.json"
 """File in the folder of a quantized model; it says how the model was made."""
-FORMAT = 2
-"""Version of the journal."""
+FORMAT = 2  # of the journal
 
 
 class Strict(BaseModel):
@@ -20,56 +19,41 @@ class Strict(BaseModel):
 class TuningRecord(Strict):
     """Holds what a tuning found on the segments that were held back."""
 
-    start_error: int | float | None
-    """Error before the tuning; None: it was not a finite number."""
-    error: int | float | None
-    """Error of the epoch that was kept; None: it was not a finite number."""
-    epoch: int
-    """Number of the epoch that was kept; 0: what the tuning started from."""
-    changed: int | float
-    """Share of the integers that changed."""
-    finite: bool
-    """Whether all errors were finite numbers; the tuning ended where one was not."""
+    start_error: int | float | None  # None, here and below: not a finite number
+    error: int | float | None  # of the epoch that was kept
+    epoch: int  # number of the one that was kept; 0: what the tuning started from
+    changed: int | float  # share of the integers
+    finite: bool  # whether all errors were finite numbers; the tuning ended where one was not
 
 
 class TunedModelRecord(TuningRecord):
     """Describes the end-to-end tuning, once it is done."""
 
-    file: str
-    """Path, in the folder of the run, of what was learned; blocks are rewritten from it one by one."""
+    file: str  # path, in the folder of the run, of what was learned; blocks are rewritten from it one by one
     checksum: str
-    seconds: dict[str, int | float] = {}
-    """Seconds by phase; empty where an earlier version made the run, or it was killed right after."""
+    seconds: dict[str, int | float] = {}  # by phase; empty where the run was killed right after
 
 
 class BlockRecord(Strict):
     """Describes a block that is complete."""
 
-    losses: dict[str, dict[str, int | float]]
-    """Losses, damping and other numbers, by projection."""
-    seconds: dict[str, int | float]
-    """Seconds by phase."""
-    files: dict[str, str]
-    """SHA-256 of each file, by its path in the folder of the run."""
-    tuning: TuningRecord | None = None
-    """Tuning of the block as a whole, where there was one."""
-    end_to_end: bool = False
-    """Whether the files hold what the end-to-end tuning learned."""
+    losses: dict[str, dict[str, int | float]]  # by projection, with damping and other numbers
+    seconds: dict[str, int | float]  # by phase
+    files: dict[str, str]  # SHA-256 of each file, by its path in the folder of the run
+    tuning: TuningRecord | None = None  # of the block as a whole, where there was one
+    end_to_end: bool = False  # whether the files hold what the end-to-end tuning learned
     output_error: dict[str, int | float] = {}
     """Squared error of the block's output relative to the original model's, by stage (``rounded``); empty
     where the run had no stream of the original model, or was stopped right after the block."""
-    peak_bytes: dict[str, int] = {}
-    """Most memory that the process had until then, on ``host`` and ``device``."""
+    peak_bytes: dict[str, int] = {}  # most memory of the process until then, on ``host`` and ``device``
 
 
 class LearnedFile(Strict):
     """Names a file that the learning of the block under way has left."""
 
     block: int
-    key: str = ""
-    """Name of the training; only the same one can go on with the file."""
-    file: str
-    """Path in the folder of the run."""
+    key: str = ""  # name of the training; only the same one can go on with the file
+    file: str  # path in the folder of the run
     checksum: str
 
 
@@ -83,8 +67,7 @@ class JournalContent(Strict):
     portions: list[LearnedFile]
     damping: dict[int, int | float]
     tuned: TunedModelRecord | None = None
-    model: dict[str, str]
-    """SHA-256 of what lies in the model folder beside the blocks, by path; empty until all is written."""
+    model: dict[str, str]  # SHA-256 of the model folder's other files, once all are written
 
 
 class Metrics(Strict):

@@ -1,10 +1,10 @@
 """Read the settings that a run was made with."""
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
@@ -12,6 +12,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from aespa_pl.errors import UserError
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import QuantizationSettings, Settings
+
+T = TypeVar("T")
 
 
 def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
@@ -23,7 +25,7 @@ def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         content["quantization"] = _of_journal(fingerprint) or content["quantization"]
-        settings: Settings = _typed(Settings, content)
+        return _typed(Settings, content)
     except (
         OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError, yaml.YAMLError
     ) as error:  # fmt: skip
@@ -31,16 +33,14 @@ def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
             f"{path} cannot be read ({' '.join(repr(error).split())}): give the folder of a run "
             "(NAME/version_N)"
         ) from error
-    return settings
 
 
 def stored_quantization(run: Run) -> QuantizationSettings:
     """Return the section ``quantization`` as the journal has it, without the number of iterations."""
     try:
-        settings: QuantizationSettings = _typed(QuantizationSettings, _of_journal(run.fingerprint))
+        return _typed(QuantizationSettings, _of_journal(run.fingerprint))
     except (ValueError, TypeError, ArgumentError) as error:
         raise UserError(f"{run.journal_file} is damaged ({error}): start a new run") from error
-    return settings
 
 
 def _of_journal(fingerprint: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -48,14 +48,15 @@ def _of_journal(fingerprint: Mapping[str, Any]) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _typed(kind: Any, content: Any) -> Any:
+def _typed(kind: type[T], content: Any) -> T:
     """Return a dataclass of settings; values that no setting may have are refused."""
     parser = _parser(kind)
-    return parser.instantiate(parser.parse_object({"s": _known(kind, content)})).s
+    found: T = parser.instantiate(parser.parse_object({"s": _known(kind, content)})).s
+    return found
 
 
 @cache
-def _parser(kind: Any) -> ArgumentParser:
+def _parser(kind: type) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, "s")
     return parser
@@ -66,8 +67,4 @@ def _known(kind: Any, content: Any) -> Any:
     if not (is_dataclass(kind) and isinstance(content, Mapping)):
         return content
     hints = get_type_hints(kind)
-    return {
-        field.name: _known(hints[field.name], content[field.name])
-        for field in fields(kind)
-        if field.name in content
-    }
+    return {name: _known(hints[name], content[name]) for name in hints if name in content}

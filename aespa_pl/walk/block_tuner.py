@@ -7,45 +7,36 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from aespa_pl import tuning
+from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
 from aespa_pl.measure import release_memory
-from aespa_pl.models.family import BlockLayout, InputGroup
+from aespa_pl.models.family import InputGroup
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.run.context import Context
-from aespa_pl.run.training import Training, block_curves
+from aespa_pl.run.folder import Training, block_curves
 from aespa_pl.storage.batches import Batches
+from aespa_pl.storage.files import write_tensors
 from aespa_pl.storage.transfer import in_turn
-from aespa_pl.tuning import (
-    LearningRates,
-    RunBlock,
-    SegmentPairs,
-    TunableBlock,
-    Tuned,
-    changed_fraction,
-    output_error,
-    recipe,
-    tune,
-)
-from aespa_pl.walk.learned_unit import read_unit, write_unit
+from aespa_pl.tuning import RunBlock, TunableBlock, Tuned
+from aespa_pl.walk.record import read_weight, weight_tensors
 
 
 @dataclass(frozen=True)
 class Unit:
     """Describes a part of a block that is trained together."""
 
-    name: str
-    """Name of a sublayer; empty for the whole block."""
+    name: str  # of a sublayer; empty for the whole block
     groups: tuple[InputGroup, ...]
-    run: RunBlock
-    """Runs hidden states from the block's start to the end of the unit."""
-    targets: Batches
-    """Hidden states of the original at the end of the unit."""
+    run: RunBlock  # from the block's start to the end of the unit
+    targets: Batches  # hidden states of the original at the end of the unit
 
 
 @dataclass(frozen=True)
@@ -68,10 +59,7 @@ class BlockTuner:
 
     @torch.no_grad()
     def begin(self, block: QuantizedBlock, module: nn.Module) -> TunableBlock:
-        """Turn the module into the quantized block in float32, and return what its tuning starts from.
-
-        The Hessians of ``block`` are not needed afterwards.
-        """
+        """Turn the module into the quantized block in float32, and return what its tuning starts from."""
         source = self.context.source
         # before fold: the weights that are aimed at may be the module's own memory
         targets = {name: folded_target(p) for name, p in block.projections.items()}
@@ -88,31 +76,23 @@ class BlockTuner:
         ``inputs`` are the hidden states before the quantized block; the original model's are ``between`` the
         sublayers and, after the block, the ``targets``.
         """
-        *first, last = self._units(tunable.layout, between, targets)
-        weights, finite = dict(tunable.weights), True
-        for unit in first:
-            learned, usable = self._tune_before(index, unit, tunable, inputs)
+        groups, weights, finite = tunable.layout.groups, dict(tunable.weights), True
+        last = Unit("", groups, self._run_block, targets)
+        if between is not None:
+            end = 1 + next(i for i, group in enumerate(groups) if group.projections[0].residual is not None)
+            first = Unit(ATTENTION, groups[:end], partial(self._run_attention, groups[-1]), between)
+            last = Unit(FEED_FORWARD, groups[end:], self._run_block, targets)
+            learned, finite = self._tune_before(index, first, tunable, inputs)
             weights |= learned
-            finite = finite and usable
         found = self._tune_unit(self._training(index, last), last, tunable, inputs)
         weights |= found.weights[0]
-        changed = changed_fraction([tunable.weights], [weights])
+        changed = tuning.changed_fraction([tunable.weights], [weights])
         return replace(found, weights=[weights], changed=changed, finite=finite and found.finite)
-
-    def _units(self, layout: BlockLayout, between: Batches | None, targets: Batches) -> list[Unit]:
-        if between is None:
-            return [Unit("", layout.groups, self._run_block, targets)]
-        groups = layout.groups
-        end = 1 + next(i for i, group in enumerate(groups) if group.projections[0].residual is not None)
-        return [
-            Unit(ATTENTION, groups[:end], partial(self._run_attention, groups[-1]), between),
-            Unit(FEED_FORWARD, groups[end:], self._run_block, targets),
-        ]
 
     def _tune_before(
         self, index: int, unit: Unit, tunable: TunableBlock, inputs: Batches
     ) -> tuple[dict[str, StoredWeight], bool]:
-        """Tune a unit that others follow, or read what an interrupted run learned of it (``read_unit``)."""
+        """Tune a unit that another follows, or read what an interrupted run learned of it (``read_unit``)."""
         context = self.context
         training, file = context.world.from_first(lambda: self._known_unit(index, unit))
         if file is not None:
@@ -124,25 +104,23 @@ class BlockTuner:
             context.run.note_portion(training, file)
         return found.weights[0], found.finite
 
-    def _training(self, index: int, unit: Unit, number: int = 0) -> Training:
-        """Return the training of a unit of a block; ``number`` is its place among those that are kept."""
+    def _training(self, index: int, unit: Unit) -> Training:
         name, curves = f"tuning {unit.name}".strip(), block_curves(index, unit.name)
-        return Training(index, name, curves, number, self.context.world.size)
+        return Training(index, name, curves, processes=self.context.world.size)
 
     def _known_unit(self, index: int, unit: Unit) -> tuple[Training, Path | None]:
         """Return the training of a unit, and the file of what it has learned, if there is one."""
-        run, key = self.context.run, self._training(index, unit).key
+        run, training = self.context.run, self._training(index, unit)
         known = [record.key for record in run.portions]
-        number = known.index(key) if key in known else len(known)
-        training = self._training(index, unit, number)
+        number = known.index(training.key) if training.key in known else len(known)
+        training = replace(training, number=number)
         return training, run.portion_to_continue(training)
 
     def _tune_unit(self, training: Training, unit: Unit, tunable: TunableBlock, inputs: Batches) -> Tuned:
-        context, quantization, block = self.context, self.context.settings, tunable.block
-        settings = quantization.tuning.blocks
-        layout = replace(tunable.layout, groups=unit.groups)
-        names = [p.name for p in layout.projections]
-        pairs = SegmentPairs(
+        context, quantization = self.context, self.context.settings
+        settings, layout = quantization.tuning.blocks, replace(tunable.layout, groups=unit.groups)
+        weights = {p.name: tunable.weights[p.name] for p in layout.projections}
+        pairs = tuning.SegmentPairs(
             inputs,
             unit.targets,
             batch_size=settings.batch_size,
@@ -150,12 +128,12 @@ class BlockTuner:
             seed=training.block,
             world=context.world,
         )
-        learned = recipe(quantization, block, layout)
-        found = tune(
-            [replace(tunable, layout=layout, weights={n: tunable.weights[n] for n in names})],
+        learned = tuning.recipe(quantization, tunable.block, layout)
+        found = tuning.tune(
+            [replace(tunable, layout=layout, weights=weights)],
             pairs,
-            loss=output_error(unit.run),
-            rates=LearningRates(
+            loss=tuning.output_error(unit.run),
+            rates=tuning.LearningRates(
                 cast(float, settings.integer_rate),
                 cast(float, settings.scale_rate),
                 settings.bias_rate,
@@ -189,6 +167,34 @@ class BlockTuner:
         return kept[0].view(hidden.shape)  # some families have flattened it
 
 
+def write_unit(file: Path, tunable: TunableBlock, found: Tuned) -> None:
+    """Write what was learned of a unit: its weights, and the norms and biases of the block."""
+    tensors = weight_tensors(found.weights[0])
+    tensors |= {f"vector {name}": p for name, p in vectors(tunable.block).items()}
+    write_tensors(file, tensors | {"finite": torch.tensor(found.finite)}, {})
+
+
+@torch.no_grad()
+def read_unit(file: Path, tunable: TunableBlock) -> tuple[dict[str, StoredWeight], bool]:
+    """Put what ``write_unit`` wrote into the block; return weights, and whether all errors were finite."""
+    tensors = load_file(file, str(next(tunable.block.parameters()).device))
+    weights: dict[str, StoredWeight] = {}
+    for p in tunable.layout.projections:
+        if f"{p.name}.integers" in tensors:
+            start = tunable.weights[p.name]
+            kind = start.kind.name if isinstance(start, TypedWeight) else None
+            weights[p.name] = read_weight(tensors, p.name, start.bits, kind)
+            set_projection_weight(tunable.block, tunable.layout, p, weights[p.name].weight())
+    for name, parameter in vectors(tunable.block).items():
+        parameter.copy_(tensors[f"vector {name}"])
+    return weights, bool(tensors["finite"])
+
+
+def vectors(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the norms and biases of a module by name."""
+    return {name: p for name, p in module.named_parameters() if p.dim() == 1}
+
+
 @torch.no_grad()
 def replace_weights(block: QuantizedBlock, module: nn.Module, source: StreamedModel) -> None:
     """Turn the module into the quantized block: zeta is folded, the weights are the integers'.
@@ -208,12 +214,9 @@ def replace_weights(block: QuantizedBlock, module: nn.Module, source: StreamedMo
 
 def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
     """Return the types that the parameters of a block are stored in, by their names in the block."""
-    pretrained, family = source.pretrained, source.family
-    prefix = family.block_prefix(index)
-    return {
-        name.removeprefix(prefix): DTYPES[pretrained.tensors[name].dtype]
-        for name in pretrained.block_names(family, index)
-    }
+    prefix, tensors = source.family.block_prefix(index), source.pretrained.tensors
+    names = source.pretrained.block_names(source.family, index)
+    return {name.removeprefix(prefix): DTYPES[tensors[name].dtype] for name in names}
 
 
 def folded_target(p: QuantizedProjection) -> Tensor:

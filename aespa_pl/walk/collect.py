@@ -21,12 +21,9 @@ from aespa_pl.storage.transfer import in_turn, sending_back
 class Streams:
     """Holds the hidden states of the calibration segments before the block under way, in batches."""
 
-    quantized: Batches
-    """Hidden states that the blocks quantized so far have made."""
-    original: Batches
-    """Hidden states in the original model; empty where neither input_correction nor tuning needs them."""
-    own: bool
-    """Whether they are this process's; otherwise another has them, and here they only tell the shapes."""
+    quantized: Batches  # made by the blocks quantized so far
+    original: Batches  # of the original model; empty where neither input_correction nor tuning needs them
+    own: bool  # whether they are this process's; if they are another's, they only tell the shapes here
 
     @classmethod
     def begin(cls, context: Context, tokens: Tensor) -> "Streams":
@@ -43,113 +40,109 @@ class Streams:
         return cls(quantized, context.source.keep(again), own)
 
 
-@dataclass(frozen=True)
-class StatisticsPasses:
-    """Runs the calibration segments through one block after the other."""
+def collect(context: Context, index: int, module: nn.Module, streams: Streams) -> BlockStatistics:
+    """Return the statistics of a block; the original model's hidden states go on to the next one.
 
-    context: Context
+    ``module`` has its original weights. Where the partition wants it, H_V is collected of some heads, and
+    the statistics of some experts, at a time; what is divided waits on disk. Raises UserError where a
+    statistic is not finite: activations overflow.
+    """
+    layout = context.layout(index)
+    attends = layout.attended_group is not None and context.settings.objective.value == "attention"
+    heads = layout.key_value_heads if attends else 0
+    experts = 0 if layout.mixture is None else layout.mixture.total
+    passes = context.partition.passes(heads, experts)
+    divided = DividedStatistics(
+        layout,
+        context.run.folder,
+        context.device,
+        heads=len(passes[0][0]) < heads,
+        experts=len(passes[0][1]) < experts,
+    )
+    for number, part in enumerate(passes):
+        first, last = number == 0, part is passes[-1]
+        statistics = _run_through(context, index, module, streams, part, first=first, last=last)
+        _refuse_not_finite(context, index, statistics)
+        divided.add(statistics)
+    return divided.joined()
 
-    def collect(self, index: int, module: nn.Module, streams: Streams) -> BlockStatistics:
-        """Return the statistics of a block; the original model's hidden states go on to the next one.
 
-        ``module`` has its original weights. Where the partition wants it, H_V is collected of some heads, and
-        the statistics of some experts, at a time; what is divided waits on disk. Raises UserError where a
-        statistic is not finite: activations overflow.
-        """
-        context, layout = self.context, self.context.layout(index)
-        attends = layout.attended_group is not None and context.settings.objective.value == "attention"
-        heads = layout.key_value_heads if attends else 0
-        experts = 0 if layout.mixture is None else layout.mixture.total
-        passes = context.partition.passes(heads, experts)
-        divided = DividedStatistics(
-            layout,
-            context.run.folder,
-            context.device,
-            heads=len(passes[0][0]) < heads,
-            experts=len(passes[0][1]) < experts,
-        )
-        for number, part in enumerate(passes):
-            first, last = number == 0, part is passes[-1]
-            divided.add(self._run_through(index, module, streams, *part, first=first, last=last))
-        return divided.joined()
+def _run_through(
+    context: Context,
+    index: int,
+    module: nn.Module,
+    streams: Streams,
+    part: tuple[range, range],
+    *,
+    first: bool,
+    last: bool,
+) -> BlockStatistics:
+    """Run all segments through a block and collect H_V of some heads and the statistics of some experts.
 
-    def _run_through(
-        self,
-        index: int,
-        module: nn.Module,
-        streams: Streams,
-        heads: range,
-        experts: range,
-        *,
-        first: bool,
-        last: bool,
-    ) -> BlockStatistics:
-        """Run all segments through a block and collect H_V of some heads and the statistics of some experts.
-
-        The first time, everything else is collected too.
-        """
-        source, settings, device = self.context.source, self.context.settings, self.context.device
-        layout = self.context.layout(index)
-        attends = layout.attended_group is not None
-        collector = StatisticsCollector(
-            layout,
-            value=len(heads) > 0,
-            query_key=attends and first and settings.objective.query_key == "attention",
-            inputs=first,
-            magnitudes=bool(settings.grid.awq),
-            heads=heads,
-            experts=experts,
-            precision="float32" if settings.precision == "float32" else "tf32",
-        )
-        attention = partial(source.family.observe_attention, source.model, module)
-        either = attention if collector.value or collector.query_key else None
-        # both streams are equal before block 0, and so is all that follows, unless the embedding is quantized
-        own_stem = self.context.quantized_stem is not source
-        differ = len(streams.original) > 0 and (index > 0 or own_stem)
-        compare = differ and bool(settings.input_correction)
-        originals = in_turn(streams.original, device)
-        watching = partial(observing, module, layout.groups, layout.mixture if experts else None)
-        with sending_back(streams.original, device) as replace_original:
-            for i, quantized in enumerate(in_turn(streams.quantized, device)):
-                original = None
-                if compare:
-                    with watching(residuals=True, experts=False) as original:
-                        after = source.run_block(module, next(originals))
-                elif differ and last:
+    The first time, everything else is collected too.
+    """
+    source, settings, device = context.source, context.settings, context.device
+    (heads, experts), layout = part, context.layout(index)
+    attends = layout.attended_group is not None
+    collector = StatisticsCollector(
+        layout,
+        value=len(heads) > 0,
+        query_key=attends and first and settings.objective.query_key == "attention",
+        inputs=first,
+        magnitudes=bool(settings.grid.awq),
+        heads=heads,
+        experts=experts,
+        precision="float32" if settings.precision == "float32" else "tf32",
+    )
+    attention = partial(source.family.observe_attention, source.model, module)
+    either = attention if collector.value or collector.query_key else None
+    # both streams are equal before block 0, and so is all that follows, unless the embedding is quantized
+    differ = len(streams.original) > 0 and (index > 0 or context.quantized_stem is not source)
+    compare = differ and bool(settings.input_correction)
+    originals = in_turn(streams.original, device)
+    watching = partial(observing, module, layout.groups, layout.mixture if experts else None)
+    with sending_back(streams.original, device) as replace_original:
+        for i, quantized in enumerate(in_turn(streams.quantized, device)):
+            original = None
+            if compare:
+                with watching(residuals=True, experts=False) as original:
                     after = source.run_block(module, next(originals))
-                with watching(residuals=compare, experts=len(experts) > 0, attention=either) as seen:
-                    output = source.run_block(module, quantized)
-                if streams.original and last:
-                    replace_original(i, after if differ else output)
-                collector.add(seen, original)
-        if not self.context.world.alone:
-            collector.add_up(self.context.world.sum_, counts=streams.own)
-        if collector.experts is not None:
-            self._complete(collector.experts, collector.tokens, module, streams)
-        statistics = collector.finish(source.family.norm_weights(module))
-        self._refuse_not_finite(index, statistics)
-        return statistics
+            elif differ and last:
+                after = source.run_block(module, next(originals))
+            with watching(residuals=compare, experts=len(experts) > 0, attention=either) as seen:
+                output = source.run_block(module, quantized)
+            if streams.original and last:
+                replace_original(i, after if differ else output)
+            collector.add(seen, original)
+    if not context.world.alone:
+        collector.add_up(context.world.sum_, counts=streams.own)
+    if collector.experts is not None:
+        _complete(context, collector.experts, collector.tokens, module, streams)
+    return collector.finish(source.family.norm_weights(module))
 
-    def _complete(self, experts: ExpertSums, tokens: int, module: nn.Module, streams: Streams) -> None:
-        """Complete the Hessians of experts that few tokens have reached, by another pass of all."""
-        few, world, device = experts.scale(tokens), self.context.world, self.context.source.device
-        if not few:
-            return
-        if not world.is_first:
-            experts.clear(few)
-        for quantized in in_turn(streams.quantized, device) if streams.own else ():
-            with observing(module, [], experts.mixture) as seen:
-                self.context.source.run_block(module, quantized)
-            with torch.inference_mode():
-                experts.see_all(module, seen.inputs[experts.mixture.module])
-        if not world.alone:
-            experts.add_up(few, world.sum_)
 
-    def _refuse_not_finite(self, index: int, statistics: BlockStatistics) -> None:
-        for name, tensor in statistics.named_tensors():
-            if bool(torch.isfinite(tensor).all()):
-                continue
-            dtype = str(self.context.source.dtype).removeprefix("torch.")
+def _complete(
+    context: Context, experts: ExpertSums, tokens: int, module: nn.Module, streams: Streams
+) -> None:
+    """Complete the Hessians of experts that few tokens have reached, by another pass of all."""
+    few, world = experts.scale(tokens), context.world
+    if not few:
+        return
+    if not world.is_first:
+        experts.clear(few)
+    for quantized in in_turn(streams.quantized, context.device) if streams.own else ():
+        with observing(module, [], experts.mixture) as seen:
+            context.source.run_block(module, quantized)
+        with torch.inference_mode():
+            experts.see_all(module, seen.inputs[experts.mixture.module])
+    if not world.alone:
+        experts.add_up(few, world.sum_)
+
+
+def _refuse_not_finite(context: Context, index: int, statistics: BlockStatistics) -> None:
+    for name, tensor in statistics.named_tensors():
+        if not bool(torch.isfinite(tensor).all()):
+            dtype = str(context.source.dtype).removeprefix("torch.")
             advice = "check model.pretrained"
             if dtype != "float32":
                 advice = "continue with --model.dtype bfloat16, or float32 where that is not enough"

@@ -14,29 +14,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from aespa_pl import tuning
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.errors import UserError
 from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.run.context import Context
 from aespa_pl.run.fingerprint import checksum
+from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
-from aespa_pl.run.training import Training
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.files import read_tensors, write_tensors
-from aespa_pl.tuning import (
-    EVERYTHING,
-    SCALES,
-    LearningRates,
-    SegmentPairs,
-    TunableBlock,
-    Tuned,
-    changed_fraction,
-    divergence,
-    tune,
-    tune_streamed,
-)
+from aespa_pl.tuning import TunableBlock, Tuned
 from aespa_pl.tuning.moving import Moves, moved
 from aespa_pl.tuning.streamed import TrainableStream
 from aespa_pl.tuning.weights import (
@@ -47,7 +37,7 @@ from aespa_pl.tuning.weights import (
     remove_parametrizations,
 )
 from aespa_pl.walk import record
-from aespa_pl.walk.block_tuner import stored_types
+from aespa_pl.walk.block_tuner import stored_types, vectors
 from aespa_pl.walk.stem import stem_tensors
 
 
@@ -62,15 +52,14 @@ class ModelTuner:
     def tune(self, tokens: Tensor, hidden: Batches) -> Tuned:
         """Tune the model, and write what was learned to one file of the run.
 
-        Args:
-            tokens: Calibration segments of all processes, ``[segments, L]``.
-            hidden: The original's hidden states after its last block, of this process's segments.
+        ``tokens`` are the calibration segments ``[segments, L]`` of all processes, ``hidden`` the original's
+        hidden states after its last block, of this process's segments.
         """
         context, source, world = self.context, self.context.source, self.context.world
         world.wait_for_all()  # for the files of the last block
         settings, count = context.settings.tuning.model, source.block_count
         training = Training(count, "model", "end_to_end", processes=world.size)
-        pairs = SegmentPairs(
+        pairs = tuning.SegmentPairs(
             list(world.segments(tokens, context.batch_size).split(context.batch_size)),
             hidden,
             batch_size=settings.batch_size,
@@ -78,10 +67,12 @@ class ModelTuner:
             seed=count,
             world=world,
         )
-        model = self._model()
+        # in float32, on the device, without its blocks
+        pretrained = context.quantized_stem.pretrained
+        model = pretrained.skeleton()
+        pretrained.load_stem(model, source.family, context.device, torch.float32)
         streamed = settings.blocks == "disk"
-        original_head = partial(source.family.head, source.model)
-        rates = LearningRates(
+        rates = tuning.LearningRates(
             cast(float, settings.integer_rate),
             cast(float, settings.scale_rate),
             settings.bias_rate,
@@ -89,9 +80,9 @@ class ModelTuner:
         )
         with source.stem():
             train = partial(
-                tune_streamed if streamed else tune,
+                tuning.tune_streamed if streamed else tuning.tune,
                 pairs=pairs,
-                loss=divergence(original_head, one_by_one=streamed),
+                loss=tuning.divergence(partial(source.family.head, source.model), one_by_one=streamed),
                 rates=rates,
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
                 label="the model",
@@ -123,7 +114,7 @@ class ModelTuner:
         blocks = [self._block(model, index, load_file(file(index))) for index in indices]
         found = train(
             blocks,
-            recipe=EVERYTHING if self.context.settings.tuning.model.integer_rate else SCALES,
+            recipe=tuning.EVERYTHING if self.context.settings.tuning.model.integer_rate else tuning.SCALES,
             model=model,
             outside=self._outside(model),
             recompute=self.context.recompute,
@@ -150,7 +141,7 @@ class ModelTuner:
             shells[index] = copy.deepcopy(empty)
             tunable = self._block(model, index, stored)
             shells[index] = empty  # so that the model doesn't hold what was read
-            parametrize_block(tunable, SCALES if moves is None else EVERYTHING)
+            parametrize_block(tunable, tuning.SCALES if moves is None else tuning.EVERYTHING)
             return tunable.block
 
         streamed = TrainableStream(model, source.family, read, make, moves)
@@ -163,17 +154,13 @@ class ModelTuner:
                 weights = quantized_weights(block, self.context.layout(index))
                 before = self._weights(index, load_file(self.context.run.block_file(index)))
                 on_host = {name: replace(q, integers=q.integers.cpu()) for name, q in weights.items()}
-                changed.append(changed_fraction([before], [on_host]))
+                changed.append(tuning.changed_fraction([before], [on_host]))
                 remove_parametrizations(block)
                 learned |= self._vectors(block, prefix)
-            learned |= {
-                _key(index, name): tensor
-                for name, tensor in record.weight_tensors(weights).items()
-                if not name.endswith(".integers")
-            }
+            stored = record.weight_tensors(weights)
+            learned |= {_key(index, n): tensor for n, tensor in stored.items() if not n.endswith(".integers")}
         remove_parametrizations(model)
-        found = replace(found, changed=sum(changed) / len(changed))
-        return found, learned | self._vectors(model)
+        return replace(found, changed=sum(changed) / len(changed)), learned | self._vectors(model)
 
     def rewrite(self) -> None:
         """Write the blocks that do not hold yet what was learned, and what lies outside of them."""
@@ -183,16 +170,8 @@ class ModelTuner:
             if not run.blocks[index].end_to_end:
                 self._rewrite_block(index, learned, offsets(run, index))
         shutil.rmtree(run.moved_folder, ignore_errors=True)
-        stem = stem_tensors(self.context)
-        self.writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem.items()})
-
-    def _model(self) -> PreTrainedModel:
-        """Return the model in float32, on the device, without its blocks."""
-        source = self.context.source
-        pretrained = self.context.quantized_stem.pretrained
-        model: PreTrainedModel = pretrained.skeleton()
-        pretrained.load_stem(model, source.family, self.context.device, torch.float32)
-        return model
+        stem = stem_tensors(self.context).items()
+        self.writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem})
 
     def _block(self, model: PreTrainedModel, index: int, stored: Mapping[str, Tensor]) -> TunableBlock:
         """Load a quantized block, whose file holds what is ``stored``, into a model, in float32."""
@@ -208,30 +187,20 @@ class ModelTuner:
 
     def _outside(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
         """Return the stored types of the norms and biases outside of the blocks, by name."""
-        types, inside = self._types(), f"{self.context.source.family.blocks_path}."
-        vectors = [name for name, parameter in model.named_parameters() if parameter.dim() == 1]
-        return {name: types[name] for name in vectors if not name.startswith(inside)}
-
-    def _types(self) -> dict[str, torch.dtype]:
-        tensors = self.context.source.pretrained.tensors
-        return {name: DTYPES[stored.dtype] for name, stored in tensors.items()}
+        tensors, inside = self.context.source.pretrained.tensors, f"{self.context.source.family.blocks_path}."
+        return {n: DTYPES[tensors[n].dtype] for n in vectors(model) if not n.startswith(inside)}
 
     def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, StoredWeight]:
         """Return what the file of a block holds, by projection."""
-        settings = self.context.settings
-        names = [p.name for p in self.context.layout(index).projections]
-        return {
-            name: record.read_weight(
-                tensors, name, settings.bits_for(index, name), settings.type_for(index, name)
-            )
-            for name in names
-        }
+        bits = self.context.settings.bits_for
+        types = self.context.types(index)
+        return {name: record.read_weight(tensors, name, bits(index, name), types[name]) for name in types}
 
     def _vectors(self, module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
         """Return the norms and biases of a model, or of a block, by their names and as they are stored."""
-        types = self._types()
-        vectors = {prefix + name: p for name, p in module.named_parameters() if p.dim() == 1}
-        return {n: p.detach().to(types[n]) for n, p in vectors.items() if not p.is_meta}
+        tensors, here = self.context.source.pretrained.tensors, vectors(module)
+        found = {prefix + name: p.detach() for name, p in here.items() if not p.is_meta}
+        return {name: p.to(DTYPES[tensors[name].dtype]) for name, p in found.items()}
 
     def _rewrite_block(
         self, index: int, learned: Mapping[str, Tensor], offsets: Mapping[str, Tensor]
@@ -247,11 +216,10 @@ class ModelTuner:
             quantized = moved(quantized, layout, offsets)
             tensors |= {f"{name}.integers": q.integers for name, q in quantized.items()}
         weights = {name: q.weight() for name, q in quantized.items()}
-        prefix, types = family.block_prefix(index), stored_types(source, index)
         shard |= {name: learned[name] for name in shard if name in learned}
         for path in {p.module: None for p in layout.projections}:
-            name = f"{path}.weight"
-            shard[prefix + name] = merged(weights, layout, path).to(types[name])
+            name = f"{family.block_prefix(index)}{path}.weight"
+            shard[name] = merged(weights, layout, path).to(shard[name].dtype)
         done = run.blocks[index]
         metadata = record.metadata(done.losses, done.tuning, self.context.types(index))
         write_tensors(run.staged(file), tensors, metadata)

@@ -1,10 +1,9 @@
-"""Collect all records of a quantized block: tensors, measurements, curves and a line of text."""
+"""Collect all records of a quantized block: tensors, measurements, curves and words."""
 
 import json
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -14,14 +13,23 @@ from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight, quantize
 from aespa_pl.block.quantized import QuantizedBlock
 from aespa_pl.curve_names import DESCENT, NOT_NEAREST, tag
 from aespa_pl.distributed.processes import World
-from aespa_pl.run.schema import TuningRecord
+from aespa_pl.measure import duration
+from aespa_pl.models.family import BlockLayout, Role
+from aespa_pl.run.schema import BlockRecord, TuningRecord
+from aespa_pl.settings import QuantizationSettings
 from aespa_pl.tuning import Tuned
 from aespa_pl.walk.collect import Streams
 
 log = logging.getLogger(__name__)
 
+Losses = Mapping[str, Mapping[str, int | float]]
+"""What ``losses_of`` returns, by projection."""
+PASSES = 8
+"""Forward passes of all blocks that an epoch of the end-to-end tuning takes as long as; 10 were measured on a
+model of 3 blocks, where the head weighs more than in others."""
 
-def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
+
+def losses_of(block: QuantizedBlock) -> dict[str, dict[str, float]]:
     """Return what was measured on each projection: losses, moved integers, damping and more."""
     found = {}
     for name, p in block.projections.items():
@@ -41,18 +49,16 @@ def losses(block: QuantizedBlock) -> dict[str, dict[str, float]]:
     return found
 
 
-def descent_curves(
-    block: QuantizedBlock, record: Mapping[str, Mapping[str, float]]
-) -> list[dict[str, float]]:
+def descent_curves(block: QuantizedBlock, losses: Losses) -> list[dict[str, float]]:
     """Return the points of each projection's loss over the passes of the descent, by step.
 
-    They are beside the loss of nearest rounding, which ``record`` has (``losses``); the first is that of what
-    the descent began with. Projections that took fewer passes have fewer points.
+    They are relative to nearest rounding's; the first is of what the descent began with. Projections that
+    took fewer passes have fewer points.
     """
+    nearest = {name: measured["nearest"] for name, measured in losses.items() if measured["nearest"] > 0}
     curves = {
-        tag(DESCENT, name): [loss / record[name]["nearest"] for loss in p.descent]
-        for name, p in block.projections.items()
-        if record[name]["nearest"] > 0
+        tag(DESCENT, name): [loss / value for loss in block.projections[name].descent]
+        for name, value in nearest.items()
     }
     steps = max(map(len, curves.values()), default=0)
     return [{name: x[step] for name, x in curves.items() if step < len(x)} for step in range(steps)]
@@ -61,7 +67,7 @@ def descent_curves(
 def output_error(streams: Streams, world: World) -> float:
     """Return ``||output - original||^2 / ||original||^2`` of the block that both streams have just passed.
 
-    It is over all calibration segments, so all processes of ``world`` call this.
+    It is over the segments of all processes of ``world``, which call this together.
     """
     error = size = 0.0
     if streams.own and streams.original:
@@ -94,22 +100,18 @@ def read_weight(tensors: Mapping[str, Tensor], name: str, bits: int, kind: str |
     return QuantizedWeight(tensors[f"{name}.integers"], scale, zero_point, bits)
 
 
-def metadata(
-    measured: Mapping[str, Any], tuned: TuningRecord | None, types: Mapping[str, str | None]
-) -> dict[str, str]:
-    """Return the metadata of a block's file: its ``losses``, tuning, and block types by projection."""
-    known = {"losses": measured, "tuning": None if tuned is None else tuned.model_dump()}
-    if any(types.values()):
-        known["types"] = types
+def metadata(losses: Losses, tuned: TuningRecord | None, types: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the metadata of a block's file: its losses, tuning, and block types by projection."""
+    tuning = None if tuned is None else tuned.model_dump()
+    known = {"losses": losses, "tuning": tuning} | ({"types": types} if any(types.values()) else {})
     return {"block": json.dumps(known)}  # one key: safetensors writes several in any order
 
 
 def tuning(found: Tuned) -> TuningRecord:
     """Return what the journal tells of a tuning; JSON has no numbers that are not finite."""
-    start_error, error = (x if math.isfinite(x) else None for x in (found.start_error, found.error))
-    return TuningRecord(
-        start_error=start_error, error=error, epoch=found.epoch, changed=found.changed, finite=found.finite
-    )
+    known = {name: getattr(found, name) for name in TuningRecord.model_fields}
+    errors = {name: None for name in ("start_error", "error") if not math.isfinite(known[name])}
+    return TuningRecord(**known | errors)
 
 
 def tuning_curves(found: Tuned | None) -> dict[str, float]:
@@ -137,10 +139,10 @@ def tuning_words(found: Tuned) -> str:
     return text
 
 
-def curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return a block's ``losses`` and seconds of each phase as points of curves over the blocks."""
+def curves(losses: Losses, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return a block's losses and seconds of each phase as points of curves over the blocks."""
     points = {}
-    for name, measured in record.items():
+    for name, measured in losses.items():
         if measured["nearest"] > 0:
             points[f"loss_relative_to_nearest/{name}"] = measured["final"] / measured["nearest"]
         if measured.get("before_polish", 0) > 0:
@@ -150,10 +152,9 @@ def curves(record: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str,
     return points | {f"seconds/{phase}": value for phase, value in seconds.items()}
 
 
-def line(index: int, blocks: int, record: Mapping[str, Any], seconds: float) -> str:
-    """Return one line about a finished block, from its ``losses`` and the seconds that it took."""
-    measured = record.values()
-    text = f"block {index} of {blocks}: "
+def line(index: int, blocks: int, losses: Losses, seconds: float) -> str:
+    """Return one line about a finished block, and the seconds that it took."""
+    measured, text = losses.values(), f"block {index} of {blocks}: "
     if not measured:
         return f"{text}its projections are kept, {seconds:.1f} s"
     if all("polish_changed" in x for x in measured):
@@ -165,15 +166,51 @@ def line(index: int, blocks: int, record: Mapping[str, Any], seconds: float) -> 
     return f"{text}loss {mean:.3f} of nearest rounding's, {seconds:.1f} s"
 
 
-def few_tokens(index: int, record: Mapping[str, Any]) -> str | None:
+def few_tokens(index: int, losses: Losses) -> str | None:
     """Say which part of a block's experts few tokens have reached; None where all have seen enough."""
-    experts = [measured for measured in record.values() if "layer_share" in measured]
+    experts = [measured for measured in losses.values() if "layer_share" in measured]
     few = [measured for measured in experts if measured["layer_share"] > 0]
     if not few:
         return None
-    fewest = min(few, key=lambda measured: float(measured["tokens"]))
+    least, most = min(x["tokens"] for x in few), max(x["layer_share"] for x in few)
     return (
         f"block {index}: {len(few)} of {len(experts)} matrices of experts have seen fewer tokens than they "
-        f"have columns, the fewest {fewest['tokens']:.0f}: up to "
-        f"{100 * max(measured['layer_share'] for measured in few):.0f} % of their Hessians are of all tokens"
+        f"have columns, the fewest {least:.0f}: up to {100 * most:.0f} % of their Hessians are of all tokens"
     )
+
+
+def method_in_words(settings: QuantizationSettings, layout: BlockLayout) -> str:
+    """Return how a run finds the integers of a block, and what it trains afterwards."""
+    learned = [p for p in layout.projections if settings.learns(attention=p.role is not Role.OTHER)]
+    steps = {"OPTQ": settings.optq.enabled, "coordinate descent": settings.polish.enabled}
+    taken = [name for name, enabled in steps.items() if enabled]
+    blocks, model = settings.tuning.blocks, settings.tuning.model
+    on_grids = blocks.enabled and blocks.parametrization in ("clipping", "affine")
+    if learned:
+        text = f"rounding of {len(learned)} projections a block is learned"
+    elif on_grids:
+        text = "integers are rounded to nearest on grids that are trained block by block"
+    else:
+        text = f"integers are found by {' and '.join(taken) or 'rounding to nearest'}"
+    if blocks.enabled and not on_grids:
+        text += ", then blocks and the model are trained" if model.enabled else ", then blocks are trained"
+    elif model.enabled:
+        text += ", then the model is trained"
+    if model.enabled and model.blocks == "disk":
+        what = "with" if model.integer_rate else "of the model scales and norms, with"
+        text += f" ({what} its blocks read from disk)"
+    return f"method {settings.method}: {text}"
+
+
+def time_left(finished: Collection[BlockRecord], blocks: int, epochs: int | None) -> str:
+    """Return how long the rest of a run takes, by the seconds of those of its ``blocks`` that are finished.
+
+    Without an end-to-end tuning it has no ``epochs``.
+    """
+    each, missing = sum(sum(x.seconds.values()) for x in finished) / len(finished), blocks - len(finished)
+    seconds, what = missing * each, f"{missing} block{'s' if missing > 1 else ''}"
+    if epochs is not None:
+        forward = max(record.seconds.get("forward", 0.0) for record in finished)
+        seconds += PASSES * epochs * blocks * forward
+        what += " and the end-to-end tuning"
+    return f"about {duration(seconds)} left for {what} (an estimate)"

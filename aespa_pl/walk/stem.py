@@ -23,8 +23,7 @@ from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, head_i
 from aespa_pl.run.context import Context
 from aespa_pl.storage.files import write_tensors
 
-ROWS = 4096
-"""Rows that are rounded together."""
+ROWS = 4096  # that are rounded together
 EXACT_BITS = 8
 """Bits from which on nearest rounding is enough. OPTQ takes what SmolLM2's head, its embedding, adds to the
 end loss from 0.014 to 0.002 nats in Q5_1; in Q8_0 the whole is 0.0003."""
@@ -43,13 +42,16 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
     for name, kind in types.items():
         W, H = context.source.pretrained.tensor(name).to(context.device), None
         if name == head and context.settings.optq.enabled and kind.bits < EXACT_BITS:
-            H = _head_hessian(context, tokens, tied=tied)
+            H = head_input(context.source, tokens[:SEGMENTS, :LENGTH])[None]  # [1, d, d]
+            share = TIED_DAMPING if tied else context.settings.damping
+            H.diagonal(dim1=1, dim2=2).copy_(damp(H.diagonal(dim1=1, dim2=2), share))
         found = [
             rounded_rows(rows, kind) if H is None else _compensated(context, rows, H, kind)
             for rows in W.split(ROWS)
         ]
-        numbers |= {f"{name}.{field}": value for field, value in _joined(found).items()}
-    write_tensors(context.run.stem_file, {key: value.cpu() for key, value in numbers.items()}, {})
+        parts_of = [part.tensors() for part in found]
+        numbers |= {f"{name}.{field}": torch.cat([part[field] for part in parts_of]) for field in parts_of[0]}
+    write_tensors(context.run.stem_file, numbers, {})
 
 
 def stem_tensors(context: Context) -> dict[str, Tensor]:
@@ -62,8 +64,7 @@ def stem_tensors(context: Context) -> dict[str, Tensor]:
     if types := _types(context):
         stored = load_file(context.run.stem_file)
         for name, kind in types.items():
-            weight = TypedWeight.read(stored, name, kind).weight()
-            tensors[name] = weight.to(tensors[name].dtype)
+            tensors[name] = TypedWeight.read(stored, name, kind).weight().to(tensors[name].dtype)
     return tensors
 
 
@@ -71,14 +72,6 @@ def _types(context: Context) -> dict[str, GridType]:
     """Return the block types of embedding and head, by the name of the weight."""
     parts, types = context.source.pretrained.embeddings(), context.settings.types
     return {name: TYPES[types[part]] for part, name in parts.items() if part in types}
-
-
-def _head_hessian(context: Context, tokens: Tensor, *, tied: bool) -> Tensor:
-    """Return the damped second moment ``[1, d, d]`` of the head's inputs."""
-    H = head_input(context.source, tokens[:SEGMENTS, :LENGTH])[None]
-    share = TIED_DAMPING if tied else context.settings.damping
-    H.diagonal(dim1=1, dim2=2).copy_(damp(H.diagonal(dim1=1, dim2=2), share))
-    return H
 
 
 def _compensated(context: Context, W: Tensor, H: Tensor, kind: GridType) -> TypedWeight:
@@ -94,9 +87,3 @@ def _compensated(context: Context, W: Tensor, H: Tensor, kind: GridType) -> Type
     if grid.factors is None:
         raise ValueError(f"{kind.name} makes no grid")
     return grid.factors.stored(q[0].to(torch.uint8))
-
-
-def _joined(parts: list[TypedWeight]) -> dict[str, Tensor]:
-    """Return the tensors of the rows of several parts, by field."""
-    tensors = [part.tensors() for part in parts]
-    return {field: torch.cat([part[field] for part in tensors]) for field in tensors[0]}

@@ -1,7 +1,7 @@
 """Walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,41 +13,34 @@ from aespa_pl.algorithm.workspace import keep_threads
 from aespa_pl.block.quantize import BlockQuantizer
 from aespa_pl.measure import peak_bytes, release_memory
 from aespa_pl.run.context import Context
+from aespa_pl.run.folder import block_curves
 from aespa_pl.run.model_writer import ModelWriter
 from aespa_pl.run.schema import BlockRecord, TunedModelRecord
-from aespa_pl.run.training import block_curves
 from aespa_pl.storage.files import remove_leftovers, write_tensors
 from aespa_pl.tuning import Tuned
 from aespa_pl.tuning.weights import merged
 from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, stored_types
-from aespa_pl.walk.collect import StatisticsPasses, Streams
+from aespa_pl.walk.collect import Streams, collect
 from aespa_pl.walk.model_tuner import ModelTuner
 from aespa_pl.walk.stem import quantize_stem, stem_tensors
-from aespa_pl.walk.words import time_left
 
 
 class Quantized(NamedTuple):
     """Holds what the steps found of a block."""
 
-    zetas: dict[str, Tensor]
-    """Tensors of the block's file that hold zeta."""
-    weights: Mapping[str, StoredWeight]
-    """Weights by projection."""
-    losses: dict[str, dict[str, float]]
-    """What was measured on each projection; only in the first process."""
-    tuned: Tuned | None
-    """What the tuning of the block found; None: it was not tuned."""
+    zetas: dict[str, Tensor]  # tensors of the block's file that hold zeta
+    weights: Mapping[str, StoredWeight]  # by projection
+    losses: dict[str, dict[str, float]]  # what was measured on each projection; only in the first process
+    tuned: Tuned | None  # what the tuning of the block found; None: it was not tuned
 
 
 class Walk:
     """Quantizes a model block by block into the folder of a run."""
 
     def __init__(self, context: Context) -> None:
-        """Take what all steps work with."""
         self.context = context
         self.writer = ModelWriter(context.run.model_folder, context.source.block_count)
-        self.passes = StatisticsPasses(context)
         self.quantizer = BlockQuantizer(context)
         tuning = context.settings.tuning
         self.block_tuner = BlockTuner(context) if tuning.blocks.enabled else None
@@ -61,7 +54,7 @@ class Walk:
         """
         keep_threads()
         run, world, count = self.context.run, self.context.world, self.context.source.block_count
-        run.take_complete(*world.from_first(partial(self._begin, tokens)))
+        run.blocks, run.tuned = world.from_first(partial(self._begin, tokens))
         missing = [index for index in range(count) if index not in run.blocks]
         if self.context.one_block:
             for index in missing[:1]:
@@ -76,7 +69,8 @@ class Walk:
         if world.is_first:
             if self.model_tuner is not None:
                 self.model_tuner.rewrite()
-            self._finish()
+            self.writer.finish(self.context.source.pretrained.folder)
+            run.forget_checkpoint()
 
     def _begin(self, tokens: Tensor) -> tuple[dict[int, BlockRecord], TunedModelRecord | None]:
         """Write what lies outside the blocks; return what is complete: blocks, end-to-end tuning."""
@@ -101,40 +95,34 @@ class Walk:
         for index in range(end + 1):
             if index not in context.run.blocks:
                 self._quantize_block(index, streams, more=index < last)
-            elif index < last:
-                self._replay(index, streams)
             else:
-                self._advance_original(index, streams)
+                self._replay(index, streams, quantized=index < last)
             release_memory()
             context.progress.advance()
         return streams
 
-    def _replay(self, index: int, streams: Streams) -> None:
-        """Run both streams through a block that is complete."""
-        source, files = self.context.source, self.writer.block_files(index)
-        complete = source.pretrained.with_block(source.family, index, files)
-        with source.block(index, complete) as module, self.context.measure("forward"):
-            source.advance(module, streams.quantized)
+    def _replay(self, index: int, streams: Streams, *, quantized: bool) -> None:
+        """Run both streams, or the original one only, through a block that is complete."""
+        source, measure = self.context.source, self.context.measure
+        if quantized:
+            complete = source.pretrained.with_block(source.family, index, self.writer.block_files(index))
+            with source.block(index, complete) as module, measure("forward"):
+                source.advance(module, streams.quantized)
         if streams.original:
-            self._advance_original(index, streams)
-
-    def _advance_original(self, index: int, streams: Streams) -> None:
-        """Run the original stream through a block of the original model."""
-        source = self.context.source
-        with self.context.measure("forward"), source.block(index) as module:
-            source.advance(module, streams.original)
+            with measure("forward"), source.block(index) as module:
+                source.advance(module, streams.original)
 
     def _quantize_block(self, index: int, streams: Streams, *, more: bool) -> None:
         """Quantize a block, and run the hidden states through it where another block is missing."""
         context, run = self.context, self.context.run
         with context.source.block(index) as module:
             before = dict(context.stopwatch.seconds)
-            zetas, weights, losses, tuned = self._quantized(index, module, streams)
-            tuning = None if tuned is None else record.tuning(tuned)
+            found = self._quantized(index, module, streams)
+            losses, tuning = found.losses, None if found.tuned is None else record.tuning(found.tuned)
             with context.measure("writing"):
-                shard = self._store(index, module, weights)
+                shard = self._store(index, module, found.weights)
                 if context.world.is_first:
-                    tensors = zetas | record.weight_tensors(weights)
+                    tensors = found.zetas | record.weight_tensors(found.weights)
                     metadata = record.metadata(losses, tuning, context.types(index))
                     write_tensors(run.block_file(index), tensors, metadata)
                     self.writer.write_block(index, context.source.family.as_stored(shard))
@@ -142,7 +130,7 @@ class Walk:
             known = {"losses": losses, "tuning": tuning, "seconds": seconds}
             files = (run.block_file(index), *self.writer.block_files(index))
             run.finish_block(index, known | {"peak_bytes": peak_bytes(context.device)}, files)
-            self._tell_of_block(index, losses, seconds, tuned)
+            self._tell_of_block(index, found, seconds)
             if not more:
                 return
             with context.measure("forward"):
@@ -153,15 +141,10 @@ class Walk:
             later["output_error"] = {"rounded" if tuning is None else "tuned": error}
             self._log({"output_error": error}, index)
         run.add_to_block(index, later)
-        self._say_what_is_left()
-
-    def _say_what_is_left(self) -> None:
-        blocks, count = self.context.run.blocks, self.context.source.block_count
-        tuning = self.context.settings.tuning.model
-        epochs = tuning.epochs if self.model_tuner is not None else None
-        words = time_left(blocks.values(), count - len(blocks), count, epochs)
-        self.context.progress.say(words)
-        self.context.progress.left(words)
+        epochs = None if self.model_tuner is None else context.settings.tuning.model.epochs
+        words = record.time_left(run.blocks.values(), context.source.block_count, epochs)
+        context.progress.say(words)
+        context.progress.left(words)
 
     def _quantized(self, index: int, module: nn.Module, streams: Streams) -> Quantized:
         """Turn the module into the quantized block, with norms and biases in float32."""
@@ -175,13 +158,16 @@ class Walk:
             with context.measure("tuning"):
                 between = self.block_tuner.between(index, module, streams.original)
         with context.measure("statistics"):
-            statistics = self.passes.collect(index, module, streams)
+            statistics = collect(context, index, module, streams)
         block = self.quantizer.start(index, module, statistics)
         del statistics  # and with it the memory of the shifts
         self.quantizer.quantize(block)
-        losses = record.losses(block) if context.world.is_first else {}
-        if losses:
-            self._log_passes(index, record.descent_curves(block, losses))
+        losses = record.losses_of(block) if context.world.is_first else {}
+        if steps := record.descent_curves(block, losses) if losses else []:
+            for logger in context.trainers.loggers(context.run, block_curves(index)):
+                for step, points in enumerate(steps):
+                    logger.log_metrics(points, step=step)
+                logger.finalize("success")
         zetas = {f"{group}.zeta": zeta for group, zeta in block.zetas().items()}
         if self.block_tuner is None:
             replace_weights(block, module, context.source)
@@ -218,7 +204,6 @@ class Walk:
         return stored
 
     def _tune_model(self, tuner: ModelTuner, tokens: Tensor, streams: Streams) -> None:
-        """Tune the model end to end, and say what that found."""
         context, phase = self.context, "tuning the model"
         with context.measure(phase):
             tuned = tuner.tune(tokens, streams.original)
@@ -226,20 +211,11 @@ class Walk:
         self._log(record.tuning_curves(tuned), context.source.block_count)
         context.progress.say(f"the model, end to end: {record.tuning_words(tuned)}")
 
-    def _finish(self) -> None:
-        self.writer.finish(self.context.source.pretrained.folder)
-        self.context.run.forget_checkpoint()
-
-    def _tell_of_block(
-        self,
-        index: int,
-        losses: Mapping[str, dict[str, float]],
-        seconds: Mapping[str, float],
-        tuned: Tuned | None,
-    ) -> None:
+    def _tell_of_block(self, index: int, found: Quantized, seconds: Mapping[str, float]) -> None:
         """Say what was found of a block, and add it to the curves over the blocks."""
         if not self.context.world.is_first:
             return
+        losses, tuned = found.losses, found.tuned
         self._log(record.curves(losses, seconds) | record.tuning_curves(tuned), index)
         say, blocks = self.context.progress.say, self.context.source.block_count
         say(record.line(index, blocks, losses, sum(seconds.values())))
@@ -247,14 +223,6 @@ class Walk:
             say(words)
         if tuned is not None:
             say(f"block {index}: {record.tuning_words(tuned)}")
-
-    def _log_passes(self, index: int, steps: Sequence[dict[str, float]]) -> None:
-        """Write the curves of a block's descent."""
-        context = self.context
-        for logger in context.trainers.loggers(context.run, block_curves(index)) if steps else ():
-            for step, points in enumerate(steps):
-                logger.log_metrics(points, step=step)
-            logger.finalize("success")
 
     def _log(self, points: Mapping[str, float], step: int) -> None:
         """Add points to the curves over the blocks; the model comes after its last block."""

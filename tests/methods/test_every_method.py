@@ -17,8 +17,8 @@ from aespa_pl.models.weights import projection_weight
 from aespa_pl.planning.shape import Work
 from aespa_pl.resolve import resolved
 from aespa_pl.run.checkpointing import JournaledCheckpointIO
+from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 from aespa_pl.settings import QuantizationSettings
 from tests.walks import BLOCKS, Quantized, walk
 

@@ -14,9 +14,9 @@ from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import WHOLE, Divisible, HeadRange, Partition, learning_portions
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration
+from aespa_pl.run.folder import Training
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 from aespa_pl.storage.batches import BatchesOnDisk, MatricesOnDisk
 from tests.walks import Quantized, walk
 

@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
+from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 
 FINGERPRINT = {"model": "a" * 64, "dtype": "float32", "quantization": {"bits": 2, "grid": {"z": 1}}}
 

@@ -6,9 +6,9 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration, checkpoints
+from aespa_pl.run.folder import Training
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 from aespa_pl.settings import OutputSettings
 from tests.walks import BASE
 

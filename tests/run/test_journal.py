@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from aespa_pl.run.find import last_run
+from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import LearnedFile
-from aespa_pl.run.training import Training
 from tests.run.journals import RECORD, make_file, note_checkpoint, portion_of, sha
 
 

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedModel
 
 from aespa_pl.errors import NumericalError, UserError
+from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 from tests.models.examples import VOCABULARY, make_model
 from tests.walk.by_hand import NOT_LEARNED, Walked, differing
 from tests.walks import BLOCKS, shortened, walk

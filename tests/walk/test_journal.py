@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors import safe_open
 
+from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
-from aespa_pl.run.training import Training
 from tests.models.examples import make_model
 from tests.walk.by_hand import CORRECT, NOT_LEARNED, POLISH, Walked, differing
 from tests.walks import BLOCKS, shortened, walk

@@ -8,7 +8,7 @@ from aespa_pl.models import family_of
 from aespa_pl.resolve import resolved
 from aespa_pl.run.schema import BlockRecord
 from aespa_pl.settings import QuantizationSettings
-from aespa_pl.walk.words import method_in_words, time_left
+from aespa_pl.walk.record import method_in_words, time_left
 from tests.models.examples import make_model
 from tests.walks import changed
 
@@ -40,6 +40,6 @@ def test_time_left_is_the_mean_of_the_finished_blocks_and_the_end() -> None:
     finished = [
         BlockRecord(losses={}, seconds={"grid": grid, "forward": 5.0}, files={}) for grid in (55.0, 35.0)
     ]
-    assert time_left(finished, 6, 8, None) == "about 5.0 min left for 6 blocks (an estimate)"
-    words = time_left(finished, 1, 3, epochs=2)
+    assert time_left(finished, 8, None) == "about 5.0 min left for 6 blocks (an estimate)"
+    words = time_left(finished, 3, epochs=2)
     assert words.endswith("left for 1 block and the end-to-end tuning (an estimate)")
