@@ -24,11 +24,8 @@ from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import Settings
 from aespa_pl.settings.quantization import names_projection
-from aespa_pl.sizing.choose import Choices, limit_of
-from aespa_pl.sizing.matrices import SizedMatrix, typed_matrices, uniform_matrices
-from aespa_pl.sizing.mixture import Mixture
-from aespa_pl.sizing.predict import of_matrices, predicted_losses
-from aespa_pl.sizing.target import Target
+from aespa_pl.sizing.choose import Choices, Mixture, Target, limit_of
+from aespa_pl.sizing.matrices import SizedMatrix, predicted_losses, typed_matrices, uniform_matrices
 
 ATTEMPTS = 3
 """Choices at most: what a file says of its own making is a little longer or shorter with each."""
@@ -114,7 +111,7 @@ def _choices(job: Job, given: Settings, progress: WalkProgress) -> Choices:
     losses = predicted_losses(
         job.stream(job.pretrained), job.calibration(), matrices, job.quantization, progress.advance
     )
-    return Choices.of(matrices, of_matrices(matrices, losses))
+    return Choices.of(matrices, losses)
 
 
 def _matrices(job: Job, given: Settings) -> list[SizedMatrix]:

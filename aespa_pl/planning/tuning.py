@@ -1,4 +1,4 @@
-"""Compute memory and arithmetic of the tuning, of blocks as a whole and of the model end to end."""
+"""Compute the memory of the tuning, of blocks as a whole and of the model end to end."""
 
 from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
@@ -37,8 +37,6 @@ LOGITS = 6
 PASSING = 3
 """Tensors of the size of a mini-batch's hidden states on the device, beside a block that was read from disk:
 its input, its output by segment and as a whole; the same of gradients."""
-BACKWARD = 2
-"""Number of forward passes that a backward pass takes as long as."""
 LINEAR_ATTENTION = 8
 """Numbers that linear attention keeps for a token and a row of its first projections; 7.7 were measured for
 Gated DeltaNet in chunks."""
@@ -49,13 +47,8 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     tuning = settings.tuning.blocks
     if not tuning.enabled:
         return 0
-    tokens = int(tuning.batch_size) * work.length
-    return (
-        BLOCK_BYTES[str(tuning.parametrization)] * shape.weights
-        + _scale_bytes(shape, settings)
-        + tokens * _activations(shape, work)
-        + _transient(shape)
-    )
+    weights = BLOCK_BYTES[str(tuning.parametrization)] * shape.weights + _scale_bytes(shape, settings)
+    return weights + tuning.batch_size * work.length * _activations(shape, work) + _transient(shape)
 
 
 def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, recompute: bool) -> int:
@@ -67,7 +60,7 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     tuning = settings.tuning.model
     if not tuning.enabled:
         return 0
-    on_disk, tokens = tuning.blocks == "disk", int(tuning.batch_size) * work.length
+    on_disk, tokens = tuning.blocks == "disk", tuning.batch_size * work.length
     running = work.length if on_disk else tokens
     of_weight = MODEL_BYTES
     if tuning.integer_rate:  # on disk there are no moments, but the gradient of a segment and their sum
@@ -90,39 +83,20 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
 
 
 def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
-    """Return the bytes in host memory while blocks are on disk, else 0: their inputs, and what was read.
+    """Return the bytes in host memory while blocks are on disk, else 0.
 
-    This is the integers of the next block, and where integers move the offsets of this one and the next.
+    These are all inputs, the next block's integers, and where they move the offsets of two blocks.
     """
     tuning = settings.tuning.model
     if not tuning.enabled or tuning.blocks != "disk":
         return 0
-    inputs = shape.blocks * FLOAT * int(tuning.batch_size) * work.length * shape.hidden
+    inputs = shape.blocks * FLOAT * tuning.batch_size * work.length * shape.hidden
     return inputs + (1 + 2 * OFFSET_BYTES if tuning.integer_rate else 1) * shape.weights
 
 
 def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: float) -> bool:
     """Return whether blocks run once more in the end-to-end tuning, which else takes over ``free`` bytes."""
     return model_bytes(shape, work, settings, recompute=False) > free
-
-
-def tuning_flops(
-    shape: Shape, work: Work, settings: QuantizationSettings, forward: float
-) -> dict[str, float]:
-    """Return the operations of both tunings for each block, whose ``forward`` pass is of all segments."""
-    blocks, model = settings.tuning.blocks, settings.tuning.model
-    head = 2.0 * work.segments * work.length * shape.hidden * shape.vocabulary / shape.blocks
-
-    def epochs(count: int, once: float) -> float:
-        held = float(settings.tuning.held_back)
-        return (count * (1 + BACKWARD) * (1 - held) + (count + 1) * held) * once
-
-    units = 2 if settings.tuning.by_sublayer else 1
-    of_blocks = epochs(int(blocks.epochs or 0), units * forward)
-    return {
-        "tuning of blocks": of_blocks if blocks.enabled else 0.0,
-        "tuning of the model": epochs(model.epochs, forward + 2 * head) if model.enabled else 0.0,
-    }
 
 
 def _activations(shape: Shape, work: Work) -> int:
@@ -141,7 +115,7 @@ def _scale_bytes(shape: Shape, settings: QuantizationSettings) -> int:
 
 
 def _transient(shape: Shape) -> int:
-    """Return the bytes of the gradient of the largest projection's weight, on its way through the grid.
+    """Return the bytes of the gradient of the largest projection's weight on its way through the grid.
 
     Beside it are the nearest integers, clamped and shifted, and its product with these.
     """

@@ -8,7 +8,7 @@ from aespa_pl.report.maps import heat_map
 from aespa_pl.report.picture import HALF, SERIES, Picture
 from aespa_pl.report.stored import StoredRun
 from aespa_pl.run.schema import ShownMixture
-from aespa_pl.sizing.mixture import counted
+from aespa_pl.sizing.choose import counted
 
 WIDTHS = (2.0, 8.5)
 """Bits of a weight at the ends of the colours."""
