@@ -150,7 +150,7 @@ def _other_bytes(job: Job, choices: Choices) -> int:
         weights, size = job.shape.vocabulary * job.shape.hidden, 0.0
         for kind in settings.types.values():  # of embedding and head
             size += weights * BLOCK_TYPES[kind].bits
-        weights = choices.weights + weights * len(settings.types)
+        weights = sum(m.weights for m in choices.matrices) + weights * len(settings.types)
         return packed_bytes(original, weights, 8 * job.pretrained.dtype.itemsize, size)
     run = Run(Path(), {"version of aespa-pl": aespa_pl.__version__})
     model = QuantizedModel(

@@ -57,8 +57,12 @@ def block_flops(
     learned = sum(m.size * (2 * m.columns + LEARNED) for m in shape.learned(settings))
     visits = LATER_PASSES * settings.polish.passes
     polish = (2 + visits) * product + visits * VISITED * shape.weights
-    of_blocks, of_model, held = settings.tuning.blocks, settings.tuning.model, settings.tuning.held_back
-    head = 2.0 * tokens * d * shape.vocabulary / shape.blocks
+    of_blocks, of_model, held = (
+        settings.tuning.blocks,
+        settings.tuning.model,
+        float(settings.tuning.held_back),
+    )
+    head, held = 2.0 * tokens * d * shape.vocabulary / shape.blocks, float(settings.tuning.held_back)
 
     def epochs(count: int, once: float) -> float:
         return (count * 3 * (1 - held) + (count + 1) * held) * once  # backward takes as long as two forward

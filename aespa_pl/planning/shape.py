@@ -71,15 +71,17 @@ class Shape:
         )
         quantized = [sum(matrix.size for matrix in of_block.values()) for of_block in of_blocks]
         hidden = projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1]
-        of_model = family.forms_probabilities, int(config.vocab_size), of_blocks, hidden
+        forms, vocab, stem = family.forms_probabilities, int(config.vocab_size), everything - sum(in_blocks)
         found: Shape | None = None
         for attends in (False, True):
             kind = [i for i, layout in enumerate(layouts) if (layout.attended_group is not None) == attends]
-            if kind:
-                largest = max(kind, key=lambda block: (quantized[block], in_blocks[block]))
-                sizes = len(blocks), in_blocks[largest], everything - sum(in_blocks)
-                matrices = tuple(of_blocks[largest].values())
-                found = cls(*sizes, matrices, layouts[largest], *of_model, found)
+            if not kind:
+                continue
+            i = max(kind, key=lambda block: (quantized[block], in_blocks[block]))
+            matrices = tuple(of_blocks[i].values())
+            found = cls(
+                len(blocks), in_blocks[i], stem, matrices, layouts[i], forms, vocab, of_blocks, hidden, found
+            )
         return cast(Shape, found)
 
     @property

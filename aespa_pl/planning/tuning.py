@@ -48,7 +48,7 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     if not tuning.enabled:
         return 0
     weights = BLOCK_BYTES[str(tuning.parametrization)] * shape.weights + _scale_bytes(shape, settings)
-    return weights + tuning.batch_size * work.length * _activations(shape, work) + _transient(shape)
+    return weights + int(tuning.batch_size) * work.length * _activations(shape, work) + _transient(shape)
 
 
 def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, recompute: bool) -> int:
@@ -60,7 +60,7 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     tuning = settings.tuning.model
     if not tuning.enabled:
         return 0
-    on_disk, tokens = tuning.blocks == "disk", tuning.batch_size * work.length
+    on_disk, tokens = tuning.blocks == "disk", int(tuning.batch_size) * work.length
     running = work.length if on_disk else tokens
     of_weight = MODEL_BYTES
     if tuning.integer_rate:  # on disk there are no moments, but the gradient of a segment and their sum
@@ -90,7 +90,7 @@ def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) ->
     tuning = settings.tuning.model
     if not tuning.enabled or tuning.blocks != "disk":
         return 0
-    inputs = shape.blocks * FLOAT * tuning.batch_size * work.length * shape.hidden
+    inputs = shape.blocks * FLOAT * int(tuning.batch_size) * work.length * shape.hidden
     return inputs + (1 + 2 * OFFSET_BYTES if tuning.integer_rate else 1) * shape.weights
 
 

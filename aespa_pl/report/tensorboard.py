@@ -1,8 +1,4 @@
-"""Show a run in TensorBoard beside its curves: its settings, and an entry among the hparams.
-
-TensorBoard sorts tags by name and shows the first group opened, so a tag that shall come first says so in
-its name.
-"""
+"""Show a run in TensorBoard beside its curves: its settings, and an entry among the hparams."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,10 +24,7 @@ def show_configuration(writer: SummaryWriter, text: str) -> None:
 def show_result(
     writer: SummaryWriter, settings: Mapping[str, Any], perplexity: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """Add one entry to the hparams tab: the settings of a run, with its final perplexities.
-
-    The keys of settings are joined by dots; perplexities are by kind of model and text (``metrics.json``).
-    """
+    """Add an entry to the hparams tab: settings by keys joined by dots, and perplexities by kind and text."""
     results = {
         f"perplexity/{kind}/{text}": value
         for kind, texts in perplexity.items()
