@@ -22,8 +22,6 @@ from aespa_pl.errors import UserError
 
 Document = str | list[dict[str, Any]]
 """A text, or the messages of a conversation, each with ``role`` and ``content``."""
-JSON_FORMATS = (".json", ".jsonl")
-"""Endings of files of which every row is an object; any other file is plain text."""
 SENTENCE_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
 """Plain texts of which every line is a row. Any other plain text is one row."""
 LARGEST_TEXT = 4 * 10**9
@@ -95,7 +93,7 @@ class TextFile:
     @property
     def is_json(self) -> bool:
         """Tell whether every row of the file is an object; otherwise it is plain text."""
-        return Path(self.name).suffix in JSON_FORMATS
+        return Path(self.name).suffix in (".json", ".jsonl")
 
     def too_large(self) -> UserError:
         """Return the error for a text that is longer than anyone needs, or never ends."""

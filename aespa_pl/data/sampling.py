@@ -89,19 +89,15 @@ def _place_apart(lengths: list[int], count: int, length: int, random: Random) ->
 
 
 def _draw_documents(
-    documents: Sequence[Document],
-    tokenize: Tokenize,
-    settings: CalibrationSettings,
-    length: int,
-    random: Random,
+    texts: Sequence[Document], tokenize: Tokenize, settings: CalibrationSettings, length: int, random: Random
 ) -> list[Tensor]:
     """Return the tokens of long enough documents: one for each segment, or as many as there are."""
     long: list[Tensor] = []
     packed: list[Tensor] = []
     read: list[int] = []  # lengths of documents
     short_in_a_row = 0
-    for index in random.sample(range(len(documents)), len(documents)):
-        tokens = tokenize(documents[index])
+    for index in random.sample(range(len(texts)), len(texts)):
+        tokens = tokenize(texts[index])
         read.append(len(tokens))
         if settings.pack and len(tokens) <= length:
             packed.append(tokens)

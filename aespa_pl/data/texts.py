@@ -119,6 +119,8 @@ def _known(split: str, c4: HubRows, c4_rows: Protocol) -> dict[str, tuple[HubRow
 
 CALIBRATION = _known("train", _c4("train", "c4-train.00000-of-01024.json.gz"), AS_THEY_ARE)
 EVALUATION = _known("test", _c4("validation", "c4-validation.00000-of-00008.json.gz"), C4_EVALUATION)
+KNOWN = {CALIBRATION_KEY: (CALIBRATION, "calibration.txt"), EVALUATION_KEY: (EVALUATION, "heldout.txt")}
+"""Texts that have names, and the file of the embedded one, by the key that chooses one."""
 
 
 def is_file(source: str) -> bool:
@@ -133,29 +135,20 @@ def short_names(sources: Sequence[str]) -> dict[str, str]:
     return {s: name if taken.count(name) == 1 else s for s, name in short.items()}
 
 
-def calibration_text(source: str) -> Text:
-    """Return the text that segments are drawn from: ``CalibrationSettings.source``, or one of its texts.
+def find_text(source: str, key: str) -> Text:
+    """Return a text of ``key``, which names what segments are drawn from or perplexity is measured on.
 
-    Every row of a .json or .jsonl is a document; any other file is one document. Raises UserError where the
-    source is neither a known name nor a file that can be read.
+    For calibration every row of a .json or .jsonl is a document, any other file is one. For evaluation such
+    rows are joined by blank lines, as WikiText-2's are, and other files unchanged; local copies of PTB and of
+    C4's validation shards are known by their names. Raises UserError where the source is neither a known name
+    nor a file that can be read.
     """
-    return _find(source, CALIBRATION_KEY, CALIBRATION, "calibration.txt")
 
-
-def evaluation_text(source: str) -> Text:
-    """Return the text that perplexity is measured on: one document. Raises UserError as above.
-
-    Rows of a .json or .jsonl are joined by blank lines, as WikiText-2's are; any other file is used
-    unchanged. Local copies of PTB and of C4's validation shards are known by their names.
-    """
-    return _find(source, EVALUATION_KEY, EVALUATION, "heldout.txt")
-
-
-def _find(source: str, key: str, known: Mapping[str, tuple[HubRows, Protocol]], embedded: str) -> Text:
     def text(content: object, protocol: Protocol, rows: Callable[[], Sequence[Document]]) -> Text:
         identity = {"content": content, "protocol": asdict(protocol)}
         return Text(source, identity, protocol, lambda: protocol.documents(rows()))
 
+    known, embedded = KNOWN[key]
     if source == "embedded":
         raw = (EMBEDDED / embedded).read_bytes()
         return text({"sha256": hashlib.sha256(raw).hexdigest()}, AS_THEY_ARE, lambda: [raw.decode()])

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from aespa_pl.data.files import Document
 from aespa_pl.data.sampling import divide_segments, draw_segments
-from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, calibration_text, evaluation_text
+from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, find_text
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 from aespa_pl.storage.cache import keep, recalled
@@ -40,23 +40,23 @@ DATE = "26 Jul 2024"
 
 
 def calibration_tokens(
-    settings: CalibrationSettings, tokenizer: PreTrainedTokenizerBase, segment_length: int, cache: Path
+    settings: CalibrationSettings, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path
 ) -> Int64[Tensor, "segments length"]:
     """Return random segments of the calibration text: the same ones for the same seed.
 
-    Those of several texts are mixed, so that each of them is also held back by a tuning. ``segment_length``
+    Those of several texts are mixed, so that each of them is also held back by a tuning. ``length``
     counts, not that of the settings, which may be null; ``cache`` is the folder that keeps the tokens for
     later runs. Raises UserError where a text can't be had, or is too short.
     """
     if isinstance(settings.source, Mapping):
         counts = divide_segments(settings.source, settings.segments)
         parts = (replace(settings, source=name, segments=count) for name, count in counts.items())
-        segments = torch.cat([calibration_tokens(part, tokenizer, segment_length, cache) for part in parts])
+        segments = torch.cat([calibration_tokens(part, tokenizer, length, cache) for part in parts])
         generator = torch.Generator().manual_seed(settings.seed)
         return segments[torch.randperm(len(segments), generator=generator)]
     if settings.source.endswith(".safetensors"):
-        return _stored(settings.source, CALIBRATION_KEY, segment_length, settings.segments)
-    text = calibration_text(settings.source)
+        return _stored(settings.source, CALIBRATION_KEY, length, settings.segments)
+    text = find_text(settings.source, CALIBRATION_KEY)
     made_from = {
         "kind": "calibration",
         "text": text.identity,
@@ -65,24 +65,20 @@ def calibration_tokens(
         "special_tokens": tokenizer.special_tokens_map,  # a template writes them
         "segments": settings.segments,
         "pack": settings.pack,
-        "segment_length": segment_length,
+        "segment_length": length,
         "seed": settings.seed,
     }
 
     def make() -> Tensor:
         log.info("tokenizing %s for calibration", text.source)
         tokenized = partial(_document_tokens, tokenizer, text.source)
-        return draw_segments(text.documents(), tokenized, settings, segment_length)
+        return draw_segments(text.documents(), tokenized, settings, length)
 
     return cached_tokens(cache, made_from, make)
 
 
 def evaluation_tokens(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    segment_length: int,
-    max_segments: int | None,
-    cache: Path,
+    source: str, tokenizer: PreTrainedTokenizerBase, length: int, max_segments: int | None, cache: Path
 ) -> Int64[Tensor, "segments length"]:
     """Return a text, tokenized as one string and cut into whole segments; the rest is dropped.
 
@@ -90,28 +86,28 @@ def evaluation_tokens(
     UserError where the text can't be had, or has fewer tokens than a segment.
     """
     if source.endswith(".safetensors"):
-        return _stored(source, EVALUATION_KEY, segment_length, max_segments)
-    text = evaluation_text(source)
+        return _stored(source, EVALUATION_KEY, length, max_segments)
+    text = find_text(source, EVALUATION_KEY)
     limit = max_segments or text.protocol.max_segments
     made_from = {
         "kind": "evaluation",
         "text": text.identity,
         "tokenizer": tokenizer_identity(tokenizer),
         "segments": limit,
-        "segment_length": segment_length,
+        "segment_length": length,
     }
 
     def make() -> Tensor:
         log.info("tokenizing %s for evaluation", source)
         (document,) = text.documents()
         tokens = tokenize(tokenizer, str(document))
-        if len(tokens) < segment_length:
+        if len(tokens) < length:
             raise UserError(
-                f"{EVALUATION_KEY}: {source} has {len(tokens)} tokens, a segment has {segment_length}; "
+                f"{EVALUATION_KEY}: {source} has {len(tokens)} tokens, a segment has {length}; "
                 "choose a shorter data.evaluation.segment_length, or a longer text"
             )
-        whole = len(tokens) // segment_length * segment_length
-        return tokens[:whole].view(-1, segment_length)[:limit]  # [segments, length]
+        whole = len(tokens) // length * length
+        return tokens[:whole].view(-1, length)[:limit]  # [segments, length]
 
     return cached_tokens(cache, made_from, make)
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from aespa_pl.algorithm.candidate_losses import leading_rank
+from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.algorithm.second_moments import computed_fraction
 from aespa_pl.measure import duration, human
 from aespa_pl.planning.budget import Room, partition_for, portions_in_words, room
-from aespa_pl.planning.needs import candidates_of, device_bytes, disk_bytes, host_bytes, waiting_bytes
+from aespa_pl.planning.needs import device_bytes, disk_bytes, host_bytes, waiting_bytes
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup, Shape, Work
 from aespa_pl.planning.tuning import recomputes
@@ -52,16 +53,12 @@ def block_flops(
     factors = sum(3 * columns**3 for columns in shape.inputs.values())
     widths = [(m.size, min(m.columns, settings.group_size or m.columns)) for m in shape.matrices]
     search = sum(size * (2 * leading_rank(columns) + COMPARED) for size, columns in widths)
-    searches = candidates_of(settings) * (SEARCHES if settings.grid.zfold else 1)
+    searches = (1 if settings.symmetric else 2) * CLIP_RATIOS * (SEARCHES if settings.grid.zfold else 1)
     optq = (product + 3 * heads * d**3 + UPDATED * shape.weights) / devices + factors
     learned = sum(m.size * (2 * m.columns + LEARNED) for m in shape.learned(settings))
     visits = LATER_PASSES * settings.polish.passes
     polish = (2 + visits) * product + visits * VISITED * shape.weights
-    of_blocks, of_model, held = (
-        settings.tuning.blocks,
-        settings.tuning.model,
-        float(settings.tuning.held_back),
-    )
+    of_blocks, of_model = settings.tuning.blocks, settings.tuning.model
     head, held = 2.0 * tokens * d * shape.vocabulary / shape.blocks, float(settings.tuning.held_back)
 
     def epochs(count: int, once: float) -> float:
@@ -123,21 +120,16 @@ def needs_of(setup: Setup, *, stored_bytes: int, rate: float) -> Needs:
     streams = 0 if setup.on_cpu else space.waiting  # in an accelerator's memory
     partition = partition_for(setup, space.free)
     recompute = recomputes(shape, work, settings, space.free)
-    on_device = device_bytes(setup, partition, recompute=recompute)
+    device = device_bytes(setup, partition, recompute=recompute)
+    device = {phase: count and count + streams for phase, count in device.items()}
+    host = host_bytes(setup, partition, recompute=recompute)
+    disk = disk_bytes(setup, stored_bytes, partition)
+    waiting = waiting_bytes(shape, settings, stored_bytes)
     if setup.on_cpu:  # processes of a host divide its processors
         rate /= devices.of_host
     flops = block_flops(shape, work, settings, partition, devices.count)
-    return Needs(
-        setup,
-        {phase: count and count + streams for phase, count in on_device.items()},
-        host_bytes(setup, partition, recompute=recompute),
-        disk_bytes(setup, stored_bytes, partition),
-        waiting_bytes(shape, settings, stored_bytes),
-        {phase: shape.blocks * count / rate for phase, count in flops.items()},
-        partition,
-        space,
-        rate,
-    )
+    seconds = {phase: shape.blocks * count / rate for phase, count in flops.items()}
+    return Needs(setup, device, host, disk, waiting, seconds, partition, space, rate)
 
 
 def rows_of(needs: Needs) -> list[tuple[str, str, str]]:

@@ -49,11 +49,6 @@ WORKSPACE_BYTES = {False: 2 * FLOAT, True: 5 * FLOAT}
 accelerator (True) does all of it at once, a CPU most of it in chunks."""
 
 
-def candidates_of(settings: QuantizationSettings) -> int:
-    """Return how many grids a row may choose from."""
-    return CLIP_RATIOS if settings.symmetric else 2 * CLIP_RATIOS
-
-
 def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
     """Return the bytes of H_V of one key/value head; 0 where the objective has none."""
     return FLOAT * shape.hidden**2 if shape.attends and settings.objective.value == "attention" else 0
@@ -151,7 +146,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # beside integers, the weights; of those learned later W', which the learning begins with
     learned = LEARNED_BYTES * at_once + KEPT_BYTES * (weights - at_once)
     learned += FLOAT * (learning - at_once) + (WORKSPACE_BYTES[accelerator] * largest if learning else 0)
-    learned += (hessians := _learned_hessians(shape, settings, afterwards, at_once))
+    learned += (hessians := _hessians_of(shape, settings, afterwards, at_once))
     if settings.products == "bfloat16":
         learned += hessians // 2 if accelerator else hessians  # a CPU rounds a copy in float32
     corrected = steady + shifted + FLOAT * (weights + 3 * widest + 2 * largest)
@@ -174,9 +169,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     return {phase: round(FRAGMENTED * size) for phase, size in needs.items()}
 
 
-def _learned_hessians(
-    shape: Shape, settings: QuantizationSettings, partition: Partition, weights: int
-) -> int:
+def _hessians_of(shape: Shape, settings: QuantizationSettings, partition: Partition, weights: int) -> int:
     """Return the bytes of Hessians while so many weights are learned at once."""
     one, of_all = (hessian_bytes(shape, settings, p) for p in (partition, replace(partition, experts=None)))
     of_input: Counter[str] = Counter()
@@ -194,7 +187,8 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
     size, columns = max(m.size for m in shape.matrices), shape.widest_input
     chunk = candidate_losses.cpu_chunk(settings.group_size or columns)
     chunk = candidate_losses.ACCELERATOR_CHUNK if accelerator else chunk
-    grids = (GRID_BYTES_OF_GROUPS if settings.group_size else GRID_BYTES) * candidates_of(settings) * rows
+    candidates = (1 if settings.symmetric else 2) * CLIP_RATIOS
+    grids = (GRID_BYTES_OF_GROUPS if settings.group_size else GRID_BYTES) * candidates * rows
     # weights over zeta, and in groups; H times zeta, from both sides, and its blocks
     return grids + CHUNK_BYTES * chunk + FLOAT * (2 * size + 3 * columns**2)
 

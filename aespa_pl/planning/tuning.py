@@ -4,11 +4,9 @@ from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 BLOCK_BYTES = {
-    "straight-through": 7 * FLOAT + 1,
+    **dict.fromkeys(("straight-through", "clipping", "affine"), 7 * FLOAT + 1),
     "annealed": 9 * FLOAT + 1,
     "rounding": 9 * FLOAT + 3,
-    "clipping": 7 * FLOAT + 1,
-    "affine": 7 * FLOAT + 1,
 }
 """Bytes of a weight of a block. In float32: the weight that is aimed at, the latent value with gradient, two
 moments and best epoch, and the weight of the forward pass; the integer in uint8. Annealed: also the soft
@@ -66,12 +64,9 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     if tuning.integer_rate:  # on disk there are no moments, but the gradient of a segment and their sum
         of_weight = MODEL_BYTES + 2 * FLOAT if on_disk else MODEL_BYTES_LEARNED
     of_block = running * _activations(shape, work) + FLOAT * shape.weights
-    if on_disk:
-        of_blocks = of_block + PASSING * FLOAT * tokens * shape.hidden
-    elif recompute:
-        of_blocks = of_block + shape.blocks * FLOAT * tokens * shape.hidden
-    else:
-        of_blocks = shape.blocks * of_block
+    of_blocks = shape.blocks * of_block
+    if on_disk or recompute:
+        of_blocks = of_block + (PASSING if on_disk else shape.blocks) * FLOAT * tokens * shape.hidden
     return (
         (1 if on_disk else shape.blocks) * of_weight * shape.weights
         + shape.blocks * _scale_bytes(shape, settings)

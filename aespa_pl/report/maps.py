@@ -1,7 +1,7 @@
 """Draw heat maps over blocks and projections, and what size was chosen for a target."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import matplotlib as mpl
 import numpy as np
@@ -32,6 +32,12 @@ def final_ratios(run: StoredRun) -> Ratios:
     }
 
 
+def worst_first(ratios: Ratios) -> list[str]:
+    """Return projections with their ratios in words, the largest first."""
+    ranked = sorted(ratios, key=ratios.__getitem__, reverse=True)
+    return [f"{name} of block {block} ({ratios[block, name]:.2f})" for block, name in ranked]
+
+
 def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) -> Picture:
     """Return the heat map of the losses that are left, at most ``width`` inches wide.
 
@@ -40,14 +46,11 @@ def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) ->
     ratios = final_ratios(run)
     if not ratios:
         return Picture(run.name, "Not stored by this run: no block is finished.")
-    worst, best = (
-        f"{key[1]} of block {key[0]} ({ratios[key]:.2f})"
-        for key in (max(ratios, key=ratios.__getitem__), min(ratios, key=ratios.__getitem__))
-    )
+    ranked = worst_first(ratios)
     above = sum(ratio > 1 for ratio in ratios.values())
     caption = (
         f"Half of the {len(ratios)} projections end below {np.median(list(ratios.values())):.2f} of nearest "
-        f"rounding's loss. Least is gained in {worst}, most in {best}. "
+        f"rounding's loss. Least is gained in {ranked[0]}, most in {ranked[-1]}. "
         f"{f'{above} are' if above else 'None is'} worse than nearest rounding."
     )
     names = list(dict.fromkeys(name for _, name in run.losses))
@@ -66,11 +69,7 @@ def limits_of(maps: Sequence[Ratios]) -> tuple[float, float]:
 
 
 def heat_map(
-    values: Mapping[tuple[int, str], float],
-    projections: Sequence[str],
-    width: float,
-    limits: tuple[float, float],
-    label: str,
+    values: Ratios, projections: Sequence[str], width: float, limits: tuple[float, float], label: str
 ) -> Figure:
     """Return blocks from left to right, projections from top to bottom; cells without a value stay empty.
 
@@ -102,7 +101,7 @@ def heat_map(
 
 def width_map(run: StoredRun, mixture: ShownMixture, width: float) -> Picture:
     """Return the heat map of the bits that each projection has; ``width`` is the figure's largest."""
-    bits, ends = dict[tuple[int, str], float](), list[str]()
+    bits, ends = Ratios(), list[str]()
     for key, chosen in mixture.chosen.items():
         block, _, name = key.rpartition(".")
         if block:

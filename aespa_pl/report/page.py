@@ -89,7 +89,7 @@ def render(runs: Sequence[StoredRun], drawn: Sequence[Section]) -> str:
         where_lost=where_lost,
         differences=differences(runs),
         results=result_table(runs),
-        costs=cost_table(runs),
+        costs=by_key(runs, [costs_of(run) for run in runs], numbers=True),
         settings=by_key(runs, [run.settings for run in runs]),
         versions=by_key(runs, [run.versions for run in runs]),
     )
@@ -131,11 +131,9 @@ def verdict(run: StoredRun) -> str:
 
 def where_lost(run: StoredRun) -> str:
     """Return which projections keep most of nearest rounding's loss, in one sentence."""
-    ratios = maps.final_ratios(run)
-    if not ratios:
+    names = ", ".join(maps.worst_first(maps.final_ratios(run))[:3])
+    if not names:
         return "Where it was lost is not known: no block is finished."
-    worst = sorted(ratios, key=ratios.__getitem__, reverse=True)[:3]
-    names = ", ".join(f"{key[1]} of block {key[0]} ({ratios[key]:.2f})" for key in worst)
     return f"Most of nearest rounding's loss is left in {names}; 1 is nearest rounding's own."
 
 
@@ -156,12 +154,8 @@ def differences(runs: Sequence[StoredRun]) -> TextTable:
     return TextTable(table.head, rows, numbers=False)
 
 
-def cost_table(runs: Sequence[StoredRun]) -> TextTable:
-    """Return size, time by phase and memory, a column for each run."""
-    return by_key(runs, [_costs(run) for run in runs], numbers=True)
-
-
-def _costs(run: StoredRun) -> dict[str, str]:
+def costs_of(run: StoredRun) -> dict[str, str]:
+    """Return size, time by phase and memory."""
     blocks, tuned = run.journal.blocks.values(), run.journal.tuned
     costs = {"blocks finished": str(len(blocks))}
     if weights := run.shape.get("weights"):

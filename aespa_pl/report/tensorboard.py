@@ -25,14 +25,7 @@ def show_result(
     writer: SummaryWriter, settings: Mapping[str, Any], perplexity: Mapping[str, Mapping[str, float]]
 ) -> None:
     """Add an entry to the hparams tab: settings by keys joined by dots, and perplexities by kind and text."""
-    results = {
-        f"perplexity/{kind}/{text}": value
-        for kind, texts in perplexity.items()
-        for text, value in texts.items()
-    }
-    values = {
-        key: value if isinstance(value, bool | int | float | str) else str(value)
-        for key, value in settings.items()
-    }
+    results = {f"perplexity/{kind}/{text}": x for kind, of in perplexity.items() for text, x in of.items()}
+    values = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
     # run_name ".": torch would make a folder of its own, named by the time, which is a second run
     writer.add_hparams(values, results, run_name=".")

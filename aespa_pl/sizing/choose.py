@@ -57,12 +57,8 @@ class Choices:
 
     def best(self, limit: float) -> dict[str, str]:
         """Return the candidate of each key for a limit of bytes, which is not below the least."""
-        chosen = self.allocation.best(int(limit))
-        return {
-            key: list(m.costs)[number]
-            for m, number in zip(self.matrices, chosen, strict=True)
-            for key in m.keys
-        }
+        chosen = zip(self.matrices, self.allocation.best(int(limit)), strict=True)
+        return {key: list(m.costs)[number] for m, number in chosen for key in m.keys}
 
     def bytes(self, chosen: Mapping[str, str]) -> int:
         """Return the bytes of the matrices."""
@@ -136,14 +132,11 @@ class Mixture:
         for key, chosen in self.chosen.items():
             block, _, name = key.rpartition(".")
             of_name.setdefault(name, {}).setdefault(chosen, []).append(block)
-        return [
-            f"{name}: "
-            + "; ".join(
-                f"{_kind(c)} in {', '.join(blocks)}" if blocks[0] else _kind(c)
-                for c, blocks in sorted(kinds.items())
-            )
-            for name, kinds in of_name.items()
-        ]
+        lines = []
+        for name, kinds in of_name.items():
+            places = [(_kind(c), ", ".join(blocks)) for c, blocks in sorted(kinds.items())]
+            lines.append(f"{name}: " + "; ".join(f"{k} in {where}" if where else k for k, where in places))
+        return lines
 
 
 def counted(chosen: Mapping[str, str]) -> str:

@@ -133,7 +133,7 @@ def test_costs_are_the_journal_s(tmp_path: Path) -> None:
     }  # fmt: skip
     path.write_text(json.dumps(journal))
     run = read_run(folder)
-    costs = {row[0]: row[1] for row in page.cost_table([run]).rows}
+    costs = page.costs_of(run)
     assert costs["grid"] == "60.0 s (50 %)"
     assert costs["polish"] == "30.0 s (25 %)"
     assert costs["tuning the model"] == "30.0 s (25 %)"

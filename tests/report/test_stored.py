@@ -128,7 +128,7 @@ def tables(run: StoredRun) -> None:
     page.where_lost(run)
     for table in (
         page.result_table([run, run]),
-        page.cost_table([run]),
+        page.by_key([run], [page.costs_of(run)]),
         page.by_key([run], [run.settings]),
         page.by_key([run], [run.versions]),
     ):
