@@ -21,7 +21,7 @@ def set_threads() -> None:
 
     A thread that waits for the others spins for some microseconds, which bridges the gap between two
     operations, and then sleeps: one that spins on takes the core of a thread that it waits for where other
-    processes run (benchmarks/busy_machine.py). OpenMP knows nothing of a container's quota of processor time.
+    processes run (benchmarks/busy_machine.py).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"

@@ -10,10 +10,9 @@ ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class UserError(Exception):
-    """Says that something that the user gave cannot work.
+    """Says what the user gave that cannot work, where (YAML key or file), what was expected and what to do.
 
-    The message says what is wrong, where (the YAML key or the file), what was expected and what to
-    do. The command line prints it as one line, without a traceback, and exits with status 2.
+    The command line prints it as one line, without a traceback, and exits with status 2.
     """
 
 

@@ -7,8 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 
 import psutil
 import torch
@@ -20,8 +19,8 @@ class Stopwatch:
     """Adds up the seconds of each phase."""
 
     def __init__(self, show: Callable[[str], None] = lambda _: None) -> None:
-        """Start with nothing; ``show`` is called with the name of each phase when it begins."""
         self.show = show
+        """Called with the name of each phase when it begins."""
         self.seconds: dict[str, float] = defaultdict(float)
         self._last: dict[str, float] = defaultdict(float)
 
@@ -47,10 +46,8 @@ def peak_bytes(device: torch.device) -> dict[str, int]:
     """Return the most memory that this process has had, on the host and on the device."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     host = peak if sys.platform == "darwin" else 1024 * peak  # bytes on macOS, KiB on Linux
-    on_device = 0
-    if device.type != "cpu":
-        on_device = torch.get_device_module(device).max_memory_allocated(device)
-    return {"host": host, "device": on_device}
+    own = 0 if device.type == "cpu" else torch.get_device_module(device).max_memory_allocated(device)
+    return {"host": host, "device": own}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -69,28 +66,18 @@ def free_bytes(device: torch.device) -> int:
             left = int((folder / limit).read_text()) - int((folder / used).read_text())
         except (OSError, ValueError):  # none, or "max"
             continue
-        return max(0, min(free, left + _statistic(folder / "memory.stat", cached)))
+        with suppress(OSError, ValueError):  # files that were read count as used, and make room if need be
+            statistics = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            left += int(dict(statistics).get(cached, 0))
+        return max(0, min(free, left))
     return free
-
-
-def _statistic(file: Path, name: str) -> int:
-    """Return the bytes that a container's statistics have under a name, 0 where there are none.
-
-    Files that were read count as used memory, and make room where it is needed.
-    """
-    try:
-        lines = (line.split() for line in file.read_text().splitlines())
-        return int(dict(lines).get(name, 0))
-    except (OSError, ValueError):
-        return 0
 
 
 def release_memory() -> None:
     """Give what the C library keeps of freed tensors back to the system: some 200 MB of matrices of 16 MB."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have none
-        if trim is not None:
-            trim(0)
+    # glibc's; others have none
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def human(number: float, unit: str = "") -> str:

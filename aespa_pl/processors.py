@@ -1,7 +1,7 @@
 """Find how many processors this process may use, where that is fewer than it sees.
 
-A container's quota of processor time is not seen by OpenMP: it begins a thread for each processor, and
-the quota then stops some of them while the others wait.
+OpenMP does not see a container's quota of processor time: it begins a thread for each processor, and the
+quota then stops some of them while the others wait.
 """
 
 import os
@@ -13,25 +13,17 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def seen() -> int:
     """Return the processors that this process may run on (its affinity, where the system has one)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def paid_for(cgroup: Path = CGROUP) -> float | None:
     """Return the processors' worth of time that a container (cgroup 2 or 1) may use; None: no quota."""
+    version_1 = [cgroup / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
+    files = [cgroup / "cpu.max"] if (cgroup / "cpu.max").exists() else version_1
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota, period = (
-                (cgroup / "cpu" / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            )
-        except OSError:
-            return None
-    try:
+        quota, period = " ".join(file.read_text() for file in files).split()
         worth = int(quota) / int(period)
-    except (ValueError, ZeroDivisionError):  # "max"
+    except (OSError, ValueError, ZeroDivisionError):  # none, or "max"
         return None
     return worth if worth > 0 else None  # -1: none
 

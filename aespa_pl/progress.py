@@ -4,28 +4,17 @@ from importlib.util import find_spec
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 from aespa_pl.errors import printable
-
-ROUNDING_STEPS = "iterations"
-"""Name of the step while a block is learned, for the inner bar."""
 
 
 class PlainConsole(Console):
     """Prints texts as they are: a name from a run or a file changes no colour and moves no cursor."""
 
     def __init__(self, **options: Any) -> None:
-        """Pass options on."""
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -37,32 +26,29 @@ class WalkProgress:
     """Shows the progress of a walk over blocks: bars in a terminal only, lines everywhere."""
 
     def __init__(self, console: Console) -> None:
-        """Draw on ``console``."""
         self.console = console
         # rich needs another package to draw bars in a notebook
         in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None
-        self._bars = Progress(
-            TextColumn("{task.description:<34}", markup=False),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+        self._bars = bars.Progress(
+            bars.TextColumn("{task.description:<34}", markup=False),
+            bars.BarColumn(bar_width=30),
+            bars.MofNCompleteColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("left"),
+            bars.TimeRemainingColumn(),
             console=console,
             transient=True,
             disable=not (console.is_terminal or in_notebook),
         )
         self._outer = self._bars.add_task("", visible=False)
         self._inner = self._bars.add_task("", visible=False)
-        self._step = ""
+        self._iterating = False
 
     def __enter__(self) -> "WalkProgress":
-        """Show the bars."""
         self._bars.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Take the bars away."""
         self._bars.stop()
 
     def say(self, line: str) -> None:
@@ -85,13 +71,13 @@ class WalkProgress:
 
     def phase(self, name: str) -> None:
         """Name the step under way on the inner bar, whose end is not known."""
-        self._step = name
+        self._iterating = False
         self._bars.reset(self._inner, description=f"  {name}", total=None, visible=True)
 
     def step(self, description: str, done: int, total: int) -> None:
         """Show the inner bar at ``done`` of ``total``; its clock starts with each new step."""
-        if self._step != ROUNDING_STEPS:
-            self._step = ROUNDING_STEPS
+        if not self._iterating:
+            self._iterating = True
             self._bars.reset(self._inner, total=total)  # a bar that was full stands still otherwise
         self._bars.update(self._inner, description=description, completed=done, total=total, visible=True)
 
@@ -100,9 +86,7 @@ class IterationProgress(Callback):
     """Moves the inner bar with the iterations of a block."""
 
     def __init__(self, progress: WalkProgress, name: str = "rounding") -> None:
-        """Report to ``progress`` under a name for the learning."""
-        self.progress = progress
-        self.name = name
+        self.progress, self.name = progress, name
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

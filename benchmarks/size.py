@@ -41,8 +41,7 @@ from aespa_pl.settings import (
     Settings,
 )
 from aespa_pl.sizing.choose import Choices
-from aespa_pl.sizing.matrices import WIDE, typed_matrices
-from aespa_pl.sizing.predict import of_matrices, predicted_losses
+from aespa_pl.sizing.matrices import WIDE, predicted_losses, typed_matrices
 from aespa_pl.walk.walk import Walk
 
 MIXTURES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S")
@@ -75,7 +74,7 @@ def main(
     layouts, tied = job.family.layouts(job.config), bool(job.config.tie_word_embeddings)
     matrices = typed_matrices(layouts, job.shape, {}, tied=tied, candidates=lambda _: WIDE)
     losses = predicted_losses(job.stream(job.pretrained), tokens, matrices, job.quantization)
-    choices = Choices.of(matrices, of_matrices(matrices, losses))
+    choices = Choices.of(matrices, losses)
 
     def line(name: str, types: Mapping[str, str]) -> float:
         measured = _measured(job, types, tokens[:segments], ids)

@@ -25,9 +25,8 @@ from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first
 from aespa_pl.distributed.processes import PeerLostError, World
 from aespa_pl.errors import EndedError, UserError
 from aespa_pl.models.headers import read_config
-from aespa_pl.planning.arithmetic import product_rate
+from aespa_pl.planning.estimate import needs_of, product_rate, rows_of
 from aespa_pl.planning.shape import Devices
-from aespa_pl.planning.table import needs_of, rows_of
 from aespa_pl.progress import PlainConsole, WalkProgress
 from aespa_pl.run.find import LAST, find_run
 from aespa_pl.run.interruption import Interruption, RunInterrupted

@@ -14,7 +14,7 @@ from aespa_pl.models.llama_cpp_types import MIXTURES, NARROW, Matrix, MixtureMod
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.settings.quantization import KEPT, names_projection
-from aespa_pl.sizing.target import Target
+from aespa_pl.sizing.choose import Target
 
 UNIFORM, AUTO = "uniform", "auto"
 BEFORE_CHOICE = "Q4_K"  # stands for the types that quantization.target chooses, until it has

@@ -12,8 +12,8 @@ from aespa_pl.errors import UserError
 from aespa_pl.measure import free_bytes, human
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.planning.budget import room
+from aespa_pl.planning.estimate import Needs
 from aespa_pl.planning.shape import Setup, Shape
-from aespa_pl.planning.table import Needs
 from aespa_pl.planning.tuning import block_bytes, model_bytes, streaming_bytes
 from aespa_pl.settings import DataSettings, QuantizationSettings
 from aespa_pl.settings.quantization import names_projection

@@ -20,11 +20,8 @@ from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import Settings
-from aespa_pl.sizing.choose import Choices, limit_of
-from aespa_pl.sizing.matrices import SizedMatrix, typed_matrices, uniform_matrices
-from aespa_pl.sizing.mixture import Mixture
-from aespa_pl.sizing.predict import of_matrices, predicted_losses
-from aespa_pl.sizing.target import Target
+from aespa_pl.sizing.choose import Choices, Mixture, Target, limit_of
+from aespa_pl.sizing.matrices import SizedMatrix, predicted_losses, typed_matrices, uniform_matrices
 
 ATTEMPTS = 3
 """Choices at most: what a file says of its own making is a little longer or shorter with each."""
@@ -62,7 +59,7 @@ def _choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:
     losses = predicted_losses(
         job.stream(job.pretrained), job.calibration(), matrices, job.quantization, progress.advance
     )
-    choices = Choices.of(matrices, of_matrices(matrices, losses))
+    choices = Choices.of(matrices, losses)
     for _ in range(ATTEMPTS):
         other = _other_bytes(candidate, choices)
         chosen = choices.best(limit_of(target, given.quantization.target, choices, other))
@@ -112,7 +109,7 @@ def _other_bytes(job: Job, choices: Choices) -> int:
         # types are of embedding and head
         weights = job.shape.vocabulary * job.shape.hidden
         size = weights * sum(BLOCK_TYPES[kind].bits for kind in settings.types.values())
-        weights = choices.weights + weights * len(settings.types)
+        weights = sum(m.weights for m in choices.matrices) + weights * len(settings.types)
         return packed_bytes(original, weights, 8 * job.pretrained.dtype.itemsize, size)
     run = Run(Path(), {"version of aespa-pl": aespa_pl.__version__})
     model = QuantizedModel(

@@ -32,7 +32,7 @@ from aespa_pl.run.folder import Training, how_to_continue
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import TuningSettings
-from aespa_pl.sizing.mixture import Mixture
+from aespa_pl.sizing.choose import Mixture
 from aespa_pl.storage.files import write_json, write_text
 from aespa_pl.tuning.data import held_back_and_steps
 

@@ -1,7 +1,7 @@
 """Read the rows of a local text file.
 
-The json reader of ``datasets`` is not used, because it turns a missing field into None and a number into a
-string, and ends with StopIteration on an empty file.
+The json reader of ``datasets`` makes None of a missing field, a string of a number, and StopIteration of an
+empty file.
 """
 
 import gzip
@@ -22,8 +22,6 @@ from aespa_pl.errors import UserError
 
 Document = str | list[dict[str, Any]]
 """A text, or the messages of a conversation, each with ``role`` and ``content``."""
-JSON_FORMATS = (".json", ".jsonl")
-"""Endings of files of which every row is an object; any other file is plain text."""
 SENTENCE_FILES = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
 """Plain texts of which every line is a row. Any other plain text is one row."""
 LARGEST_TEXT = 4 * 10**9
@@ -65,7 +63,7 @@ class TextFile:
 
     @classmethod
     def find(cls, given: str, key: str, *, conversations: bool = False) -> "TextFile":
-        """Return the file that the user named, of which a row may hold conversations.
+        """Return the file that the user named.
 
         Raises UserError where there is no such file, or it can't be read twice (a pipe), or is too large.
         """
@@ -95,13 +93,12 @@ class TextFile:
     @property
     def is_json(self) -> bool:
         """Tell whether every row of the file is an object; otherwise it is plain text."""
-        return Path(self.name).suffix in JSON_FORMATS
+        return Path(self.name).suffix in (".json", ".jsonl")
 
     def too_large(self) -> UserError:
         """Return the error for a text that is longer than anyone needs, or never ends."""
-        return UserError(
-            f"{self.key}: {self.path} has more than {LARGEST_TEXT / 1e9:.0f} GB of text; name a part of it"
-        )
+        most = f"{LARGEST_TEXT / 1e9:.0f} GB of text"
+        return UserError(f"{self.key}: {self.path} has more than {most}; name a part of it")
 
     def checksum(self) -> str:
         """Return the SHA-256 of the file as it lies on the disk."""
@@ -126,8 +123,7 @@ class TextFile:
         """Yield the lines; a text that does not end is refused."""
         left = LARGEST_TEXT
         while line := file.readline(left + 1):
-            left -= len(line)
-            if left < 0:
+            if (left := left - len(line)) < 0:
                 raise self.too_large()
             yield line
 
@@ -144,10 +140,8 @@ class TextFile:
         rows, field = list[Document](), ""
         for place, row in self._json_values(lines):
             if not isinstance(row, dict):
-                raise UserError(
-                    f"{self.key}: {self.path}, {place}: expected an object such as "
-                    f'{{"text": "..."}}, found {type(row).__name__}'
-                )
+                found = f'expected an object such as {{"text": "..."}}, found {type(row).__name__}'
+                raise UserError(f"{self.key}: {self.path}, {place}: {found}")
             field = field or next((name for name in known if name in row), known[0])
             check, expected = FIELDS[field]
             try:
@@ -171,13 +165,11 @@ class TextFile:
                 elif line.strip():
                     yield f"line {number}", json.loads(line.rstrip())
         except (json.JSONDecodeError, RecursionError) as error:
-            place, reason = number, "values are nested too deeply"
+            reason = "values are nested too deeply"
             if isinstance(error, json.JSONDecodeError):
-                place, reason = number + error.lineno - 1, error.msg
-            raise UserError(
-                f"{self.key}: {self.path}, line {place}: {reason}; expected JSON lines, or one JSON array of "
-                "objects"
-            ) from error
+                number, reason = number + error.lineno - 1, error.msg
+            where, expected = f"{self.path}, line {number}", "JSON lines, or one JSON array of objects"
+            raise UserError(f"{self.key}: {where}: {reason}; expected {expected}") from error
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -185,11 +177,8 @@ class TextFile:
         try:
             yield
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{self.key}: {self.path} is not text in UTF-8 ({error.reason}); convert it, or "
-                "name another file"
-            ) from error
+            why = f"is not text in UTF-8 ({error.reason}); convert it, or name another file"
+            raise UserError(f"{self.key}: {self.path} {why}") from error
         except (OSError, EOFError, zlib.error) as error:  # the last two: of gzip
-            raise UserError(
-                f"{self.key}: cannot read {self.path}: {getattr(error, 'strerror', None) or error}"
-            ) from error
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{self.key}: cannot read {self.path}: {reason}") from error

@@ -22,17 +22,13 @@ PATIENCE = 50_000
 """Documents in a row that may be too short before a text is given up: a minute of tokenizing."""
 
 _PACK = "join shorter documents with data.calibration.pack true, "
-
 Tokenize = Callable[[Document], Int64[Tensor, " tokens"]]
 Window = tuple[int, int]
 """Number of a document, and the window's first token in it."""
 
 
 def divide_segments(proportions: Mapping[str, float], segments: int) -> dict[str, int]:
-    """Return the number of segments of each text: proportions, rounded so that the sum is right.
-
-    Raises UserError where a text would have no segment.
-    """
+    """Return the number of segments of each text, rounded. Raises UserError where a text would have none."""
     exact = {name: segments * p / sum(proportions.values()) for name, p in proportions.items()}
     counts = {name: int(number) for name, number in exact.items()}
     by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
@@ -52,12 +48,9 @@ def draw_segments(
     """Return random windows of random documents that have more than ``length`` tokens.
 
     A document is used once while others are left; then windows are drawn from all of them. No two windows
-    overlap, so that whichever segments a tuning holds back, it trains on none of their tokens. With
-    ``settings.pack`` shorter documents are joined, in the order in which they are drawn, and count as one as
-    soon as they are long enough together.
-
-    An item of ``documents`` is read when it is asked for. Raises UserError where no document is long enough,
-    or there is no room for so many windows.
+    overlap, so that a tuning trains on no token of the segments that it holds back. With ``settings.pack``
+    shorter documents are joined, in the order in which they are drawn, until they are long enough together.
+    Raises UserError where no document is long enough, or there is no room for so many windows.
     """
     random = Random(settings.seed)  # noqa: S311 - no secret
     drawn = _draw_documents(documents, tokenize, settings, length, random)
@@ -74,21 +67,15 @@ def draw_segments(
     chosen = [*range(len(drawn))]
     chosen += random.choices(chosen, [n - length + 1 for n in lengths], k=settings.segments - len(drawn))
     windows = [(i, random.randint(0, lengths[i] - length)) for i in chosen]
-    if _overlap(windows, length):
+    if any(a == b and end - start < length for (a, start), (b, end) in pairwise(sorted(windows))):
         windows = _place_apart(lengths, settings.segments, length, random)
     return torch.stack([drawn[i][start : start + length] for i, start in windows])
 
 
-def _overlap(windows: list[Window], length: int) -> bool:
-    """Tell whether two windows have a token in common."""
-    return any(a == b and end - start < length for (a, start), (b, end) in pairwise(sorted(windows)))
-
-
 def _place_apart(lengths: list[int], count: int, length: int, random: Random) -> list[Window]:
-    """Return windows of documents of these ``lengths`` that don't overlap, in random order.
+    """Return ``count`` windows that don't overlap, in random order, at least one of each document.
 
-    Every document has at least one of them; ``count`` is at most as many as there is room for. All ways to
-    place a document's windows are equally likely.
+    There is room for them. All ways to place a document's windows are equally likely.
     """
     rest = [i for i, n in enumerate(lengths) for _ in range(n // length - 1)]
     counts = Counter([*range(len(lengths)), *random.sample(rest, count - len(lengths))])
@@ -102,34 +89,31 @@ def _place_apart(lengths: list[int], count: int, length: int, random: Random) ->
 
 
 def _draw_documents(
-    documents: Sequence[Document],
-    tokenize: Tokenize,
-    settings: CalibrationSettings,
-    length: int,
-    random: Random,
+    texts: Sequence[Document], tokenize: Tokenize, settings: CalibrationSettings, length: int, random: Random
 ) -> list[Tensor]:
     """Return the tokens of long enough documents: one for each segment, or as many as there are."""
     long: list[Tensor] = []
     packed: list[Tensor] = []
-    read = longest = short_in_a_row = 0
-    for index in random.sample(range(len(documents)), len(documents)):
-        tokens = tokenize(documents[index])
-        read, longest = read + 1, max(longest, len(tokens))
+    read: list[int] = []  # lengths of documents
+    short_in_a_row = 0
+    for index in random.sample(range(len(texts)), len(texts)):
+        tokens = tokenize(texts[index])
+        read.append(len(tokens))
         if settings.pack and len(tokens) <= length:
             packed.append(tokens)
             if sum(map(len, packed)) > length:
                 tokens, packed = torch.cat(packed), []
+        short_in_a_row += 1
         if len(tokens) > length:
             long.append(tokens)
             short_in_a_row = 0
-        else:
-            short_in_a_row += 1
         if len(long) == settings.segments or short_in_a_row == PATIENCE:
             break
     if not long:
         raise UserError(
             f"{CALIBRATION_KEY}: {settings.source} has no document of more than {length} tokens "
-            f"(documents read: {read}, the longest has {longest} tokens); {'' if settings.pack else _PACK}"
-            "choose a shorter data.calibration.segment_length, or another text (a .txt is one document)"
+            f"(documents read: {len(read)}, the longest has {max(read, default=0)} tokens); "
+            f"{'' if settings.pack else _PACK}choose a shorter data.calibration.segment_length, or another "
+            "text (a .txt is one document)"
         )
     return long

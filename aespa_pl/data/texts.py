@@ -107,37 +107,20 @@ def _c4(split: str, file: str) -> HubRows:
     return HubRows("allenai/c4", split, file, file=f"en/{file}")
 
 
-def _wikitext2(split: str) -> HubRows:
-    return HubRows(
-        "Salesforce/wikitext",
-        split,
-        f'a .jsonl with the {split} split\'s rows, {{"text": "..."}}',
-        config="wikitext-2-raw-v1",
-    )
+def _known(split: str, c4: HubRows, c4_rows: Protocol) -> dict[str, tuple[HubRows, Protocol]]:
+    """Return the texts that have names, with what becomes of their rows; ``split`` is of all but C4."""
+    rows, local = f'a .jsonl with the {split} split\'s rows, {{"text": "..."}}', f"ptb.{split}.txt"
+    wikitext2 = HubRows("Salesforce/wikitext", split, rows, config="wikitext-2-raw-v1")
+    # the data set itself is a script, which `datasets` runs no longer; the hub's conversion
+    file, revision = f"penn_treebank/{split}/0000.parquet", "refs/convert/parquet"
+    ptb = HubRows("ptb-text-only/ptb_text_only", split, local, None, file, revision, field="sentence")
+    return {"c4": (c4, c4_rows), "wikitext2": (wikitext2, PARAGRAPHS), "ptb": (ptb, SENTENCES)}
 
 
-def _ptb(split: str) -> HubRows:
-    return HubRows(
-        "ptb-text-only/ptb_text_only",
-        split,
-        f"ptb.{split}.txt",
-        # the data set itself is a script, which `datasets` runs no longer; the hub's conversion
-        file=f"penn_treebank/{split}/0000.parquet",
-        revision="refs/convert/parquet",
-        field="sentence",
-    )
-
-
-CALIBRATION = {
-    "c4": (_c4("train", "c4-train.00000-of-01024.json.gz"), AS_THEY_ARE),
-    "wikitext2": (_wikitext2("train"), PARAGRAPHS),
-    "ptb": (_ptb("train"), SENTENCES),
-}
-EVALUATION = {
-    "c4": (_c4("validation", "c4-validation.00000-of-00008.json.gz"), C4_EVALUATION),
-    "wikitext2": (_wikitext2("test"), PARAGRAPHS),
-    "ptb": (_ptb("test"), SENTENCES),
-}
+CALIBRATION = _known("train", _c4("train", "c4-train.00000-of-01024.json.gz"), AS_THEY_ARE)
+EVALUATION = _known("test", _c4("validation", "c4-validation.00000-of-00008.json.gz"), C4_EVALUATION)
+KNOWN = {CALIBRATION_KEY: (CALIBRATION, "calibration.txt"), EVALUATION_KEY: (EVALUATION, "heldout.txt")}
+"""Texts that have names, and the file of the embedded one, by the key that chooses one."""
 
 
 def is_file(source: str) -> bool:
@@ -146,40 +129,26 @@ def is_file(source: str) -> bool:
 
 
 def short_names(sources: Sequence[str]) -> dict[str, str]:
-    """Return the name of each text in tables: of a file its own, without folders.
-
-    Where that would be another text's name too, the source stays as the user wrote it.
-    """
+    """Return the name of each text in tables: of a file its own, without folders, if no other text has it."""
     short = {s: Path(s).name if is_file(s) else s for s in sources}
     taken = [name for name in short.values() if is_file(name)]
     return {s: name if taken.count(name) == 1 else s for s, name in short.items()}
 
 
-def calibration_text(source: str) -> Text:
-    """Return the text that segments are drawn from: ``CalibrationSettings.source``, or one of its texts.
+def find_text(source: str, key: str) -> Text:
+    """Return a text of ``key``, which names what segments are drawn from or perplexity is measured on.
 
-    Every row of a .json or .jsonl is a document; any other file is one document. Raises UserError where the
-    source is neither a known name nor a file that can be read.
+    For calibration every row of a .json or .jsonl is a document, any other file is one. For evaluation such
+    rows are joined by blank lines, as WikiText-2's are, and other files unchanged; local copies of PTB and of
+    C4's validation shards are known by their names. Raises UserError where the source is neither a known name
+    nor a file that can be read.
     """
-    return _find(source, CALIBRATION_KEY, CALIBRATION, "calibration.txt")
 
-
-def evaluation_text(source: str) -> Text:
-    """Return the text that perplexity is measured on: one document.
-
-    Rows of a .json or .jsonl are joined by blank lines, as WikiText-2's are; any other file is used
-    unchanged. Local copies of PTB and of C4's validation shards are known by their names and treated as
-    ``ptb`` and ``c4`` are. Raises UserError where the source is neither a known name nor a file that can be
-    read.
-    """
-    return _find(source, EVALUATION_KEY, EVALUATION, "heldout.txt")
-
-
-def _find(source: str, key: str, known: Mapping[str, tuple[HubRows, Protocol]], embedded: str) -> Text:
     def text(content: object, protocol: Protocol, rows: Callable[[], Sequence[Document]]) -> Text:
         identity = {"content": content, "protocol": asdict(protocol)}
         return Text(source, identity, protocol, lambda: protocol.documents(rows()))
 
+    known, embedded = KNOWN[key]
     if source == "embedded":
         raw = (EMBEDDED / embedded).read_bytes()
         return text({"sha256": hashlib.sha256(raw).hexdigest()}, AS_THEY_ARE, lambda: [raw.decode()])
@@ -188,12 +157,9 @@ def _find(source: str, key: str, known: Mapping[str, tuple[HubRows, Protocol]], 
         return text(hub.identity, protocol, lambda: hub.load(key))
     file = TextFile.find(source, key, conversations=key == CALIBRATION_KEY)
     content = {"format": "json" if file.is_json else "text", "sha256": file.checksum()}
-    return text(content, _protocol(file, key), file.rows)
-
-
-def _protocol(file: TextFile, key: str) -> Protocol:
+    protocol = C4_EVALUATION if file.name.startswith("c4-validation.") else PARAGRAPHS
     if file.name in SENTENCE_FILES:
-        return SENTENCES
-    if key == CALIBRATION_KEY or not file.is_json:
-        return AS_THEY_ARE
-    return C4_EVALUATION if file.name.startswith("c4-validation.") else PARAGRAPHS
+        protocol = SENTENCES
+    elif key == CALIBRATION_KEY or not file.is_json:
+        protocol = AS_THEY_ARE
+    return text(content, protocol, file.rows)

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from aespa_pl.data.files import Document
 from aespa_pl.data.sampling import divide_segments, draw_segments
-from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, calibration_text, evaluation_text
+from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, find_text
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 from aespa_pl.storage.cache import keep, recalled
@@ -39,29 +40,23 @@ DATE = "26 Jul 2024"
 
 
 def calibration_tokens(
-    settings: CalibrationSettings, tokenizer: PreTrainedTokenizerBase, segment_length: int, cache: Path
+    settings: CalibrationSettings, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path
 ) -> Int64[Tensor, "segments length"]:
     """Return random segments of the calibration text: the same ones for the same seed.
 
-    Those of several texts are mixed, so that each of them is also held back by a tuning. ``segment_length``
+    Those of several texts are mixed, so that each of them is also held back by a tuning. ``length``
     counts, not that of the settings, which may be null; ``cache`` is the folder that keeps the tokens for
     later runs. Raises UserError where a text can't be had, or is too short.
     """
     if isinstance(settings.source, Mapping):
         counts = divide_segments(settings.source, settings.segments)
-        segments = torch.cat(
-            [
-                calibration_tokens(
-                    replace(settings, source=name, segments=count), tokenizer, segment_length, cache
-                )
-                for name, count in counts.items()
-            ]
-        )
+        parts = (replace(settings, source=name, segments=count) for name, count in counts.items())
+        segments = torch.cat([calibration_tokens(part, tokenizer, length, cache) for part in parts])
         generator = torch.Generator().manual_seed(settings.seed)
         return segments[torch.randperm(len(segments), generator=generator)]
-    if is_token_file(settings.source):
-        return stored_segments(settings.source, CALIBRATION_KEY, segment_length, settings.segments)
-    text = calibration_text(settings.source)
+    if settings.source.endswith(".safetensors"):
+        return _stored(settings.source, CALIBRATION_KEY, length, settings.segments)
+    text = find_text(settings.source, CALIBRATION_KEY)
     made_from = {
         "kind": "calibration",
         "text": text.identity,
@@ -70,76 +65,55 @@ def calibration_tokens(
         "special_tokens": tokenizer.special_tokens_map,  # a template writes them
         "segments": settings.segments,
         "pack": settings.pack,
-        "segment_length": segment_length,
+        "segment_length": length,
         "seed": settings.seed,
     }
 
     def make() -> Tensor:
         log.info("tokenizing %s for calibration", text.source)
-        return draw_segments(
-            text.documents(),
-            lambda document: _document_tokens(tokenizer, document, text.source),
-            settings,
-            segment_length,
-        )
+        tokenized = partial(_document_tokens, tokenizer, text.source)
+        return draw_segments(text.documents(), tokenized, settings, length)
 
     return cached_tokens(cache, made_from, make)
 
 
 def evaluation_tokens(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    segment_length: int,
-    max_segments: int | None,
-    cache: Path,
+    source: str, tokenizer: PreTrainedTokenizerBase, length: int, max_segments: int | None, cache: Path
 ) -> Int64[Tensor, "segments length"]:
     """Return a text, tokenized as one string and cut into whole segments; the rest is dropped.
 
-    The source is one of ``EvaluationSettings.texts``. The first ``max_segments`` are kept (None: all, of C4
-    the paper's 256); ``cache`` is the folder that keeps the tokens for later runs. Raises UserError where the
-    text can't be had, or has fewer tokens than a segment.
+    The first ``max_segments`` are kept (None: all, of C4 the paper's 256); ``cache`` is as above. Raises
+    UserError where the text can't be had, or has fewer tokens than a segment.
     """
-    if is_token_file(source):
-        return stored_segments(source, EVALUATION_KEY, segment_length, max_segments)
-    text = evaluation_text(source)
+    if source.endswith(".safetensors"):
+        return _stored(source, EVALUATION_KEY, length, max_segments)
+    text = find_text(source, EVALUATION_KEY)
     limit = max_segments or text.protocol.max_segments
     made_from = {
         "kind": "evaluation",
         "text": text.identity,
         "tokenizer": tokenizer_identity(tokenizer),
         "segments": limit,
-        "segment_length": segment_length,
+        "segment_length": length,
     }
 
     def make() -> Tensor:
         log.info("tokenizing %s for evaluation", source)
         (document,) = text.documents()
         tokens = tokenize(tokenizer, str(document))
-        if len(tokens) < segment_length:
+        if len(tokens) < length:
             raise UserError(
-                f"{EVALUATION_KEY}: {source} has {len(tokens)} tokens, a segment has "
-                f"{segment_length}; choose a shorter data.evaluation.segment_length, or a longer "
-                "text"
+                f"{EVALUATION_KEY}: {source} has {len(tokens)} tokens, a segment has {length}; "
+                "choose a shorter data.evaluation.segment_length, or a longer text"
             )
-        whole = len(tokens) // segment_length * segment_length
-        return tokens[:whole].view(-1, segment_length)[:limit]  # [segments, length]
+        whole = len(tokens) // length * length
+        return tokens[:whole].view(-1, length)[:limit]  # [segments, length]
 
     return cached_tokens(cache, made_from, make)
 
 
-def is_token_file(source: str) -> bool:
-    """Tell whether a source of text is a file of token ids."""
-    return source.endswith(".safetensors")
-
-
-def stored_segments(
-    source: str, key: str, length: int, limit: int | None
-) -> Int64[Tensor, "segments length"]:
-    """Return the first segments of a .safetensors file, up to ``limit`` of them (None: all).
-
-    The file has the integers ``tokens`` ``[segments, length]``; ``key`` is the YAML key that names it. Raises
-    UserError where it can't be read, holds something else, or has fewer or other segments.
-    """
+def _stored(source: str, key: str, length: int, limit: int | None) -> Int64[Tensor, "segments length"]:
+    """Return the first segments of a file of token ids, up to ``limit`` (None: all); ``key`` names it."""
     path = Path(os.path.expanduser(source))  # noqa: PTH111  (Path's raises for an unknown ~user)
     try:
         with safe_open(path, "pt") as file:
@@ -196,12 +170,9 @@ def check_vocabulary(tokens: Int64[Tensor, "segments length"], vocabulary_size: 
 
 
 def _document_tokens(
-    tokenizer: PreTrainedTokenizerBase, document: Document, source: str
+    tokenizer: PreTrainedTokenizerBase, source: str, document: Document
 ) -> Int64[Tensor, " tokens"]:
-    """Return the token ids of a text, or of a conversation by the tokenizer's chat template.
-
-    Raises UserError where the tokenizer has no template, or the template refuses the conversation.
-    """
+    """Return the token ids of a text, or of a conversation by the tokenizer's chat template."""
     if isinstance(document, str):
         return tokenize(tokenizer, document)
     if not tokenizer.chat_template:
@@ -224,8 +195,8 @@ def _document_tokens(
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> Int64[Tensor, " tokens"]:
     """Return the token ids of a text of any length."""
     # verbose=False: no warning that the text is longer than the model's positions
-    encoding = tokenizer(text, return_attention_mask=False, verbose=False)
-    return torch.tensor(encoding["input_ids"], dtype=torch.int64)
+    ids = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:

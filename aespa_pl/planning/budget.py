@@ -31,11 +31,6 @@ def partition_for(setup: Setup, free: float) -> Partition:
     Trainers. Where nothing is small enough, the passes are those that save nine tenths of what can be saved.
     """
     shape, settings = setup.shape, setup.quantization
-
-    def most(partition: Partition, *phases: str) -> int:
-        needs = device_bytes(setup, partition)
-        return max(needs[phase] for phase in phases)
-
     heads = shape.layout.key_value_heads if settings.objective.value == "attention" else 0
     experts = max(shape.experts, shape.other.experts if shape.other else 0)
 
@@ -43,18 +38,21 @@ def partition_for(setup: Setup, free: float) -> Partition:
         at_once = [math.ceil(count / passes) if passes > 1 and count else None for count in (heads, experts)]
         return Partition(heads=at_once[0], experts=at_once[1])
 
-    phases = ("statistics", "correction", "OPTQ")
-    least = most(divided(max(heads, experts)), *phases)
-    limit = max(free, least + 0.1 * (most(WHOLE, *phases) - least))
+    def of_statistics(partition: Partition) -> int:
+        needs = device_bytes(setup, partition)
+        return max(needs[phase] for phase in ("statistics", "correction", "OPTQ"))
+
+    least = of_statistics(divided(max(heads, experts)))
+    limit = max(free, least + 0.1 * (of_statistics(WHOLE) - least))
     for passes in range(1, max(heads, experts, 1) + 1):
         chosen = divided(passes)
-        if most(chosen, *phases) <= limit:
+        if of_statistics(chosen) <= limit:
             break
     learning = sum(m.size for m in shape.learned(settings))
     for count in range(1, MOST_PORTIONS + 1):
         smaller = replace(chosen, weights=None if count == 1 else math.ceil(learning / count))
-        if not learning or most(smaller, "rounding") <= free:
-            return smaller
+        if not learning or device_bytes(setup, smaller)["rounding"] <= free:
+            break
     return smaller
 
 
@@ -76,17 +74,13 @@ class Room:
 def room(setup: Setup) -> Room:
     """Return what may be taken of ``data.memory_gb``, or of the memory that is free now."""
     data, devices, waiting = setup.data, setup.devices, 0
-    free = _allowed(data, setup.device)
+    free = 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(setup.device)
     if setup.on_cpu and not data.memory_gb:
         free /= devices.of_host  # its processes share its memory
     if data.hidden_states == "device" or (setup.on_cpu and data.hidden_states != "disk"):
         own = setup.work.of_device(devices.count)
         waiting = hidden_bytes(setup.shape, own, setup.quantization)
     return Room(free - waiting, waiting)
-
-
-def _allowed(data: DataSettings, device: torch.device) -> float:
-    return 1e9 * data.memory_gb if data.memory_gb else RESERVE * free_bytes(device)
 
 
 def portions_in_words(partition: Partition, shape: Shape) -> list[str]:
@@ -123,8 +117,7 @@ def resolved_data(
     if data.hidden_states == "auto":
         segments = data.calibration.segments
         work = Work(segments, length, min(data.batch, segments), dtype_bytes)
-        place = _hidden_place(Setup(shape, work, data, quantization, device))
-        data = replace(data, hidden_states=place)
+        data = replace(data, hidden_states=_hidden_place(Setup(shape, work, data, quantization, device)))
     return data
 
 
@@ -142,9 +135,8 @@ def _hidden_place(setup: Setup) -> Literal["device", "memory", "disk"]:
     """Return the nearest place where the streams fit beside everything else."""
     if setup.on_cpu:
         return "memory"
-    given = (setup.shape, setup.work, setup.quantization)
-    needed = max(device_bytes(setup).values())
-    if hidden_bytes(*given) + needed <= _allowed(setup.data, setup.device):
+    given = setup.shape, setup.work, setup.quantization
+    if hidden_bytes(*given) + max(device_bytes(setup).values()) <= room(setup).free:
         return "device"
     host = RESERVE * free_bytes(torch.device("cpu"))
     return "memory" if PROCESS_BYTES + hidden_bytes(*given, pinned=True) <= host else "disk"

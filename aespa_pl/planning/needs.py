@@ -1,7 +1,6 @@
-"""Compute memory and disk space from shapes.
+"""Compute memory and disk space from shapes, for the hungriest moment of each phase of a block.
 
-Memory holds the tensors that exist at once in the hungriest moment of each phase of a block;
-``benchmarks/memory.py`` holds it against measured runs.
+``benchmarks/memory.py`` compares them with measured runs.
 """
 
 from collections import Counter
@@ -9,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from aespa_pl.algorithm import candidates, optq
+from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.calibration.attention_weighted import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
-from aespa_pl.planning.arithmetic import candidates_of
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import FLOAT, Setup, Shape, Work
 from aespa_pl.settings import QuantizationSettings
@@ -29,10 +28,9 @@ OPTQ_BYTES = 5 * FLOAT
 PROCESS_BYTES = 730_000_000
 """Bytes of Python, torch, lightning and transformers on Linux with CPU torch: 550 MB of memory and 150 MB of
 mapped libraries were measured; the rest is for the model's mapped files."""
-GRID_BYTES, GRID_BYTES_OF_GROUPS = 8 * FLOAT, 3 * FLOAT
-"""Bytes per candidate grid: scale, zero point, loss; without groups also copies of those compared."""
-CHUNK_BYTES = 3 * FLOAT
-"""Bytes of an error of a candidate that is compared: itself, its square, a product."""
+GRID_BYTES, GRID_BYTES_OF_GROUPS, CHUNK_BYTES = 8 * FLOAT, 3 * FLOAT, 3 * FLOAT
+"""Bytes per candidate grid: scale, zero point, loss; without groups also copies of those compared. Bytes of
+an error that is compared: itself, its square, a product."""
 POLISH_BYTES = 11 * FLOAT
 """Bytes of a weight that is polished: integer, error, step, Newton factor, product; copies where some rows
 have ended; the integers that are chosen."""
@@ -72,36 +70,29 @@ def hessian_bytes(shape: Shape, settings: QuantizationSettings, partition: Parti
 
 
 def shifts(shape: Shape, settings: QuantizationSettings, partition: Partition = WHOLE) -> int:
-    """Return the numbers in what only the correction of earlier errors needs; 0 without it.
-
-    It is the shifts of the inputs, of the outputs that join the residual, and of V's weights.
-    """
+    """Return the numbers in shifts of inputs, outputs that join the residual, and V; 0 without correction."""
     if not settings.input_correction:
         return 0
-    layout = shape.layout
     outputs = {m.input: shape.hidden for m in shape.matrices if m.adds_to_residual}
     each = {name: outputs.get(name, columns) * columns for name, columns in shape.inputs.items()}
-    numbers = _of_inputs(shape, partition, each)
-    if shape.attends and settings.objective.value == "attention":
-        numbers += layout.key_value_heads * layout.head_dim * shape.hidden
-    return numbers
+    of_values = shape.layout.key_value_heads * shape.layout.head_dim * shape.hidden
+    return _of_inputs(shape, partition, each) + (of_values if value_bytes(shape, settings) else 0)
 
 
 def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
     """Return the bytes of what a batch needs while its statistics are taken."""
-    layout, original = shape.layout, 1 if settings.input_correction else 0
+    layout, shares, original = shape.layout, shape.shares, 1 if settings.input_correction else 0
     shared = layout.heads // layout.key_value_heads
     heads = (layout.heads + layout.key_value_heads) * layout.head_dim
     # also the next batch of each stream, which a GPU is sent ahead of its use
     activations = (5 + original) * shape.hidden + 3 * shape.widest_input
     # also the inputs of the original's groups, its residual streams, and what is added to those of both
-    shares = shape.shares
     of_all = sum(c for name, c in shape.inputs.items() if shares[name] == 1)
     activations += original * (of_all + 6 * shape.hidden)
     # Not at the same time: an input group in float32, the same with the weights of tokens, both residual
     # streams with what is added to them, their difference with and without weights, and squares;
     in_group = (1 + original) * shape.widest_input + 5 * original * shape.hidden
-    if shape.layout.mixture is not None:
+    if layout.mixture is not None:
         # also all experts' inputs, and while those of one are summed up, what all tokens have: the input, its
         # shift, the streams and their difference; all tokens may be routed to one expert
         routed = sum(shares[name] * c for name, c in shape.inputs.items() if shares[name] < 1)
@@ -112,7 +103,7 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     in_attention = formed = 0
     if not shape.attends:
         in_attention = LINEAR_ATTENTION * work.tokens * shape.linear_rows
-    elif settings.objective.value == "attention":
+    elif value_bytes(shape, settings):
         rows = min(work.length, chunk_rows(work.length))
         in_attention = work.tokens * (heads + (1 + shared) * shape.hidden)
         in_attention += 3 * original * work.tokens * layout.heads * layout.head_dim
@@ -124,10 +115,9 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
 
 
 def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = True) -> dict[str, int]:
-    """Return the bytes on the device, by phase; the largest is what a run needs.
+    """Return the bytes on the device, by phase, of the blocks that need most; the largest is a run's.
 
-    An accelerator has larger chunks than a CPU. Blocks that ``recompute`` run once more in the end-to-end
-    tuning. Of blocks with and without attention, each phase has those that need more.
+    Blocks that ``recompute`` run once more in the end-to-end tuning.
     """
     needs = _block_bytes(setup, partition, recompute=recompute)
     if setup.shape.other is None:
@@ -137,8 +127,7 @@ def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool 
 
 
 def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict[str, int]:
-    shape, work, settings = setup.shape, setup.work, setup.quantization
-    accelerator = not setup.on_cpu
+    shape, work, settings, accelerator = setup.shape, setup.work, setup.quantization, not setup.on_cpu
     hidden, weights = work.tokens * shape.hidden, shape.weights
     logits = work.length * shape.vocabulary * (work.dtype_bytes + 2 * FLOAT)  # of a segment
     block, hessians = shape.block_weights * work.dtype_bytes, hessian_bytes(shape, settings, partition)
@@ -157,8 +146,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # beside integers, the weights; of those learned later W', which the learning begins with
     learned = LEARNED_BYTES * at_once + KEPT_BYTES * (weights - at_once)
     learned += FLOAT * (learning - at_once) + (WORKSPACE_BYTES[accelerator] * largest if learning else 0)
-    hessians = _learned_hessians(shape, settings, afterwards, at_once)
-    learned += hessians
+    learned += (hessians := _hessians_of(shape, settings, afterwards, at_once))
     if settings.products == "bfloat16":
         learned += hessians // 2 if accelerator else hessians  # a CPU rounds a copy in float32
     corrected = steady + shifted + FLOAT * (weights + 3 * widest + 2 * largest)
@@ -181,9 +169,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     return {phase: round(FRAGMENTED * size) for phase, size in needs.items()}
 
 
-def _learned_hessians(
-    shape: Shape, settings: QuantizationSettings, partition: Partition, weights: int
-) -> int:
+def _hessians_of(shape: Shape, settings: QuantizationSettings, partition: Partition, weights: int) -> int:
     """Return the bytes of Hessians while so many weights are learned at once."""
     one, of_all = (hessian_bytes(shape, settings, p) for p in (partition, replace(partition, experts=None)))
     of_input: Counter[str] = Counter()
@@ -200,20 +186,15 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
     rows = max(m.size // (settings.group_size or m.columns) for m in shape.matrices)
     size, columns = max(m.size for m in shape.matrices), shape.widest_input
     chunk = candidates.cpu_chunk(settings.group_size or columns)
-    of_candidate = GRID_BYTES_OF_GROUPS if settings.group_size else GRID_BYTES
-    return (
-        of_candidate * candidates_of(settings) * rows
-        + CHUNK_BYTES * (candidates.ACCELERATOR_CHUNK if accelerator else chunk)
-        + 2 * FLOAT * size  # over zeta, and in groups
-        + 3 * FLOAT * columns**2  # times zeta, from both sides, and its blocks
-    )
+    chunk = candidates.ACCELERATOR_CHUNK if accelerator else chunk
+    tried = (1 if settings.symmetric else 2) * CLIP_RATIOS
+    grids = (GRID_BYTES_OF_GROUPS if settings.group_size else GRID_BYTES) * tried * rows
+    # weights over zeta, and in groups; H times zeta, from both sides, and its blocks
+    return grids + CHUNK_BYTES * chunk + FLOAT * (2 * size + 3 * columns**2)
 
 
 def host_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = True) -> int:
-    """Return the bytes in host memory of all processes of a host.
-
-    The hidden states that an accelerator sends back lie in pinned memory.
-    """
+    """Return the bytes in host memory of all processes of a host."""
     devices, place = setup.devices, setup.data.hidden_states
     device = tuning.streaming_bytes(setup.shape, setup.work, setup.quantization)
     if setup.on_cpu:
@@ -221,6 +202,7 @@ def host_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = 
     hidden = 0
     if place == "memory" or (setup.on_cpu and place == "device"):
         work = setup.work.of_device(devices.hosts)
+        # an accelerator sends them back to pinned memory
         hidden = hidden_bytes(setup.shape, work, setup.quantization, pinned=not setup.on_cpu)
     return devices.of_host * (PROCESS_BYTES + device) + hidden
 
@@ -231,14 +213,10 @@ def hidden_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, pi
 
 
 def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) -> int:
-    """Return the bytes that a run leaves or holds on disk.
-
-    A weight in the model's files has ``stored_bytes``.
-    """
+    """Return the bytes that a run has on disk; a weight in the model's files has ``stored_bytes``."""
     shape, settings = setup.shape, setup.quantization
     model = (shape.blocks * shape.block_weights + shape.stem_weights) * stored_bytes
-    integers = shape.blocks * shape.weights
-    on_disk = setup.data.hidden_states == "disk"
+    integers, on_disk = shape.blocks * shape.weights, setup.data.hidden_states == "disk"
     hidden = hidden_bytes(shape, setup.work, settings) if on_disk else 0
     values = bool(partition.heads) * shape.layout.key_value_heads * value_bytes(shape, settings)
     if partition.experts:  # little of the statistics is in memory alone
@@ -249,21 +227,19 @@ def disk_bytes(setup: Setup, stored_bytes: int, partition: Partition = WHOLE) ->
 
 def waiting_bytes(shape: Shape, settings: QuantizationSettings, stored_bytes: int) -> dict[str, int]:
     """Return the bytes on disk while each part of a run is learned; no two of them are there at once."""
-    learning = sum(m.size for m in shape.learned(settings))
+    learning, of_model = sum(m.size for m in shape.learned(settings)), settings.tuning.model
     of_block = 2 * CHECKPOINT_BYTES * learning
     if settings.tuning.blocks.enabled:  # beside its checkpoints wait the integers that were learned
         of_block = max(of_block, 2 * tuning.CHECKPOINT_BYTES * shape.weights + learning)
     waiting = {"two checkpoints of a block": of_block}
-    if settings.tuning.model.enabled:
-        replaced = shape.block_weights * stored_bytes + shape.weights
-        integers = shape.blocks * shape.weights
-        if settings.tuning.model.integer_rate and settings.tuning.model.blocks == "disk":
-            waiting["how far integers have moved"] = replaced + tuning.MOVED_BYTES * integers
-        elif settings.tuning.model.integer_rate:
-            checkpoints = max(replaced, 2 * tuning.CHECKPOINT_BYTES * integers)
-            waiting["two checkpoints of the end-to-end tuning"] = checkpoints + integers
-        else:
-            waiting["a block that replaces another"] = replaced
+    replaced, integers = shape.block_weights * stored_bytes + shape.weights, shape.blocks * shape.weights
+    if of_model.enabled and not of_model.integer_rate:
+        waiting["a block that replaces another"] = replaced
+    elif of_model.enabled and of_model.blocks == "disk":
+        waiting["how far integers have moved"] = replaced + tuning.MOVED_BYTES * integers
+    elif of_model.enabled:
+        checkpoints = max(replaced, 2 * tuning.CHECKPOINT_BYTES * integers)
+        waiting["two checkpoints of the end-to-end tuning"] = checkpoints + integers
     return waiting
 
 

@@ -16,8 +16,7 @@ class Partition:
     weights: int | None = None
     """Number of weights that are learned at once, each portion with a Trainer of its own. None: all."""
     experts: int | None = None
-    """Number of experts whose statistics are in memory, as of ``heads``; where it is not all, those of one
-    expert are there afterwards."""
+    """Number of experts whose statistics are in memory, as of ``heads``; if not all, then those of one."""
 
     def passes(self, heads: int, experts: int) -> list[tuple[range, range]]:
         """Return heads and experts of each pass over the segments, as evenly as can be."""
@@ -48,9 +47,8 @@ class HeadRange:
     @property
     def key(self) -> str:
         """Return a name that tells these heads from others of their projection."""
-        if self.end - self.first == self.heads:
-            return self.name
-        return f"{self.name}_heads_{self.first}_to_{self.end - 1}"
+        whole = self.end - self.first == self.heads
+        return self.name if whole else f"{self.name}_heads_{self.first}_to_{self.end - 1}"
 
 
 Portion = Sequence[HeadRange]
@@ -72,9 +70,8 @@ class Divisible:
 def learning_portions(projections: Sequence[Divisible], partition: Partition) -> list[Portion]:
     """Return what of a block is learned together, portion after portion.
 
-    A portion has at most ``partition.weights`` weights, but always something: a projection whose rows do
-    not fall apart into heads is never divided. Of one whose Hessians are on disk it has at most
-    ``partition.heads`` heads.
+    A portion has at most ``partition.weights`` weights, but at least one head, or a projection without heads;
+    of one whose Hessians are on disk it has at most ``partition.heads`` heads.
     """
     portions: list[list[HeadRange]] = [[]]
     free = limit = partition.weights or sum(p.weights for p in projections)

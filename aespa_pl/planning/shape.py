@@ -51,14 +51,12 @@ class Shape:
     matrices: tuple[Matrix, ...]
     """Projections of the largest block with attention; time is computed as if all blocks were of its kind."""
     layout: BlockLayout
-    """Layout of the largest block."""
     forms_probabilities: bool
     """Whether the model's own attention has the probabilities of all heads in memory."""
     vocabulary: int
     of_blocks: tuple[Mapping[str, Matrix], ...]
     """Projections of each block that are quantized, by name."""
     hidden: int
-    """Hidden size."""
     other: "Shape | None" = None
     """The same with the largest block without attention; None: all have it."""
 
@@ -73,26 +71,18 @@ class Shape:
         )
         quantized = [sum(matrix.size for matrix in of_block.values()) for of_block in of_blocks]
         hidden = projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1]
-
-        def of_kind(other: Shape | None, *, attends: bool) -> Shape | None:
+        forms, vocab, stem = family.forms_probabilities, int(config.vocab_size), everything - sum(in_blocks)
+        found: Shape | None = None
+        for attends in (False, True):
             kind = [i for i, layout in enumerate(layouts) if (layout.attended_group is not None) == attends]
             if not kind:
-                return other
-            largest = max(kind, key=lambda block: (quantized[block], in_blocks[block]))
-            return cls(
-                len(blocks),
-                in_blocks[largest],
-                everything - sum(in_blocks),
-                tuple(of_blocks[largest].values()),
-                layouts[largest],
-                family.forms_probabilities,
-                int(config.vocab_size),
-                of_blocks,
-                hidden,
-                other,
+                continue
+            i = max(kind, key=lambda block: (quantized[block], in_blocks[block]))
+            matrices = tuple(of_blocks[i].values())
+            found = cls(
+                len(blocks), in_blocks[i], stem, matrices, layouts[i], forms, vocab, of_blocks, hidden, found
             )
-
-        return cast(Shape, of_kind(of_kind(None, attends=False), attends=True))
+        return cast(Shape, found)
 
     @property
     def attends(self) -> bool:
@@ -138,7 +128,9 @@ class Shape:
 def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:
     matrices, mixture = {}, layout.mixture
     inputs = ((g.name, name, p) for g in layout.groups for name, ps in g.inputs.items() for p in ps)
-    for group, name, p in ((group, name, p) for group, name, p in inputs if not p.kept):
+    for group, name, p in inputs:
+        if p.kept:
+            continue
         rows, columns = projection_weight(block, layout, p).shape
         added = p.residual is not None and not p.normed
         share = 1.0 if p.expert is None or mixture is None else mixture.share(p.expert)
@@ -166,13 +158,10 @@ class Work:
         return replace(self, segments=min(self.segments, batches * self.batch_size))
 
     def stream_bytes(self, hidden: int, *, pinned: bool = False) -> int:
-        """Return the bytes of the hidden states of all segments.
-
-        torch rounds a batch in pinned memory up to a power of two.
-        """
+        """Return the bytes of the hidden states of all segments."""
         if not pinned:
             return self.segments * self.length * hidden * self.dtype_bytes
-        batch = self.tokens * hidden * self.dtype_bytes
+        batch = self.tokens * hidden * self.dtype_bytes  # torch rounds it up to a power of two
         return math.ceil(self.segments / self.batch_size) * (1 << (batch - 1).bit_length())
 
 

@@ -1,14 +1,12 @@
-"""Compute memory and arithmetic of the tuning, of blocks as a whole and of the model end to end."""
+"""Compute the memory of the tuning, of blocks as a whole and of the model end to end."""
 
 from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
 BLOCK_BYTES = {
-    "straight-through": 7 * FLOAT + 1,
+    **dict.fromkeys(("straight-through", "clipping", "affine"), 7 * FLOAT + 1),
     "annealed": 9 * FLOAT + 1,
     "rounding": 9 * FLOAT + 3,
-    "clipping": 7 * FLOAT + 1,
-    "affine": 7 * FLOAT + 1,
 }
 """Bytes of a weight of a block. In float32: the weight that is aimed at, the latent value with gradient, two
 moments and best epoch, and the weight of the forward pass; the integer in uint8. Annealed: also the soft
@@ -37,8 +35,6 @@ LOGITS = 6
 PASSING = 3
 """Tensors of the size of a mini-batch's hidden states on the device, beside a block that was read from disk:
 its input, its output by segment and as a whole; the same of gradients."""
-BACKWARD = 2
-"""Number of forward passes that a backward pass takes as long as."""
 LINEAR_ATTENTION = 8
 """Numbers that linear attention keeps for a token and a row of its first projections; 7.7 were measured for
 Gated DeltaNet in chunks."""
@@ -49,13 +45,8 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     tuning = settings.tuning.blocks
     if not tuning.enabled:
         return 0
-    tokens = int(tuning.batch_size) * work.length
-    return (
-        BLOCK_BYTES[str(tuning.parametrization)] * shape.weights
-        + _scale_bytes(shape, settings)
-        + tokens * _activations(shape, work)
-        + _transient(shape)
-    )
+    weights = BLOCK_BYTES[str(tuning.parametrization)] * shape.weights + _scale_bytes(shape, settings)
+    return weights + int(tuning.batch_size) * work.length * _activations(shape, work) + _transient(shape)
 
 
 def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, recompute: bool) -> int:
@@ -73,12 +64,9 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     if tuning.integer_rate:  # on disk there are no moments, but the gradient of a segment and their sum
         of_weight = MODEL_BYTES + 2 * FLOAT if on_disk else MODEL_BYTES_LEARNED
     of_block = running * _activations(shape, work) + FLOAT * shape.weights
-    if on_disk:
-        of_blocks = of_block + PASSING * FLOAT * tokens * shape.hidden
-    elif recompute:
-        of_blocks = of_block + shape.blocks * FLOAT * tokens * shape.hidden
-    else:
-        of_blocks = shape.blocks * of_block
+    of_blocks = shape.blocks * of_block
+    if on_disk or recompute:
+        of_blocks = of_block + (PASSING if on_disk else shape.blocks) * FLOAT * tokens * shape.hidden
     return (
         (1 if on_disk else shape.blocks) * of_weight * shape.weights
         + shape.blocks * _scale_bytes(shape, settings)
@@ -90,9 +78,9 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
 
 
 def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
-    """Return the bytes in host memory while blocks are on disk, else 0: their inputs, and what was read.
+    """Return the bytes in host memory while blocks are on disk, else 0.
 
-    This is the integers of the next block, and where integers move the offsets of this one and the next.
+    These are all inputs, the next block's integers, and where they move the offsets of two blocks.
     """
     tuning = settings.tuning.model
     if not tuning.enabled or tuning.blocks != "disk":
@@ -104,25 +92,6 @@ def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) ->
 def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: float) -> bool:
     """Return whether blocks run once more in the end-to-end tuning, which else takes over ``free`` bytes."""
     return model_bytes(shape, work, settings, recompute=False) > free
-
-
-def tuning_flops(
-    shape: Shape, work: Work, settings: QuantizationSettings, forward: float
-) -> dict[str, float]:
-    """Return the operations of both tunings for each block, whose ``forward`` pass is of all segments."""
-    blocks, model = settings.tuning.blocks, settings.tuning.model
-    head = 2.0 * work.segments * work.length * shape.hidden * shape.vocabulary / shape.blocks
-
-    def epochs(count: int, once: float) -> float:
-        held = float(settings.tuning.held_back)
-        return (count * (1 + BACKWARD) * (1 - held) + (count + 1) * held) * once
-
-    units = 2 if settings.tuning.by_sublayer else 1
-    of_blocks = epochs(int(blocks.epochs or 0), units * forward)
-    return {
-        "tuning of blocks": of_blocks if blocks.enabled else 0.0,
-        "tuning of the model": epochs(model.epochs, forward + 2 * head) if model.enabled else 0.0,
-    }
 
 
 def _activations(shape: Shape, work: Work) -> int:
@@ -141,7 +110,7 @@ def _scale_bytes(shape: Shape, settings: QuantizationSettings) -> int:
 
 
 def _transient(shape: Shape) -> int:
-    """Return the bytes of the gradient of the largest projection's weight, on its way through the grid.
+    """Return the bytes of the gradient of the largest projection's weight on its way through the grid.
 
     Beside it are the nearest integers, clamped and shifted, and its product with these.
     """

@@ -46,8 +46,7 @@ class Cell:
 
     def perplexity(self, text: str, kind: str = "quantized") -> float | None:
         """Return a perplexity of the run, None where it was not measured."""
-        perplexities = self.metrics["perplexity"] if self.metrics else {}
-        value: float | None = perplexities.get(kind, {}).get(text)
+        value: float | None = (self.metrics or {}).get("perplexity", {}).get(kind, {}).get(text)
         return value
 
     def relative_loss(self, text: str) -> float | None:
@@ -68,10 +67,8 @@ class Cell:
     @property
     def peak_bytes(self) -> int | None:
         """Return the largest memory of the run: of the device where it has its own, else of the host."""
-        if self.metrics is None:
-            return None
-        peaks: Mapping[str, int] = self.metrics["peak_bytes"]
-        return peaks.get("device") or peaks["host"]
+        peaks: Mapping[str, int] = self.metrics["peak_bytes"] if self.metrics else {}
+        return peaks.get("device") or peaks.get("host")
 
     @property
     def megabytes(self) -> float | None:
@@ -88,16 +85,13 @@ def texts_of(cells: Sequence[Cell]) -> list[str]:
 
 def phases_of(cells: Sequence[Cell]) -> list[str]:
     """Return the phases that a table in tenths of a second shows; ``quantization`` is all of them."""
-    phases = [item for c in cells if c.metrics for item in c.metrics["seconds"].items()]
-    shown = [phase for phase, taken in phases if taken >= LEAST_SECONDS and phase != "total"]
+    phases = (item for c in cells if c.metrics for item in c.metrics["seconds"].items())
+    shown = (phase for phase, taken in phases if taken >= LEAST_SECONDS and phase != "total")
     return list(dict.fromkeys(shown))
 
 
 def summary(cells: Sequence[Cell]) -> TextTable:
-    """Return a row for each method and kind of grids: mean and standard deviation over the seeds.
-
-    The spread is of the perplexity; where a seed gave no result, the row says so.
-    """
+    """Return a row for each method and kind of grids: means over the seeds, and the perplexity's spread."""
     texts, phases = texts_of(cells), phases_of(cells)
     head = ["method", "bits"]
     for text in texts:
@@ -113,9 +107,10 @@ def summary(cells: Sequence[Cell]) -> TextTable:
                 row.append(_mean([c.perplexity(text) for c in seeds], 3, spread=True))
                 row.append(_mean([c.relative_loss(text) for c in seeds], 3))
             row += [_mean([c.seconds(phase) for c in seeds], 1) for phase in phases]
-            peaks = [None if c.peak_bytes is None else c.peak_bytes / GB for c in seeds]
-            packed = _mean([c.megabytes for c in seeds], 2)
-            rows.append([*row, packed, _mean(peaks, 2), _states(seeds)])
+            row.append(_mean([c.megabytes for c in seeds], 2))
+            row.append(_mean([c.peak_bytes and c.peak_bytes / GB for c in seeds], 2))
+            failed = [f"seed {c.seed}: {c.state}" for c in seeds if c.metrics is None]
+            rows.append([*row, "; ".join([f"{len(seeds) - len(failed)} of {len(seeds)}", *failed])])
     return TextTable(head, rows)
 
 
@@ -127,18 +122,8 @@ def _mean(values: Sequence[float | None], digits: int, *, spread: bool = False) 
     return f"{mean(known):.{digits}f}{deviation}"
 
 
-def _states(seeds: Sequence[Cell]) -> str:
-    """Return how many runs the row is the mean of, and why the others are not in it."""
-    finished = sum(cell.state == "finished" for cell in seeds)
-    failed = [f"seed {c.seed}: {c.state}" for c in seeds if c.state != "finished"]
-    return "; ".join([f"{finished} of {len(seeds)}", *failed])
-
-
 def cells_csv(cells: Sequence[Cell]) -> str:
-    """Return a line for each cell, with its numbers unrounded.
-
-    Beside the perplexity on each text stand those of the original model and of nearest rounding.
-    """
+    """Return a line for each cell, with its numbers unrounded, and the perplexities of ``REFERENCES``."""
     texts, phases = texts_of(cells), phases_of(cells)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -149,25 +134,24 @@ def cells_csv(cells: Sequence[Cell]) -> str:
     for cell in cells:
         row: list[Any] = [cell.method, cell.grids, cell.seed, cell.state]
         for text in texts:
-            row += [cell.perplexity(text), *(cell.perplexity(text, kind) for kind in REFERENCES)]
+            row += [cell.perplexity(text, kind) for kind in ("quantized", *REFERENCES)]
             row.append(cell.relative_loss(text))
-        seconds = (cell.seconds(phase) for phase in phases)
-        writer.writerow([*row, *seconds, cell.peak_bytes, cell.megabytes])
+        row += [cell.seconds(phase) for phase in phases]
+        writer.writerow([*row, cell.peak_bytes, cell.megabytes])
     return out.getvalue()
 
 
 def figure(cells: Sequence[Cell]) -> "Figure | None":
-    """Return perplexity over size, and over time in one panel for each bit width or format.
+    """Return the first text's perplexity over size, and over time in a panel for each bit width or format.
 
-    None where nothing was measured. The perplexity belongs to the first text. A point is the mean over the
-    seeds; a method looks the same in all panels. Raises ModuleNotFoundError without matplotlib.
+    None where nothing was measured. A point is the mean over the seeds; a method looks the same in all
+    panels. Raises ModuleNotFoundError without matplotlib.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
 
     from aespa_pl.report.picture import MARKERS, SERIES, style  # noqa: PLC0415 (needs matplotlib)
 
-    texts = texts_of(cells)
-    if not texts:
+    if not (texts := texts_of(cells)):
         return None
     widths = list(dict.fromkeys(cell.grids for cell in cells))
     methods = list(dict.fromkeys(cell.method for cell in cells))

@@ -1,16 +1,29 @@
-"""Make the page: tables and maps about one run, or about several side by side."""
+"""Make the page about runs: how good they are in words and tables, where they lost, and what it cost."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from aespa_pl import __version__
-from aespa_pl.report import maps, mixture, results
+from aespa_pl.evaluation.table import ABSENT, KINDS, TextTable, joined_results
+from aespa_pl.measure import duration, human
+from aespa_pl.report import maps
 from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, saved, style
 from aespa_pl.report.stored import StoredRun
+
+SIZES = (
+    (0.01, "is as good as the original to within 1 %"),
+    (0.05, "is slightly worse than the original"),
+    (0.15, "is clearly worse than the original"),
+    (0.50, "is much worse than the original"),
+    (np.inf, "is far worse than the original"),
+)
+"""Words on the result, each with the largest rise of the perplexity that it is said of."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +53,13 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
                 "Bits of a weight, by projection",
                 "What quantization.target has chosen, so that the end loss suffers least: the bits that a "
                 "weight takes.",
-                [mixture.width_map(run, chosen, width) for run, chosen in sized],
+                [maps.width_map(run, chosen, width) for run, chosen in sized],
             ),
             Section(
                 "sizes",
                 "Size and predicted divergence",
                 "What more bytes would buy: the least divergence that is predicted at each size of the file.",
-                [mixture.size_curve(run, chosen, width) for run, chosen in sized],
+                [maps.size_curve(run, chosen, width) for run, chosen in sized],
             ),
             Section(
                 "final-loss",
@@ -72,13 +85,13 @@ def render(runs: Sequence[StoredRun], drawn: Sequence[Section]) -> str:
         runs=runs,
         sections=drawn,
         svg=lambda figure, name: Markup(for_page(figure, name)),  # noqa: S704 - matplotlib escapes
-        verdict=results.verdict,
-        where_lost=results.where_lost,
-        differences=results.differences(runs),
-        results=results.result_table(runs),
-        costs=results.cost_table(runs),
-        settings=results.by_key(runs, [run.settings for run in runs]),
-        versions=results.by_key(runs, [run.versions for run in runs]),
+        verdict=verdict,
+        where_lost=where_lost,
+        differences=differences(runs),
+        results=result_table(runs),
+        costs=by_key(runs, [costs_of(run) for run in runs], numbers=True),
+        settings=by_key(runs, [run.settings for run in runs]),
+        versions=by_key(runs, [run.versions for run in runs]),
     )
 
 
@@ -89,3 +102,88 @@ def write_figures(drawn: Sequence[Section], folder: Path, kind: str) -> None:
         for number, picture in enumerate(section.pictures):
             if picture.figure is not None:
                 (folder / f"{section.id(number)}.{kind}").write_bytes(saved(picture.figure, kind))
+
+
+def verdict(run: StoredRun) -> str:
+    """Return how much worse the quantized model is, on the text where it loses most."""
+    by_kind: Mapping[str, Mapping[str, float]] = run.metrics.get("perplexity", {})
+    originals, results = by_kind.get("original", {}), by_kind.get("quantized", {})
+    rises = {text: value / originals[text] - 1 for text, value in results.items() if text in originals}
+    if not rises:
+        return (
+            "Not measured by this run. Measure it with aespa-pl test and the run's config.yaml, with at "
+            "least one text in data.evaluation.texts."
+        )
+    text = max(rises, key=rises.__getitem__)
+    rise = rises[text]
+    original, quantized, nearest = originals[text], results[text], by_kind.get("nearest", {}).get(text)
+    words = next(words for limit, words in SIZES if rise <= limit)
+    rest = ""
+    if nearest is not None and nearest > original:
+        avoided = 1 - np.log(quantized / original) / np.log(nearest / original)
+        rest = (
+            f"; round-to-nearest would give {nearest:.2f}, so {100 * avoided:.0f} % of its loss "
+            "(in nats) is avoided"
+        )
+    change = f"from {original:.2f} to {quantized:.2f} ({100 * rise:+.0f} %)"
+    return f"The quantized model {words}: on {text} the perplexity goes {change}{rest}."
+
+
+def where_lost(run: StoredRun) -> str:
+    """Return which projections keep most of nearest rounding's loss, in one sentence."""
+    names = ", ".join(maps.worst_first(maps.final_ratios(run))[:3])
+    if not names:
+        return "Where it was lost is not known: no block is finished."
+    return f"Most of nearest rounding's loss is left in {names}; 1 is nearest rounding's own."
+
+
+def result_table(runs: Sequence[StoredRun]) -> TextTable:
+    """Return what was measured, a row for each model."""
+    measured = []
+    for run in runs:
+        before = f"{run.name}, " if len(runs) > 1 else ""
+        measured.append((run.metrics, {kind: before + words for kind, words in KINDS.items()}))
+    return joined_results(measured)
+
+
+def differences(runs: Sequence[StoredRun]) -> TextTable:
+    """Return the settings in which the runs differ, without where they were written to."""
+    table = by_key(runs, [run.settings for run in runs])
+    places = ("output.folder", "output.name")
+    rows = [row for row in table.rows if len(set(row[1:])) > 1 and row[0] not in places]
+    return TextTable(table.head, rows, numbers=False)
+
+
+def costs_of(run: StoredRun) -> dict[str, str]:
+    """Return size, time by phase and memory."""
+    blocks, tuned = run.journal.blocks.values(), run.journal.tuned
+    costs = {"blocks finished": str(len(blocks))}
+    if weights := run.shape.get("weights"):
+        costs["weights of these blocks"] = f"{weights:,.0f}"
+    if bits := run.shape.get("bits_per_weight"):
+        costs["bits per weight, with scales"] = f"{bits:.3f}"
+    phases: dict[str, float] = {}
+    for taken in (*(record.seconds for record in blocks), tuned.seconds if tuned else {}):
+        for phase, seconds in taken.items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    total = sum(phases.values())
+    for phase, seconds in phases.items():
+        costs[phase] = f"{duration(seconds)} ({100 * seconds / total:.0f} %)" if total else ABSENT
+    if total:
+        costs["all phases"] = duration(total)
+    if seconds := run.metrics.get("seconds", {}).get("quantization"):
+        costs["quantization, wall clock"] = duration(seconds)
+    peaks = [*(record.peak_bytes for record in blocks), run.metrics.get("peak_bytes", {})]
+    for place in ("host", "device"):
+        if most := max(peak.get(place, 0) for peak in peaks):
+            costs[f"{place} memory, peak"] = human(most, "B")
+    return costs
+
+
+def by_key(
+    runs: Sequence[StoredRun], columns: Sequence[Mapping[str, Any]], *, numbers: bool = False
+) -> TextTable:
+    """Return a row for each key of any run, a column for each run."""
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    rows = [[key, *(str(column.get(key, ABSENT)) for column in columns)] for key in keys]
+    return TextTable(["", *(run.name for run in runs)], rows, numbers)

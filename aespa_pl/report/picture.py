@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 WIDE, HALF = 11.6, 5.7
@@ -54,29 +52,20 @@ def style() -> Iterator[None]:
     """Draw in our colours and sizes for the time of this context."""
     ink, muted, grid, panel, _ = (light for light, _ in PALETTE.values())
     settings: dict[Any, Any] = {
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), ink),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), muted),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), panel),
+        **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         "text.parse_math": False,  # a dollar sign in a name is no formula
         "svg.fonttype": "none",  # text stays text: it can be searched, and is read aloud
         "svg.hashsalt": "aespa_pl",  # the same figure gives the same file
         "font.family": "sans-serif",
         "font.size": 9,
         "axes.labelsize": 9,
-        "xtick.labelsize": 8,
-        "ytick.labelsize": 8,
-        "legend.fontsize": 8,
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "axes.titlecolor": ink,
-        "axes.edgecolor": muted,
-        "xtick.color": muted,
-        "ytick.color": muted,
-        "grid.color": grid,
         "axes.grid": True,
         "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "figure.facecolor": panel,
-        "axes.facecolor": panel,
-        "legend.frameon": False,
+        "grid.color": grid,
     }
     with mpl.rc_context(settings):
         yield
@@ -100,15 +89,3 @@ def for_page(figure: Figure, name: str) -> str:
         svg,
         count=1,
     )
-
-
-def on_heat(place: float) -> str:
-    """Return white or black, whichever can be read on the heat map at ``place``, 0 to 1, of its range."""
-    red, green, blue, _ = mpl.colormaps[HEAT](place)
-    return "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "#000000"
-
-
-def block_ticks(axes: Axes, blocks: list[int], most: int = 12) -> None:
-    """Label the x axis with block numbers, at most ``most`` of them."""
-    step = int(np.ceil(len(blocks) / most))
-    axes.set_xticks(np.arange(0, len(blocks), step) + 0.5, [str(block) for block in blocks[::step]])

@@ -51,11 +51,6 @@ class StoredRun:
         }
 
     @property
-    def projections(self) -> list[str]:
-        """Return the names of the projections, in the order of the block."""
-        return list(dict.fromkeys(projection for _, projection in self.losses))
-
-    @property
     def command(self) -> str:
         """Return the command that makes the run again."""
         return f"aespa-pl fit --config {shlex.quote(str(self.journal.folder / 'config.yaml'))}"

@@ -1,8 +1,4 @@
-"""Show a run in TensorBoard beside its curves: its settings, and an entry among the hparams.
-
-TensorBoard sorts tags by name and shows the first group opened, so a tag that shall come first says so in
-its name.
-"""
+"""Show a run in TensorBoard beside its curves: its settings, and an entry among the hparams."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,18 +24,8 @@ def show_configuration(writer: SummaryWriter, text: str) -> None:
 def show_result(
     writer: SummaryWriter, settings: Mapping[str, Any], perplexity: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """Add one entry to the hparams tab: the settings of a run, with its final perplexities.
-
-    The keys of settings are joined by dots; perplexities are by kind of model and text (``metrics.json``).
-    """
-    results = {
-        f"perplexity/{kind}/{text}": value
-        for kind, texts in perplexity.items()
-        for text, value in texts.items()
-    }
-    values = {
-        key: value if isinstance(value, bool | int | float | str) else str(value)
-        for key, value in settings.items()
-    }
+    """Add an entry to the hparams tab: settings by keys joined by dots, and perplexities by kind and text."""
+    results = {f"perplexity/{kind}/{text}": x for kind, of in perplexity.items() for text, x in of.items()}
+    values = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
     # run_name ".": torch would make a folder of its own, named by the time, which is a second run
     writer.add_hparams(values, results, run_name=".")

@@ -1,16 +1,42 @@
 """Choose the candidate of every matrix, so that the predicted end loss is least at a given size."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aespa_pl.algorithm.allocation import Allocation, allocate
 from aespa_pl.errors import UserError
 from aespa_pl.sizing.matrices import SizedMatrix
-from aespa_pl.sizing.target import Target
 
+UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+SIZE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([KMG]i?B)", re.IGNORECASE)
 POINTS = 60
 """Sizes of the curve of size against predicted divergence."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Holds a size, ``quantization.target``: one of both is None."""
+
+    bytes: float | None
+    """Bytes of the whole file at most."""
+    bits: float | None
+    """Mean bits of a weight of the quantized matrices at most."""
+
+    @classmethod
+    def of(cls, given: float | str) -> "Target":
+        """Read what a user gave. Raises UserError where it is no size."""
+        if isinstance(given, str) and (size := SIZE.fullmatch(given.strip())):
+            return cls(float(size[1]) * UNITS[size[2].lower()], None)
+        try:
+            return cls(None, float(given))
+        except ValueError as error:
+            raise UserError(
+                f"quantization.target is {given}: expected a size such as 3.5 GB or 300 MB, or bits a "
+                "weight such as 2.75"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -29,25 +55,10 @@ class Choices:
         values = [[of[c] for c in m.costs] for m, of in zip(matrices, losses, strict=True)]
         return cls(matrices, losses, allocate(costs, values))
 
-    @property
-    def weights(self) -> int:
-        """Return the number of weights."""
-        return sum(m.weights for m in self.matrices)
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        """Return the least and the largest bytes of all matrices together."""
-        least = sum(min(m.costs.values()) for m in self.matrices)
-        return least, sum(max(m.costs.values()) for m in self.matrices)
-
     def best(self, limit: float) -> dict[str, str]:
         """Return the candidate of each key for a limit of bytes, which is not below the least."""
-        chosen = self.allocation.best(int(limit))
-        return {
-            key: list(m.costs)[number]
-            for m, number in zip(self.matrices, chosen, strict=True)
-            for key in m.keys
-        }
+        chosen = zip(self.matrices, self.allocation.best(int(limit)), strict=True)
+        return {key: list(m.costs)[number] for m, number in chosen for key in m.keys}
 
     def bytes(self, chosen: Mapping[str, str]) -> int:
         """Return the bytes of the matrices."""
@@ -69,34 +80,70 @@ class Choices:
 
 
 def limit_of(target: Target, given: object, choices: Choices, other: int) -> float:
-    """Return the bytes that a target leaves to the matrices.
+    """Return the bytes that a target, ``given`` by the user, leaves to the matrices of a file.
 
-    Args:
-        target: The target.
-        given: What the user wrote.
-        choices: Matrices and candidates.
-        other: Bytes of the file that belong to none of the matrices.
-
-    Raises:
-        UserError: The model can't be so small, or needs no choice to be so large.
+    ``other`` bytes of it are no matrices. Raises UserError where the model can't be so small, or needs no
+    choice to be so large.
     """
-    least, most = choices.limits
+    least, most = (sum(limit(m.costs.values()) for m in choices.matrices) for limit in (min, max))
     if target.bits is not None:
-        limit = target.bits * choices.weights / 8
-        low, high, digits, words = (
-            least * 8 / choices.weights,
-            most * 8 / choices.weights,
-            2,
-            "bits a weight",
-        )
+        unit, words, digits, beside = sum(m.weights for m in choices.matrices) / 8, "bits a weight", 2, 0
+        limit = target.bits * unit
     else:
+        unit, words, digits, beside = 1e6, "MB", 3, other
+        if most + other >= 1e9:
+            unit, words = 1e9, "GB"
         limit = (target.bytes or 0) - other
-        unit, words = (1e9, "GB") if most + other >= 1e9 else (1e6, "MB")
-        low, high, digits = (other + least) / unit, (other + most) / unit, 3
     if least <= limit <= most * 1.01:
         return limit
-    low = math.ceil(low * 10**digits) / 10**digits  # this size is possible itself
+    low = math.ceil((beside + least) / unit * 10**digits) / 10**digits  # this size is possible itself
     raise UserError(
-        f"quantization.target is {given}, and this model can have {low:.{digits}f} to {high:.{digits}f} "
-        f"{words}: choose a size between them"
+        f"quantization.target is {given}, and this model can have {low:.{digits}f} to "
+        f"{(beside + most) / unit:.{digits}f} {words}: choose a size between them"
     )
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Holds what was chosen for a target."""
+
+    chosen: Mapping[str, str]
+    """Block type, or bits, by ``BLOCK.PROJECTION``, ``embedding`` and ``head``."""
+    predicted: float
+    """Predicted KL divergence from the original, in nats per token."""
+    bytes: int
+    """Size of the whole file."""
+    curve: list[tuple[int, float]]
+    """Sizes of the whole file with the least predicted divergence of each."""
+    others: Mapping[str, tuple[int, float]]
+    """Size and predicted divergence of llama.cpp's mixtures, by name."""
+
+    @property
+    def words(self) -> str:
+        """Return types, size and prediction in words."""
+        return (
+            f"{counted(self.chosen)}: a file of {self.bytes / 1e6:.2f} MB, predicted KL divergence "
+            f"{self.predicted:.3g} nats per token"
+        )
+
+    def lines(self) -> list[str]:
+        """Return the choice in words, a line for each projection: types with their blocks."""
+        of_name: dict[str, dict[str, list[str]]] = {}
+        for key, chosen in self.chosen.items():
+            block, _, name = key.rpartition(".")
+            of_name.setdefault(name, {}).setdefault(chosen, []).append(block)
+        lines = []
+        for name, kinds in of_name.items():
+            places = [(_kind(c), ", ".join(blocks)) for c, blocks in sorted(kinds.items())]
+            lines.append(f"{name}: " + "; ".join(f"{k} in {where}" if where else k for k, where in places))
+        return lines
+
+
+def counted(chosen: Mapping[str, str]) -> str:
+    """Return how many projections have each type, or bits, in words."""
+    counts = Counter(chosen.values())
+    return ", ".join(f"{count} x {_kind(c)}" for c, count in sorted(counts.items()))
+
+
+def _kind(chosen: str) -> str:
+    return f"{chosen} bits" if chosen.isdigit() else chosen

@@ -1,14 +1,23 @@
-"""List the matrices of a model with their candidates: block types of llama.cpp, or bits of uniform grids."""
+"""List the matrices of a model with their candidates, and the bytes and the end loss of each.
 
-from collections.abc import Callable, Mapping
+A candidate is a block type of llama.cpp, or the bits of uniform grids.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm.end_loss import predicted, uncompensated
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.quantizer import GridFormat
+from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, end_loss
 from aespa_pl.evaluation.size import SCALE_BITS
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES
 from aespa_pl.export.gguf_size import padded
 from aespa_pl.models.family import BlockLayout, Projection
+from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 
@@ -17,6 +26,10 @@ NARROW = ("Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Candidates for rows that are whole blocks of 256 columns, and for others."""
 BITS = tuple(str(bits) for bits in range(2, 9))
 ENDS = ("embedding", "head")
+ROWS = 256
+"""Rows of a matrix that are rounded for the prediction; they stand for all."""
+SEED = 0
+"""Seed of the labels."""
 
 
 @dataclass(frozen=True)
@@ -30,32 +43,31 @@ class SizedMatrix:
     """Bytes by candidate: the name of a block type, or bits."""
 
 
+def fitting_types(columns: int) -> tuple[str, ...]:
+    """Return the block types for a row of so many columns, of which each is a candidate."""
+    types = WIDE if TYPES[WIDE[0]].fits(columns) else NARROW
+    return tuple(kind for kind in types if TYPES[kind].fits(columns))
+
+
 def typed_matrices(
     layouts: tuple[BlockLayout, ...],
     shape: Shape,
     fixed: Mapping[str, str],
     *,
     tied: bool,
-    candidates: Callable[[int], tuple[str, ...]] | None = None,
+    candidates: Callable[[int], tuple[str, ...]] = fitting_types,
 ) -> list[SizedMatrix]:
-    """Return every matrix with the block types that hold its rows.
+    """Return every matrix with the block types that ``candidates`` returns for its columns.
 
-    Args:
-        layouts: Layout of each block.
-        shape: Shape of the model.
-        fixed: Types that the user has chosen, by the keys of ``SizedMatrix``.
-        tied: Whether the head is the embedding.
-        candidates: Returns the types for a row of so many columns; None: those that hold whole rows.
+    ``fixed`` are types that the user has chosen, by the keys of ``SizedMatrix``; ``tied``: without a head.
     """
-    of_width = candidates or fitting_types
 
     def sized(keys: tuple[str, ...], rows: int, columns: int) -> SizedMatrix:
-        types = (fixed[keys[0]],) if keys[0] in fixed else of_width(columns)
+        types = (fixed[keys[0]],) if keys[0] in fixed else candidates(columns)
         costs = {k: padded(int(rows * columns * BLOCK_TYPES[k].bits / 8)) for k in types}
         return SizedMatrix(keys, rows * columns, costs)
 
-    ends = ENDS[:1] if tied else ENDS
-    found = [sized((end,), shape.vocabulary, shape.hidden) for end in ends]
+    found = [sized((end,), shape.vocabulary, shape.hidden) for end in (ENDS[:1] if tied else ENDS)]
     return found + [sized(*each) for each in _in_blocks(layouts, shape)]
 
 
@@ -71,19 +83,6 @@ def uniform_matrices(
         return SizedMatrix(keys, rows * columns, costs)
 
     return [sized(*each) for each in _in_blocks(layouts, shape)]
-
-
-def fitting_types(columns: int) -> tuple[str, ...]:
-    """Return the block types for a row of so many columns, of which each is a candidate."""
-    types = WIDE if TYPES[WIDE[0]].fits(columns) else NARROW
-    return tuple(kind for kind in types if TYPES[kind].fits(columns))
-
-
-def form_of(candidate: str, settings: QuantizationSettings) -> GridFormat:
-    """Return the grids of a candidate."""
-    if candidate in TYPES:
-        return GridFormat.of(TYPES[candidate])
-    return GridFormat(int(candidate), settings.symmetric, settings.group_size)
 
 
 def _in_blocks(layouts: tuple[BlockLayout, ...], shape: Shape) -> list[tuple[tuple[str, ...], int, int]]:
@@ -106,3 +105,40 @@ def _matrix_of(projection: Projection, layout: BlockLayout) -> str:
     if mixture is not None and projection.module.startswith(f"{mixture.experts}."):
         return projection.module.rpartition(".")[2]
     return projection.module
+
+
+def predicted_losses(
+    source: StreamedModel,
+    tokens: Tensor,
+    matrices: Sequence[SizedMatrix],
+    settings: QuantizationSettings,
+    after: Callable[[], None] = lambda: None,
+) -> list[dict[str, float]]:
+    """Return the predicted rise of the end loss, in nats per token, of each matrix by candidate.
+
+    A few of the calibration segments ``tokens``, ``[segments, L]``, are used; ``after`` is called after each
+    projection.
+    """
+    losses = [dict.fromkeys(m.costs, 0.0) for m in matrices]
+    of_key = {key: of for m, of in zip(matrices, losses, strict=True) for key in m.keys}
+    tied = "head" not in of_key
+    inputs, D = None, torch.empty(0)  # of the group under way
+    for seen in end_loss(source, tokens[:SEGMENTS, :LENGTH], seed=SEED):
+        key = seen.name if seen.block is None else f"{seen.block}.{seen.name}"
+        key = "embedding" if key == "head" and tied else key
+        if key in of_key:
+            if seen.inputs is None:  # of an embedding, which is rounded without compensation
+                D = torch.ones(seen.weight.shape[1], device=seen.weight.device)
+            elif seen.inputs is not inputs:
+                damping = TIED_DAMPING if seen.block is None and tied else settings.damping
+                D = uncompensated(seen.inputs, damping)
+            inputs = seen.inputs
+            gradients = seen.gradients if seen.gradients.dim() > 1 else seen.gradients[:, None]
+            for kind in of_key[key]:
+                if kind in TYPES:
+                    form = GridFormat.of(TYPES[kind])
+                else:
+                    form = GridFormat(int(kind), settings.symmetric, settings.group_size)
+                of_key[key][kind] += predicted(seen.weight, gradients, D, form, ROWS)
+        after()
+    return losses

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import datasets
 import pytest
 
 from aespa_pl.data import texts
-from aespa_pl.data.texts import Text, calibration_text, evaluation_text, short_names
+from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, Text, find_text, short_names
 from aespa_pl.errors import UserError
 
 NAMED = ["c4", "wikitext2", "ptb"]
+calibration_text = partial(find_text, key=CALIBRATION_KEY)
+evaluation_text = partial(find_text, key=EVALUATION_KEY)
 READERS = {"calibration": calibration_text, "evaluation": evaluation_text}
 
 

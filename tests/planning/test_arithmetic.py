@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aespa_pl.planning.arithmetic import LEARNED, block_flops, product_rate
+from aespa_pl.planning.estimate import LEARNED, block_flops, needs_of, product_rate
 from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup
-from aespa_pl.planning.table import needs_of
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import DataSettings, ObjectiveSettings, QuantizationSettings, RoundingSettings
 from tests.planning.shapes import PAPER, WORK, setup, shape

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from aespa_pl.distributed.processes import World
+from aespa_pl.planning.estimate import needs_of, rows_of
 from aespa_pl.planning.needs import PROCESS_BYTES, hidden_bytes
 from aespa_pl.planning.shape import Devices, Setup
-from aespa_pl.planning.table import needs_of, rows_of
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import DataSettings, ModelTuningSettings, QuantizationSettings
 from tests.planning.shapes import PAPER, WORK, device_bytes, shape

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from aespa_pl.models.family import Role
-from aespa_pl.planning.arithmetic import block_flops
+from aespa_pl.planning.estimate import block_flops
 from aespa_pl.planning.needs import batch_bytes, disk_bytes, hessian_bytes, host_bytes, shifts
 from aespa_pl.planning.shape import Work
 from aespa_pl.resolve import resolved

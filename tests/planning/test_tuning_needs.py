@@ -11,11 +11,10 @@ from aespa_pl.commands.limits import refuse_tuning
 from aespa_pl.errors import UserError
 from aespa_pl.measure import human
 from aespa_pl.planning import budget
-from aespa_pl.planning.arithmetic import block_flops
 from aespa_pl.planning.budget import RESERVE, resolved_place
+from aespa_pl.planning.estimate import block_flops, needs_of
 from aespa_pl.planning.needs import hidden_bytes
 from aespa_pl.planning.shape import Devices, Setup, Work
-from aespa_pl.planning.table import needs_of
 from aespa_pl.planning.tuning import model_bytes, recomputes, streaming_bytes
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (

@@ -20,7 +20,7 @@ from tests.report.simulated import simulate
 if find_spec("matplotlib") is None or find_spec("jinja2") is None:
     pytest.skip("matplotlib is not installed: pip install 'aespa-pl[report]'", allow_module_level=True)
 
-from aespa_pl.report import maps, results
+from aespa_pl.report import maps, page
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_run_without_a_finished_block_still_gives_a_page(tmp_path: Path) -> No
 @pytest.mark.usefixtures("undrawn")
 def test_settings_that_differ_come_first(tmp_path: Path) -> None:
     folders = [simulate(tmp_path / f"run_{bits}/version_0", 1, bits=bits) for bits in (2, 4)]
-    table = results.differences([read_run(folder) for folder in folders])
+    table = page.differences([read_run(folder) for folder in folders])
     assert table.rows == [["quantization.bits", "2", "4"]]
     text = write_page(tmp_path / "page", *folders).read_text()
     assert text.index('id="differences"') < text.index('id="results"')
@@ -65,11 +65,11 @@ def test_the_verdict_is_the_arithmetic_of_the_perplexities(
     perplexity = {"original": {"t": 10.0}, "quantized": {"t": quantized}}
     (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))
     said = f"The quantized model {words}: on t the perplexity goes from 10.00 to {rest}"
-    assert results.verdict(read_run(folder)) == f"{said}."
+    assert page.verdict(read_run(folder)) == f"{said}."
     perplexity["nearest"] = {"t": 1000.0}
     (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity}))
     avoided = round(100 * (1 - math.log(quantized / 10) / math.log(100)))
-    assert results.verdict(read_run(folder)) == (
+    assert page.verdict(read_run(folder)) == (
         f"{said}; round-to-nearest would give 1000.00, so {avoided} % of its loss (in nats) is avoided."
     )
 
@@ -78,7 +78,7 @@ def test_later_measurements_are_shown_instead_of_the_runs_own(tmp_path: Path) ->
     folder = simulate(tmp_path / "run/version_0", 1, extras=False)
     later = {"perplexity": {"original": {"c4": 10.0}, "quantized": {"c4": 11.0}}}
     (folder / "test.json").write_text(json.dumps(later))
-    table = results.result_table([read_run(folder)])
+    table = page.result_table([read_run(folder)])
     assert table.head[:3] == ["", "perplexity, wikitext2", "perplexity, c4"]
     assert [row[:3] for row in table.rows] == [
         ["original", "20.000", "10.000"],
@@ -96,7 +96,7 @@ def test_the_page_has_the_table_of_the_terminal_with_the_names_of_the_runs(tmp_p
     folders = [simulate(tmp_path / f"run_{n}/version_0", 1, extras=False) for n in (0, 1)]
     (folders[0] / "metrics.json").write_text(json.dumps(metrics))
     (folders[1] / "metrics.json").write_text(json.dumps({"perplexity": {"quantized": {"u": 9.0}}}))
-    table = results.result_table([read_run(folder) for folder in folders])
+    table = page.result_table([read_run(folder) for folder in folders])
     assert table.head == ["", "perplexity, t", "perplexity, u", "piqa, %", "seconds"]
     assert table.rows == [
         ["run_0/version_0, original", "10.000", "-", "-", "-"],
@@ -104,7 +104,7 @@ def test_the_page_has_the_table_of_the_terminal_with_the_names_of_the_runs(tmp_p
         ["run_0/version_0, quantized", "11.000", "-", "50.0 ± 1.0", "7"],
         ["run_1/version_0, quantized", "-", "9.000", "-", "-"],
     ]
-    table = results.result_table([read_run(folders[0])])
+    table = page.result_table([read_run(folders[0])])
     assert table == result_table(metrics)
 
 
@@ -118,7 +118,7 @@ def test_the_worst_projection_is_named(tmp_path: Path) -> None:
     picture = maps.final_loss_map(run, 10, (0, 2))
     assert "Least is gained in v_proj of block 1 (1.50)" in picture.caption
     assert "1 are worse than nearest rounding" in picture.caption
-    assert "v_proj of block 1 (1.50)" in results.where_lost(run)
+    assert "v_proj of block 1 (1.50)" in page.where_lost(run)
 
 
 def test_costs_are_the_journal_s(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_costs_are_the_journal_s(tmp_path: Path) -> None:
     }  # fmt: skip
     path.write_text(json.dumps(journal))
     run = read_run(folder)
-    costs = {row[0]: row[1] for row in results.cost_table([run]).rows}
+    costs = page.costs_of(run)
     assert costs["grid"] == "60.0 s (50 %)"
     assert costs["polish"] == "30.0 s (25 %)"
     assert costs["tuning the model"] == "30.0 s (25 %)"

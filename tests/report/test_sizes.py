@@ -14,7 +14,7 @@ from tests.report.simulated import simulate
 if find_spec("matplotlib") is None:
     pytest.skip("matplotlib is not installed", allow_module_level=True)
 
-from aespa_pl.report.mixture import size_curve, width_map
+from aespa_pl.report.maps import size_curve, width_map
 
 MIXTURE = {
     "chosen": {"embedding": "Q6_K", "0.q_proj": "Q2_K", "0.v_proj": "Q4_K", "1.q_proj": "Q8_0"},

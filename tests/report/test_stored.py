@@ -14,7 +14,7 @@ from aespa_pl.report.stored import StoredRun, read_run
 
 pytest.importorskip("matplotlib", reason="pip install 'aespa-pl[report]'")
 
-from aespa_pl.report import results
+from aespa_pl.report import page
 from tests.report.simulated import PROJECTIONS, WIDTH, simulate
 
 
@@ -23,7 +23,7 @@ def test_losses_and_settings_are_those_that_were_stored(tmp_path: Path) -> None:
     run = read_run(folder)
     journal = json.loads((folder / "journal.json").read_text())
     assert run.losses[1, "v_proj"] == journal["blocks"]["1"]["losses"]["v_proj"]
-    assert run.projections == list(PROJECTIONS)
+    assert list(dict.fromkeys(name for _, name in run.losses)) == list(PROJECTIONS)
     assert run.settings["quantization.bits"] == 3
     assert run.notes == ()
 
@@ -124,12 +124,12 @@ def test_any_shape_of_the_settings_gives_a_page(tmp_path: Path, content: str) ->
 
 def tables(run: StoredRun) -> None:
     """Make all words and tables of the page."""
-    results.verdict(run)
-    results.where_lost(run)
+    page.verdict(run)
+    page.where_lost(run)
     for table in (
-        results.result_table([run, run]),
-        results.cost_table([run]),
-        results.by_key([run], [run.settings]),
-        results.by_key([run], [run.versions]),
+        page.result_table([run, run]),
+        page.by_key([run], [page.costs_of(run)]),
+        page.by_key([run], [run.settings]),
+        page.by_key([run], [run.versions]),
     ):
         assert all(len(row) == len(table.head) for row in table.rows)

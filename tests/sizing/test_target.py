@@ -6,9 +6,8 @@ from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
-from aespa_pl.sizing.choose import Choices, limit_of
+from aespa_pl.sizing.choose import Choices, Target, limit_of
 from aespa_pl.sizing.matrices import SizedMatrix, fitting_types, uniform_matrices
-from aespa_pl.sizing.target import Target
 from tests.models.examples import EXAMPLES
 
 
