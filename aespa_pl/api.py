@@ -95,9 +95,8 @@ def quantize(
         settings: Settings by name: those of ``quantization`` (method, bits, group_size, symmetric ...),
             revision and dtype of the model, and ``data``, ``output`` and ``trainer`` as mappings.
 
-    Raises:
-        UserError: Something that was given can't work; the message says what to do.
-        KeyboardInterrupt: The run was interrupted; the message says how to continue it.
+    Raises UserError where something can't work, and KeyboardInterrupt where the run was interrupted; the
+    message says what to do.
     """
     files = [config] if isinstance(config, str | Path) else config
     options = [Option("config", str(file)) for file in files]
@@ -120,16 +119,11 @@ def quantize(
 
 
 def resume(folder: str | Path, *, trust: bool = False, progress: bool = True) -> QuantizedRun:
-    """Continue a run, or return a finished one.
+    """Continue the run of a folder (NAME/version_N), or return a finished one.
 
-    Args:
-        folder: Folder of the run (NAME/version_N).
-        trust: Let the configuration of a run from somebody else name callbacks, loggers and ``data.cache``.
-        progress: As for :func:`quantize`.
-
-    Raises:
-        UserError: There is no such run, or what it was made from has changed.
-        KeyboardInterrupt: It was interrupted again.
+    ``trust`` lets the configuration of a run from somebody else name callbacks, loggers and ``data.cache``;
+    ``progress`` is as for :func:`quantize`. Raises UserError where there is no such run or what it was made
+    from has changed, and KeyboardInterrupt where it was interrupted again.
     """
     options = [Option("ckpt_path", str(folder)), *([Option(TRUST, "true")] if trust else [])]
     return _fit(Arguments(tuple(options)), progress=progress)

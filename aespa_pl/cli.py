@@ -1,7 +1,4 @@
-"""Read the first word of a command line, and call the command that it names.
-
-Nothing large is imported here: ``--help``, a wrong command and a wrong key answer at once.
-"""
+"""Call the command that a command line names; help and mistakes answer before a large library is imported."""
 
 import importlib
 import sys

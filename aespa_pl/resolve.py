@@ -3,13 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS, Parametrization
 from aespa_pl.settings import QuantizationSettings
 
-T = TypeVar("T")
 RATE_WIDTH, LEAST_FACTOR = 192, 0.2
 """Hidden size up to which two learning rates hold, and the factor that is left of them at five times that
 and more: of integers in the tuning of blocks, and of scales end to end (docs/tuning.md)."""
@@ -74,12 +73,12 @@ def resolved(
         products = "tf32" if device == "cuda" else "float32"
     elif (products, device) == ("tf32", "cpu"):
         products = "float32"
-    filled = replace(_filled(settings, decided), products=products)
+    filled: QuantizationSettings = replace(_filled(settings, decided), products=products)
     _refuse_contradictions(filled)
     return filled
 
 
-def _filled(section: T, decided: Mapping[str, Any]) -> T:
+def _filled(section: Any, decided: Mapping[str, Any]) -> Any:
     """Return a section, and the sections in it, with what is decided in the place of nulls."""
     values = {}
     for name, value in decided.items():
@@ -88,7 +87,7 @@ def _filled(section: T, decided: Mapping[str, Any]) -> T:
             values[name] = _filled(given, value)
         elif given is None:
             values[name] = value
-    return replace(section, **values)  # type: ignore[type-var]
+    return replace(section, **values)
 
 
 def _refuse_contradictions(settings: QuantizationSettings) -> None:

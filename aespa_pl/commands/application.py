@@ -25,13 +25,16 @@ from aespa_pl.distributed.launch import end_with_launcher, launch, let_the_first
 from aespa_pl.distributed.processes import PeerLostError, World
 from aespa_pl.errors import EndedError, UserError
 from aespa_pl.models.headers import read_config
+from aespa_pl.models.hub import here
 from aespa_pl.planning.estimate import needs_of, product_rate, rows_of
 from aespa_pl.planning.shape import Devices
 from aespa_pl.progress import PlainConsole, WalkProgress
+from aespa_pl.resolve import resolved
 from aespa_pl.run.find import LAST, find_run
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
+from aespa_pl.settings import QuantizationSettings
 
 MEASURING_SECONDS = 2.0  # in which the rate of the device is measured
 MACHINE = re.compile(r"\s*(\d+\.?\d*)\s*GB\s*,\s*(\d+\.?\d*)\s*TFLOPS\s*")
@@ -81,8 +84,7 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
 
 def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
     if parsed.config.print_config:
-        device = first_trainer(parsed).strategy.root_device.type
-        sys.stdout.write(parsed.text(parsed.planned(device)))
+        sys.stdout.write(parsed.text(_planned(parsed)))
         return
     console = PlainConsole()
     run, metrics = quantize(parsed, interruption, console)
@@ -91,6 +93,16 @@ def _fit(parsed: AespaCLI, interruption: Interruption) -> None:
     if not parsed.trainer_section.fast_dev_run:
         console.print(f"quantized model: {run.model_folder}", soft_wrap=True)
     console.print(str(run.folder), soft_wrap=True)
+
+
+def _planned(parsed: AespaCLI) -> QuantizationSettings:
+    """Return the settings that a run would have; learning rates stay null where the model isn't here."""
+    device, model = first_trainer(parsed).strategy.root_device, parsed.settings.model
+    if (folder := here(model.pretrained, model.revision)) is not None:
+        return checked(parsed.settings, device, read_config(folder)).quantization
+    words = "%s is not on this machine, so learning rates that depend on its hidden size stay null"
+    logging.getLogger(__name__).warning(words, model.pretrained)
+    return resolved(parsed.settings.quantization, device.type, width=None)
 
 
 def _test(parsed: AespaCLI) -> None:

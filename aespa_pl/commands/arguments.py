@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -33,8 +32,7 @@ class Option(NamedTuple):
 
     key: str
     value: Any
-    file: str = ""
-    """Configuration that has the key; empty for the command line."""
+    file: str = ""  # configuration that has the key; empty for the command line
 
 
 @dataclass(frozen=True)
@@ -120,16 +118,14 @@ def _of_section(option: Option) -> list[Option]:
 def _configuration(name: str) -> Path:
     """Return the file of a configuration, here or of the package."""
     here = Path(name).expanduser()
+    packaged = {path.name: path for path in Path(__file__).parents[1].glob("configs/*.yaml")}
     if here.exists():
         return here
-    packaged = Path(str(files("aespa_pl"))) / "configs"
-    for candidate in (packaged / name, packaged / f"{name}.yaml"):
-        if candidate.is_file() and candidate.parent == packaged:
-            return candidate
-    known = ", ".join(sorted(path.name for path in packaged.glob("*.yaml")))
+    if found := packaged.get(name, packaged.get(f"{name}.yaml")):
+        return found
     raise UserError(
         f"config: there is no file {name} here, and none of that name comes with aespa-pl: give a "
-        f"file, or one of {known}"
+        f"file, or one of {', '.join(sorted(packaged))}"
     )
 
 

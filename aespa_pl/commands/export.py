@@ -10,7 +10,6 @@ from typing import Literal
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi
 from jsonargparse import auto_cli
-from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.commands.arguments import is_own
@@ -83,7 +82,12 @@ def export(
     files = {tensor.file for tensor in model.pretrained.tensors.values()}
     check_space(target, sum(file.stat().st_size for file in files), "--output")
     if push_to_hub is not None:
-        _refuse_no_login(push_to_hub)
+        try:
+            HfApi().whoami()
+        except Exception as error:  # which class that is depends on the HTTP library under the client
+            raise UserError(
+                f"--push_to_hub {push_to_hub}: the hub does not know who you are ({error}): hf auth login"
+            ) from error
     questions = that_fit(model, questions)
     own = {"format": format, "container_bits": container_bits, "embedding": embedding}
     options = " ".join(f"--{name} {value}" for name, value in own.items() if value is not None)
@@ -98,9 +102,9 @@ def export(
         answers = ask(model, chosen, partial, questions)
         verified = {agreement.engine: agreement.text for agreement in answers.agreements}
         write_text(partial / "README.md", model_card(model, chosen, command, verified, answers.beside))
-    _show(console, chosen, target, sizes, answers, rounded=chosen.rounded(model))
-    if remark := chosen.remark(model):
-        console.print(remark, soft_wrap=True)
+    console.print(_table(chosen, target, sizes))
+    for line in _lines(chosen, model, answers):
+        console.print(line, soft_wrap=True)
     if push_to_hub is not None:
         push(target, push_to_hub)
         console.print(f"pushed to https://huggingface.co/{push_to_hub}", soft_wrap=True)
@@ -150,24 +154,7 @@ def push(folder: Path, name: str) -> None:
         ) from error
 
 
-def _refuse_no_login(name: str) -> None:
-    try:
-        HfApi().whoami()
-    except Exception as error:  # which class that is depends on the HTTP library under the client
-        raise UserError(
-            f"--push_to_hub {name}: the hub does not know who you are ({error}): hf auth login"
-        ) from error
-
-
-def _show(
-    console: Console,
-    chosen: Format,
-    folder: Path,
-    sizes: Mapping[str, ClassSize],
-    answers: Asked,
-    *,
-    rounded: str | None,
-) -> None:
+def _table(chosen: Format, folder: Path, sizes: Mapping[str, ClassSize]) -> Table:
     table = Table(title=f"{chosen.name}: {folder.name}", title_justify="left")
     for heading in ("tensors", "weights", "bits a weight", "size", "original"):
         table.add_column(heading, justify="left" if heading == "tensors" else "right")
@@ -185,12 +172,16 @@ def _show(
             human(size.original, "B"),
             end_section=kind == [*sizes][-1],
         )
-    console.print(table)
+    return table
+
+
+def _lines(chosen: Format, model: QuantizedModel, answers: Asked) -> list[str]:
+    rounded, remark = chosen.rounded(model), chosen.remark(model)
     exactly = f"equal to the run, bit for bit{'' if rounded is None else f', except that {rounded}'}"
-    console.print(f"read back by {chosen.reader}: {exactly}", soft_wrap=True)
-    for agreement in answers.agreements:
-        console.print(f"{agreement.engine}: {agreement.text}", soft_wrap=True)
-    if answers.beside is not None:
-        console.print(f"beside the original: {answers.beside}", soft_wrap=True)
-    for engine, reason in answers.unchecked.items():
-        console.print(f"{engine}: not checked, {reason}", soft_wrap=True)
+    return [
+        f"read back by {chosen.reader}: {exactly}",
+        *(f"{agreement.engine}: {agreement.text}" for agreement in answers.agreements),
+        *([] if answers.beside is None else [f"beside the original: {answers.beside}"]),
+        *(f"{engine}: not checked, {reason}" for engine, reason in answers.unchecked.items()),
+        *([remark] if remark else []),
+    ]

@@ -39,8 +39,7 @@ class Checked(Settings):
 
     device: torch.device
     config: PreTrainedConfig
-    stored: torch.dtype
-    """Type of the weights in the model's files."""
+    stored: torch.dtype  # of the weights in the model's files
 
     @property
     def family(self) -> Family:

@@ -1,7 +1,6 @@
 """Parse the sections of a configuration, ours and Lightning's, alike in every command and the Python call."""
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -9,23 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from aespa_pl.commands.arguments import FREE, Arguments
-from aespa_pl.commands.job import checked
 from aespa_pl.commands.keys import OWN_KEYS, WALK_KEYS
 from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
-from aespa_pl.models.headers import read_config
-from aespa_pl.models.hub import here
-from aespa_pl.resolve import resolved
 from aespa_pl.settings import SECTIONS, QuantizationSettings, Settings, TaskSettings
-
-log = logging.getLogger(__name__)
 
 SMOKE_SEGMENTS, SMOKE_ITERATIONS, SMOKE_NAME = 4, 10, "_smoke_test"
 TRAINER_DEFAULTS = {  # that differ from Lightning's
@@ -52,24 +44,19 @@ def add_trainer(parser: ArgumentParser) -> None:
 class AespaCLI(LightningCLI):
     """Parses the sections of a command; the walk takes the place of Lightning's own subcommands."""
 
-    config: Namespace
-    """Values as they were given, from which the objects are made."""
+    config: Namespace  # values as they were given, from which the objects are made
 
     def __init__(self, arguments: Arguments, command: str) -> None:
         """Parse options that are already checked by :mod:`aespa_pl.commands.keys`."""
         self.arguments, self.command = arguments, command
+        options = {"exit_on_error": False, "allow_abbrev": False, "print_config": None}
         super().__init__(
             save_config_callback=None,  # the walk writes config.yaml
             seed_everything_default=False,  # our own code draws nothing from it
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             run=False,
-            parser_kwargs={
-                "prog": f"aespa-pl {command}",
-                "exit_on_error": False,
-                "allow_abbrev": False,
-                "print_config": None,
-            },
+            parser_kwargs={"prog": f"aespa-pl {command}", **options},
             args=arguments.words,
         )
 
@@ -141,16 +128,6 @@ class AespaCLI(LightningCLI):
         if data["cache"]:
             data["cache"] = _absolute(data["cache"], lambda _: True)
         return yaml.safe_dump(content, sort_keys=False)
-
-    def planned(self, device: str) -> QuantizationSettings:
-        """Return the settings that a run would have; learning rates stay null where the model isn't here."""
-        model, given = self.settings.model, self.settings.quantization
-        folder = here(model.pretrained, model.revision)
-        if folder is not None:
-            return checked(self.settings, torch.device(device), read_config(folder)).quantization
-        words = "%s is not on this machine, so learning rates that depend on its hidden size stay null"
-        log.warning(words, model.pretrained)
-        return resolved(given, device, width=None)
 
     def made(self, config: Any) -> Namespace:
         """Return a configuration's sections as objects. Raises UserError where one can't be made."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -38,13 +38,11 @@ from aespa_pl.tuning.data import held_back_and_steps
 
 log = logging.getLogger(__name__)
 
-Made = TypeVar("Made", bound=Logger)
 CHANGE_STEPS = (
     "GradientAccumulationScheduler", "StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder",
 )  # fmt: skip
 """Lightning's callbacks that change the steps, the rates or the batches of a training."""
-PRECISIONS = (None, 32, "32", "32-true")
-"""Values of trainer.precision that mean what Lightning means by them here."""
+PRECISIONS = (None, 32, "32", "32-true")  # that mean here what Lightning means by them
 
 
 @dataclass
@@ -52,15 +50,12 @@ class BlockTrainers:
     """Makes Trainer and loggers of each training of a run."""
 
     parsed: AespaCLI
-    saved: str
-    """The configuration as it is run, in YAML."""
-    first: Trainer
-    """Trainer of the same section, which knows the processes and the device."""
+    saved: str  # the configuration as it is run, in YAML
+    first: Trainer  # of the same section, which knows the processes and the device
     interruption: Interruption
     progress: WalkProgress
     world: World
-    mixture: Mixture | None = None
-    """What was chosen for a size, by this process."""
+    mixture: Mixture | None = None  # what was chosen for a size, by this process
     _walk: list[Logger] = field(default_factory=list)
 
     def begin(self, run: Run) -> Sequence[Logger]:
@@ -98,9 +93,8 @@ class BlockTrainers:
 
     def of_rounding(self, run: Run, training: Training) -> Trainer:
         """Return the Trainer that learns the rounding of a portion of a block."""
-        own: list[Callback] = [IterationProgress(self.progress)]
-        if histograms := self.parsed.settings.output.histograms:
-            own.append(RoundingHistograms(histograms))
+        histograms = self.parsed.settings.output.histograms
+        own = [IterationProgress(self.progress), *([RoundingHistograms(histograms)] if histograms else [])]
         iterations = self.parsed.settings.quantization.rounding.iterations
         folder, epochs = run.checkpoint_folder(training.block), epochs_of(iterations)  # bars show these
         return self._make(run, training, own, folder=folder, max_steps=iterations, max_epochs=epochs)
@@ -188,7 +182,7 @@ def chosen_loggers(parsed: AespaCLI) -> list[Namespace] | None:
     return loggers
 
 
-def _forgiven(logger: Made) -> Made:
+def _forgiven(logger: Logger) -> Logger:
     """Return a logger whose failure at its end is only said, because what was learned is worth more."""
     finalize = logger.finalize
 
