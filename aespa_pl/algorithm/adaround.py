@@ -22,8 +22,6 @@ STRETCH = 1.2
 """Width of the stretched sigmoid: it reaches from -0.1 to 1.1 and is cut at 0 and 1 (AdaRound)."""
 TINY = 1e-30
 """Its logarithm is finite, and any power of it 0 for all that follows."""
-Chunks = list[tuple[Tensor, ...]]
-"""Parts of rounding variables, base, gain, error and gradient."""
 CPU_CHUNK = 2**16
 """Elements for each thread; 2**15 to 2**17 were the fastest of 2**12 to 2**24."""
 
@@ -152,7 +150,7 @@ def rounding_loss(
     return RoundingLoss(reconstruction, penalty, gradient)
 
 
-def _error_in_chunks(tensors: tuple[Tensor, ...], workspace: Workspace) -> Chunks:
+def _error_in_chunks(tensors: tuple[Tensor, ...], workspace: Workspace) -> list[tuple[Tensor, ...]]:
     """Write the error ``base + gain h(B)``; return the tensors in parts that stay in a processor's cache."""
     size = CPU_CHUNK * torch.get_num_threads()
     chunks = list(zip(*(x.view(-1).split(size) for x in tensors), strict=True))
@@ -164,7 +162,7 @@ def _error_in_chunks(tensors: tuple[Tensor, ...], workspace: Workspace) -> Chunk
 
 
 def _gradient_in_chunks(
-    chunks: Chunks, weight: float, beta: float | None, workspace: Workspace
+    chunks: list[tuple[Tensor, ...]], weight: float, beta: float | None, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
     """Turn ``G dW H``, half of d reconstruction / d dW, into the gradient. Return loss, ``soft_penalty``."""
     reconstruction, penalty = (chunks[0][0].new_zeros(()) for _ in range(2))
