@@ -18,7 +18,7 @@ from aespa_pl.algorithm.adaround import (
     start,
     undecided,
 )
-from aespa_pl.algorithm.products import Precision, multiplying_in
+from aespa_pl.algorithm.objectives import Precision, multiplying_in
 from aespa_pl.algorithm.quantizer import Grid, quantize
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.curve_names import NOT_NEAREST, PENALTY, RECONSTRUCTION, ROUNDING_VARIABLES, UNDECIDED, tag
@@ -56,10 +56,9 @@ class Repetition(list[StatisticsBatch]):
 
 
 class StatisticsDataModule(LightningDataModule):
-    """Delivers the statistics of a block, which are on the device, again and again.
+    """Delivers the statistics of a block again and again; they are on the device.
 
-    Nothing in a batch depends on the amount of calibration data, and each batch is all of it: there
-    is no sampling noise in the gradients (Section 3.5 of the paper).
+    Each batch is all of the calibration data: gradients have no sampling noise (Section 3.5 of the paper).
     """
 
     def __init__(self, batch: StatisticsBatch) -> None:
@@ -183,10 +182,7 @@ class BlockRounding(LightningModule):
         optimizer.param_groups[0]["params"] = []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put all rows of the block into a checkpoint: any number of processes can go on with it.
-
-        The first process writes it; the others give their rows, and keep nothing.
-        """
+        """Put all rows into the first process's checkpoint: any number of processes can go on with it."""
         self._change_rows(checkpoint, _gather)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -223,8 +219,7 @@ class BlockRounding(LightningModule):
         for name, projection in self.named_projections():
             curves[tag(RECONSTRUCTION, name)] = losses[name].reconstruction
             curves[tag(PENALTY, name)] = losses[name].penalty
-            for kind, share in projection.decisions().items():
-                curves[tag(kind, name)] = share
+            curves |= {tag(kind, name): share for kind, share in projection.decisions().items()}
         curves = self._of_all_rows(curves)
         # all at once: the host waits for the device here, and nowhere else while it learns
         values = dict(zip(curves, torch.stack(list(curves.values())).tolist(), strict=True))

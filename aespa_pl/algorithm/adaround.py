@@ -14,17 +14,14 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from aespa_pl.algorithm.objectives import error_product
-from aespa_pl.algorithm.products import multiply, operand
+from aespa_pl.algorithm.objectives import error_product, multiply, operand
 from aespa_pl.algorithm.quantizer import Grid, split_zero
-from aespa_pl.algorithm.workspace import Workspace, chunk_elements, fused
+from aespa_pl.algorithm.workspace import Workspace, fused
 
 STRETCH = 1.2
 """Width of the stretched sigmoid: it reaches from -0.1 to 1.1 and is cut at 0 and 1 (AdaRound)."""
 TINY = 1e-30
 """Its logarithm is finite, and any power of it 0 for all that follows."""
-Chunks = list[tuple[Tensor, ...]]
-"""Parts of rounding variables, base, gain, error and gradient."""
 CPU_CHUNK = 2**16
 """Elements for each thread; 2**15 to 2**17 were the fastest of 2**12 to 2**24."""
 
@@ -105,10 +102,7 @@ def undecided(B: Float[Tensor, "..."], margin: float = 0.1) -> Float[Tensor, ""]
 def penalty_exponent(
     iteration: int, iterations: int, *, warmup: float, start: float, end: float
 ) -> float | None:
-    """Return beta of the rounding loss, or None while there is none.
-
-    After a part of the iterations, the ``warmup``, it changes linearly from ``start`` to ``end``.
-    """
+    """Return beta: None in the ``warmup`` part of the iterations, then linear from ``start`` to ``end``."""
     first = warmup * iterations
     if iteration < first:
         return None
@@ -138,8 +132,7 @@ def rounding_loss(
     if rounding.gain is None:
         soft_error(B, rounding.base, **rounding.kernel_arguments(), out=dW)
     else:
-        chunks = _chunks(B, rounding.base, rounding.gain, dW, gradient)
-        _error_in_chunks(chunks, workspace)
+        chunks = _error_in_chunks((B, rounding.base, rounding.gain, dW, gradient), workspace)
     if G is None:
         error_product(dW, H, out=gradient)
     else:
@@ -157,22 +150,19 @@ def rounding_loss(
     return RoundingLoss(reconstruction, penalty, gradient)
 
 
-def _chunks(*tensors: Tensor) -> Chunks:
-    """Return tensors of one shape in parts that stay in a processor's cache."""
-    size = chunk_elements(tensors[0], cpu=CPU_CHUNK, accelerator=tensors[0].numel())
-    return list(zip(*(x.view(-1).split(size) for x in tensors), strict=True))
-
-
-def _error_in_chunks(chunks: Chunks, workspace: Workspace) -> None:
-    """Write the error ``base + gain h(B)``."""
+def _error_in_chunks(tensors: tuple[Tensor, ...], workspace: Workspace) -> list[tuple[Tensor, ...]]:
+    """Write the error ``base + gain h(B)``; return the tensors in parts that stay in a processor's cache."""
+    size = CPU_CHUNK * torch.get_num_threads()
+    chunks = list(zip(*(x.view(-1).split(size) for x in tensors), strict=True))
     for b, base, gain, error, _ in chunks:
         h = workspace.like("h", b)
         torch.sigmoid(b, out=h).mul_(STRETCH).sub_((STRETCH - 1) / 2).clamp_(0, 1)
         torch.addcmul(base, gain, h, out=error)
+    return chunks
 
 
 def _gradient_in_chunks(
-    chunks: Chunks, weight: float, beta: float | None, workspace: Workspace
+    chunks: list[tuple[Tensor, ...]], weight: float, beta: float | None, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
     """Turn ``G dW H``, half of d reconstruction / d dW, into the gradient. Return loss, ``soft_penalty``."""
     reconstruction, penalty = (chunks[0][0].new_zeros(()) for _ in range(2))

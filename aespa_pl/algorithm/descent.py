@@ -77,7 +77,7 @@ def descend(
         q, newton, groups = integers.to(W.dtype, copy=True), -1 / (step * curvature), _groups(H, grid, G)
         units = _Units(q, errors, step, newton, times(errors, H), H, groups, G, grid.largest)
         if G is None and H.shape[0] == 1 and not heads_alone:
-            units = units.rows_alone()
+            units = units.changed(lambda x: x.flatten(0, 1)[:, None], H, units.groups, None)  # each row
         before = units.loss()  # [units, separable]
         current, loss = units.integers.clone(), before.sum(-1)
         taken = torch.zeros_like(loss, dtype=torch.long)
@@ -137,21 +137,16 @@ class _Units:
     G: Float[Tensor, "units rows rows"] | None
     largest: int
 
-    def rows_alone(self) -> "_Units":
-        """Return the same weights with each row as a unit."""
-        return self._with(lambda x: x.flatten(0, 1)[:, None], self.H, self.groups, None)
-
     def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
-        """Return some of the units, in their order."""
         if len(chosen) == len(self.errors):
             return self
         H, groups = self.H, self.groups
         if len(H) > 1:
             H, groups = H[chosen], [[(here, effects[chosen]) for here, effects in group] for group in groups]
         G = None if self.G is None else self.G[chosen]
-        return self._with(lambda x: x.index_select(0, chosen), H, groups, G)
+        return self.changed(lambda x: x.index_select(0, chosen), H, groups, G)
 
-    def _with(
+    def changed(
         self, change: Callable[[Tensor], Tensor], H: Tensor, groups: list[list[Columns]], G: Tensor | None
     ) -> "_Units":
         """Return other units, with the fields changed that have a number for each weight."""
@@ -165,7 +160,6 @@ class _Units:
         return (self.errors * (self.G @ self.R)).sum(-1).sum(-1, keepdim=True)
 
     def visit(self) -> None:
-        """Visit all integers once, in tiles of rows and columns."""
         asks = self.R.device.type == "cpu"
         if self.G is None:
             self._visit_independent_rows(asks=asks)
@@ -176,11 +170,9 @@ class _Units:
     def _visit_independent_rows(self, *, asks: bool) -> None:
         for here, effects in chain.from_iterable(self.groups):
             moves = find_moves(self._tile(slice(None), here, self.R[..., here]), effects, asks=asks)
-            few = None  # units that move; an accelerator would make the host wait for them
-            if asks:
-                few = moving(moves)
-                if not few.numel():
-                    continue
+            few = moving(moves) if asks else None
+            if few is not None and not few.numel():
+                continue
             delta = self._move(slice(None), here, moves)
             if few is None or 2 * len(few) > len(delta) or len(self.H) > 1:
                 add_times(self.R, delta, self.H[:, here])
@@ -218,5 +210,4 @@ class _Units:
 
 
 def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
-    """Yield slices of at most ``step`` indices that together have all of ``start .. stop - 1``."""
     return (slice(first, min(first + step, stop)) for first in range(start, stop, step))

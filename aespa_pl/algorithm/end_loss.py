@@ -44,10 +44,7 @@ def row_losses(
 
 
 def sampled_rows(mass: Float[Tensor, " rows"], count: int) -> Int[Tensor, " count"]:
-    """Return rows so that the mean over them stands for the mean weighted by mass.
-
-    They are drawn at equal distances in the cumulated mass, so a row can occur more than once.
-    """
+    """Return rows at equal distances in the cumulated mass, often the same, for the mean weighted by mass."""
     cumulated = mass.double().cumsum(0)
     places = (torch.arange(count, device=mass.device) + 0.5) / count * cumulated[-1]
     return torch.searchsorted(cumulated, places).clamp_(max=len(mass) - 1)

@@ -38,10 +38,7 @@ SINGULAR = 1e-6
 def min_max_grid(
     W: Float[Tensor, "heads rows d_in"], zeta: Float[Tensor, " d_in"], grid_format: GridFormat
 ) -> Grid:
-    """Return the grid from the smallest to the largest weight of each row (and group of columns).
-
-    Of a block type it is the fit with the same weight for all columns.
-    """
+    """Return the grid from the smallest to the largest weight; of a block type, its fit where H is 1."""
     if grid_format.kind is not None:
         H = torch.eye(W.shape[-1], dtype=W.dtype, device=W.device)
         return search_grid(W, H[None], zeta, grid_format)[0]
@@ -200,7 +197,6 @@ def _parabola(V: Tensor, grid: tuple[Tensor, Tensor], VH: Tensor, H: Tensor, kin
 
 
 def _starts(V: Tensor, kind: GridType) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield scales and minimums to start from."""
     if kind.zero_point is None:
         low, high = V.amin(-1).clamp(max=0), V.amax(-1).clamp(min=0)
         yield from (((high - low) / (kind.largest + x), -low) for x in STARTS)

@@ -22,10 +22,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GridType:
-    """Describes a block type."""
+    """Describes a block type by its name in llama.cpp."""
 
     name: str
-    """Name in llama.cpp."""
     bits: int
     """Bits of an integer q, which is ``0 .. 2^bits - 1``."""
     group: int

@@ -43,29 +43,13 @@ def inverse_factor(
     return upper, added
 
 
-def solve(
-    H: Float[Tensor, "heads d_in d_in"], B: Float[Tensor, "heads rows d_in"]
-) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, " heads"]]:
-    """Return ``B H^-1`` and the damping of each head, found as in ``inverse_factor``."""
-    solved, added = torch.empty_like(B), H.new_zeros(len(H))
-    for h in range(len(H)):  # one after the other: a factor takes as much memory as H
-        one = slice(h, h + 1)
-        while True:
-            lower, failed = torch.linalg.cholesky_ex(_damped(H[one], added[one]))
-            solved[h] = torch.cholesky_solve(B[h].T, lower[0]).T
-            if not failed.any() and bool(torch.isfinite(solved[h]).all()):
-                break
-            _raise_damping(added, torch.arange(len(H), device=H.device) == h)
-    return solved, added
-
-
 def corrected_weights(
     W: Float[Tensor, "heads rows d_in"],
     shift: Float[Tensor, "heads rows d_in"],
     H: Float[Tensor, "#heads d_in d_in"],
     alpha: float,
 ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]]:
-    """Return ``W + alpha shift H^-1``, and the extra damping of each H.
+    """Return ``W + alpha shift H^-1``, and the extra damping of each H, found as in ``inverse_factor``.
 
     The quantized blocks have changed the input of a projection from X_fp to X, and the residual stream that
     the output of some is added to from R_fp to R. The weights W_c with the least
@@ -78,7 +62,16 @@ def corrected_weights(
     Source: GPTAQ (arXiv 2504.02692) and QEP without a residual stream; the term with it is ours.
     """
     # where heads share H, there is one problem with the rows of all
-    solved, added = solve(H, shift.flatten(0, 1)[None] if len(H) == 1 else shift)
+    B = shift.flatten(0, 1)[None] if len(H) == 1 else shift
+    solved, added = torch.empty_like(B), H.new_zeros(len(H))
+    for h in range(len(H)):  # one after the other: a factor takes as much memory as H
+        one = slice(h, h + 1)
+        while True:
+            lower, failed = torch.linalg.cholesky_ex(_damped(H[one], added[one]))
+            solved[h] = torch.cholesky_solve(B[h].T, lower[0]).T
+            if not failed.any() and bool(torch.isfinite(solved[h]).all()):
+                break
+            _raise_damping(added, torch.arange(len(H), device=H.device) == h)
     return torch.add(W, solved.view_as(W), alpha=alpha), added
 
 

@@ -42,10 +42,7 @@ def error_divisors(
 def token_weights(
     target: Float[Tensor, "*batch L d"], output: Float[Tensor, "*batch L d"]
 ) -> Float[Tensor, "*batch L"]:
-    """Return the weight of each token in a sum of squared errors that are not divided by its size.
-
-    It is ``min(1, MASSIVE m / D)`` with the token's ``error_divisors`` D; m is as there.
-    """
+    """Return the weight ``min(1, MASSIVE m / D)`` of each token's squared error; D, m are as above."""
     divisors, bound = _divisors_and_bound(target, output)
     return (bound / divisors).clamp(max=1)
 

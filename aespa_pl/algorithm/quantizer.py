@@ -76,10 +76,7 @@ class Grid:
         return self.merged(lambda x: x[first : first + count])
 
     def merged(self, merge: Callable[..., Tensor], *others: "Grid") -> "Grid":
-        """Return what ``merge`` makes of each tensor ``[heads, rows, ...]`` and of other grids' same one.
-
-        Raises ValueError where the grids have several forms.
-        """
+        """Return what ``merge`` makes of each tensor ``[heads, rows, ...]``; ValueError: the forms differ."""
         grids = (self, *others)
         if any(grid.form != self.form for grid in others):
             raise ValueError("grids of several bits or block types cannot be joined")
@@ -139,7 +136,6 @@ class QuantizedWeight:
     scale: Float[Tensor, "rows groups"]
     """Scales, in values that float16 holds; a group is ``d_in / groups`` columns."""
     zero_point: Real[Tensor, "rows groups"]
-    """Integers that stand for 0."""
     bits: int
 
     def __post_init__(self) -> None:

@@ -110,7 +110,6 @@ class _Rows:
             self._move_block(slice(start, stop), block)
 
     def _move_group(self, columns: slice, block: int, group: int) -> None:
-        """Give a group its best a and c."""
         f, y = self.factors, self.zeta[columns].expand_as(self.x[..., columns])
         a, c = f.a[..., group, None], f.c[..., group, None]
         d, d_min = f.d[..., block, None], f.d_min[..., block, None]
@@ -126,7 +125,6 @@ class _Rows:
         f.c[..., group, None] = beside
 
     def _move_block(self, columns: slice, block: int) -> None:
-        """Move d and d_min of a block."""
         f, size = self.factors, self.factors.kind.group
         groups = slice(columns.start // size, columns.stop // size)
         a, c = (value[..., groups].repeat_interleave(size, -1) for value in (f.a, f.c))

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 STRIPES = 4
-"""Stripes of columns: 10 of 16 products are left, and took 0.63 to 0.81 of the time on one thread of a CPU
-for 256 to 4096 columns; with 8 stripes it was 0.60 to 0.86."""
+"""Stripes of columns: 10 of 16 products are left, and took 0.63 to 0.81 of the time on a thread of a CPU."""
 NARROW = 256
 """Columns below which the products are too small: with 64 columns stripes take longer than all at once."""
 
@@ -24,10 +23,7 @@ def add_gram(total: Float[Tensor, "d d"], X: Float[Tensor, "N d"], *, factor: fl
 
 
 def mirror(total: Float[Tensor, "d d"]) -> None:
-    """Copy the elements above the diagonal below it, in place: the sum is exactly symmetric then.
-
-    It is so within the squares on the diagonal too, whose products need not be symmetric to the last bit.
-    """
+    """Copy the elements above the diagonal below it, in place: the sum is symmetric to the last bit then."""
     for start, stop in _stripes(total.shape[0]):
         total[stop:, start:stop] = total[start:stop, stop:].T
         diagonal = total[start:stop, start:stop]

@@ -30,9 +30,8 @@ class Tile:
     wanted: Float[Tensor, "units rows columns"]
     """The best move of each weight while all others stay, before it is rounded."""
     down: Float[Tensor, "units rows columns"]
-    """The least moves that stay in the range."""
     up: Float[Tensor, "units rows columns"]
-    """The largest moves that stay in the range."""
+    """The least and the largest moves that stay in the range."""
 
     def some(self, chosen: Int[Tensor, " some"]) -> "Tile":
         """Return the tile of some units."""

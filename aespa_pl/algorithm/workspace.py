@@ -15,10 +15,7 @@ R = TypeVar("R")
 
 
 class Workspace:
-    """Keeps memory for intermediate results from one call to the next.
-
-    New memory costs a CPU more time than the computation in it.
-    """
+    """Keeps memory for intermediate results: new memory costs a CPU more time than the computation in it."""
 
     def __init__(self) -> None:
         """Begin with nothing; a buffer is made when it is first asked for, or too small."""
@@ -33,10 +30,7 @@ class Workspace:
 
 
 def chunk_elements(tensor: Tensor, *, cpu: int, accelerator: int) -> int:
-    """Return how many elements of a tensor to work on at once.
-
-    Each thread of a CPU takes as many as its cache holds, an accelerator as many as its memory allows.
-    """
+    """Return how many elements to work on at once: as many as the caches of a CPU or a memory hold."""
     return cpu * torch.get_num_threads() if tensor.device.type == "cpu" else accelerator
 
 
@@ -52,11 +46,7 @@ def keep_threads() -> None:
 
 @contextmanager
 def one_thread(*, where: bool) -> Iterator[None]:
-    """Let torch's operations on the CPU use one thread within the block, if ``where`` is true.
-
-    Operations that are shorter than the wait for another thread are faster with one. The number of threads
-    that torch had comes back afterwards, also after an error.
-    """
+    """Let torch use one thread of the CPU within the block: short operations don't wait for others then."""
     threads = torch.get_num_threads()
     if not where or threads == 1:
         yield

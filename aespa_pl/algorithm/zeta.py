@@ -21,8 +21,7 @@ from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 
 LEAST_GAIN = 1e-3
-"""Fraction of the loss that a round must gain, or it is the last. Searches that are not thorough are no
-better than that, and later rounds were seen to gain some tenths of a percent together."""
+"""Fraction of the loss that a round must gain, or it is the last: quick searches are no better than that."""
 LEAP = 4.0
 """Exponent of zeta's step from 3 bits on. The finer the integers, the less the best factor for fixed integers
 differs from the last one: at 4 bits the loss still fell by a percent in the thirtieth plain step."""

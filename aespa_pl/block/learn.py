@@ -14,8 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from aespa_pl.algorithm.objectives import keep_better
-from aespa_pl.algorithm.products import multiplying_in, operand
+from aespa_pl.algorithm.objectives import keep_better, multiplying_in, operand
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.distributed.rows import RowShare

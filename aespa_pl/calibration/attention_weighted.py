@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from aespa_pl.algorithm.products import multiplying_in, operand
+from aespa_pl.algorithm.objectives import multiplying_in, operand
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.observed import Attention
 

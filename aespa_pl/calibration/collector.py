@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.massive import token_weights
-from aespa_pl.algorithm.products import Precision, multiplying_in, operand
+from aespa_pl.algorithm.objectives import Precision, multiplying_in, operand
 from aespa_pl.algorithm.second_moments import add_gram, mirror, rotate_back, through_norm
 from aespa_pl.calibration.attention_weighted import attention_weighted_inputs
 from aespa_pl.calibration.experts import ExpertSums

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.massive import token_weights
-from aespa_pl.algorithm.products import operand
+from aespa_pl.algorithm.objectives import operand
 from aespa_pl.algorithm.second_moments import add_gram
 from aespa_pl.calibration.observe import Observation
 from aespa_pl.calibration.statistics import Reached

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.hessian import corrected_weights as corrected_and_damping
-from aespa_pl.algorithm.hessian import solve
 from aespa_pl.errors import NumericalError
 
 D, TOKENS = 6, 50
@@ -15,6 +14,11 @@ D, TOKENS = 6, 50
 
 def corrected_weights(*arguments: Any, **options: Any) -> Tensor:
     return corrected_and_damping(*arguments, **options)[0]
+
+
+def solve(H: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``B H^-1``, the correction of weights that are 0, and the extra damping."""
+    return corrected_and_damping(torch.zeros_like(B), B, H, 1.0)
 
 
 def samples(heads: int = 1) -> tuple[Tensor, Tensor]:

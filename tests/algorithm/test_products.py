@@ -5,8 +5,7 @@ import torch
 
 from aespa_pl.algorithm.adaround import rounding_loss, start
 from aespa_pl.algorithm.grid import min_max_grid
-from aespa_pl.algorithm.objectives import error_product
-from aespa_pl.algorithm.products import Precision, multiply, multiplying_in, operand
+from aespa_pl.algorithm.objectives import Precision, error_product, multiply, multiplying_in, operand
 from aespa_pl.algorithm.quantizer import GridFormat
 
 BITS: dict[Precision, int] = {"float32": 24, "bfloat16": 8}

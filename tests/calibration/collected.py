@@ -33,7 +33,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from aespa_pl.algorithm.products import Precision
+from aespa_pl.algorithm.objectives import Precision
 from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import Observation, observing

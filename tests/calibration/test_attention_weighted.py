@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.products import multiplying_in
+from aespa_pl.algorithm.objectives import multiplying_in
 from aespa_pl.calibration import attention_weighted
 from aespa_pl.calibration.attention_weighted import attention_weighted_inputs, chunk_rows
 from aespa_pl.models.family import BlockLayout

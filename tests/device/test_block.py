@@ -13,8 +13,8 @@ import torch
 from aespa_pl.algorithm import tile
 from aespa_pl.algorithm.adaround import rounding_loss, start
 from aespa_pl.algorithm.descent import descend
+from aespa_pl.algorithm.objectives import Precision, multiplying_in, operand
 from aespa_pl.algorithm.optq import update_rows, update_weights
-from aespa_pl.algorithm.products import Precision, multiplying_in, operand
 from aespa_pl.algorithm.quantizer import quantize
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.measure import Stopwatch
