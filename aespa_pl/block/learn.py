@@ -18,7 +18,7 @@ from aespa_pl.algorithm.objectives import keep_better
 from aespa_pl.algorithm.products import multiplying_in, operand
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.hessian import Hessian
-from aespa_pl.distributed.rows import RowShare
+from aespa_pl.distributed.processes import RowShare
 from aespa_pl.errors import UserError
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import Role

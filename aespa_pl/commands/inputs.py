@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from aespa_pl.data.tokens import TENSOR
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_header
-from aespa_pl.run.fingerprint import checksum
+from aespa_pl.run.journal import checksum
 from aespa_pl.storage.files import disk_errors, write_json, write_tensors, write_text
 
 FOLDER = "inputs"
