@@ -22,7 +22,7 @@ from aespa_pl.algorithm.objectives import Precision, multiplying_in
 from aespa_pl.algorithm.quantizer import Grid, quantize
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.curve_names import NOT_NEAREST, PENALTY, RECONSTRUCTION, ROUNDING_VARIABLES, UNDECIDED, tag
-from aespa_pl.distributed.rows import RowShare
+from aespa_pl.distributed.processes import RowShare
 from aespa_pl.errors import NumericalError
 from aespa_pl.settings import RoundingSettings
 

@@ -18,8 +18,7 @@ from aespa_pl.block.grids import fit_grids
 from aespa_pl.block.polish import polish
 from aespa_pl.block.update import update
 from aespa_pl.distributed.launch import LAUNCHER, end_with_launcher
-from aespa_pl.distributed.processes import ALONE, World
-from aespa_pl.distributed.rows import RowShare
+from aespa_pl.distributed.processes import ALONE, RowShare, World
 from aespa_pl.errors import NumericalError
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch
 from aespa_pl.tuning import SegmentPairs, Tuned
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for name in arguments:
         torch.manual_seed(0)  # the same numbers in all processes
-        globals()[name](World.current(torch.device("cpu")))
+        globals()[name](World(distributed.get_rank(), distributed.get_world_size()))
         sys.stdout.write(f"{name}: right\n")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from aespa_pl.algorithm.objectives import keep_better, multiplying_in, operand
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.hessian import Hessian
-from aespa_pl.distributed.rows import RowShare
+from aespa_pl.distributed.processes import RowShare
 from aespa_pl.errors import UserError
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import Role

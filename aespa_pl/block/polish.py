@@ -8,8 +8,7 @@ from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, dequantize, joined
 from aespa_pl.algorithm.refit import refit
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, Rows
-from aespa_pl.distributed.processes import World
-from aespa_pl.distributed.rows import RowShare
+from aespa_pl.distributed.processes import RowShare, World
 
 REFITS = 2
 """Times that a block type's grid is fitted to the integers, which descend on it once more."""

@@ -18,8 +18,7 @@ from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, QuantizedWeight, StoredWeight, dequantize, quantize
 from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.statistics import BlockStatistics
-from aespa_pl.distributed.processes import ALONE, World
-from aespa_pl.distributed.rows import RowShare
+from aespa_pl.distributed.processes import ALONE, RowShare, World
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection, Role
 from aespa_pl.models.weights import projection_weight

@@ -23,9 +23,8 @@ from aespa_pl.errors import EndedError, UserError
 from aespa_pl.progress import PlainConsole
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.find import last_run
-from aespa_pl.run.fingerprint import differences
 from aespa_pl.run.interruption import Interruption, RunInterrupted
-from aespa_pl.run.journal import Run
+from aespa_pl.run.journal import Run, differences
 from aespa_pl.settings import CompareSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import disk_errors, read_json, write_json, write_text, write_whole
 

@@ -27,7 +27,7 @@ from aespa_pl.models.weights import set_projection_weight
 from aespa_pl.planning.budget import resolved_data, resolved_place
 from aespa_pl.planning.shape import ONE_DEVICE, Devices, Setup, Shape, Work
 from aespa_pl.resolve import resolved
-from aespa_pl.run.fingerprint import model_fingerprint
+from aespa_pl.run.journal import model_fingerprint
 from aespa_pl.settings import DataSettings, ModelSettings, Settings
 from aespa_pl.storage.cache import cache_folder
 from aespa_pl.walk.stem import ROWS

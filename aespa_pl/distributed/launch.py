@@ -1,7 +1,4 @@
-"""Start the processes of a run through Lightning, before its first Trainer fits, and end them with the first.
-
-They divide the work from the statistics on.
-"""
+"""Start the processes of a run through Lightning before its first Trainer fits; end them with the first."""
 
 import logging
 import os
@@ -24,8 +21,7 @@ from aespa_pl.errors import UserError
 
 log = logging.getLogger(__name__)
 
-LAUNCHER = "AESPA_PL_LAUNCHER"
-"""Environment variable with the id of the process that has started this one."""
+LAUNCHER = "AESPA_PL_LAUNCHER"  # environment variable with the id of the process that has started this one
 LOOK_SECONDS = 0.2  # between two looks at whether the process that started this one is still there
 FIRST_TO_SPEAK_SECONDS = 10.0  # that the others wait with an error, so that the first reports it once for all
 LONGEST_ARRIVAL = 600  # seconds until a process gives up on others; a cluster may start nodes minutes apart
@@ -46,8 +42,7 @@ def launch(trainer: Trainer) -> World:
     Raises UserError where torchrun or SLURM has started another number of processes.
     """
     strategy = trainer.strategy
-    if strategy.root_device.type == "cuda":
-        # until the first Trainer fits, work on "the" device would go to the first one
+    if strategy.root_device.type == "cuda":  # until the first Trainer fits, "the" device would be the first
         torch.cuda.set_device(strategy.root_device)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     elastic = distributed.is_available() and distributed.is_torchelastic_launched()
@@ -73,18 +68,16 @@ def launch(trainer: Trainer) -> World:
         raise UserError(f"trainer: {error}") from error
     finally:
         del os.environ[LAUNCHER]  # it is for these processes only, not for what they start
-    return World.current(strategy.root_device)
+    return World(distributed.get_rank(), distributed.get_world_size(), strategy.root_device)
 
 
 @contextmanager
 def waiting_for_others() -> Iterator[None]:
-    """Let signals end this process at once in this context, and an alarm after LONGEST_ARRIVAL.
-
-    torch waits for the other processes in its own code, where Python calls no handler.
-    """
+    """Let signals end this process at once in this context, and an alarm after LONGEST_ARRIVAL."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # torch waits for the other processes in its own code, where Python calls no handler
     heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, signal.SIG_DFL) for number in heard}
     signal.alarm(LONGEST_ARRIVAL)
@@ -97,23 +90,18 @@ def waiting_for_others() -> Iterator[None]:
 
 
 def environment_plugins(trainer: Trainer) -> list[SLURMEnvironment]:
-    """Return the plugins that tell a block's Trainer where its processes come from.
-
-    When SLURM requeues, Lightning saves in the signal's handler, while other processes may wait elsewhere.
-    """
+    """Return the plugins that tell a block's Trainer where its processes come from."""
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.cluster_environment, SLURMEnvironment):
+        # to requeue, Lightning would save in the signal's handler, while other processes may wait elsewhere
         return [SLURMEnvironment(auto_requeue=False)]
     return []
 
 
 def end_with_launcher() -> None:
-    """End with the process that has started this one, if there is one, however it ends.
+    """End with the process that has started this one, if there is one, however it ends."""
 
-    A process that waits for a device's answer or for others could not be stopped otherwise.
-    """
-
-    def watch(launcher: int) -> None:
+    def watch(launcher: int) -> None:  # also while this one waits for a device's answer or for others
         while os.getppid() == launcher:
             time.sleep(LOOK_SECONDS)
         os._exit(1)

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, distributed
 
+from aespa_pl.algorithm.quantizer import Grid
 from aespa_pl.errors import NumericalError
 
 T = TypeVar("T")
@@ -30,13 +31,6 @@ class World:
     size: int = 1  # number of processes
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # tensors have to be on it
 
-    @classmethod
-    def current(cls, device: torch.device) -> "World":
-        """Return this process's place in the process group; without one it is alone."""
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return cls(device=device)
-        return cls(distributed.get_rank(), distributed.get_world_size(), device)
-
     @property
     def alone(self) -> bool:
         """Tell whether this is the only process."""
@@ -48,20 +42,16 @@ class World:
         return self.rank == 0
 
     def indices(self, count: int, rank: int | None = None) -> slice:
-        """Return the indices among ``count`` things that a process, by default this one, works on.
-
-        Neighbours stay together; the first processes may have one more than others, which may have none.
-        """
+        """Return the indices among ``count`` things that a process, by default this one, works on."""
+        # neighbours stay together; the first processes may have one more than others, which may have none
         rank = self.rank if rank is None else rank
         each, more = divmod(count, self.size)
         start = rank * each + min(rank, more)
         return slice(start, start + each + (rank < more))
 
     def segments(self, tokens: Tensor, batch_size: int) -> Tensor:
-        """Return the segments ``[segments, L]`` that this process works on; there may be none.
-
-        They are whole batches, so that every batch is the one that a process alone would run.
-        """
+        """Return the segments ``[segments, L]`` that this process works on; there may be none."""
+        # whole batches, so that every batch is the one that a process alone would run
         mine = self.indices(math.ceil(len(tokens) / batch_size))
         return tokens[mine.start * batch_size : mine.stop * batch_size]
 
@@ -137,6 +127,68 @@ class World:
 
 
 ALONE = World()
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """Takes one process's rows of tensors ``[heads, rows, ...]``, and puts the rows of all together.
+
+    Rows that share one Hessian don't depend on each other. Those of a head stay together where G couples
+    them, or where the head has a Hessian of its own. A process for which no rows are left (there may be more
+    processes than heads) works on the first, and its result is dropped: so no shape is empty.
+    """
+
+    heads: int
+    rows: int
+    by_heads: bool  # whether whole heads are divided; otherwise single rows are
+    world: World = ALONE
+
+    @property
+    def fraction(self) -> float:
+        """Return the share of all rows that this process answers for; 0 if it only works along."""
+        return len(self._own) / self._size
+
+    @property
+    def taken_heads(self) -> slice:
+        """Return the heads that this process works on; all of them where single rows are divided."""
+        return self._taken if self.by_heads else slice(0, self.heads)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return this process's part of ``[heads, rows, ...]``; single rows count as one head."""
+        if self.world.alone:
+            return tensor
+        return tensor[self._taken] if self.by_heads else tensor.flatten(0, 1)[self._taken][None]
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return ``[heads, rows, ...]`` from the parts of all processes."""
+        if self.world.alone:
+            return part
+        own = (part if self.by_heads else part[0])[: len(self._own)]
+        return self.world.gather(own, self._size).view(self.heads, self.rows, *part.shape[2:])
+
+    def grid(self, grid: Grid) -> Grid:
+        """Return this process's part of a grid."""
+        return grid.merged(self.part)
+
+    def whole_grid(self, grid: Grid) -> Grid:
+        """Return the grid of all rows from the parts of all processes."""
+        return grid.merged(self.whole)
+
+    def sum(self, number: float) -> float:
+        """Return the sum over the processes of a number that each has for its own rows."""
+        return number if self.world.alone else self.world.sum(number if self.fraction else 0.0)
+
+    @property
+    def _size(self) -> int:
+        return self.heads if self.by_heads else self.heads * self.rows
+
+    @property
+    def _own(self) -> range:
+        return range(self._size)[self.world.indices(self._size)]
+
+    @property
+    def _taken(self) -> slice:
+        return slice(self._own.start, self._own.stop) if self._own else slice(0, 1)
 
 
 @contextmanager

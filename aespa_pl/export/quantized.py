@@ -20,9 +20,8 @@ from aespa_pl.models.family import BlockLayout, Family, Projection, layout_of
 from aespa_pl.models.headers import DTYPES, opened
 from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.run.fingerprint import model_fingerprint
 from aespa_pl.run.folder import how_to_continue
-from aespa_pl.run.journal import Run
+from aespa_pl.run.journal import Run, model_fingerprint
 from aespa_pl.run.stored_settings import stored_settings
 from aespa_pl.settings import Settings
 from aespa_pl.storage.cache import cache_folder

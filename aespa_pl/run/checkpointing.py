@@ -28,8 +28,7 @@ class JournaledCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, run: Run, training: Training) -> None:
         super().__init__()
-        self.run = run
-        self.training = training
+        self.run, self.training = run, training
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -48,30 +47,22 @@ class JournaledCheckpointIO(TorchCheckpointIO):
         if path.is_relative_to(self.run.checkpoint_folder(self.training.block)):
             self.run.note_checkpoint(self.training, path)
 
-    def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Any = None,
-        weights_only: bool | None = None,  # noqa: FBT001  (Lightning's signature)
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, map_location: Any = None, *_: Any, **__: Any) -> Any:
         """Read a checkpoint without unpickling objects. Raises UserError where it holds some."""
         try:  # to the CPU, as Lightning's own: not to the device of the process that wrote it
-            content: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=True)
+            return torch.load(path, map_location=map_location or "cpu", weights_only=True)
         except UnpicklingError as error:  # whose advice is to let the file run code
             raise UserError(
                 f"{path} holds the state of a callback in objects, which are not read, because reading them "
                 "may run code: remove it, and the training that it is of begins again"
             ) from error
-        return content
 
 
 class StopAtIteration(Callback):
     """Saves and stops at the end of the iteration in which a signal came to any of the processes."""
 
     def __init__(self, interruption: Interruption, folder: Path, world: World = ALONE) -> None:
-        self.interruption = interruption
-        self.folder = folder
-        self.world = world
+        self.interruption, self.folder, self.world = interruption, folder, world
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let signals wait."""

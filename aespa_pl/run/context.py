@@ -49,8 +49,7 @@ class Context:
     progress: WalkProgress
     stopwatch: Stopwatch
     partition: Partition = WHOLE  # how much of a block is in memory at once
-    recompute: bool = False
-    """Whether blocks run once more in the backward pass of the end-to-end tuning, which takes less memory."""
+    recompute: bool = False  # blocks run again in the end-to-end tuning's backward pass: takes less memory
     loggers: Sequence[Logger] = ()  # of the curves over the blocks; each Trainer has others
     one_block: bool = False  # ends after one block more: a smoke test
     world: World = ALONE  # which make the same calls; each has its segments' hidden states, the first writes
@@ -62,8 +61,7 @@ class Context:
 
     def layout(self, block: int) -> BlockLayout:
         """Return the layout of a block, given its number."""
-        source = self.source
-        return layout_of(source.family, source.pretrained.config, self.settings, block)
+        return layout_of(self.source.family, self.source.pretrained.config, self.settings, block)
 
     @property
     def quantized_stem(self) -> StreamedModel:

@@ -7,6 +7,7 @@ from aespa_pl.errors import UserError
 
 LAST = "last"  # word for the run that was worked on last
 JOURNAL = "journal.json"
+GIVE = "give the folder of a run (NAME/version_N)"
 
 
 def find_run(given: str, runs: Path, name: str | None = None) -> Path:
@@ -18,20 +19,14 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
     """
     if given == LAST:
         run = last_run(runs, name)
-        if run is None:
-            raise UserError(
-                f"there is no run in {runs / (name or '')}: begin with aespa-pl fit, or give the folder of a "
-                "run (NAME/version_N)"
-            )
+        missing = f"there is no run in {runs / (name or '')}: begin with aespa-pl fit, or {GIVE}"
     else:
         path = Path(given).expanduser()
         above = (folder for folder in (path, *path.parents) if (folder / JOURNAL).is_file())
         run = next(above, None) or last_run(path.parent, path.name)
-        if run is None:
-            raise UserError(
-                f"{given} is not the folder of a run, nor a file inside one: give the folder of a run "
-                "(NAME/version_N), or last"
-            )
+        missing = f"{given} is not the folder of a run, nor a file inside one: {GIVE}, or last"
+    if run is None:
+        raise UserError(missing)
     for folder, folders, files in os.walk(run):  # which follows no link
         for path in (Path(folder, name) for name in (*folders, *files)):
             if path.is_symlink():  # whoever made the run would choose what is overwritten

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,16 +51,11 @@ class RunFolder:
         self.journal_file = self.folder / JOURNAL
         self.model_folder = self.folder / "model"
         self.description_file = self.model_folder / DESCRIPTION
-        # measurements, which are written last: a run that has them is finished
-        self.metrics_file = self.folder / "metrics.json"
-        # what the end-to-end tuning has learned, and how far the integers of blocks on disk have moved
-        # until these are rewritten
-        self.tuned_file = self.folder / "tuned.safetensors"
-        self.moved_folder = self.folder / "moved"
-        # what is predicted of the types or bits that were chosen for a size
-        self.mixture_file = self.folder / "mixture.json"
-        # embedding and head, where a format of llama.cpp has types for them
-        self.stem_file = self.folder / "blocks" / "stem.safetensors"
+        self.metrics_file = self.folder / "metrics.json"  # is written last: a run that has it is finished
+        self.tuned_file = self.folder / "tuned.safetensors"  # all that the end-to-end tuning has learned
+        self.moved_folder = self.folder / "moved"  # how far it has moved integers, until blocks are rewritten
+        self.mixture_file = self.folder / "mixture.json"  # prediction for types or bits chosen for a size
+        self.stem_file = self.folder / "blocks" / "stem.safetensors"  # embedding and head, if they have types
         self.checkpoints_folder = self.folder / "checkpoints"  # Lightning's
         self.staging_folder = self.folder / "rewriting"  # files that will replace others
         self.portions_folder = self.folder / "portions"  # integers of portions that are learned
@@ -106,9 +101,8 @@ def next_version(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max((version_number(path) for path in folder.glob("version_*")), default=-1)
         while True:
-            try:
-                (path := folder / f"version_{number}").mkdir()
-            except FileExistsError:  # another process was faster
-                number += 1
-                continue
-            return path
+            path = folder / f"version_{number}"
+            with suppress(FileExistsError):  # another process was faster
+                path.mkdir()
+                return path
+            number += 1

@@ -1,5 +1,6 @@
 """Keep the journal of a run, which names what is complete and what it was made from."""
 
+import hashlib
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,12 +10,14 @@ from typing import Any
 
 from aespa_pl.errors import UserError
 from aespa_pl.run import schema
-from aespa_pl.run.find import JOURNAL
-from aespa_pl.run.fingerprint import checksum, differences
+from aespa_pl.run.find import GIVE, JOURNAL
 from aespa_pl.run.folder import RunFolder, Training, how_to_continue, next_version
 from aespa_pl.storage.files import move_whole, write_json
 
 log = logging.getLogger(__name__)
+
+MEBIBYTE = 2**20
+CHECKSUM = 64  # digits of a SHA-256, of which a message has the first
 
 
 @dataclass
@@ -53,8 +56,7 @@ class Run(RunFolder):
             return cls(folder, **_kept(schema.parse(schema.JournalContent, path)))
         except OSError as error:
             raise UserError(
-                f"{folder} is not the folder of a run: {path.name} cannot be read; give the folder of a "
-                "run (NAME/version_N), or last"
+                f"{folder} is not the folder of a run: {path.name} cannot be read; {GIVE}, or last"
             ) from error
         except (schema.DamagedFileError, ValueError) as error:
             raise UserError(
@@ -76,8 +78,7 @@ class Run(RunFolder):
 
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise UserError with everything that the result depends on and that has changed."""
-        changes = differences(self.fingerprint, fingerprint)
-        if changes:
+        if changes := differences(self.fingerprint, fingerprint):
             raise UserError(
                 f"{self.folder} cannot be continued, because {'; '.join(changes)}: restore these, or "
                 "start a new run without --ckpt_path"
@@ -85,26 +86,18 @@ class Run(RunFolder):
 
     def finish_block(self, index: int, known: Mapping[str, Any], files: Iterable[Path]) -> None:
         """Note that a block is complete, and which files hold it; the files of its learning are removed."""
-        self.blocks[index] = schema.BlockRecord(**known, files=self._checksums(files))
+        self.blocks[index] = schema.BlockRecord(**known, files=self.checksums(files))
         self.forget_learning()
 
-    def finish_tuning(self, record: schema.TuningRecord) -> None:
-        """Note that the end-to-end tuning is done and its file on the disk."""
-        file, found = self.tuned_file, record.model_dump()
+    def finish_tuning(self, record: schema.TuningRecord, seconds: Mapping[str, float]) -> None:
+        """Note that the end-to-end tuning is done, its file on the disk, and its seconds by phase."""
+        found, file = record.model_dump() | {"seconds": dict(seconds)}, self.tuned_file
         self.tuned = schema.TunedModelRecord(**found, file=self._name(file), checksum=checksum(file))
         self.forget_learning()
 
-    def note_tuning_seconds(self, seconds: Mapping[str, float]) -> None:
-        """Note the seconds by phase of the end-to-end tuning, which are known later than its result is."""
-        if self.tuned is not None:  # only the process that writes has a result
-            self.tuned = self.tuned.model_copy(update={"seconds": dict(seconds)})
-            self.save()
-
     def replace_block(self, index: int, files: Iterable[Path]) -> None:
-        """Put the staged files of a block in the place of those that it has.
-
-        The journal names them first, so that ``finish_replacing`` knows them after a kill in between.
-        """
+        """Put the staged files of a block in the place of those that it has."""
+        # the journal names them first, so that ``finish_replacing`` knows them after a kill in between
         new = {self._name(file): checksum(self.staged(file)) for file in files}
         self.add_to_block(index, {"files": new, "end_to_end": True})
         self.finish_replacing()
@@ -127,7 +120,7 @@ class Run(RunFolder):
             names = ", ".join(map(str, files)) + " is damaged or missing"
             yield f"block {index} of {count}: {names}: the block is quantized again"
             del self.blocks[index]
-        if self.tuned is not None and (damaged or not self._is_whole(self.tuned.file, self.tuned.checksum)):
+        if self.tuned is not None and (damaged or not self.is_whole(self.tuned.file, self.tuned.checksum)):
             # the blocks that it has changed are no longer what a block was quantized after
             yield (
                 "cannot resume the end-to-end tuning, because a file is damaged or missing: all blocks are "
@@ -151,13 +144,13 @@ class Run(RunFolder):
         """Note that the model folder is complete: what lies there beside the blocks is whole."""
         of_blocks = {name for record in self.blocks.values() for name in record.files}
         paths = (*sorted(self.model_folder.rglob("*")), self.stem_file)
-        self.model = self._checksums(p for p in paths if p.is_file() and self._name(p) not in of_blocks)
+        self.model = self.checksums(p for p in paths if p.is_file() and self._name(p) not in of_blocks)
         self.save()
 
     def damaged_files(self, index: int | None = None) -> list[Path]:
         """Return which files of a block, or beside the blocks, are missing or not what the journal knows."""
         known = self.model if index is None else self.blocks[index].files
-        return [self.folder / name for name, value in known.items() if not self._is_whole(name, value)]
+        return [self.folder / name for name, value in known.items() if not self.is_whole(name, value)]
 
     def damage(self) -> str:
         """Return in words which files of a finished run are missing or changed; empty where none is."""
@@ -215,20 +208,22 @@ class Run(RunFolder):
     def _name(self, file: Path) -> str:
         return file.relative_to(self.folder).as_posix()
 
-    def _checksums(self, files: Iterable[Path]) -> dict[str, str]:
+    def checksums(self, files: Iterable[Path]) -> dict[str, str]:
+        """Return the checksums of files by their names in the run; nothing where this process writes none."""
         return {self._name(file): checksum(file) for file in files} if self.writes else {}
 
     def _learned(self, training: Training, file: Path) -> schema.LearnedFile:
         block, key, name = training.block, training.key, self._name(file)
         return schema.LearnedFile(block=block, key=key, file=name, checksum=checksum(file))
 
-    def _is_whole(self, name: str, expected: str) -> bool:
+    def is_whole(self, name: str, expected: str) -> bool:
+        """Tell whether a file of the run is there, with the expected checksum."""
         file = self.folder / name
         return file.is_file() and checksum(file) == expected
 
     def _intact(self, record: schema.LearnedFile, then: str) -> Path | None:
         """Return the file of a record; where it is damaged, say what follows from that."""
-        if self._is_whole(record.file, record.checksum):
+        if self.is_whole(record.file, record.checksum):
             return self.folder / record.file
         log.warning("block %d: %s is damaged or missing: %s", record.block, self.folder / record.file, then)
         return None
@@ -241,3 +236,37 @@ def _is_about(record: schema.LearnedFile, training: Training) -> bool:
 def _kept(journal: schema.JournalContent | Run) -> dict[str, Any]:
     """Return what the journal stores of a run, beside its own format."""
     return {key: getattr(journal, key) for key in schema.JournalContent.model_fields if key != "format"}
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def model_fingerprint(files: Iterable[Path]) -> str:
+    """Return a SHA-256 over names, sizes, and first and last MiB of a model's files, wherever they lie."""
+    # hashing 60 GB would take minutes; a model that was trained further differs in every tensor; weights out
+    # of a pickle are in the cache, which may be moved
+    digest = hashlib.sha256()
+    for path in sorted(files, key=lambda path: path.name):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(MEBIBYTE))
+            file.seek(max(0, size - MEBIBYTE))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return ``key was x and is y`` for each leaf of nested mappings that differs."""
+    changes = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            was, now_is = (f"{t[:8]}..." if len(t) == CHECKSUM else t for t in (str(old), str(new)))
+            changes.append(f"{prefix}{key} was {was} and is {now_is}")
+    return changes

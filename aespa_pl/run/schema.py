@@ -5,8 +5,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-DESCRIPTION = "quantization.json"
-"""File in the folder of a quantized model; it says how the model was made."""
+DESCRIPTION = "quantization.json"  # file in the folder of a quantized model that says how it was made
 FORMAT = 2  # of the journal
 
 
@@ -79,8 +78,7 @@ class Metrics(Strict):
     size: dict[str, "_Size"] = {}
 
 
-Number = Annotated[int | float, Field(ge=0, lt=1e100)]
-"""A number that is shown; others are damage, because ratios of these are finite."""
+Number = Annotated[int | float, Field(ge=0, lt=1e100)]  # others are damage: ratios of these are finite
 Perplexity = Annotated[int | float, Field(gt=0, lt=1e100)]
 
 

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from aespa_pl.errors import UserError
+from aespa_pl.run.find import GIVE
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import QuantizationSettings, Settings
 
@@ -29,10 +30,7 @@ def stored_settings(folder: Path, fingerprint: Mapping[str, Any]) -> Settings:
     except (
         OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError, yaml.YAMLError
     ) as error:  # fmt: skip
-        raise UserError(
-            f"{path} cannot be read ({' '.join(repr(error).split())}): give the folder of a run "
-            "(NAME/version_N)"
-        ) from error
+        raise UserError(f"{path} cannot be read ({' '.join(repr(error).split())}): {GIVE}") from error
 
 
 def stored_quantization(run: Run) -> QuantizationSettings:
@@ -50,7 +48,7 @@ def _of_journal(fingerprint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _typed(kind: type[T], content: Any) -> T:
     """Return a dataclass of settings; values that no setting may have are refused."""
-    parser = _parser(kind)
+    parser = _parser(cast(Any, kind))
     found: T = parser.instantiate(parser.parse_object({"s": _known(kind, content)})).s
     return found
 

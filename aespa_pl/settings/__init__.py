@@ -23,10 +23,11 @@ from aespa_pl.settings.tuning import BlockTuningSettings, ModelTuningSettings, T
 from aespa_pl.settings.types import EXPECTED, Bits, FinitePositive, MethodName, Seed
 
 __all__ = [
-    "EXPECTED", "SECTIONS", "BlockTuningSettings", "CalibrationSettings", "CompareSettings", "DataSettings",
-    "EvaluationSettings", "GridSettings", "MethodName", "ModelSettings", "ModelTuningSettings",
-    "ObjectiveSettings", "OptqSettings", "OutputSettings", "PolishSettings", "QuantizationSettings",
-    "RoundingSettings", "Seed", "Settings", "TaskSettings", "TuningSettings", "keys_of",
+    "EXPECTED", "SECTIONS", "Bits", "BlockTuningSettings", "CalibrationSettings", "CompareSettings",
+    "DataSettings", "EvaluationSettings", "GridSettings", "MethodName", "ModelSettings",
+    "ModelTuningSettings", "ObjectiveSettings", "OptqSettings", "OutputSettings", "PolishSettings",
+    "QuantizationSettings", "RoundingSettings", "Seed", "Settings", "TaskSettings", "TuningSettings",
+    "keys_of",
 ]  # fmt: skip
 
 
@@ -179,8 +180,7 @@ class Settings:
     output: OutputSettings
 
 
-SECTIONS: dict[str, type] = get_type_hints(Settings)
-"""Our sections of a configuration; the section ``trainer`` is Lightning's."""
+SECTIONS: dict[str, type] = get_type_hints(Settings)  # ``trainer`` is Lightning's
 
 
 def keys_of(section: Any, prefix: str) -> dict[str, Any]:

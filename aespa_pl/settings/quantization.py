@@ -1,6 +1,5 @@
 """Define the settings that decide how weights become integers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -18,8 +17,7 @@ from aespa_pl.settings.types import (
     ProjectionBits,
 )
 
-KEPT = 16
-"""Bits in ``bits_of`` of a projection that stays as it is."""
+KEPT = 16  # bits in ``bits_of`` of a projection that stays as it is
 
 
 @dataclass(frozen=True)
@@ -160,15 +158,18 @@ class QuantizationSettings:
 
     def bits_for(self, block: int, projection: str) -> int:
         """Return the bits of a projection of a block."""
-        kind = self.type_for(block, projection)
-        if kind is not None:
-            return int(kind[1])  # Q4_K
-        return bits_of_projection(self.bits, self.bits_of, block, projection)
+        kind = self.type_for(block, projection)  # Q4_K
+        return self._uniform_bits(block, projection) if kind is None else int(kind[1])
 
     def keeps(self, block: int, projection: str) -> bool:
         """Return whether a projection of a block stays as it is."""
-        uniform = self.format == "uniform"
-        return uniform and bits_of_projection(self.bits, self.bits_of, block, projection) == KEPT
+        return self.format == "uniform" and self._uniform_bits(block, projection) == KEPT
+
+    def _uniform_bits(self, block: int, projection: str) -> int:
+        """Return the bits of the exact key in ``bits_of``, else the most of keys that fit, else ``bits``."""
+        exact = self.bits_of.get(f"{block}.{projection}")
+        fitting = (bits for key, bits in self.bits_of.items() if names_projection(key, block, projection))
+        return max(fitting, default=self.bits) if exact is None else exact
 
     def type_for(self, block: int, projection: str) -> str | None:
         """Return the name of the block type of a projection of a block; None where its grid is uniform."""
@@ -206,18 +207,6 @@ class QuantizationSettings:
         return self.rounding.learn == "all" or (self.rounding.learn == "attention" and attention)
 
 
-def bits_of_projection(bits: int, bits_of: Mapping[str, int], block: int, projection: str) -> int:
-    """Return the bits of a projection: of its exact key, else the most of keys that fit, else ``bits``."""
-    exact = bits_of.get(f"{block}.{projection}")
-    if exact is not None:
-        return exact
-    fitting = [value for key, value in bits_of.items() if names_projection(key, block, projection)]
-    return max(fitting, default=bits)
-
-
 def names_projection(key: str, block: int, projection: str) -> bool:
-    """Return whether a key of ``bits_of`` or ``types`` names a projection of a block.
-
-    ``*`` and ``?`` of a key stand for any characters: ``*.down_proj``, ``1?.*``, ``*_proj``.
-    """
+    """Return whether a key of ``bits_of`` or ``types``, such as ``1?.*``, names a projection of a block."""
     return any(fnmatchcase(name, key) for name in (projection, str(block), f"{block}.{projection}"))

@@ -36,7 +36,7 @@ else:
 
 Proportions = dict[str, FinitePositive]
 
-EXPECTED: dict[Any, str] = {
+EXPECTED: dict[Any, str] = {  # in error messages: what a value of each type has to be
     Bits: "2 to 8",
     ProjectionBits: "2 to 8, or 16 for a projection that stays as it is",
     Seed: "0 to 4294967295",
@@ -52,4 +52,3 @@ EXPECTED: dict[Any, str] = {
     str: "a text",
     type(None): "null",
 }
-"""Words of an error message that say what a value of each type has to be."""

@@ -46,10 +46,7 @@ class BlockTuner:
     context: Context
 
     def between(self, index: int, module: nn.Module, originals: Batches) -> Batches | None:
-        """Return the original's hidden states between its sublayers; None where none are trained.
-
-        ``module`` is the original block, ``originals`` the hidden states before it.
-        """
+        """Return the hidden states between the original block's sublayers; None where none are trained."""
         if not self.context.settings.tuning.by_sublayer:
             return None
         last = self.context.layout(index).groups[-1]
@@ -65,8 +62,7 @@ class BlockTuner:
         targets = {name: folded_target(p) for name, p in block.projections.items()}
         module.float()
         replace_weights(block, module, source)
-        types = stored_types(source, block.index)
-        return TunableBlock(module, block.layout, block.stored(), types, targets)
+        return TunableBlock(module, block.layout, block.stored(), stored_types(source, block.index), targets)
 
     def tune(
         self, index: int, tunable: TunableBlock, inputs: Batches, between: Batches | None, targets: Batches
@@ -197,10 +193,8 @@ def vectors(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def replace_weights(block: QuantizedBlock, module: nn.Module, source: StreamedModel) -> None:
-    """Turn the module into the quantized block: zeta is folded, the weights are the integers'.
-
-    All other parameters become float32, so that they are rounded once, to the type that they are stored in.
-    """
+    """Turn the module into the quantized block: zeta is folded, the weights are the integers'."""
+    # all others become float32, so that they are rounded once, to the type that they are stored in
     prefix = source.family.block_prefix(block.index)
     weights = {f"{p.module}.weight" for p in block.layout.projections}
     for name in stored_types(source, block.index):

@@ -16,6 +16,8 @@ from aespa_pl.run.context import Context
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.transfer import in_turn, sending_back
 
+Part = tuple[range, range]  # heads whose H_V, and experts whose statistics, are collected in one pass
+
 
 @dataclass
 class Streams:
@@ -52,12 +54,9 @@ def collect(context: Context, index: int, module: nn.Module, streams: Streams) -
     heads = layout.key_value_heads if attends else 0
     experts = 0 if layout.mixture is None else layout.mixture.total
     passes = context.partition.passes(heads, experts)
+    some, few = passes[0]
     divided = DividedStatistics(
-        layout,
-        context.run.folder,
-        context.device,
-        heads=len(passes[0][0]) < heads,
-        experts=len(passes[0][1]) < experts,
+        layout, context.run.folder, context.device, heads=len(some) < heads, experts=len(few) < experts
     )
     for number, part in enumerate(passes):
         first, last = number == 0, part is passes[-1]
@@ -68,19 +67,9 @@ def collect(context: Context, index: int, module: nn.Module, streams: Streams) -
 
 
 def _run_through(
-    context: Context,
-    index: int,
-    module: nn.Module,
-    streams: Streams,
-    part: tuple[range, range],
-    *,
-    first: bool,
-    last: bool,
+    context: Context, index: int, module: nn.Module, streams: Streams, part: Part, *, first: bool, last: bool
 ) -> BlockStatistics:
-    """Run all segments through a block and collect H_V of some heads and the statistics of some experts.
-
-    The first time, everything else is collected too.
-    """
+    """Run all segments through a block and collect a part of its statistics; all others the first time."""
     source, settings, device = context.source, context.settings, context.device
     (heads, experts), layout = part, context.layout(index)
     attends = layout.attended_group is not None

@@ -20,7 +20,6 @@ from aespa_pl.errors import UserError
 from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.run.context import Context
-from aespa_pl.run.fingerprint import checksum
 from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
 from aespa_pl.run.model_writer import ModelWriter
@@ -40,20 +39,21 @@ from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import stored_types, vectors
 from aespa_pl.walk.stem import stem_tensors
 
+Train = Callable[..., Tuned]
+Found = tuple[Tuned, dict[str, Tensor]]  # what a tuning found, and the learned tensors by name
+
 
 @dataclass(frozen=True)
 class ModelTuner:
     """Tunes the quantized model of a run end to end."""
 
     context: Context
-    writer: ModelWriter
-    """Knows the files of the quantized blocks."""
+    writer: ModelWriter  # of the quantized blocks
 
     def tune(self, tokens: Tensor, hidden: Batches) -> Tuned:
-        """Tune the model, and write what was learned to one file of the run.
+        """Tune the model on all segments ``[segments, L]``, and write what was learned to a file of the run.
 
-        ``tokens`` are the calibration segments ``[segments, L]`` of all processes, ``hidden`` the original's
-        hidden states after its last block, of this process's segments.
+        ``hidden`` are the original's hidden states after its last block, of this process's segments.
         """
         context, source, world = self.context, self.context.source, self.context.world
         world.wait_for_all()  # for the files of the last block
@@ -92,28 +92,23 @@ class ModelTuner:
             if streamed:
                 moves = Moves(context.run.moved_folder, rates.of_latent, world)
                 found, learned = self._tune_streamed(model, train, moves if rates.latent else None)
-                if rates.latent and moves.step and world.is_first:
-                    files = map(moves.file, range(count))
-                    checksums = {f.relative_to(context.run.folder).as_posix(): checksum(f) for f in files}
+                if rates.latent and moves.step:
+                    checksums = context.run.checksums(map(moves.file, range(count)))
             else:
                 found, learned = self._tune_in_memory(model, train)
-        world.wait_for_all()  # the first one replaces files that others read
-        if world.is_first:
-            write_tensors(context.run.tuned_file, learned, checksums)
-            context.run.finish_tuning(record.tuning(found))
         del model, train
         gc.collect()  # Trainer, module and optimizer refer to each other
         release_memory()
+        world.wait_for_all()  # the first one replaces files that others read
+        if world.is_first:
+            write_tensors(context.run.tuned_file, learned, checksums)
         return found
 
-    def _tune_in_memory(
-        self, model: PreTrainedModel, train: Callable[..., Tuned]
-    ) -> tuple[Tuned, dict[str, Tensor]]:
-        """Tune all blocks at once; return what was found, and the learned tensors by name."""
+    def _tune_in_memory(self, model: PreTrainedModel, train: Train) -> Found:
+        """Tune all blocks at once."""
         indices, file = range(self.context.source.block_count), self.context.run.block_file
-        blocks = [self._block(model, index, load_file(file(index))) for index in indices]
         found = train(
-            blocks,
+            [self._block(model, index, load_file(file(index))) for index in indices],
             recipe=tuning.EVERYTHING if self.context.settings.tuning.model.integer_rate else tuning.SCALES,
             model=model,
             outside=self._outside(model),
@@ -125,16 +120,11 @@ class ModelTuner:
             learned |= {_key(index, name): tensor for name, tensor in stored.items()}
         return found, learned
 
-    def _tune_streamed(
-        self, model: PreTrainedModel, train: Callable[..., Tuned], moves: Moves | None
-    ) -> tuple[Tuned, dict[str, Tensor]]:
-        """Tune with one block in memory; return the same, without integers."""
+    def _tune_streamed(self, model: PreTrainedModel, train: Train, moves: Moves | None) -> Found:
+        """Tune with one block in memory; no integers are among what is returned."""
         source = self.context.source
         parametrize_vectors(model, self._outside(model))
         shells = cast(nn.ModuleList, model.get_submodule(source.family.blocks_path))
-
-        def read(index: int) -> dict[str, Tensor]:
-            return read_tensors(self.context.run.block_file(index))
 
         def make(index: int, stored: Mapping[str, Tensor]) -> nn.Module:
             empty = shells[index]
@@ -144,23 +134,22 @@ class ModelTuner:
             parametrize_block(tunable, tuning.SCALES if moves is None else tuning.EVERYTHING)
             return tunable.block
 
-        streamed = TrainableStream(model, source.family, read, make, moves)
-        found = train(streamed)
+        file = self.context.run.block_file
+        streamed = TrainableStream(model, source.family, lambda index: read_tensors(file(index)), make, moves)
+        found, changed = train(streamed), 0.0
         learned: dict[str, Tensor] = {}
-        changed = []
         for index in range(source.block_count):
-            prefix = source.family.block_prefix(index)
             with streamed.block(index) as (block, _):
                 weights = quantized_weights(block, self.context.layout(index))
-                before = self._weights(index, load_file(self.context.run.block_file(index)))
+                before = self._weights(index, load_file(file(index)))
                 on_host = {name: replace(q, integers=q.integers.cpu()) for name, q in weights.items()}
-                changed.append(tuning.changed_fraction([before], [on_host]))
+                changed += tuning.changed_fraction([before], [on_host])
                 remove_parametrizations(block)
-                learned |= self._vectors(block, prefix)
+                learned |= self._vectors(block, source.family.block_prefix(index))
             stored = record.weight_tensors(weights)
             learned |= {_key(index, n): tensor for n, tensor in stored.items() if not n.endswith(".integers")}
         remove_parametrizations(model)
-        return replace(found, changed=sum(changed) / len(changed)), learned | self._vectors(model)
+        return replace(found, changed=changed / source.block_count), learned | self._vectors(model)
 
     def rewrite(self) -> None:
         """Write the blocks that do not hold yet what was learned, and what lies outside of them."""
@@ -168,7 +157,7 @@ class ModelTuner:
         learned = load_file(run.tuned_file)
         for index in range(source.block_count):
             if not run.blocks[index].end_to_end:
-                self._rewrite_block(index, learned, offsets(run, index))
+                self._rewrite_block(index, learned)
         shutil.rmtree(run.moved_folder, ignore_errors=True)
         stem = stem_tensors(self.context).items()
         self.writer.write_stem({name: learned.get(name, tensor) for name, tensor in stem})
@@ -192,8 +181,7 @@ class ModelTuner:
 
     def _weights(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, StoredWeight]:
         """Return what the file of a block holds, by projection."""
-        bits = self.context.settings.bits_for
-        types = self.context.types(index)
+        bits, types = self.context.settings.bits_for, self.context.types(index)
         return {name: record.read_weight(tensors, name, bits(index, name), types[name]) for name in types}
 
     def _vectors(self, module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
@@ -202,9 +190,7 @@ class ModelTuner:
         found = {prefix + name: p.detach() for name, p in here.items() if not p.is_meta}
         return {name: p.to(DTYPES[tensors[name].dtype]) for name, p in found.items()}
 
-    def _rewrite_block(
-        self, index: int, learned: Mapping[str, Tensor], offsets: Mapping[str, Tensor]
-    ) -> None:
+    def _rewrite_block(self, index: int, learned: Mapping[str, Tensor]) -> None:
         """Replace the files of a block by new ones, all at once."""
         run, layout, source = self.context.run, self.context.layout(index), self.context.source
         family, file, shards = source.family, run.block_file(index), self.writer.block_files(index)
@@ -212,8 +198,8 @@ class ModelTuner:
         shard = {name: complete.tensor(name) for name in complete.block_names(family, index)}
         tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}
         quantized = self._weights(index, tensors)
-        if offsets:
-            quantized = moved(quantized, layout, offsets)
+        if distances := offsets(run, index):
+            quantized = moved(quantized, layout, distances)
             tensors |= {f"{name}.integers": q.integers for name, q in quantized.items()}
         weights = {name: q.weight() for name, q in quantized.items()}
         shard |= {name: learned[name] for name in shard if name in learned}
@@ -235,15 +221,14 @@ def _key(index: int, name: str) -> str:
 def offsets(run: Run, index: int) -> dict[str, Tensor]:
     """Return how far the integers of a block have moved on disk; nothing where none have.
 
-    Raises:
-        UserError: The file is missing, or another than the one that the tuning has left.
+    Raises UserError where the file is missing, or another than the one that the tuning has left.
     """
     with safe_open(run.tuned_file, "pt") as file:
         checksums: dict[str, str] = file.metadata() or {}
     if not checksums:
         return {}
     name = sorted(checksums)[index]
-    if not (run.folder / name).is_file() or checksum(run.folder / name) != checksums[name]:
+    if not run.is_whole(name, checksums[name]):
         raise UserError(
             f"{run.folder / name} is missing or changed: remove {run.tuned_file}, and all blocks are "
             "quantized again"

@@ -22,8 +22,7 @@ from aespa_pl.walk.collect import Streams
 
 log = logging.getLogger(__name__)
 
-Losses = Mapping[str, Mapping[str, int | float]]
-"""What ``losses_of`` returns, by projection."""
+Losses = Mapping[str, Mapping[str, int | float]]  # what ``losses_of`` returns, by projection
 PASSES = 8
 """Forward passes of all blocks that an epoch of the end-to-end tuning takes as long as; 10 were measured on a
 model of 3 blocks, where the head weighs more than in others."""
@@ -50,11 +49,8 @@ def losses_of(block: QuantizedBlock) -> dict[str, dict[str, float]]:
 
 
 def descent_curves(block: QuantizedBlock, losses: Losses) -> list[dict[str, float]]:
-    """Return the points of each projection's loss over the passes of the descent, by step.
-
-    They are relative to nearest rounding's; the first is of what the descent began with. Projections that
-    took fewer passes have fewer points.
-    """
+    """Return the points of each projection's loss, relative to nearest rounding's, by pass of the descent."""
+    # the first is of what the descent began with; projections that took fewer passes have fewer points
     nearest = {name: measured["nearest"] for name, measured in losses.items() if measured["nearest"] > 0}
     curves = {
         tag(DESCENT, name): [loss / value for loss in block.projections[name].descent]
@@ -65,17 +61,14 @@ def descent_curves(block: QuantizedBlock, losses: Losses) -> list[dict[str, floa
 
 
 def output_error(streams: Streams, world: World) -> float:
-    """Return ``||output - original||^2 / ||original||^2`` of the block that both streams have just passed.
-
-    It is over the segments of all processes of ``world``, which call this together.
-    """
+    """Return ``||output - original||^2 / ||original||^2`` of the block that both streams have just passed."""
     error = size = 0.0
     if streams.own and streams.original:
         for i in range(len(streams.quantized)):
             original = streams.original[i].float()
             error += float((streams.quantized[i].float() - original).square().sum())
             size += float(original.square().sum())
-    error, size = world.sum(error), world.sum(size)
+    error, size = world.sum(error), world.sum(size)  # of the segments of all processes
     return error / size if size > 0 else 0.0
 
 
@@ -114,10 +107,8 @@ def tuning(found: Tuned) -> TuningRecord:
     return TuningRecord(**known | errors)
 
 
-def tuning_curves(found: Tuned | None) -> dict[str, float]:
+def tuning_curves(found: Tuned) -> dict[str, float]:
     """Return what a tuning found as points of curves over the blocks; the model is after the last."""
-    if found is None:
-        return {}
     return {
         "tuning/error_before": found.start_error,
         "tuning/error_after": found.error,
@@ -203,10 +194,7 @@ def method_in_words(settings: QuantizationSettings, layout: BlockLayout) -> str:
 
 
 def time_left(finished: Collection[BlockRecord], blocks: int, epochs: int | None) -> str:
-    """Return how long the rest of a run takes, by the seconds of those of its ``blocks`` that are finished.
-
-    Without an end-to-end tuning it has no ``epochs``.
-    """
+    """Return how long a run still takes, by its finished blocks; ``epochs`` are the end-to-end tuning's."""
     each, missing = sum(sum(x.seconds.values()) for x in finished) / len(finished), blocks - len(finished)
     seconds, what = missing * each, f"{missing} block{'s' if missing > 1 else ''}"
     if epochs is not None:

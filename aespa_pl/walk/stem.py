@@ -30,10 +30,8 @@ end loss from 0.014 to 0.002 nats in Q5_1; in Q8_0 the whole is 0.0003."""
 
 
 def quantize_stem(context: Context, tokens: Tensor) -> None:
-    """Write the numbers of embedding and head to their file, where they have types and it isn't there.
-
-    The blocks are quantized after this embedding. The calibration segments ``[segments, L]`` are the head's.
-    """
+    """Write the numbers of embedding and head to their file, where they have types and it isn't there."""
+    # the blocks are quantized after this embedding; the calibration segments ``[segments, L]`` are the head's
     types, parts = _types(context), context.source.pretrained.embeddings()
     if not types or context.run.stem_file.is_file():
         return
@@ -55,10 +53,7 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
 
 
 def stem_tensors(context: Context) -> dict[str, Tensor]:
-    """Return what the run's model has outside its blocks, in the types that the original is stored in.
-
-    Where these are narrower than a block type's numbers, the model folder has their values rounded.
-    """
+    """Return what the run's model has outside its blocks, rounded to the types of the original's file."""
     pretrained = context.source.pretrained
     tensors = {n: pretrained.tensor(n) for n in pretrained.stem_names(context.source.family)}
     if types := _types(context):

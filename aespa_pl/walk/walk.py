@@ -47,11 +47,9 @@ class Walk:
         self.model_tuner = ModelTuner(context, self.writer) if tuning.model.enabled else None
 
     def quantize(self, tokens: Tensor) -> None:
-        """Quantize all blocks that are not complete yet, with calibration segments ``[segments, L]``.
-
-        Hidden states are not stored: a continued run computes them again by replay through
-        the blocks that are complete, which gives the same bits for a fraction of the time.
-        """
+        """Quantize all blocks that are not complete yet, with calibration segments ``[segments, L]``."""
+        # hidden states are not stored: a continued run computes them again by replay through
+        # the blocks that are complete, which gives the same bits for a fraction of the time
         keep_threads()
         run, world, count = self.context.run, self.context.world, self.context.source.block_count
         run.blocks, run.tuned = world.from_first(partial(self._begin, tokens))
@@ -85,10 +83,8 @@ class Walk:
         return run.blocks, run.tuned
 
     def _walk(self, tokens: Tensor, last: int, end: int) -> Streams:
-        """Quantize the blocks that are missing; return the hidden states where the streams have ended.
-
-        The quantized stream ends before the ``last`` missing block, the original one after block ``end``.
-        """
+        """Quantize the blocks that are missing; return the hidden states where the streams have ended."""
+        # the quantized stream ends before the last missing block, the original one after block ``end``
         context = self.context
         streams = Streams.begin(context, tokens)
         context.progress.begin("Quantizing, blocks", context.source.block_count)
@@ -180,23 +176,15 @@ class Walk:
 
     @torch.no_grad()
     def _store(self, index: int, module: nn.Module, weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
-        """Return a quantized block as it is stored, and give the module the stored values.
-
-        So the blocks to come see the hidden states of the model on disk. Each value is rounded once, from
-        float32 to its stored type, whatever type blocks run in.
-        """
+        """Return a quantized block as it is stored, and give the module the stored values."""
+        # so the blocks to come see the hidden states of the model on disk; each value is rounded once, from
+        # float32 to its stored type, whatever type blocks run in
         source, layout = self.context.source, self.context.layout(index)
-        names: dict[str, list[str]] = {}  # of the projections in the rows of each weight
-        for p in layout.projections:
-            names.setdefault(f"{p.module}.weight", []).append(p.name)
         stored = {}
         for name, dtype in stored_types(source, index).items():
-            parameter = module.get_parameter(name)
-            exact = parameter.data
-            if name in names:
-                parts = {part: weights[part].weight() for part in names[name]}
-                exact = merged(parts, layout, name.removesuffix(".weight"))
-            value = exact.to(dtype)
+            parameter, path = module.get_parameter(name), name.removesuffix(".weight")
+            parts = {p.name: weights[p.name].weight() for p in layout.projections if p.module == path}
+            value = (merged(parts, layout, path) if parts else parameter.data).to(dtype)
             parameter.data = value.to(source.dtype)
             if self.context.world.is_first:
                 stored[source.family.block_prefix(index) + name] = value.cpu()
@@ -207,7 +195,8 @@ class Walk:
         context, phase = self.context, "tuning the model"
         with context.measure(phase):
             tuned = tuner.tune(tokens, streams.original)
-        context.run.note_tuning_seconds(context.stopwatch.last(phase))
+        if context.world.is_first:
+            context.run.finish_tuning(record.tuning(tuned), context.stopwatch.last(phase))
         self._log(record.tuning_curves(tuned), context.source.block_count)
         context.progress.say(f"the model, end to end: {record.tuning_words(tuned)}")
 
@@ -215,14 +204,16 @@ class Walk:
         """Say what was found of a block, and add it to the curves over the blocks."""
         if not self.context.world.is_first:
             return
-        losses, tuned = found.losses, found.tuned
-        self._log(record.curves(losses, seconds) | record.tuning_curves(tuned), index)
-        say, blocks = self.context.progress.say, self.context.source.block_count
-        say(record.line(index, blocks, losses, sum(seconds.values())))
-        if words := record.few_tokens(index, losses):
-            say(words)
-        if tuned is not None:
-            say(f"block {index}: {record.tuning_words(tuned)}")
+        points, blocks = record.curves(found.losses, seconds), self.context.source.block_count
+        said = [record.line(index, blocks, found.losses, sum(seconds.values()))]
+        if words := record.few_tokens(index, found.losses):
+            said.append(words)
+        if found.tuned is not None:
+            points |= record.tuning_curves(found.tuned)
+            said.append(f"block {index}: {record.tuning_words(found.tuned)}")
+        self._log(points, index)
+        for words in said:
+            self.context.progress.say(words)
 
     def _log(self, points: Mapping[str, float], step: int) -> None:
         """Add points to the curves over the blocks; the model comes after its last block."""

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import aespa_pl
 from aespa_pl.api import keep_model
 from aespa_pl.data.texts import EMBEDDED
-from aespa_pl.run.fingerprint import model_fingerprint
+from aespa_pl.run.journal import model_fingerprint
 from tests.api.calls import SEGMENTS, WORDS, blocks, call, tiny, tokenizer, tokens
 from tests.cli.commands import CommandLine
 from tests.forks import Forks

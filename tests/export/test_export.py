@@ -19,7 +19,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.export import format as formats
 from aespa_pl.export.folder import HuggingFace
 from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.run.fingerprint import model_fingerprint
+from aespa_pl.run.journal import model_fingerprint
 from tests.export.conftest import MakeRun
 from tests.export.folders import files
 from tests.export.runs import Known

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from aespa_pl.errors import UserError
-from aespa_pl.run.fingerprint import MEBIBYTE, differences, model_fingerprint
-from aespa_pl.run.journal import Run
+from aespa_pl.run.journal import MEBIBYTE, Run, differences, model_fingerprint
 from tests.run.journals import FINGERPRINT, make_file
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aespa_pl.run.fingerprint import checksum
+from aespa_pl.run.journal import checksum
 from tests.run.bench import LAST, Bench, check, copied, flip, results
 from tests.walks import BLOCKS
 
