@@ -31,6 +31,4 @@ def paid_for(cgroup: Path = CGROUP) -> float | None:
 def threads() -> int | None:
     """Return how many threads to begin where a quota allows fewer than there are processors, or None."""
     quota = paid_for()
-    if quota is None or quota >= seen():
-        return None
-    return max(1, int(quota))
+    return None if quota is None or quota >= seen() else max(1, int(quota))
