@@ -1,6 +1,6 @@
 """Draw calibration segments: random windows of random documents that are longer than a segment.
 
-Source: Section 4.1 of the paper. What is drawn is tokenized alone, because a shard of C4 has 356,317 documents.
+Source: Section 4.1 of the paper. Only what is drawn is tokenized: a shard of C4 has 356,317 documents.
 """
 
 from collections import Counter
@@ -70,7 +70,7 @@ def draw_segments(
 
 
 def _place_apart(lengths: list[int], count: int, length: int, random: Random) -> list[tuple[int, int]]:
-    """Return windows that don't overlap, in random order; all ways to place a document's are as likely."""
+    """Return windows that don't overlap, in random order, of every document; all places are as likely."""
     rest = [i for i, n in enumerate(lengths) for _ in range(n // length - 1)]
     counts = Counter([*range(len(lengths)), *random.sample(rest, count - len(lengths))])
     windows = []

@@ -111,7 +111,7 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
 
 
 def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = True) -> dict[str, int]:
-    """Return the bytes on the device by phase, of the blocks that need most; ``recompute``: in the tuning."""
+    """Return the bytes on the device by phase, of the blocks that need most; the most is a run's."""
     needs = _block_bytes(setup, partition, recompute=recompute)
     if setup.shape.other is None:
         return needs

@@ -76,7 +76,7 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
 
 
 def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
-    """Return the bytes in host memory while blocks are on disk: inputs, next integers, two blocks' offsets."""
+    """Return the bytes in host memory beside blocks on disk: inputs, next integers, two blocks' offsets."""
     tuning = settings.tuning.model
     if not tuning.enabled or tuning.blocks != "disk":
         return 0
