@@ -25,10 +25,7 @@ class EndedError(Exception):
 
 
 class NumericalError(Exception):
-    """Says that a matrix cannot be factored, or that a loss is not a finite number.
-
-    Stronger damping may help, so the block under way is tried once more with it.
-    """
+    """Says that a matrix can't be factored, or a loss is not finite; stronger damping may help."""
 
 
 def printable(text: str) -> str:

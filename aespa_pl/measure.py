@@ -51,14 +51,11 @@ def peak_bytes(device: torch.device) -> dict[str, int]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory of a device that is free now; of the CPU, what can be had without swapping.
-
-    In a container with a limit of its own (cgroup version 2 or 1) that limit counts.
-    """
+    """Return the free memory of a device; of the CPU without swapping, and within a container's limit."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
-    for folder, limit, used, cached in (
+    for folder, limit, used, cached in (  # of cgroup version 2, or 1
         (CGROUP, "memory.max", "memory.current", "inactive_file"),
         (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
@@ -75,7 +72,7 @@ def free_bytes(device: torch.device) -> int:
 
 def release_memory() -> None:
     """Give what the C library keeps of freed tensors back to the system: some 200 MB of matrices of 16 MB."""
-    # glibc's; others have none
+    # malloc_trim is glibc's; others have none
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

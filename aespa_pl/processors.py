@@ -19,8 +19,8 @@ def seen() -> int:
 def paid_for(cgroup: Path = CGROUP) -> float | None:
     """Return the processors' worth of time that a container (cgroup 2 or 1) may use; None: no quota."""
     version_1 = [cgroup / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
-    files = [cgroup / "cpu.max"] if (cgroup / "cpu.max").exists() else version_1
     try:
+        files = [cgroup / "cpu.max"] if (cgroup / "cpu.max").exists() else version_1
         quota, period = " ".join(file.read_text() for file in files).split()
         worth = int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):  # none, or "max"
@@ -31,6 +31,4 @@ def paid_for(cgroup: Path = CGROUP) -> float | None:
 def threads() -> int | None:
     """Return how many threads to begin where a quota allows fewer than there are processors, or None."""
     quota = paid_for()
-    if quota is None or quota >= seen():
-        return None
-    return max(1, int(quota))
+    return None if quota is None or quota >= seen() else max(1, int(quota))

@@ -96,5 +96,4 @@ class IterationProgress(Callback):
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         total = int(trainer.estimated_stepping_batches)
         if done % interval == 0 or done == total:
-            loss = float(outputs["loss"])
-            self.progress.step(f"  {self.name}, loss {loss:.5g}", done, total)
+            self.progress.step(f"  {self.name}, loss {float(outputs['loss']):.5g}", done, total)

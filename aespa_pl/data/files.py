@@ -1,7 +1,6 @@
 """Read the rows of a local text file.
 
-The json reader of ``datasets`` makes None of a missing field, a string of a number, and StopIteration of an
-empty file.
+The json reader of ``datasets`` turns a missing field into None, and a number into a string.
 """
 
 import gzip
@@ -63,10 +62,7 @@ class TextFile:
 
     @classmethod
     def find(cls, given: str, key: str, *, conversations: bool = False) -> "TextFile":
-        """Return the file that the user named.
-
-        Raises UserError where there is no such file, or it can't be read twice (a pipe), or is too large.
-        """
+        """Return the file that the user named. Raises UserError if it is missing, too large, or a pipe."""
         # Path.expanduser would raise RuntimeError for an unknown ~user
         file = cls(Path(os.path.expanduser(given)), key, conversations)  # noqa: PTH111
         with file._errors():

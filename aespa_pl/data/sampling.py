@@ -1,7 +1,6 @@
-"""Draw calibration segments at random.
+"""Draw calibration segments: random windows of random documents that are longer than a segment.
 
-Source: Section 4.1 of the paper, which follows OPTQ: random windows of random documents that are
-longer than a segment. Only documents that are drawn are tokenized, because a shard of C4 has 356,317.
+Source: Section 4.1 of the paper. Only what is drawn is tokenized: a shard of C4 has 356,317 documents.
 """
 
 from collections import Counter
@@ -21,10 +20,8 @@ from aespa_pl.settings import CalibrationSettings
 PATIENCE = 50_000
 """Documents in a row that may be too short before a text is given up: a minute of tokenizing."""
 
-_PACK = "join shorter documents with data.calibration.pack true, "
+PACK = "join shorter documents with data.calibration.pack true, "
 Tokenize = Callable[[Document], Int64[Tensor, " tokens"]]
-Window = tuple[int, int]
-"""Number of a document, and the window's first token in it."""
 
 
 def divide_segments(proportions: Mapping[str, float], segments: int) -> dict[str, int]:
@@ -57,7 +54,7 @@ def draw_segments(
     lengths = [len(tokens) for tokens in drawn]
     room = sum(n // length for n in lengths)
     if room < settings.segments:
-        advice = _PACK if len(documents) > len(drawn) and not settings.pack else ""
+        advice = PACK if len(documents) > len(drawn) and not settings.pack else ""
         raise UserError(
             f"{CALIBRATION_KEY}: {settings.source} is too short: {settings.segments} segments are to be "
             f"drawn, and its documents of more than {length} tokens have room for {room} that don't "
@@ -72,11 +69,8 @@ def draw_segments(
     return torch.stack([drawn[i][start : start + length] for i, start in windows])
 
 
-def _place_apart(lengths: list[int], count: int, length: int, random: Random) -> list[Window]:
-    """Return ``count`` windows that don't overlap, in random order, at least one of each document.
-
-    There is room for them. All ways to place a document's windows are equally likely.
-    """
+def _place_apart(lengths: list[int], count: int, length: int, random: Random) -> list[tuple[int, int]]:
+    """Return windows that don't overlap, in random order, of every document; all places are as likely."""
     rest = [i for i, n in enumerate(lengths) for _ in range(n // length - 1)]
     counts = Counter([*range(len(lengths)), *random.sample(rest, count - len(lengths))])
     windows = []
@@ -113,7 +107,7 @@ def _draw_documents(
         raise UserError(
             f"{CALIBRATION_KEY}: {settings.source} has no document of more than {length} tokens "
             f"(documents read: {len(read)}, the longest has {max(read, default=0)} tokens); "
-            f"{'' if settings.pack else _PACK}choose a shorter data.calibration.segment_length, or another "
+            f"{'' if settings.pack else PACK}choose a shorter data.calibration.segment_length, or another "
             "text (a .txt is one document)"
         )
     return long

@@ -77,10 +77,7 @@ class HubRows:
         return {name: value for name, value in asdict(self).items() if name != "local_copy"}
 
     def load(self, key: str) -> Sequence[str]:
-        """Return the rows' texts, read from the disk one by one as they are asked for.
-
-        Raises UserError, which names the YAML key, where the data set can't be had, for whatever reason.
-        """
+        """Return the rows' texts, read as they are asked for. Raises UserError where they can't be had."""
         # a hub that can't be reached is tried for half a minute
         log.warning("%s: asking the Hugging Face hub for %s", key, self.repository)
         import datasets  # noqa: PLC0415 - 1 s, and not needed once the tokens are cached

@@ -44,9 +44,9 @@ def calibration_tokens(
 ) -> Int64[Tensor, "segments length"]:
     """Return random segments of the calibration text: the same ones for the same seed.
 
-    Those of several texts are mixed, so that each of them is also held back by a tuning. ``length``
-    counts, not that of the settings, which may be null; ``cache`` is the folder that keeps the tokens for
-    later runs. Raises UserError where a text can't be had, or is too short.
+    Those of several texts are mixed, so that each of them is also held back by a tuning. ``length`` counts,
+    not the settings' own; the folder ``cache`` keeps the tokens. Raises UserError for a text that can't be
+    had, or is too short.
     """
     if isinstance(settings.source, Mapping):
         counts = divide_segments(settings.source, settings.segments)
@@ -106,8 +106,7 @@ def evaluation_tokens(
                 f"{EVALUATION_KEY}: {source} has {len(tokens)} tokens, a segment has {length}; "
                 "choose a shorter data.evaluation.segment_length, or a longer text"
             )
-        whole = len(tokens) // length * length
-        return tokens[:whole].view(-1, length)[:limit]  # [segments, length]
+        return tokens[: len(tokens) // length * length].view(-1, length)[:limit]  # [segments, length]
 
     return cached_tokens(cache, made_from, make)
 
@@ -152,8 +151,7 @@ def few_tokens(segments: int, length: int, inputs: int) -> str | None:
 def cached_tokens(cache: Path, made_from: Mapping[str, object], make: Callable[[], Tensor]) -> Tensor:
     """Return the tokens made from ``made_from`` (JSON), from the cache (``data.cache``) if they are there."""
     described = {"version": VERSION, **made_from}
-    tokens = recalled(cache, TENSOR, described)
-    if tokens is None:
+    if (tokens := recalled(cache, TENSOR, described)) is None:
         tokens = make()
         keep(cache, TENSOR, described, tokens)
     return tokens
@@ -161,8 +159,7 @@ def cached_tokens(cache: Path, made_from: Mapping[str, object], make: Callable[[
 
 def check_vocabulary(tokens: Int64[Tensor, "segments length"], vocabulary_size: int) -> None:
     """Raise UserError if the model lacks an embedding for a token: tokenizer and model don't fit."""
-    highest = int(tokens.max())
-    if highest >= vocabulary_size:
+    if (highest := int(tokens.max())) >= vocabulary_size:
         raise UserError(
             f"model.pretrained: the tokenizer gives token id {highest}, but the model's vocabulary "
             f"has {vocabulary_size} entries; use the tokenizer that belongs to the model"

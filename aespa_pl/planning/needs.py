@@ -1,7 +1,4 @@
-"""Compute memory and disk space from shapes, for the hungriest moment of each phase of a block.
-
-``benchmarks/memory.py`` compares them with measured runs.
-"""
+"""Compute from shapes the memory of each phase's hungriest moment, and disk space (benchmarks/memory.py)."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -100,7 +97,7 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
         in_group = max(in_group, (2 + 4 * original) * shape.hidden + 3 * shape.widest_input)
     in_group *= work.tokens
     # queries and keys, X and A X of a value head, and for a chunk of it scores, A and A X;
-    in_attention = formed = 0
+    in_attention = 0
     if not shape.attends:
         in_attention = LINEAR_ATTENTION * work.tokens * shape.linear_rows
     elif value_bytes(shape, settings):
@@ -109,16 +106,12 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
         in_attention += 3 * original * work.tokens * layout.heads * layout.head_dim
         in_attention += work.batch_size * shared * rows * (2 * work.length + shape.hidden)
     # scores, scores with the mask, and A, where they are formed for all heads.
-    if shape.forms_probabilities:
-        formed = 3 * work.batch_size * layout.heads * work.length**2
+    formed = 3 * work.batch_size * layout.heads * work.length**2 if shape.forms_probabilities else 0
     return work.tokens * activations * work.dtype_bytes + FLOAT * max(in_group, in_attention, formed)
 
 
 def device_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = True) -> dict[str, int]:
-    """Return the bytes on the device, by phase, of the blocks that need most; the largest is a run's.
-
-    Blocks that ``recompute`` run once more in the end-to-end tuning.
-    """
+    """Return the bytes on the device by phase, of the blocks that need most; the most is a run's."""
     needs = _block_bytes(setup, partition, recompute=recompute)
     if setup.shape.other is None:
         return needs

@@ -16,7 +16,7 @@ class Partition:
     weights: int | None = None
     """Number of weights that are learned at once, each portion with a Trainer of its own. None: all."""
     experts: int | None = None
-    """Number of experts whose statistics are in memory, as of ``heads``; if not all, then those of one."""
+    """Number of experts whose statistics are in memory, as of ``heads``; if not all, later those of one."""
 
     def passes(self, heads: int, experts: int) -> list[tuple[range, range]]:
         """Return heads and experts of each pass over the segments, as evenly as can be."""

@@ -66,9 +66,7 @@ class Shape:
         model, family = skeleton(config), family_of(config)
         blocks = list(cast(nn.Module, model.get_submodule(family.blocks_path)).children())
         of_blocks = tuple(map(_matrices, blocks, layouts))
-        everything, *in_blocks = (
-            sum(parameter.numel() for parameter in module.parameters()) for module in (model, *blocks)
-        )
+        everything, *in_blocks = (sum(p.numel() for p in m.parameters()) for m in (model, *blocks))
         quantized = [sum(matrix.size for matrix in of_block.values()) for of_block in of_blocks]
         hidden = projection_weight(blocks[0], layouts[0], layouts[0].groups[0].projections[0]).shape[1]
         forms, vocab, stem = family.forms_probabilities, int(config.vocab_size), everything - sum(in_blocks)
@@ -129,12 +127,11 @@ def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:
     matrices, mixture = {}, layout.mixture
     inputs = ((g.name, name, p) for g in layout.groups for name, ps in g.inputs.items() for p in ps)
     for group, name, p in inputs:
-        if p.kept:
-            continue
-        rows, columns = projection_weight(block, layout, p).shape
-        added = p.residual is not None and not p.normed
-        share = 1.0 if p.expert is None or mixture is None else mixture.share(p.expert)
-        matrices[p.name] = Matrix(rows, columns, p.role, group, name, added, share)
+        if not p.kept:
+            rows, columns = projection_weight(block, layout, p).shape
+            added = p.residual is not None and not p.normed
+            share = 1.0 if p.expert is None or mixture is None else mixture.share(p.expert)
+            matrices[p.name] = Matrix(rows, columns, p.role, group, name, added, share)
     return matrices
 
 

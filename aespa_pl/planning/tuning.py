@@ -22,11 +22,9 @@ peaks of whole runs have beside them (docs/memory.md)."""
 CHECKPOINT_BYTES = 4 * FLOAT
 """Bytes in a checkpoint of a weight whose latent value is learned: the value, two moments and the best epoch.
 The checkpoint is there twice while one replaces another."""
-OFFSET_BYTES = 2
-"""Bytes of an offset from the integer of the start, in float16."""
-MOVED_BYTES = 4 * OFFSET_BYTES
-"""Bytes on disk of a weight whose integer moves there: its offset, of the step under way and the
-one before, of the last checkpoint and of the best epoch."""
+OFFSET_BYTES, MOVED_BYTES = 2, 4 * 2
+"""Bytes of an offset from the integer of the start, in float16, and on disk of a weight whose integer moves
+there: its offset, of the step under way and the one before, of the last checkpoint and of the best epoch."""
 SCALE_BYTES = 6 * FLOAT
 """Bytes of a scale: its logarithm with gradient, two moments and best epoch, and itself; two strengths in
 place of the logarithm take the same twice."""
@@ -78,10 +76,7 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
 
 
 def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
-    """Return the bytes in host memory while blocks are on disk, else 0.
-
-    These are all inputs, the next block's integers, and where they move the offsets of two blocks.
-    """
+    """Return the bytes in host memory beside blocks on disk: inputs, next integers, two blocks' offsets."""
     tuning = settings.tuning.model
     if not tuning.enabled or tuning.blocks != "disk":
         return 0
@@ -110,8 +105,5 @@ def _scale_bytes(shape: Shape, settings: QuantizationSettings) -> int:
 
 
 def _transient(shape: Shape) -> int:
-    """Return the bytes of the gradient of the largest projection's weight on its way through the grid.
-
-    Beside it are the nearest integers, clamped and shifted, and its product with these.
-    """
+    """Return the bytes of the largest weight's gradient, and of what the grid makes of it on its way."""
     return 5 * FLOAT * max(m.size for m in shape.matrices)

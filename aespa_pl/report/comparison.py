@@ -50,10 +50,7 @@ class Cell:
         return value
 
     def relative_loss(self, text: str) -> float | None:
-        """Return the part of nearest rounding's loss that is left: 0 is the original model, 1 is nearest.
-
-        The loss is the logarithm of the perplexity above the original model's.
-        """
+        """Return the part of nearest rounding's loss, in nats above the original model's, that is left."""
         ours = self.perplexity(text)
         original, nearest = (self.perplexity(text, kind) for kind in REFERENCES)
         if ours is None or original is None or nearest is None or nearest <= original:

@@ -60,8 +60,7 @@ def final_loss_map(run: StoredRun, width: float, limits: tuple[float, float]) ->
 
 def limits_of(maps: Sequence[Ratios]) -> tuple[float, float]:
     """Return limits that hold all values of all maps, rounded outwards to twentieths."""
-    step = 0.05
-    values = [value for ratios in maps for value in ratios.values()]
+    values, step = [value for ratios in maps for value in ratios.values()], 0.05
     if not values:
         return 0.0, 1.0
     low, high = np.floor(min(values) / step) * step, np.ceil(max(values) / step) * step
@@ -71,10 +70,7 @@ def limits_of(maps: Sequence[Ratios]) -> tuple[float, float]:
 def heat_map(
     values: Ratios, projections: Sequence[str], width: float, limits: tuple[float, float], label: str
 ) -> Figure:
-    """Return blocks from left to right, projections from top to bottom; cells without a value stay empty.
-
-    ``label`` is that of the colours, the others are as of :func:`final_loss_map`.
-    """
+    """Return blocks from left to right, projections from top to bottom; ``label`` is that of the colours."""
     blocks = sorted({block for block, _ in values})
     cells = [[values.get((block, name), np.nan) for block in blocks] for name in projections]
     # few blocks make no wide figure: cells keep their shape

@@ -1,7 +1,7 @@
 """Make the page about runs: how good they are in words and tables, where they lost, and what it cost."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def render(runs: Sequence[StoredRun], drawn: Sequence[Section]) -> str:
         where_lost=where_lost,
         differences=differences(runs),
         results=result_table(runs),
-        costs=by_key(runs, [costs_of(run) for run in runs], numbers=True),
+        costs=replace(by_key(runs, [costs_of(run) for run in runs]), numbers=True),
         settings=by_key(runs, [run.settings for run in runs]),
         versions=by_key(runs, [run.versions for run in runs]),
     )
@@ -151,7 +151,7 @@ def differences(runs: Sequence[StoredRun]) -> TextTable:
     table = by_key(runs, [run.settings for run in runs])
     places = ("output.folder", "output.name")
     rows = [row for row in table.rows if len(set(row[1:])) > 1 and row[0] not in places]
-    return TextTable(table.head, rows, numbers=False)
+    return replace(table, rows=rows)
 
 
 def costs_of(run: StoredRun) -> dict[str, str]:
@@ -180,10 +180,8 @@ def costs_of(run: StoredRun) -> dict[str, str]:
     return costs
 
 
-def by_key(
-    runs: Sequence[StoredRun], columns: Sequence[Mapping[str, Any]], *, numbers: bool = False
-) -> TextTable:
+def by_key(runs: Sequence[StoredRun], columns: Sequence[Mapping[str, Any]]) -> TextTable:
     """Return a row for each key of any run, a column for each run."""
     keys = list(dict.fromkeys(key for column in columns for key in column))
     rows = [[key, *(str(column.get(key, ABSENT)) for column in columns)] for key in keys]
-    return TextTable(["", *(run.name for run in runs)], rows, numbers)
+    return TextTable(["", *(run.name for run in runs)], rows, numbers=False)

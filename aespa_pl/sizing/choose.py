@@ -82,8 +82,7 @@ class Choices:
 def limit_of(target: Target, given: object, choices: Choices, other: int) -> float:
     """Return the bytes that a target, ``given`` by the user, leaves to the matrices of a file.
 
-    ``other`` bytes of it are no matrices. Raises UserError where the model can't be so small, or needs no
-    choice to be so large.
+    ``other`` bytes are no matrices. Raises UserError where the model can't be so small, or needs no choice.
     """
     least, most = (sum(limit(m.costs.values()) for m in choices.matrices) for limit in (min, max))
     if target.bits is not None:
@@ -121,10 +120,8 @@ class Mixture:
     @property
     def words(self) -> str:
         """Return types, size and prediction in words."""
-        return (
-            f"{counted(self.chosen)}: a file of {self.bytes / 1e6:.2f} MB, predicted KL divergence "
-            f"{self.predicted:.3g} nats per token"
-        )
+        size, loss = f"{self.bytes / 1e6:.2f} MB", f"{self.predicted:.3g} nats per token"
+        return f"{counted(self.chosen)}: a file of {size}, predicted KL divergence {loss}"
 
     def lines(self) -> list[str]:
         """Return the choice in words, a line for each projection: types with their blocks."""

@@ -16,7 +16,7 @@ from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, end_lo
 from aespa_pl.evaluation.size import SCALE_BITS
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES
 from aespa_pl.export.gguf_size import padded
-from aespa_pl.models.family import BlockLayout, Projection
+from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
@@ -91,20 +91,14 @@ def _in_blocks(layouts: tuple[BlockLayout, ...], shape: Shape) -> list[tuple[tup
     for block, layout in enumerate(layouts):
         of_module: dict[str, list[str]] = {}
         for p in layout.projections:
-            of_module.setdefault(_matrix_of(p, layout), []).append(p.name)
+            of_expert = layout.mixture is not None and p.module.startswith(f"{layout.mixture.experts}.")
+            module = p.module.rpartition(".")[2] if of_expert else p.module
+            of_module.setdefault(module, []).append(p.name)
         for names in of_module.values():
             each = [shape.of_blocks[block][name] for name in names]
             keys = tuple(f"{block}.{name}" for name in names)
             found.append((keys, sum(m.rows for m in each), each[0].columns))
     return found
-
-
-def _matrix_of(projection: Projection, layout: BlockLayout) -> str:
-    """Return what projections with one candidate share: their module; of experts the name in theirs."""
-    mixture = layout.mixture
-    if mixture is not None and projection.module.startswith(f"{mixture.experts}."):
-        return projection.module.rpartition(".")[2]
-    return projection.module
 
 
 def predicted_losses(
@@ -116,8 +110,7 @@ def predicted_losses(
 ) -> list[dict[str, float]]:
     """Return the predicted rise of the end loss, in nats per token, of each matrix by candidate.
 
-    A few of the calibration segments ``tokens``, ``[segments, L]``, are used; ``after`` is called after each
-    projection.
+    A few of the segments ``tokens``, ``[segments, L]``, are used; ``after`` is called after each projection.
     """
     losses = [dict.fromkeys(m.costs, 0.0) for m in matrices]
     of_key = {key: of for m, of in zip(matrices, losses, strict=True) for key in m.keys}
