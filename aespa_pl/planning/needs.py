@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from aespa_pl.algorithm import candidate_losses, optq
-from aespa_pl.calibration.attention_weighted import chunk_rows
+from aespa_pl.calibration.collector import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
 from aespa_pl.planning.arithmetic import candidates_of

@@ -94,7 +94,6 @@ class ModelTuner:
                 loss=divergence(original_head, one_by_one=streamed),
                 rates=rates,
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
-                label="the model",
                 checkpoint=world.from_first(lambda: context.run.checkpoint_to_continue(training)),
             )
             checksums: dict[str, str] = {}
