@@ -26,8 +26,8 @@ from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_header
 from aespa_pl.processors import threads
 from aespa_pl.progress import PlainConsole
-from aespa_pl.run.journal import checksum
 from aespa_pl.run.interruption import Interruption, RunInterrupted
+from aespa_pl.run.journal import checksum
 from aespa_pl.settings import SECTIONS, DataSettings, OutputSettings, QuantizationSettings
 from aespa_pl.storage.files import disk_errors, write_json, write_tensors, write_text
 

@@ -15,8 +15,7 @@ from torch import Tensor, distributed
 from aespa_pl import cli
 from aespa_pl.algorithm.workspace import Workspace
 from aespa_pl.block.grids import fit_grids
-from aespa_pl.block.polish import polish
-from aespa_pl.block.update import update
+from aespa_pl.block.integers import polish, update
 from aespa_pl.distributed.launch import LAUNCHER, end_with_launcher
 from aespa_pl.distributed.processes import ALONE, RowShare, World
 from aespa_pl.errors import NumericalError

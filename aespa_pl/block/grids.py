@@ -22,28 +22,16 @@ from aespa_pl.settings import QuantizationSettings
 def fit_grids(block: QuantizedBlock, settings: QuantizationSettings, world: World) -> None:
     """Search the grids of a block, one input group after the other; the integers are the nearest then.
 
+    The block's Hessians are damped. The processes of the ``world`` divide the rows, and all get all grids.
     Without a search the grids are min-max, of the weights that are aimed at now.
-
-    Args:
-        block: The block, with damped Hessians.
-        settings: Bits, groups, symmetry; whether grids are searched, and how zeta is found.
-        world: The processes that divide the rows; all of them get all grids.
     """
-    if settings.grid.search:
-        _search_grids(block, settings, world)
-    else:
-        block.take_grids(
-            {
-                name: min_max_grid(
-                    p.weight, torch.ones_like(p.weight[0, 0]), grid_format(settings, block.index, name)
-                )
-                for name, p in block.projections.items()
-            }
-        )
-
-
-def _search_grids(block: QuantizedBlock, settings: QuantizationSettings, world: World) -> None:
     grids: dict[str, Grid] = {}
+    if not settings.grid.search:
+        for name, p in block.projections.items():
+            form = grid_format(settings, block.index, name)
+            grids[name] = min_max_grid(p.weight, torch.ones_like(p.weight[0, 0]), form)
+        block.take_grids(grids)
+        return
 
     def search(p: QuantizedProjection, zeta: Tensor, form: GridFormat, effort: Effort) -> tuple[Grid, float]:
         share = p.share(world)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.objectives import keep_better, multiplying_in, operand
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
-from aespa_pl.calibration.hessian import Hessian
+from aespa_pl.calibration.statistics import Hessian
 from aespa_pl.distributed.processes import RowShare
 from aespa_pl.errors import UserError
 from aespa_pl.measure import release_memory
@@ -39,15 +39,17 @@ class Learner:
     def learn(self, block: QuantizedBlock) -> None:
         """Replace the integers of the projections whose rounding the method learns.
 
-        Raises:
-            NumericalError: A loss is not finite.
-            UserError: A callback ended the training early.
+        Raises NumericalError where a loss is not finite, and UserError where a callback ends one early.
         """
-        learned = {name: p for name, p in block.projections.items() if self._learns(p)}
+        context, run = self.context, self.context.run
+        learned = {
+            name: p
+            for name, p in block.projections.items()
+            if context.settings.learns(attention=p.projection.role is not Role.OTHER)
+        }
         divisible = [
             Divisible(name, p.heads, p.weight.numel(), not p.hessian.in_memory) for name, p in learned.items()
         ]
-        context, run = self.context, self.context.run
         integers: dict[str, list[Tensor]] = {name: [] for name in learned}
         for number, portion in enumerate(learning_portions(divisible, context.partition)):
             name = ", ".join(heads.key for heads in portion)
@@ -86,9 +88,6 @@ class Learner:
         )
         return None
 
-    def _learns(self, p: QuantizedProjection) -> bool:
-        return self.context.settings.learns(attention=p.projection.role is not Role.OTHER)
-
     def _module(self, portion: Portion, block: QuantizedBlock) -> BlockRounding:
         projections = {heads.key: self._rounding(heads, block) for heads in portion}
         settings = self.context.settings
@@ -98,12 +97,8 @@ class Learner:
         """Return the integers of all processes' rows, by head range."""
         with self.context.world.failing_together():
             own = module.integers()
-        return {
-            heads.key: self._share(heads, block.projections[heads.name]).whole(
-                own[heads.key].to(self.context.device)
-            )
-            for heads in portion
-        }
+        shares = {heads.key: self._share(heads, block.projections[heads.name]) for heads in portion}
+        return {key: share.whole(own[key].to(self.context.device)) for key, share in shares.items()}
 
     def _keep(self, training: Training, integers: dict[str, Tensor]) -> None:
         """Write down what a portion has learned where an interruption may follow."""
@@ -154,11 +149,7 @@ class Learner:
         return replace(p.share(self.context.world), heads=heads.end - heads.first)
 
     def _refuse_early_end(self, trainer: Trainer, label: str) -> None:
-        """Accept that EarlyStopping ended the training, and refuse any other reason.
-
-        Raises:
-            UserError: Something else ended it.
-        """
+        """Accept that EarlyStopping ended the training, and refuse any other reason with a UserError."""
         done, wanted = trainer.global_step, self.context.settings.rounding.iterations
         if done >= wanted:
             return
@@ -169,10 +160,8 @@ class Learner:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # Lightning's and ours end nothing early; the rest are the user's
         ours = ("lightning.pytorch.callbacks.model_checkpoint", "aespa_pl.")
-        others = sorted(
-            {type(c).__name__ for c in callbacks if not type(c).__module__.startswith(ours)}
-            - {"EarlyStopping"}
-        )
+        names = {type(c).__name__ for c in callbacks if not type(c).__module__.startswith(ours)}
+        others = sorted(names - {"EarlyStopping"})
         raise UserError(
             f"{label}: learning ended after {done} of {wanted} iterations, so one of trainer.callbacks "
             f"ended it ({', '.join(others)}): remove the one that does, or lower "

@@ -3,16 +3,17 @@
 import logging
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from aespa_pl.block.correct import correct
+from aespa_pl.algorithm.hessian import corrected_weights
 from aespa_pl.block.grids import fit_grids
+from aespa_pl.block.integers import polish, update
 from aespa_pl.block.learn import Learner
-from aespa_pl.block.polish import polish
-from aespa_pl.block.quantized import QuantizedBlock
-from aespa_pl.block.update import update
+from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.calibration.statistics import BlockStatistics, Shifts
 from aespa_pl.errors import NumericalError, UserError
+from aespa_pl.models.family import Role
 from aespa_pl.run.context import Context
 
 DAMPING_GROWTH = 10
@@ -32,32 +33,24 @@ class BlockQuantizer:
     def start(self, index: int, module: nn.Module, statistics: BlockStatistics) -> QuantizedBlock:
         """Return a block's nearest rounding, aimed at weights that make up for earlier blocks' errors.
 
-        Args:
-            index: Number of the block, from 0.
-            module: The block with its original weights.
-            statistics: Statistics of the block. Its Hessians become the quantized block's; the rest is
-                not needed afterwards.
-
-        Raises:
-            UserError: A Hessian cannot be factored.
+        ``module`` has the original weights. The Hessians of ``statistics`` become the quantized block's; the
+        rest is not needed afterwards. Raises UserError where a Hessian cannot be factored.
         """
-        settings = self.context.settings
-        layout = self.context.layout(index)
+        settings, layout = self.context.settings, self.context.layout(index)
         block = QuantizedBlock.nearest(index, module, layout, statistics, settings)
         block.damp(settings.damping)
         if statistics.shifts is not None:
             with self.context.measure("correction"):
-                self._correct(block, statistics.shifts)
+                try:
+                    correct(block, statistics.shifts, settings.input_correction or 0.0)
+                except NumericalError as error:
+                    raise UserError(f"{error}; {ADVICE}") from error
         if settings.uses_inputs:
             block.clear_dead_columns()
         return block
 
     def quantize(self, block: QuantizedBlock) -> None:
-        """Run steps 2 to 4 and the polish on a block that has started.
-
-        Raises:
-            UserError: The loss is not finite even with ten times the damping.
-        """
+        """Run steps 2 to 4 and the polish; raise UserError if ten times the damping gives no finite loss."""
         context, settings = self.context, self.context.settings
         damping = context.run.damping.get(block.index, settings.damping)
         while True:
@@ -70,17 +63,16 @@ class BlockQuantizer:
                     Learner(context).learn(block)
                 break
             except NumericalError as error:
-                damping = self._more_damping(block.index, damping, error)
+                stronger = DAMPING_GROWTH * damping
+                if damping != settings.damping or stronger >= 1:  # there is no third attempt
+                    raise UserError(f"{error}; {ADVICE}") from error
+                log.warning("%s; again with damping %g", error, stronger)
+                context.run.damp_again(block.index, stronger)
+                damping = stronger
         block.damp(settings.damping)  # all blocks' losses are measured alike
         if settings.polish.enabled:
             with context.measure("polish"):
                 polish(block, settings.polish.passes, context.world)
-
-    def _correct(self, block: QuantizedBlock, shifts: Shifts) -> None:
-        try:
-            correct(block, shifts, self.context.settings.input_correction or 0.0)
-        except NumericalError as error:
-            raise UserError(f"{error}; {ADVICE}") from error
 
     def _update(self, block: QuantizedBlock, damping: float) -> None:
         optq = self.context.settings.optq
@@ -92,11 +84,31 @@ class BlockQuantizer:
             p.measured["optq"] = float(p.loss(p.integers).sum())
         block.damp(damping)
 
-    def _more_damping(self, index: int, used: float, error: NumericalError) -> float:
-        """Return the damping of the second attempt; there is no third."""
-        stronger = DAMPING_GROWTH * used
-        if used != self.context.settings.damping or stronger >= 1:
-            raise UserError(f"{error}; {ADVICE}") from error
-        log.warning("%s; again with damping %g", error, stronger)
-        self.context.run.damp_again(index, stronger)
-        return stronger
+
+def correct(block: QuantizedBlock, shifts: Shifts, share: float) -> None:
+    """Before step 2, let the weights that a block aims at make up for a share of earlier blocks' errors.
+
+    The share alpha, 0 to 1, is that of the shifts; the block's Hessians are damped. Raises NumericalError,
+    with the name of the projection, where one cannot be factored.
+
+    Source: docs/algorithm.md and docs/correction.md; not in the paper.
+    """
+    for group in block.layout.groups:
+        for name, projections in group.inputs.items():
+            for p in (block.projections[p.name] for p in projections if not p.kept):
+                with block.naming(p):
+                    p.weight = _corrected(p, name, shifts, share)
+
+
+def _corrected(p: QuantizedProjection, name: str, shifts: Shifts, share: float) -> Tensor:
+    if p.projection.role is Role.VALUE and shifts.attended is not None:
+        shift = shifts.attended
+    elif name in shifts.outputs:
+        shift = shifts.outputs[name].view_as(p.weight)
+    else:
+        shift = p.weight @ shifts.inputs[name]
+    slices = [slice(None)] if p.hessian.in_memory else [slice(h, h + 1) for h in range(p.heads)]
+    found = [corrected_weights(p.weight[s], shift[s], p.hessian[s], share) for s in slices]
+    weights, added = zip(*found, strict=True)
+    p.measured["correction_damping"] = float(torch.cat(added).max())
+    return torch.cat(weights)

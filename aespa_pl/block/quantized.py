@@ -7,6 +7,7 @@ something of it by something better: ``correct`` the weights that are aimed at, 
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -16,9 +17,9 @@ from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, QuantizedWeight, StoredWeight, dequantize, quantize
-from aespa_pl.calibration.hessian import Hessian
-from aespa_pl.calibration.statistics import BlockStatistics
+from aespa_pl.calibration.statistics import BlockStatistics, Hessian
 from aespa_pl.distributed.processes import ALONE, RowShare, World
+from aespa_pl.errors import NumericalError
 from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection, Role
 from aespa_pl.models.weights import projection_weight
@@ -43,6 +44,11 @@ class Rows:
     """Damped H, ``[1, d_in, d_in]``, or ``[heads, d_in, d_in]`` where each head has its own."""
     other_side: Tensor | None
     """G ``[heads, d_h, d_h]`` (query, key), undamped; None where the objective has none."""
+
+    def loss(self) -> Tensor:
+        """Return ``tr(G dW H dW^T)`` of the integers, by row ``[heads, rows]`` or with G ``[heads, 1]``."""
+        dW = dequantize(self.integers, self.grid) - self.weight
+        return reconstruction_loss(dW, self.hessian, self.other_side)
 
 
 @dataclass
@@ -113,19 +119,9 @@ class QuantizedProjection:
         self.integers = quantize(self.weight, grid).to(torch.uint8)
 
     def loss(self, integers: Tensor) -> Tensor:
-        """Return ``tr(G dW H dW^T)`` of ``integers`` in its independent parts.
-
-        They are ``[heads, rows]``, or ``[heads, 1]`` with G.
-        """
+        """Return the loss of all rows with other ``integers``, as ``Rows.loss``."""
         everything = replace(self, integers=integers).rows(self.share(ALONE))
-        return torch.cat(
-            [
-                reconstruction_loss(
-                    dequantize(rows.integers, rows.grid) - rows.weight, rows.hessian, rows.other_side
-                )
-                for rows in everything
-            ]
-        )
+        return torch.cat([rows.loss() for rows in everything])
 
 
 @dataclass
@@ -149,32 +145,21 @@ class QuantizedBlock:
     ) -> "QuantizedBlock":
         """Return a block's nearest rounding on min-max grids.
 
-        Args:
-            index: Number of the block, from 0.
-            module: The block with its original weights, which may be shared, not copied.
-            layout: Layout of the block.
-            statistics: Statistics of the block; its Hessians become the block's, which damps them.
-            settings: Bits, groups and symmetry of the grids.
+        Its weights may share the memory of the ``module``, and it damps the Hessians of ``statistics``.
         """
         projections = {}
-        inputs = ((n, p) for group in layout.groups for n, ps in group.inputs.items() for p in ps)
-        for name, p in ((n, p) for n, p in inputs if not p.kept):
+        inputs = ((n, ps) for group in layout.groups for n, ps in group.inputs.items())
+        for name, p in ((n, p) for n, ps in inputs for p in ps if not p.kept):
             weight = projection_weight(module, layout, p).float()
-            weight = weight.view(head_count(layout, p), -1, weight.shape[-1])
+            heads = {Role.QUERY: layout.heads, Role.OTHER: 1}.get(p.role, layout.key_value_heads)
+            weight = weight.view(heads, -1, weight.shape[-1])
             hessian = statistics.inputs[name]
             if p.role is Role.VALUE and statistics.attended is not None:
                 hessian = statistics.attended
-            zeta = torch.ones_like(weight[0, 0])
-            grid = min_max_grid(weight, zeta, grid_format(settings, index, p.name))
-            quantized = QuantizedProjection(
-                p,
-                weight,
-                hessian,
-                _other_side(p, statistics),
-                grid,
-                torch.ones_like(weight[..., 0]),
-                torch.empty(0),
-            )
+            grid = min_max_grid(weight, torch.ones_like(weight[0, 0]), grid_format(settings, index, p.name))
+            G = {Role.QUERY: statistics.g_query, Role.KEY: statistics.g_key}.get(p.role)
+            ones = torch.ones_like(weight[..., 0])
+            quantized = QuantizedProjection(p, weight, hessian, G, grid, ones, torch.empty(0))
             if name in statistics.reached:
                 quantized.measured |= asdict(statistics.reached[name])
             _warn_of_overflow(index, p.name, weight, grid.bits)
@@ -186,6 +171,14 @@ class QuantizedBlock:
     def of_group(self, group: InputGroup) -> list[QuantizedProjection]:
         """Return the quantized projections that see one input."""
         return [self.projections[p.name] for p in group.projections if not p.kept]
+
+    @contextmanager
+    def naming(self, p: QuantizedProjection) -> Iterator[None]:
+        """Put the names of block and projection into a numerical error of this context."""
+        try:
+            yield
+        except NumericalError as error:
+            raise NumericalError(f"block {self.index}, {p.projection.name}: {error}") from error
 
     def damp(self, share: float) -> None:
         """Damp all Hessians with a share of their mean diagonal."""
@@ -234,13 +227,6 @@ def _warn_of_overflow(block: int, name: str, weight: Tensor, bits: int) -> None:
         )  # fmt: skip
 
 
-def head_count(layout: BlockLayout, projection: Projection) -> int:
-    """Return the number of heads that the rows of a projection are split into: 1 where none matter."""
-    if projection.role is Role.QUERY:
-        return layout.heads
-    return 1 if projection.role is Role.OTHER else layout.key_value_heads
-
-
 def grid_format(settings: QuantizationSettings, block: int, projection: str) -> GridFormat:
     """Return the format of the grids of a projection, given the number of its block."""
     kind = settings.type_for(block, projection)
@@ -257,9 +243,3 @@ def nearest_weight(
     W = projection_weight(module, layout, projection).float()[None]
     grid = min_max_grid(W, torch.ones_like(W[0, 0]), form)
     return dequantize(quantize(W, grid), grid)[0]
-
-
-def _other_side(projection: Projection, statistics: BlockStatistics) -> Tensor | None:
-    if projection.role is Role.QUERY:
-        return statistics.g_query
-    return statistics.g_key if projection.role is Role.KEY else None

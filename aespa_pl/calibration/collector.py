@@ -1,34 +1,33 @@
 """Accumulate the statistics of a block over the calibration segments (step 1).
 
 All are sums of outer products over tokens, kept in float32 and multiplied by ``2 / N`` once at the end,
-so that the size of the batches does not matter.
-
-Notation as in ``models/family.py``; X is the input of the attention block, ``[d, N]``.
+so that the size of the batches does not matter. Notation as in ``models/family.py``; X is the input of the
+attention block, ``[d, N]``, and ``A X`` that of a value head, weighted by its attention probabilities A.
 
 Source: docs/algorithm.md, step 1; Eq. 17 to 22 of the paper.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.massive import token_weights
 from aespa_pl.algorithm.objectives import Precision, multiplying_in, operand
 from aespa_pl.algorithm.second_moments import add_gram, mirror, rotate_back, through_norm
-from aespa_pl.calibration.attention_weighted import attention_weighted_inputs
 from aespa_pl.calibration.experts import ExpertSums
-from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import Observation
-from aespa_pl.calibration.statistics import BlockStatistics, Shifts
-from aespa_pl.calibration.sums import INPUT, MAGNITUDE, OUTPUT_SHIFT, SHIFT, Sums, rows, stream
+from aespa_pl.calibration.statistics import BlockStatistics, Hessian, Shifts, Sums, output_shift, rows
 from aespa_pl.models.family import BlockLayout, InputGroup
 from aespa_pl.models.observed import Attention
 
-ATTENDED, ATTENDED_SHIFT, KEYS, QUERIES = "attended", "attended shift", "keys", "queries"
-QUERY_GAIN, KEY_GAIN = "query gain", "key gain"
-GATE = "gate"
+ATTENDED, ATTENDED_SHIFT, GATE = "attended", "attended shift", "gate"
+KEYS, QUERIES, QUERY_GAIN, KEY_GAIN = "keys", "queries", "query gain", "key gain"
+CHUNKS, CHUNK_ROWS = 8, 128
+"""Rows of the attention probabilities A are in so many chunks, each without the columns behind its last row,
+because all models are causal. That leaves out 7 of 16 products, and never more than one chunk of one head's
+is in memory. No chunk has fewer rows than this: with 32 all of it took up to half as long again (512 and 2048
+tokens, one thread of a CPU)."""
 
 
 class StatisticsCollector:
@@ -106,7 +105,7 @@ class StatisticsCollector:
         sums, self._sums = self._sums, Sums()
         for total in sums.values():
             total.mul_(2 / self.tokens)  # in place: a copy would double the memory
-        inputs = sums.named(INPUT)
+        inputs = sums.named(Sums.INPUT)
         attended = sums.get(ATTENDED)
         for total in (*inputs.values(), *(() if attended is None else attended)):
             mirror(total)
@@ -114,7 +113,7 @@ class StatisticsCollector:
             # H_V has the mean of the squared gates of a head, and each row of the shift its own
             gates = sums[GATE].clamp(min=torch.finfo(torch.float32).tiny)
             sums[ATTENDED_SHIFT].mul_((gates.mean(1, keepdim=True) / gates)[..., None])
-        shifts = Shifts(sums.named(SHIFT), sums.named(OUTPUT_SHIFT), sums.get(ATTENDED_SHIFT))
+        shifts = Shifts(sums.named(Sums.SHIFT), sums.named(Sums.OUTPUT_SHIFT), sums.get(ATTENDED_SHIFT))
         return BlockStatistics(
             {name: Hessian(total[None]) for name, total in inputs.items()},
             None if attended is None else Hessian(attended),
@@ -122,35 +121,31 @@ class StatisticsCollector:
             self._before_rotation(sums, QUERIES, KEY_GAIN, 1, norm_weights),
             shifts if shifts.inputs or shifts.attended is not None else None,
             self.tokens,
-            sums.named(MAGNITUDE),
+            sums.named(Sums.MAGNITUDE),
             {} if self.experts is None else self.experts.reached,
         )
 
     def _add_inputs(self, name: str, seen: Observation, original: Observation | None) -> None:
         X = rows(seen.inputs[name])
         if self.magnitudes:
-            # finish() multiplies all sums by 2 / N, a mean has 1 / N
-            self._sums.of(MAGNITUDE + name, X, X.shape[1]).add_(X.abs().sum(0), alpha=0.5)
-        kind, shift = SHIFT, None
+            self._sums.add_magnitude(name, X)
+        kind, shift = Sums.SHIFT, None
         if original is not None and name in seen.outputs:
-            shape = seen.inputs[self.layout.groups[0].name].shape
-            target, output = stream(original, name, shape), stream(seen, name, shape)
-            root = token_weights(target, output).sqrt().flatten()[:, None]
-            kind, shift, X = OUTPUT_SHIFT, (target - output).flatten(0, 1) * root, X * root
+            shift, root = output_shift(seen, original, name, seen.inputs[self.layout.groups[0].name].shape)
+            kind, X = Sums.OUTPUT_SHIFT, X * root
         elif original is not None:
             shift = rows(original.inputs[name]) - X
-        factor = operand(X)
-        add_gram(self._sums.of(INPUT + name, X, X.shape[1], X.shape[1]), factor)
-        if shift is not None:
-            total = self._sums.of(kind + name, X, shift.shape[1], X.shape[1])
-            total.addmm_(operand(shift).T, factor)
+        self._sums.add_input(name, X, kind, shift)
 
     def _add_values(self, seen: Observation, original: Observation | None) -> None:
         mean = self.layout.key_value_heads / self.layout.heads  # over the query heads of a value head
         outputs = None if original is None else self._attention_shifts(seen, original)
         attention = cast(Attention, seen.attention)  # observed, because H_V was asked for
         X = seen.inputs[self.layout.groups[0].name]
-        gates = self._gates(attention)
+        gates = None
+        if attention.gate is not None:  # what multiplies the outputs, [n_kv, B * query heads * L, d_h]
+            by_value = attention.gate.float().unflatten(1, (self.layout.key_value_heads, -1))
+            gates = by_value.transpose(0, 1).flatten(1, 3)
         for i, AX in enumerate(attention_weighted_inputs(attention, X, self.layout, self.heads)):
             shift = None if outputs is None else outputs[self.heads[i]]
             if gates is not None:
@@ -180,14 +175,6 @@ class StatisticsCollector:
         shift = shift.reshape(B, L, layout.key_value_heads, -1, layout.head_dim)  # [B, L, n_kv, shared, d_h]
         return shift.permute(2, 0, 3, 1, 4).flatten(1, 3)
 
-    def _gates(self, attention: Attention) -> Tensor | None:
-        """Return what multiplies the attention's outputs, ``[n_kv, B * query heads * L, d_h]``."""
-        if attention.gate is None:
-            return None
-        B, _, L, d_h = attention.gate.shape
-        by_value = attention.gate.float().reshape(B, self.layout.key_value_heads, -1, L, d_h)
-        return by_value.transpose(0, 1).flatten(1, 3)
-
     def _add_scores(self, attention: Attention) -> None:
         shared = self.layout.heads // self.layout.key_value_heads
         Q, K = (operand(x.float()) for x in (attention.query, attention.key))
@@ -213,3 +200,31 @@ class StatisticsCollector:
         if G is not None and norm_weights is not None:
             G = through_norm(G, norm_weights[norm].float(), sums[gain])
         return G
+
+
+def attention_weighted_inputs(
+    attention: Attention, X: Tensor, layout: BlockLayout, heads: range
+) -> Iterator[Tensor]:
+    """Yield ``A X`` for some value heads, ``[B * query heads that share it * L, d]``, in float32.
+
+    X is ``[B, L, d]``. All lie in the same memory: each is the caller's only until the next is asked for.
+    """
+    X = operand(X.float())
+    B, L, d = X.shape
+    shared, step = layout.heads // layout.key_value_heads, chunk_rows(L)
+    AX = X.new_empty(B, shared, L, d)
+    for head in heads:
+        query_heads = slice(head * shared, (head + 1) * shared)
+        for start in range(0, L, step):
+            chunk = slice(start, min(L, start + step))
+            with multiplying_in("float32"):  # an error of a score is one of all that it weights
+                A = attention.probabilities(query_heads, chunk).float()  # [B, shared, rows, stop]
+            # Side by side, because a product with X for each query head would copy X for each.
+            product = operand(A.flatten(1, 2)) @ X[:, : chunk.stop]
+            AX[:, :, chunk] = product.unflatten(1, (shared, -1))
+        yield AX.flatten(0, -2)
+
+
+def chunk_rows(length: int) -> int:
+    """Return of how many rows A is computed at once in segments of ``length`` tokens."""
+    return max(CHUNK_ROWS, -(-length // CHUNKS))

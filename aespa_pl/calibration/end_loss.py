@@ -13,7 +13,7 @@ curvature" (ICML 2015), with the diagonal of the gradients' one.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,18 +46,16 @@ class Seen:
     """Second moments of the gradient per token of the text: of each output ``[rows]``; of an embedding of
     each weight ``[rows, d]``."""
     inputs: Tensor | None
-    """``E[x x^T]`` ``[d_in, d_in]`` of the tokens that it has seen, which matrices with one input share; None
-    of an embedding."""
+    """``E[x x^T]`` ``[d_in, d_in]`` of its tokens; matrices with one input share it. None: an embedding."""
 
 
-@dataclass
 class _Moments:
-    """Adds up second moments over batches."""
+    """Adds up second moments over batches, and the tokens that each input has had."""
 
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens that an input has had."""
+    def __init__(self) -> None:
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.tokens = Counter[str]()
 
     def add_inputs(self, name: str, x: Tensor) -> None:
         flat = x.flatten(0, -2).float()
@@ -91,17 +89,21 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
             with source.block(index) as block:
                 layout = source.family.layout(source.pretrained.config, index)
                 moments = _through_block(source, layout, block, before[index], after)
-                yield from _of_block(index, layout, block, moments, count)
+                for group in layout.groups:
+                    if group.name not in moments.inputs:  # experts that no token has chosen
+                        continue
+                    H = moments.mean_input(group.name)
+                    for p in group.projections:
+                        squares = projection_rows(moments.outputs[p.module], layout, p).flatten()
+                        weight = projection_weight(block, layout, p)
+                        yield Seen(index, p.name, weight, squares / count, H)
             before.pop()
         yield _of_embedding(source, tokens, after)
 
 
 @torch.no_grad()
 def head_input(source: StreamedModel, tokens: Tensor) -> Tensor:
-    """Return ``E[x x^T]`` ``[d, d]`` of the head's inputs.
-
-    The ``source`` is the original model, and tokens are ``[segments, L]``.
-    """
+    """Return ``E[x x^T]`` ``[d, d]`` of the head's inputs in the original model; tokens ``[segments, L]``."""
     hidden, moments = source.embed(tokens, 1), _Moments()
     for block in source.blocks():
         source.advance(block, hidden)
@@ -114,11 +116,10 @@ def head_input(source: StreamedModel, tokens: Tensor) -> Tensor:
 
 def _through_head(source: StreamedModel, hidden: Batches, seed: int) -> tuple[list[Tensor], _Moments]:
     """Return the gradients at the last block's output, and the moments of the head."""
-    moments, gradients = _Moments(), []
-    module = source.model.get_output_embeddings()
+    moments, gradients, module = _Moments(), [], source.model.get_output_embeddings()
     generator = torch.Generator().manual_seed(seed)
     for i in range(len(hidden)):
-        inputs = _leaf(source, hidden[i])
+        inputs = hidden[i].to(source.device).clone().requires_grad_()  # tensors of inference mode can't
         with torch.enable_grad(), _watching({"head": module}) as seen:
             logits = source.family.head(source.model, inputs).float()
             probabilities = logits[0].detach().softmax(-1).cpu()
@@ -138,11 +139,9 @@ def _through_block(
     """Take the gradients from a block's output to its input, in place; return the moments in it."""
     moments = _Moments()
     modules = {p.module: block.get_submodule(p.module) for p in layout.projections}
-    of_group = {group.name: group.projections[0].module for group in layout.groups}
-    for parameter in block.parameters():
-        parameter.requires_grad = False
+    block.requires_grad_(requires_grad=False)
     for i in range(len(hidden)):
-        inputs = _leaf(source, hidden[i])
+        inputs = hidden[i].to(source.device).clone().requires_grad_()
         arguments = source.family.arguments(source.model, inputs.detach())
         with torch.enable_grad(), _watching(modules) as seen:
             output = source.family.run_block(block, inputs, arguments)
@@ -150,15 +149,11 @@ def _through_block(
             gradients[i], *of_outputs = torch.autograd.grad(output, wanted, gradients[i])
         for name, value in zip(seen, of_outputs, strict=True):
             moments.add_outputs(name, value)
-        for group, name in of_group.items():
+        for group in layout.groups:
+            name = group.projections[0].module
             if name in seen and seen[name][0].numel():  # an expert may have got no token
-                moments.add_inputs(group, seen[name][0])
+                moments.add_inputs(group.name, seen[name][0])
     return moments
-
-
-def _leaf(source: StreamedModel, hidden: Tensor) -> Tensor:
-    """Return hidden states that a gradient is wanted of; those of inference mode take none."""
-    return hidden.to(source.device).clone().requires_grad_()
 
 
 @contextmanager
@@ -173,19 +168,6 @@ def _watching(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tens
         for name, module in modules.items():
             stack.callback(module.register_forward_hook(partial(keep, name)).remove)
         yield seen
-
-
-def _of_block(
-    index: int, layout: BlockLayout, block: nn.Module, moments: _Moments, count: int
-) -> Iterator[Seen]:
-    for group in layout.groups:
-        if group.name not in moments.inputs:  # experts that no token has chosen
-            continue
-        H = moments.mean_input(group.name)
-        for p in group.projections:
-            rows = projection_rows(moments.outputs[p.module], layout, p).flatten()
-            weight = projection_weight(block, layout, p)
-            yield Seen(index, p.name, weight, rows / count, H)
 
 
 def _of_embedding(source: StreamedModel, tokens: Tensor, gradients: list[Tensor]) -> Seen:

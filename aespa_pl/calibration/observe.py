@@ -25,13 +25,10 @@ class Observation:
     """``X [B, L, d_in]`` by the input's name; an expert's has the tokens that are routed to it. The whole
     mixture of experts is here, and below, by the path of its module."""
     residuals: dict[str, Tensor] = field(default_factory=dict)
-    """The residual stream ``[B, L, d]`` that an output is added to, by the input's name.
-
-    It is divided by what the output is multiplied by, so that the two add up to the new stream in the units
-    of the output."""
+    """The residual stream ``[B, L, d]`` that an output is added to, by the input's name; divided by what the
+    output is multiplied by, so that the two add up to the new stream in the units of the output."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Output ``[B, L, d]`` that is added to the residual stream without a norm between, by the input's
-    name."""
+    """Output ``[B, L, d]`` that is added to the residual stream without a norm between, by input."""
     attention: Attention | None = None
     """Queries and keys of the attention; None where they were not asked for."""
     routing: tuple[Tensor, Tensor] | None = None
@@ -74,7 +71,7 @@ def observing(
                 _before(stack, module(mixture.residual), partial(_keep_input, seen.residuals, name, 1))
                 _after(stack, module(name), partial(_keep_output, seen, name))
         if attention is not None:
-            stack.enter_context(attention(partial(_keep_attention, seen)))
+            stack.enter_context(attention(partial(setattr, seen, "attention")))
         yield seen
 
 
@@ -109,7 +106,3 @@ def _keep_shared(
         scores, indices = seen.routing
         everywhere = torch.full_like(indices[:, :1], count)
         seen.routing = torch.cat((scores, output.sigmoid()), 1), torch.cat((indices, everywhere), 1)
-
-
-def _keep_attention(seen: Observation, attention: Attention) -> None:
-    seen.attention = attention

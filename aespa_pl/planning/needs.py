@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from aespa_pl.algorithm import candidates, optq
 from aespa_pl.algorithm.grid import CLIP_RATIOS
-from aespa_pl.calibration.attention_weighted import chunk_rows
+from aespa_pl.calibration.collector import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
 from aespa_pl.planning.partition import WHOLE, Partition

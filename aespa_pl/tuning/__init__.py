@@ -2,10 +2,9 @@
 
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import RunBlock, divergence, output_error
-from aespa_pl.tuning.recipes import EVERYTHING, SCALES, recipe
 from aespa_pl.tuning.training import LearningRates
 from aespa_pl.tuning.tune import Tuned, changed_fraction, tune, tune_streamed
-from aespa_pl.tuning.weights import TunableBlock
+from aespa_pl.tuning.weights import EVERYTHING, SCALES, TunableBlock, recipe
 
 __all__ = [
     "EVERYTHING",

@@ -19,22 +19,19 @@ EPOCHS_PER_SEED = 1_000_003
 """A prime beyond every number of epochs: two seeds share the order of no epoch."""
 
 
-class Pairs(Dataset[Pair]):
-    """Gives the input and the target of a segment, wherever its batch waits."""
+class _Pairs(Dataset[Pair]):
+    """Gives input and target of a segment, from batches of the same sizes; the last may be smaller."""
 
     def __init__(self, inputs: Batches, targets: Batches) -> None:
-        """Take two streams of the same segments in batches of the same sizes; the last may be smaller."""
         self.inputs = inputs
         self.targets = targets
         self._batch_size = len(inputs[0])
         self._count = self._batch_size * (len(inputs) - 1) + len(inputs[len(inputs) - 1])
 
     def __len__(self) -> int:
-        """Return the number of segments."""
         return self._count
 
     def __getitem__(self, segment: int) -> Pair:
-        """Return the pair of one segment."""
         batch, place = divmod(segment, self._batch_size)
         return item(self.inputs, batch, place), item(self.targets, batch, place)
 
@@ -46,21 +43,14 @@ class EpochOrder(Sampler[int]):
     number of segments that have been visited in all epochs.
     """
 
-    def __init__(
-        self,
-        segments: Sequence[int],
-        seed: int,
-        visited: Callable[[], int] = lambda: 0,
-        *,
-        visits: int | None = None,
-    ) -> None:
-        """Take the segments, of which an epoch has the first ``visits`` of its order (None: all).
+    def __init__(self, segments: Sequence[int], seed: int, visited: Callable[[], int], visits: int) -> None:
+        """Take the segments, of which an epoch has the first ``visits`` of its order.
 
         ``visited`` tells how many visits there were in all epochs. It is asked when an epoch begins, because
         Lightning makes its loaders before it knows where a training goes on.
         """
         self.segments = segments
-        self.visits = len(segments) if visits is None else visits
+        self.visits = visits
         self.seed = seed
         self.visited = visited
         self.epoch = 0
@@ -70,11 +60,9 @@ class EpochOrder(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return the number of visits in a whole epoch."""
         return self.visits
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the rest of the epoch."""
         generator = torch.Generator().manual_seed(EPOCHS_PER_SEED * self.seed + self.epoch)
         order = torch.randperm(len(self.segments), generator=generator).tolist()
         first = max(0, self.visited() - self.epoch * self.visits)
@@ -82,15 +70,14 @@ class EpochOrder(Sampler[int]):
             yield self.segments[place]
 
 
-class PairLoader(DataLoader[Pair]):
-    """Can be resumed inside an epoch, and needs no state for it: see ``EpochOrder``."""
+class _PairLoader(DataLoader[Pair]):
+    """Can be resumed inside an epoch, which Lightning knows by these methods; see ``EpochOrder``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing; by this method Lightning knows that the loader can be resumed."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing."""
+        pass
 
 
 class SegmentPairs(LightningDataModule):
@@ -112,12 +99,11 @@ class SegmentPairs(LightningDataModule):
         together, each on segments of its own, and all take as many steps as the one with the fewest.
         """
         super().__init__()
-        self.pairs = Pairs(inputs, targets)
+        self.pairs = _Pairs(inputs, targets)
         self.batch_size = batch_size
         self.seed = seed
         self.world = world
         count = len(self.pairs)
-        # mini-batches of an epoch
         kept, steps = held_back_and_steps(count, batch_size, held_back)
         self.steps = int(world.smallest(steps))
         # with those that whole mini-batches leave over, but not what this process has more than others
@@ -127,23 +113,19 @@ class SegmentPairs(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Pair]:
         """Return the mini-batches, from where an interrupted training stopped."""
         visits = self.steps * self.batch_size  # each epoch leaves out others than the epoch before
-        order = EpochOrder(self.training, self.seed, self._visited, visits=visits)
-        return PairLoader(self.pairs, self.batch_size, sampler=order)
+        order = EpochOrder(self.training, self.seed, self._visited, visits)
+        return _PairLoader(self.pairs, self.batch_size, sampler=order)
 
     def val_dataloader(self) -> DataLoader[Pair]:
         """Return the segments that are held back."""
         return DataLoader(self.pairs, self.batch_size, sampler=list(self.validation))
 
     def _visited(self) -> int:
-        steps = 0 if self.trainer is None else self.trainer.global_step
-        return steps * self.batch_size
+        return 0 if self.trainer is None else self.trainer.global_step * self.batch_size
 
 
 def held_back_and_steps(segments: int, batch_size: int, held_back: float) -> tuple[int, int]:
-    """Return how many segments are held back, and the number of mini-batches that the others make.
-
-    Less than one mini-batch to train on is refused.
-    """
+    """Return how many segments are held back, and how many mini-batches the others make; 0 are refused."""
     kept = min(segments, math.ceil(held_back * segments))
     steps = (segments - kept) // batch_size
     if steps == 0:

@@ -11,7 +11,7 @@ distribution).
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from aespa_pl.algorithm.massive import error_divisors
 from aespa_pl.tuning.data import Pair
-from aespa_pl.tuning.streamed import TrainableStream
 
 Loss = Callable[[nn.Module, Pair], Tensor]
 """Returns ``[2]``: the errors of all positions of a mini-batch added up, and their number."""
 RunBlock = Callable[[nn.Module, Tensor], Tensor]
 """Runs a batch ``[B, L, d]`` through a block, with autograd."""
-OriginalHead = Callable[[Tensor], Tensor]
-"""Makes the original model's logits ``[B, L, vocabulary]`` from its hidden states after the last block."""
 
 
 def output_error(run_block: RunBlock) -> Loss:
@@ -37,20 +34,19 @@ def output_error(run_block: RunBlock) -> Loss:
     """
 
     def loss(block: nn.Module, batch: Pair) -> Tensor:
-        inputs, target = batch  # [B, L, d]
+        inputs, target = batch[0], batch[1].float()  # [B, L, d]
         output = run_block(block, inputs).float()
-        target = target.float()
         errors = (output - target).square().mean(-1) / error_divisors(target, output)  # [B, L]
         return torch.stack([errors.sum(), errors.new_tensor(errors.numel())])
 
     return loss
 
 
-def divergence(head: OriginalHead, *, one_by_one: bool = False) -> Loss:
+def divergence(head: Callable[[Tensor], Tensor], *, one_by_one: bool = False) -> Loss:
     """Return a model's loss: the Kullback-Leibler divergence from the original at each position, in nats.
 
     A pair is the token ids ``[L]`` of a segment and the original's hidden states ``[L, d]`` after its last
-    block. The original's logits are computed from them, so that only its head is in memory. With
+    block. Its ``head`` makes its logits from them, so that nothing else of it is in memory. With
     ``one_by_one`` the model is a ``TrainableStream``: logits of one segment at a time are in memory, and are
     computed once more in the backward pass.
     """
@@ -61,16 +57,15 @@ def divergence(head: OriginalHead, *, one_by_one: bool = False) -> Loss:
         found = logits.float().log_softmax(-1)
         return kl_div(found, wanted, reduction="none", log_target=True).sum()
 
-    def loss(model: nn.Module, batch: Pair) -> Tensor:
+    def loss(model: Any, batch: Pair) -> Tensor:
         ids, hidden = batch
         if one_by_one:
-            streamed = cast(TrainableStream, model)
 
             def of_segment(last: Tensor, states: Tensor) -> Tensor:
-                return summed(streamed.head(last[None]), states[None])
+                return summed(model.head(last[None]), states[None])
 
             of_each = partial(checkpoint, of_segment, use_reentrant=False)
-            total = torch.stack(list(map(of_each, streamed(ids), hidden))).sum()
+            total = torch.stack(list(map(of_each, model(ids), hidden))).sum()
         else:
             total = summed(model(input_ids=ids, use_cache=False).logits, hidden)
         return torch.stack([total, total.new_tensor(ids.numel())])

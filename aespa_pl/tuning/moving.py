@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.weights import projection_rows
 from aespa_pl.storage.files import read_tensors, write_tensors
+from aespa_pl.tuning.data import Pair
 from aespa_pl.tuning.parametrization import WeightParametrization
+from aespa_pl.tuning.training import Tuning
 
 TINY = 1e-30
 """Least root mean square, so that gradients of zero stay zero."""
@@ -39,10 +41,8 @@ class Moves:
         self.folder = folder
         self.rate = rate
         self.world = world
-        self.step = 0
-        """Optimizer steps that have been taken; before the first one nothing has moved."""
-        self.share = 0.0
-        """Learning rate of the next step, relative to the largest."""
+        self.step = 0  # optimizer steps that have been taken; before the first one nothing has moved
+        self.share = 0.0  # learning rate of the next step, relative to the largest
 
     def file(self, index: int) -> Path:
         """Return the file of a block's offsets, by the paths of its linear layers."""
@@ -83,6 +83,50 @@ class Moves:
 
     def _of_step(self, step: int) -> Path:
         return self.folder / f"step_{step}"
+
+
+class MovingTuning(Tuning):
+    """Trains a model whose integers move on disk; the files of best epoch and last checkpoint stay.
+
+    So it can be resumed from a checkpoint, which lacks them.
+    """
+
+    def __init__(self, moves: Moves, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.moves = moves
+        self._needed: set[int] = set()
+
+    def on_train_batch_start(self, batch: Pair, batch_idx: int) -> None:
+        """Follow the schedule, and remove the files that nothing needs: a checkpoint is complete."""
+        super().on_train_batch_start(batch, batch_idx)
+        group = cast(torch.optim.Optimizer, self.optimizers()).param_groups[0]
+        self.moves.share = group["lr"] / group["max_lr"]
+        self.moves.keep({self.moves.step, self._best_step, *self._needed})
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        """Take the step of the other parameters; the backward pass has moved the integers."""
+        super().optimizer_step(*arguments, **options)
+        self.moves.step += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note which files go with the checkpoint."""
+        super().on_save_checkpoint(checkpoint)
+        self._needed = {self.moves.step, self._best_step}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on from the files that go with the checkpoint."""
+        super().on_load_checkpoint(checkpoint)
+        self.moves.step = self.visited_steps
+        self._needed = {self.moves.step, self._best_step}
+
+    def restore_best(self) -> None:
+        """Go back to the best epoch; the checkpoint counts until its result is written, so all files stay."""
+        super().restore_best()
+        self.moves.step = self._best_step
+
+    @property
+    def _best_step(self) -> int:
+        return self.best_epoch * self._pairs.steps
 
 
 def normalized(gradient: Tensor) -> Tensor:

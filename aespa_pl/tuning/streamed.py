@@ -9,12 +9,11 @@ Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language 
 E2E-QP: integers stay, scales are trained; "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,48 +21,26 @@ from torch import Tensor, nn
 from aespa_pl.models.family import Family
 from aespa_pl.tuning.moving import Moves, latents
 
-
-class Opened(NamedTuple):
-    """Holds what runs a block that is in memory, and what of it is learned."""
-
-    run: Callable[[Tensor], Tensor]
-    """Runs hidden states ``[B, L, d]`` through the block."""
-    learned: Sequence[Tensor]
-    """Parameters of the block that the stream has too."""
-    moving: Sequence[Tensor]
-    """Latent values of integers that move."""
-    move: Callable[[list[Tensor]], None]
-    """Lets them make a step, given their gradients."""
-
-
 Stored = dict[str, Tensor]
 """Tensors of a file, in memory."""
-
-
-class Held(NamedTuple):
-    """Holds a block that is in memory."""
-
-    block: nn.Module
-    offsets: Stored
-    """How far its integers have moved; empty where none have."""
-
-
-ReadBlock = Callable[[int], Stored]
-"""Reads what the block of a number has on disk; a thread calls it."""
-MakeBlock = Callable[[int, Stored], nn.Module]
-"""Makes the block of a number of that, parametrized; what requires a gradient is learned."""
 
 
 class TrainableStream(nn.Module):
     """Runs a model block by block; its parameters are the learned numbers of all blocks."""
 
     def __init__(
-        self, model: Any, family: Family, read: ReadBlock, make: MakeBlock, moves: Moves | None = None
+        self,
+        model: Any,
+        family: Family,
+        read: Callable[[int], Stored],
+        make: Callable[[int, Stored], nn.Module],
+        moves: Moves | None = None,
     ) -> None:
         """Read each block once, in the state before the training.
 
-        The model has its blocks on the meta device. What lies outside of them is loaded, and what of it
-        requires a gradient is learned too. Without ``moves`` no latent values are learned.
+        The model has its blocks on the meta device. What lies outside of them is loaded. A thread lets
+        ``read`` tell what the block of a number has on disk, of which ``make`` makes it, parametrized. All
+        that requires a gradient is learned, but without ``moves`` no latent values.
         """
         super().__init__()
         self._whole = (model, family)  # no submodule: what is on the meta device can't be moved
@@ -91,57 +68,43 @@ class TrainableStream(nn.Module):
         # each segment runs alone, so a block's activations are those of one
         segment = family.arguments(model, hidden[:1]) if len(ids) > 1 else arguments
         for index, learned in enumerate(self.blocks):
-            opened = partial(self._opened, index, segment)
-            hidden = _Block.apply(opened, hidden, *learned.parameters())  # type: ignore[no-untyped-call]
+            parameters = learned.parameters()
+            hidden = _Block.apply(self, index, segment, hidden, *parameters)  # type: ignore[no-untyped-call]
         return hidden
+
+    def run_block(self, block: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Run hidden states ``[B, L, d]`` through a block that is in memory."""
+        return self._whole[1].run_block(block, hidden, arguments)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits ``[B, L, vocabulary]``."""
-        model, family = self._whole
-        return family.head(model, hidden)
+        return self._whole[1].head(self._whole[0], hidden)
 
     @contextmanager
-    def block(self, index: int, towards: int = 1) -> Iterator[Held]:
+    def block(self, index: int, towards: int = 1) -> Iterator[tuple[nn.Module, Stored]]:
         """Hold a block, with the numbers that it has learned, in memory for the time of this context.
 
-        Meanwhile the thread reads the block after it, or with ``towards`` -1 the one before it.
+        With it come the offsets of its integers, none where they haven't moved. Meanwhile the thread reads
+        the block after it, or with ``towards`` -1 the one before it.
         """
-        stored, offsets = self._stored(index, index + towards)
+        ahead, self._ahead, following = self._ahead, None, index + towards
+        fetched = ahead[1].result() if ahead is not None and ahead[0] == index else self._fetched(index)
+        if 0 <= following < len(self.blocks):
+            self._ahead = following, self._thread.submit(self._fetched, following)
+        stored, offsets = fetched
         block = self._make(index, stored)
-        del stored
+        del ahead, fetched, stored
         for name, parameter in self.blocks[index].named_parameters():
             block.get_parameter(name).data = parameter.detach()
         if self.moves is not None:
             self.moves.apply(block, offsets)
         try:
-            yield Held(block, offsets)
+            yield block, offsets
         finally:
             _empty(block)
 
-    def _stored(self, index: int, following: int) -> tuple[Stored, Stored]:
-        """Return what a block has on disk, and let the thread read the one that follows, if there is one."""
-        ahead, self._ahead = self._ahead, None
-        found = ahead[1].result() if ahead is not None and ahead[0] == index else self._fetched(index)
-        if 0 <= following < len(self.blocks):
-            self._ahead = following, self._thread.submit(self._fetched, following)
-        return found
-
     def _fetched(self, index: int) -> tuple[Stored, Stored]:
         return self._read(index), {} if self.moves is None else self.moves.read(index)
-
-    @contextmanager
-    def _opened(self, index: int, arguments: Mapping[str, Any], towards: int) -> Iterator[Opened]:
-        """Hold what runs a segment through a block, and its parameters in the order of ``self.blocks``."""
-        names = [name for name, _ in self.blocks[index].named_parameters()]
-        with self.block(index, towards) as (block, offsets):
-            run = partial(self._whole[1].run_block, block, arguments=arguments)
-            learned = [block.get_parameter(name) for name in names]
-            moving = [made.original for made in latents(block).values()]
-            yield Opened(run, learned, moving, partial(self._move, index, block, offsets))
-
-    def _move(self, index: int, block: nn.Module, offsets: Stored, gradients: list[Tensor]) -> None:
-        if self.moves is not None:
-            self.moves.take_step(index, block, offsets, gradients)
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -160,31 +123,33 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, opened: Callable[[int], AbstractContextManager[Opened]], hidden: Tensor, *_: Tensor
+        ctx: Any, stream: TrainableStream, index: int, arguments: Mapping[str, Any], hidden: Tensor, *_: Any
     ) -> Tensor:
-        ctx.opened, ctx.device = opened, hidden.device
+        ctx.stream, ctx.index, ctx.arguments, ctx.device = stream, index, arguments, hidden.device
         ctx.save_for_backward(hidden.cpu())
-        with opened(1) as block:
-            return torch.cat([block.run(segment) for segment in hidden.split(1)])
+        with stream.block(index) as (block, _offsets):
+            return torch.cat([stream.run_block(block, segment, arguments) for segment in hidden.split(1)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        segments, to_hidden = ctx.saved_tensors[0].split(1), []
-        with ctx.opened(-1) as block:
-            learned = [*block.learned, *block.moving]
+        segments, to_hidden, stream = ctx.saved_tensors[0].split(1), [], cast(TrainableStream, ctx.stream)
+        names = [name for name, _ in stream.blocks[ctx.index].named_parameters()]
+        with stream.block(ctx.index, towards=-1) as (block, offsets):
+            moving = [made.original for made in latents(block).values()]
+            learned = [*map(block.get_parameter, names), *moving]
             for segment, gradient in zip(segments, gradients[0].split(1), strict=True):
                 own = segment.to(ctx.device).detach().requires_grad_()
                 with torch.enable_grad():
-                    output = block.run(own)
+                    output = stream.run_block(block, own, ctx.arguments)
                 # adds up in .grad, so that the gradients of one segment are never there all at once
                 torch.autograd.backward(output, gradient, inputs=[own, *learned])
                 to_hidden.append(cast(Tensor, own.grad))
             to_learned = [torch.zeros_like(p) if p.grad is None else p.grad for p in learned]
             for parameter in learned:
                 parameter.grad = None
-            count = len(block.learned)
-            block.move(to_learned[count:])
-        return None, torch.cat(to_hidden), *to_learned[:count]
+            if stream.moves is not None:
+                stream.moves.take_step(ctx.index, block, offsets, to_learned[len(names) :])
+        return None, None, None, torch.cat(to_hidden), *to_learned[: len(names)]
 
 
 def _holder(parameters: Mapping[str, nn.Parameter]) -> nn.Module:

@@ -1,24 +1,20 @@
 """Train parametrized weights by a LightningModule, with a rate for each kind, and keep the best epoch."""
 
 import math
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from aespa_pl.curve_names import HELD_BACK, TRAINING, TUNING, tag
 from aespa_pl.distributed.processes import ALONE
-from aespa_pl.tuning.annealing import sharpness_at
 from aespa_pl.tuning.data import Pair, SegmentPairs
-from aespa_pl.tuning.equivalent import HeadMatrices, Transformation
 from aespa_pl.tuning.losses import Loss
-from aespa_pl.tuning.parametrization import WeightParametrization
-from aespa_pl.tuning.rounding import RoundingPenalty
+from aespa_pl.tuning.omniquant import ChannelFactors, HeadMatrices
+from aespa_pl.tuning.parametrization import RoundingPenalty, WeightParametrization, sharpness_at
 
 WARMUP = 0.1
 """Share of the steps in which the learning rates rise."""
@@ -54,10 +50,8 @@ class Tuning(LightningModule):
     """Trains a module whose weights are parametrized, and keeps the epoch that is best on held-back text.
 
     The start is a candidate too. Lightning's check before the training measures it, so the Trainer
-    needs ``num_sanity_val_steps=-1``.
-
-    Several processes train it together: each has segments of its own, and all take the same steps, because
-    gradients are averaged over the processes and errors added up.
+    needs ``num_sanity_val_steps=-1``. Where several processes train it together, each has segments of its
+    own, and all take the same steps, because gradients are averaged over the processes and errors added up.
     """
 
     def __init__(
@@ -65,16 +59,15 @@ class Tuning(LightningModule):
         module: nn.Module,
         loss: Loss,
         rates: LearningRates,
-        label: str,
         penalty: RoundingPenalty | None = None,
         *,
         anneals: bool = False,
     ) -> None:
         """Take the module with its parametrizations; all that requires a gradient is trained.
 
-        It is in evaluation mode, because the quantized model has no dropout. The ``label`` names it in
-        messages: ``block 3``. The penalty is added to the error, where rounding variables are learned.
-        Latent values are rounded more and more sharply if it ``anneals``.
+        It is in evaluation mode, because the quantized model has no dropout. The penalty is added to the
+        error, where rounding variables are learned. Latent values are rounded more and more sharply if it
+        ``anneals``.
         """
         super().__init__()
         self.module = module
@@ -82,18 +75,12 @@ class Tuning(LightningModule):
         self.penalty = penalty
         self.anneals = anneals
         self.rates = rates
-        self.label = label
-        self.world = ALONE
-        """The processes that train it together."""
+        self.world = ALONE  # the processes that train it together
         self.start_error = self.best_error = math.nan
-        self.best_epoch = 0
-        """Epoch with the best error; 0 is the start."""
-        self.finite = True
-        """Whether no epoch ended with an error that is NaN or infinite."""
-        self.judged = 0
-        """Number of epochs whose error is known."""
-        self.visited_steps = 0
-        """Optimizer steps that the checkpoint has, from which the training goes on."""
+        self.best_epoch = 0  # the start
+        self.finite = True  # whether no epoch ended with an error that is NaN or infinite
+        self.judged = 0  # number of epochs whose error is known
+        self.visited_steps = 0  # optimizer steps of the checkpoint from which the training goes on
         # Not a ModelCheckpoint's best: the start is a candidate, which Lightning saves no checkpoint of, and
         # every checkpoint of a run has to hold the best epoch, so that one file is enough to resume.
         self._best: dict[str, Tensor] = {}
@@ -153,14 +140,12 @@ class Tuning(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Keep the epoch if it is the best so far; stop where the error is not finite."""
-        error = self._error_held_back()
         if not self.trainer.sanity_checking:
-            self.log(tag(TUNING, HELD_BACK), error)
-            self._judge(error, self.current_epoch + 1)
-        elif not self.visited_steps:
-            # otherwise Lightning's check saw what a checkpoint holds, which knows the start's error
-            self._log_held_back(error, 0)  # Lightning logs nothing in its check
-            self._judge(error, 0)
+            self.log(tag(TUNING, HELD_BACK), self._judge(self.current_epoch + 1))
+        elif self.visited_steps:
+            self._errors.clear()  # of what a checkpoint holds, which knows the start's error
+        else:
+            self._judge(0, step=0)  # Lightning logs nothing in its check
 
     def on_fit_start(self) -> None:
         """Measure the epoch at whose last step the checkpoint was written: Lightning leaves it out."""
@@ -201,17 +186,12 @@ class Tuning(LightningModule):
 
     def _groups(self) -> list[tuple[list[nn.Parameter], float]]:
         """Return the trained parameters with their learning rates; weights with other bits have their own."""
-        latent = {
-            id(inner.original): self.rates.of_latent(inner[0].bits)
-            for inner in self.module.modules()
-            if isinstance(inner, ParametrizationList) and isinstance(inner[0], WeightParametrization)
-        }
-        transforming = {
-            id(p)
-            for inner in self.module.modules()
-            if isinstance(inner, Transformation)
-            for p in inner.parameters()
-        }
+        latent, transforming = dict[int, float](), set[int]()
+        for inner in self.module.modules():
+            if isinstance(inner, ParametrizationList) and isinstance(inner[0], WeightParametrization):
+                latent[id(inner.original)] = self.rates.of_latent(inner[0].bits)
+            elif isinstance(inner, ChannelFactors):
+                transforming.update(map(id, inner.parameters()))
         groups: dict[tuple[int, float], list[nn.Parameter]] = {}
         for name, parameter in self._trained():
             if id(parameter) in latent:
@@ -237,23 +217,17 @@ class Tuning(LightningModule):
         for batch in self._pairs.val_dataloader():
             here = self.trainer.strategy.batch_to_device(batch)
             self._errors.append(self.loss(self.module, here))
-        error = self._error_held_back()
-        self._log_held_back(error, step)
-        self._judge(error, epoch)
+        self._judge(epoch, step)
 
-    def _log_held_back(self, error: float, step: int) -> None:
-        for logger in self.loggers:
-            logger.log_metrics({tag(TUNING, HELD_BACK): error}, step=step)
-
-    def _error_held_back(self) -> float:
+    def _judge(self, epoch: int, step: int | None = None) -> float:
+        """Return the error of an epoch, logged at a step; keep the parameters if it is the best so far."""
         summed = torch.stack(self._errors).double().sum(0)
         self._errors.clear()
         self.world.sum_(summed)
         total, count = summed.tolist()
-        return float(total / count)
-
-    def _judge(self, error: float, epoch: int) -> None:
-        """Keep the trained parameters if their error is the best so far; epoch 0 is the start."""
+        error = float(total / count)
+        for logger in self.loggers if step is not None else ():
+            logger.log_metrics({tag(TUNING, HELD_BACK): error}, step=step)
         self.judged = epoch
         if epoch == 0:
             self.start_error = error
@@ -264,25 +238,7 @@ class Tuning(LightningModule):
         if not math.isfinite(error):
             self.finite = False
             self.trainer.should_stop = True
+        return error
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
-
-
-def fit(module: Tuning, pairs: SegmentPairs, trainer: Trainer, checkpoint: Path | None = None) -> None:
-    """Train a module, or go on from a checkpoint, and leave it with the parameters of its best epoch.
-
-    The Trainer has ``max_epochs``, and ``num_sanity_val_steps=-1``, which measures the start.
-    """
-    device = next(module.parameters()).device
-    module.world = pairs.world
-    with warnings.catch_warnings():
-        # on purpose: the quantized model has no dropout
-        warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
-        # steps are counted over the epochs, so there are curves all the same
-        warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
-        # the errors are sums over all processes already
-        warnings.filterwarnings("ignore", ".*sync_dist=True.*")
-        trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
-    module.to(device)  # Lightning leaves it on the CPU
-    module.restore_best()

@@ -7,9 +7,10 @@ Source: "EfficientQAT: Efficient Quantization-Aware Training for Large Language 
 straight-through, all together; E2E-QP, where the integers stay).
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.tuning.data import SegmentPairs
 from aespa_pl.tuning.losses import Loss
-from aespa_pl.tuning.moving_training import MovingTuning
-from aespa_pl.tuning.recipes import EVERYTHING, Recipe
+from aespa_pl.tuning.moving import MovingTuning
 from aespa_pl.tuning.streamed import TrainableStream
-from aespa_pl.tuning.training import LearningRates, Tuning, fit
+from aespa_pl.tuning.training import LearningRates, Tuning
 from aespa_pl.tuning.weights import (
+    EVERYTHING,
+    Recipe,
     TunableBlock,
     parametrize_block,
     parametrize_vectors,
@@ -59,7 +61,6 @@ def tune(
     loss: Loss,
     rates: LearningRates,
     trainer: Trainer,
-    label: str,
     recipe: Recipe = EVERYTHING,
     checkpoint: Path | None = None,
     model: nn.Module | None = None,
@@ -68,8 +69,8 @@ def tune(
 ) -> Tuned:
     """Tune a block, the projections of it that are in its layout, or all blocks of a model.
 
-    The blocks get the tuned weights, norms and biases; trainer and checkpoint are as in ``fit``. Norms and
-    biases of the model outside of its blocks are trained as well: ``outside`` has the types that they are
+    The blocks get the tuned weights, norms and biases. A ``checkpoint`` is where the training goes on. Norms
+    and biases of the model outside of its blocks are trained as well: ``outside`` has the types that they are
     stored in, by name. To ``recompute`` keeps only the inputs of blocks for the backward pass, which runs
     each block once more: a third more time for the memory of one block's activations and weights.
     """
@@ -78,19 +79,12 @@ def tune(
     for block in blocks:
         parametrize_block(block, recipe)
     parametrize_vectors(module, outside or {})
-    tuning = Tuning(module, loss, rates, label, recipe.penalty, anneals=recipe.anneals)
+    tuning = Tuning(module, loss, rates, recipe.penalty, anneals=recipe.anneals)
     with _recomputing([b.block for b in blocks] if recompute else ()):
-        fit(tuning, pairs, trainer, checkpoint)
+        found = _fit(tuning, pairs, trainer, checkpoint)
     weights = [quantized_weights(b.block, b.layout) for b in blocks]
     remove_parametrizations(module)
-    return Tuned(
-        weights,
-        tuning.start_error,
-        tuning.best_error,
-        tuning.best_epoch,
-        tuning.finite,
-        changed_fraction([b.weights for b in blocks], weights),
-    )
+    return replace(found, weights=weights, changed=changed_fraction([b.weights for b in blocks], weights))
 
 
 def tune_streamed(
@@ -100,19 +94,15 @@ def tune_streamed(
     loss: Loss,
     rates: LearningRates,
     trainer: Trainer,
-    label: str,
     checkpoint: Path | None = None,
 ) -> Tuned:
     """Tune a model whose blocks are on disk; what is learned is in ``model`` and its files.
 
     Arguments as of ``tune``. The weights of the result are empty, and none is counted as changed.
     """
-    if model.moves is None:
-        tuning = Tuning(model, loss, rates, label)
-    else:
-        tuning = MovingTuning(model.moves, model, loss, rates, label)
-    fit(tuning, pairs, trainer, checkpoint)
-    return Tuned([], tuning.start_error, tuning.best_error, tuning.best_epoch, tuning.finite, 0.0)
+    what = model, loss, rates
+    tuning = Tuning(*what) if model.moves is None else MovingTuning(model.moves, *what)
+    return _fit(tuning, pairs, trainer, checkpoint)
 
 
 def changed_fraction(
@@ -122,6 +112,23 @@ def changed_fraction(
     pairs = [(q, b[name]) for a, b in zip(before, after, strict=True) for name, q in a.items()]
     changed = sum(int((old.integers != new.integers).sum()) for old, new in pairs)
     return changed / max(1, sum(old.integers.numel() for old, _ in pairs))
+
+
+def _fit(module: Tuning, pairs: SegmentPairs, trainer: Trainer, checkpoint: Path | None) -> Tuned:
+    """Train a module, or go on from a checkpoint, and leave it with the parameters of its best epoch."""
+    device = next(module.parameters()).device
+    module.world = pairs.world
+    with warnings.catch_warnings():
+        # on purpose: the quantized model has no dropout
+        warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
+        # steps are counted over the epochs, so there are curves all the same
+        warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
+        # the errors are sums over all processes already
+        warnings.filterwarnings("ignore", ".*sync_dist=True.*")
+        trainer.fit(module, datamodule=pairs, ckpt_path=checkpoint)
+    module.to(device)  # Lightning leaves it on the CPU
+    module.restore_best()
+    return Tuned([], module.start_error, module.best_error, module.best_epoch, module.finite, changed=0.0)
 
 
 @contextmanager

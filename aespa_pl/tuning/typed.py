@@ -26,7 +26,7 @@ class TypedStraightThrough(WeightParametrization):
         scale, minimum = (x.repeat_interleave(self.kind.group, 1) for x in start.grid())
         offset = (target.float() + minimum) / scale - start.integers
         self._start = start.integers + offset.clamp_(-MARGIN, MARGIN)
-        groups, none = scale.shape[1] // self.kind.group, start.d.new_zeros(())
+        self.groups, none = scale.shape[1] // self.kind.group, start.d.new_zeros(())
         for name, factor in (("d", start.d), ("d_min", start.d_min)):
             value = (none if factor is None else factor).float()
             self.register_buffer(name, torch.where(value < 0, -1.0, 1.0), persistent=False)
@@ -37,7 +37,6 @@ class TypedStraightThrough(WeightParametrization):
         ):  # fmt: skip
             if integers is not None:
                 self.register_parameter(name, nn.Parameter(integers.float() / limits[1]))
-        self.groups = groups
 
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight of the nearest numbers that are stored."""

@@ -1,18 +1,61 @@
-"""Turn quantized projections into parametrizations of a block's linear layers, and back."""
+"""Turn quantized projections into parametrizations of a block's linear layers, as a recipe says, and back."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from aespa_pl.algorithm.quantizer import StoredWeight
+from aespa_pl.algorithm.grid_types import TypedWeight
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.models.family import BlockLayout, Projection
 from aespa_pl.models.weights import projection_rows
-from aespa_pl.tuning.parametrization import Stored, WeightParametrization
-from aespa_pl.tuning.recipes import Recipe
+from aespa_pl.settings import QuantizationSettings
+from aespa_pl.tuning.omniquant import Clipped, transformations_of
+from aespa_pl.tuning.parametrization import (
+    FixedIntegers,
+    RoundingPenalty,
+    Stored,
+    StraightThrough,
+    UpOrDown,
+    WeightParametrization,
+)
+from aespa_pl.tuning.typed import TypedFixedIntegers, TypedStraightThrough
+
+MakeWeight = Callable[[str, StoredWeight, Tensor], WeightParametrization]
+"""Makes a layer's parametrization from its path, its quantized weight and the weight that it stands for."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Says what is learned of a block."""
+
+    weight: MakeWeight
+    learns_vectors: bool = False
+    """Whether norms and biases are trained."""
+    learns_steps: bool = False
+    """Whether latent values are learned in distances of two integers, whose rate depends on the bits."""
+    transforms: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Modules that transform norms and biases, by their names, where the weights are transformed."""
+    penalty: RoundingPenalty | None = None
+    """Penalty that is added to the error."""
+    anneals: bool = False
+    """Whether latent values are rounded softly, and more and more sharply."""
+
+
+def _learned(uniform: type[StraightThrough], typed: type[TypedStraightThrough]) -> MakeWeight:
+    def make(_: str, start: StoredWeight, target: Tensor) -> WeightParametrization:
+        return typed(start, target) if isinstance(start, TypedWeight) else uniform(start, target)
+
+    return make
+
+
+EVERYTHING = Recipe(_learned(StraightThrough, TypedStraightThrough), learns_vectors=True, learns_steps=True)
+"""Recipe that learns integers, scales, norms and biases."""
+SCALES = Recipe(_learned(FixedIntegers, TypedFixedIntegers), learns_vectors=True)
+"""Recipe that learns scales, norms and biases."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +75,31 @@ class TunableBlock:
     quantized weights themselves, so that an integer moves only where many mini-batches agree on it."""
 
 
+def recipe(settings: QuantizationSettings, block: nn.Module, layout: BlockLayout) -> Recipe:
+    """Return what the settings, without any null, want to be learned of projections that train together."""
+    tuning, rounding = settings.tuning.blocks, settings.rounding
+    match tuning.parametrization:
+        case "rounding":
+            penalty = RoundingPenalty(tuning.penalty, rounding.warmup, rounding.beta_start, rounding.beta_end)
+            return Recipe(
+                lambda _, start, target: UpOrDown(cast(QuantizedWeight, start), target), penalty=penalty
+            )
+        case "clipping" | "affine" as kind:
+            transforms = transformations_of(
+                block, layout, matrices=kind == "affine", epochs=int(tuning.epochs or 0)
+            )
+
+            def clipped(path: str, start: StoredWeight, target: Tensor) -> Clipped:
+                transform, uniform = transforms.get(f"{path}.weight"), cast(QuantizedWeight, start)
+                return Clipped(uniform, target, symmetric=settings.symmetric, transform=transform)
+
+            return Recipe(clipped, transforms=transforms)
+        case "annealed":
+            return replace(EVERYTHING, anneals=True)
+        case _:
+            return EVERYTHING
+
+
 def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
     """Parametrize weights of a block, and let its norms and biases be rounded to their stored types.
 
@@ -45,13 +113,8 @@ def parametrize_block(tunable: TunableBlock, recipe: Recipe) -> None:
     for path, projections in layers.items():
         layer = cast(nn.Linear, block.get_submodule(path))
         first = starts[projections[0].name]
-        start = _with_tensors(
-            first,
-            {
-                key: merged({p.name: getattr(starts[p.name], key) for p in projections}, layout, path)
-                for key in _tensors(first)
-            },
-        )
+        parts = {key: {p.name: getattr(starts[p.name], key) for p in projections} for key in _tensors(first)}
+        start = _with_tensors(first, {key: merged(part, layout, path) for key, part in parts.items()})
         targets = tunable.targets
         target = start.weight() if targets is None else merged(targets, layout, path)
         made = recipe.weight(path, start, target)
@@ -89,10 +152,8 @@ def quantized_weights(block: nn.Module, layout: BlockLayout) -> dict[str, Stored
         made = cast(WeightParametrization, layer.get_submodule("parametrizations.weight.0"))
         whole = made.quantized(_latent(layer).detach())
         for p in projections:
-            rows = {
-                key: projection_rows(tensor, layout, p).flatten(0, 1)
-                for key, tensor in _tensors(whole).items()
-            }
+            tensors = _tensors(whole).items()
+            rows = {key: projection_rows(tensor, layout, p).flatten(0, 1) for key, tensor in tensors}
             weights[p.name] = _with_tensors(whole, rows)
     return weights
 

@@ -137,7 +137,6 @@ class BlockTuner:
                 bits=quantization.bits if learned.learns_steps else None,
             ),
             trainer=context.trainers.of_tuning(context.run, training, cast(int, settings.epochs)),
-            label=f"block {training.block}",
             checkpoint=context.world.from_first(lambda: context.run.checkpoint_to_continue(training)),
             recipe=learned,
         )

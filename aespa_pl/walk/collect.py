@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.calibration.collector import StatisticsCollector
-from aespa_pl.calibration.divided import DividedStatistics
 from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.observe import observing
-from aespa_pl.calibration.statistics import BlockStatistics
+from aespa_pl.calibration.statistics import BlockStatistics, DividedStatistics
 from aespa_pl.errors import UserError
 from aespa_pl.run.context import Context
 from aespa_pl.storage.batches import Batches

@@ -85,7 +85,6 @@ class ModelTuner:
                 loss=tuning.divergence(partial(source.family.head, source.model), one_by_one=streamed),
                 rates=rates,
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
-                label="the model",
                 checkpoint=world.from_first(lambda: context.run.checkpoint_to_continue(training)),
             )
             checksums: dict[str, str] = {}

@@ -16,9 +16,8 @@ from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedWeight
 from aespa_pl.algorithm.hessian import damp
 from aespa_pl.algorithm.quantizer import GridFormat, quantize
 from aespa_pl.algorithm.refit import rounded_rows
-from aespa_pl.block.polish import descend_rows
+from aespa_pl.block.integers import descend_rows, updated_rows
 from aespa_pl.block.quantized import Rows
-from aespa_pl.block.update import updated_rows
 from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, head_input
 from aespa_pl.run.context import Context
 from aespa_pl.storage.files import write_tensors

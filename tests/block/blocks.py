@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.block.grids import fit_grids
+from aespa_pl.block.integers import update
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
-from aespa_pl.block.update import update
-from aespa_pl.calibration.hessian import Hessian
-from aespa_pl.calibration.statistics import BlockStatistics
+from aespa_pl.calibration.statistics import BlockStatistics, Hessian
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, FoldIntoRows

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import dequantize
-from aespa_pl.block.correct import correct
+from aespa_pl.block.quantize import correct
 from aespa_pl.calibration.statistics import Shifts
 from aespa_pl.models.family import Role
 from tests.block.blocks import (

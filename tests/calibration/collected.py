@@ -35,9 +35,8 @@ from transformers import (
 
 from aespa_pl.algorithm.objectives import Precision
 from aespa_pl.calibration.collector import StatisticsCollector
-from aespa_pl.calibration.hessian import Hessian
 from aespa_pl.calibration.observe import Observation, observing
-from aespa_pl.calibration.statistics import BlockStatistics
+from aespa_pl.calibration.statistics import BlockStatistics, Hessian
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family
 from aespa_pl.models.observed import Attention

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import multiplying_in
-from aespa_pl.calibration import attention_weighted
-from aespa_pl.calibration.attention_weighted import attention_weighted_inputs, chunk_rows
+from aespa_pl.calibration import collector
+from aespa_pl.calibration.collector import attention_weighted_inputs, chunk_rows
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.observed import Attention
 
@@ -50,7 +50,7 @@ def explicit(attention: Attention) -> Tensor:
 def test_chunks_are_the_full_product(
     length: int, least: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_weighted, "CHUNK_ROWS", least)
+    monkeypatch.setattr(collector, "CHUNK_ROWS", least)
     attention, X = make(length, kind), torch.randn(SEGMENTS, length, WIDTH)
     A = explicit(attention).unflatten(1, (KEY_HEADS, -1))
     heads = range(KEY_HEADS)
@@ -82,7 +82,7 @@ def test_heads_are_the_same_bits_in_whatever_groups() -> None:
 
 
 def test_one_chunk_of_one_value_head_is_computed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_weighted, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(collector, "CHUNK_ROWS", 4)
     sizes: list[torch.Size] = []
     compute = Attention.probabilities
 

@@ -6,7 +6,7 @@ import torch
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.block.quantized import QuantizedProjection
-from aespa_pl.calibration.hessian import Hessian
+from aespa_pl.calibration.statistics import Hessian
 from aespa_pl.distributed.processes import ALONE, RowShare, World
 from aespa_pl.errors import NumericalError
 from aespa_pl.models.family import Projection

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from aespa_pl.calibration.hessian import Hessian
+from aespa_pl.calibration.statistics import Hessian
 from aespa_pl.errors import UserError
 from aespa_pl.planning.partition import WHOLE, Divisible, HeadRange, Partition, learning_portions
 from aespa_pl.run.checkpointing import JournaledCheckpointIO, StopAtIteration

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from aespa_pl.tuning.annealing import sharpness_at, softly_rounded
-from aespa_pl.tuning.parametrization import StraightThrough
+from aespa_pl.tuning.parametrization import StraightThrough, sharpness_at, softly_rounded
 from tests.tuning.tuned import quantize
 
 

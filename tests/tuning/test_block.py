@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.tuning import EVERYTHING, LearningRates, Tuned
-from aespa_pl.tuning.recipes import Recipe
+from aespa_pl.tuning.weights import Recipe
 from tests import massive
 from tests.tuning.tuned import RATES, Example, quantize, tune_block
 

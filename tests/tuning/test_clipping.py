@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.tuning.clipping import Clipped
+from aespa_pl.tuning.omniquant import Clipped
 from tests.tuning.tuned import quantize
 
 ROWS, COLUMNS = 4, 12

@@ -1,5 +1,6 @@
 """Segments come in an order that depends on seed and epoch only, and errors are for people."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,33 +19,39 @@ def stream(count: int, first: int = 0) -> list[Tensor]:
     return list(numbers[:, None].expand(count, 3).float().split(4))
 
 
+def order_of(
+    segments: range, seed: int, visited: Callable[[], int] = lambda: 0, visits: int | None = None
+) -> EpochOrder:
+    return EpochOrder(segments, seed, visited, len(segments) if visits is None else visits)
+
+
 def visited(order: EpochOrder, epoch: int) -> list[int]:
     order.set_epoch(epoch)
     return list(order)
 
 
 def test_an_epoch_visits_every_segment_once_in_an_order_of_its_own() -> None:
-    orders = [visited(EpochOrder(range(20), seed), epoch) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [visited(order_of(range(20), seed), epoch) for seed in (0, 1) for epoch in (0, 1)]
     assert all(sorted(order) == list(range(20)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
-    assert visited(EpochOrder(range(20), 1), 1) == orders[3]
+    assert visited(order_of(range(20), 1), 1) == orders[3]
 
 
 def test_an_order_goes_on_in_the_middle_of_an_epoch() -> None:
-    whole = [visited(EpochOrder(range(10), 5), epoch) for epoch in range(3)]
-    resumed = EpochOrder(range(10), 5, visited=lambda: 14)
+    whole = [visited(order_of(range(10), 5), epoch) for epoch in range(3)]
+    resumed = order_of(range(10), 5, visited=lambda: 14)
     assert visited(resumed, 1) == whole[1][4:]
-    assert visited(EpochOrder(range(10), 5, visited=lambda: 20), 2) == whole[2]
+    assert visited(order_of(range(10), 5, visited=lambda: 20), 2) == whole[2]
     assert len(resumed) == 10
 
 
 def test_segments_that_an_epoch_leaves_out_are_visited_in_others() -> None:
     """Ten segments, of which mini-batches of four leave two over."""
-    whole = [visited(EpochOrder(range(10), 5), epoch) for epoch in range(4)]
-    found = [visited(EpochOrder(range(10), 5, visits=8), epoch) for epoch in range(4)]
+    whole = [visited(order_of(range(10), 5), epoch) for epoch in range(4)]
+    found = [visited(order_of(range(10), 5, visits=8), epoch) for epoch in range(4)]
     assert found == [order[:8] for order in whole]
     assert {segment for order in found for segment in order} == set(range(10))
-    resumed = EpochOrder(range(10), 5, visited=lambda: 11, visits=8)
+    resumed = order_of(range(10), 5, visited=lambda: 11, visits=8)
     assert visited(resumed, 1) == whole[1][3:8]
     assert len(resumed) == 8
 

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from aespa_pl.models import family_of
 from aespa_pl.models.family import FoldIntoRows
 from aespa_pl.models.weights import projection_weight
-from aespa_pl.tuning.equivalent import DOMINANCE, STABILITY, ChannelFactors, HeadMatrices, transformations_of
+from aespa_pl.tuning.omniquant import DOMINANCE, STABILITY, ChannelFactors, HeadMatrices, transformations_of
 from tests.models.examples import make_ids, make_ours
 
 FOLDED = {

@@ -72,7 +72,6 @@ class Problem:
             loss=divergence(lambda states: self.family.head(self.original, states)),
             rates=LearningRates(integer_rate, 0.02, 0.02),
             trainer=silent_trainer(epochs, **options),
-            label="the model",
             recipe=EVERYTHING if integer_rate else SCALES,
             checkpoint=checkpoint,
             model=self.model,

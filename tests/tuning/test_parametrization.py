@@ -26,7 +26,7 @@ def test_both_parametrizations_start_at_the_quantized_weight_bit_for_bit(bits: i
     step = start.scale.repeat_interleave(COLUMNS // groups, 1)
     zero = start.zero_point.repeat_interleave(COLUMNS // groups, 1)
     expected = step * (start.integers.float() - zero)
-    for parametrization in (StraightThrough(start, W), FixedIntegers(start)):
+    for parametrization in (StraightThrough(start, W), FixedIntegers(start, start.weight())):
         linear = layer(W.clone())
         parametrize.register_parametrization(linear, "weight", parametrization)
         assert torch.equal(linear.weight, expected)
@@ -76,7 +76,7 @@ def test_gradients_equal_the_formula(groups: int) -> None:
 def test_fixed_integers_have_the_gradient_of_the_scales_alone() -> None:
     W = torch.randn(ROWS, COLUMNS)
     start = quantize(W, bits=3)
-    made = FixedIntegers(start)
+    made = FixedIntegers(start, start.weight())
     upstream = torch.randn(ROWS, COLUMNS)
     made(made.right_inverse(W)).backward(upstream)
     weight = start.scale.double() * (start.integers.double() - start.zero_point.double())

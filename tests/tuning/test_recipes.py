@@ -10,8 +10,8 @@ from aespa_pl.models.weights import projection_weight
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import QuantizationSettings
 from aespa_pl.tuning import LearningRates
-from aespa_pl.tuning.equivalent import HeadMatrices
-from aespa_pl.tuning.recipes import recipe
+from aespa_pl.tuning.omniquant import HeadMatrices
+from aespa_pl.tuning.weights import recipe
 from tests.tuning.test_block import held_back_error
 from tests.tuning.tuned import Example, tune_block
 from tests.walks import changed

@@ -9,8 +9,8 @@ import torch
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.tuning import LearningRates
-from aespa_pl.tuning.recipes import Recipe
-from aespa_pl.tuning.rounding import RoundingPenalty, UpOrDown
+from aespa_pl.tuning.parametrization import RoundingPenalty, UpOrDown
+from aespa_pl.tuning.weights import Recipe
 from tests.tuning.tuned import Example, quantize, tune_block
 
 ROWS, COLUMNS = 4, 12

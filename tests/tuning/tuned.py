@@ -14,7 +14,7 @@ from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family
 from aespa_pl.models.weights import projection_weight, set_projection_weight
 from aespa_pl.tuning import EVERYTHING, LearningRates, SegmentPairs, TunableBlock, Tuned, output_error, tune
-from aespa_pl.tuning.recipes import Recipe
+from aespa_pl.tuning.weights import Recipe
 from tests.models.examples import make_ids, make_model
 
 SEGMENTS, HELD_BACK = 10, 0.2
@@ -93,7 +93,6 @@ def tune_block(
         loss=output_error(example.run_block),
         rates=rates,
         trainer=silent_trainer(epochs, **options),
-        label="block 0",
         recipe=recipe,
         checkpoint=checkpoint,
     )

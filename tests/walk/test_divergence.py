@@ -103,7 +103,7 @@ def test_hessian_that_cannot_be_factored_is_refused(tmp_path: Path, monkeypatch:
     def fail(*_: object, **__: object) -> None:
         raise NumericalError("no factor")
 
-    monkeypatch.setattr("aespa_pl.block.update.update_weights", fail)
+    monkeypatch.setattr("aespa_pl.block.integers.update_weights", fail)
     with pytest.raises(
         UserError, match=r"^block 0, q_proj: no factor; check .* try another quantization\.damping"
     ):

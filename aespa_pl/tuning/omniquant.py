@@ -1,4 +1,4 @@
-"""Transform a block equivalently: its weights change, its output does not.
+"""Learn ranges of grids, and equivalent transformations: a block's weights change, its output does not.
 
 Where the inputs of some projections are linear in what another operation puts out, that operation may be
 multiplied by an invertible matrix A and the columns of the projections by its inverse. A is diagonal, a
@@ -6,21 +6,26 @@ factor for each channel, behind a norm or behind rows that a factor passes throu
 values and the output projection it may be a matrix for each value head, because attention only mixes
 positions.
 
-Source: "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models" (arXiv
-2308.13137: factors); "AffineQuant: Affine Transformation Quantization for Large Language Models" (arXiv
+Source: "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models" (arXiv 2308.13137:
+ranges, factors); "AffineQuant: Affine Transformation Quantization for Large Language Models" (arXiv
 2403.12544: matrices, gradual mask).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.models.family import BlockLayout, FoldIntoRows, Projection
+from aespa_pl.algorithm.grid import min_max_range
+from aespa_pl.algorithm.grid_types import round_to_half
+from aespa_pl.algorithm.quantizer import QuantizedWeight, scaled_steps
+from aespa_pl.models.family import BlockLayout, FoldIntoRows
 from aespa_pl.models.weights import projection_rows
+from aespa_pl.tuning.parametrization import WeightParametrization, straight_through
 
+START = 4.0
+"""Strengths begin at ``sigmoid(4) = 0.982`` (OmniQuant)."""
 STABILITY = 0.1
 """Factor alpha of the entries beside the diagonal: they learn so much more slowly (AffineQuant)."""
 DOMINANCE = 0.9
@@ -28,55 +33,36 @@ DOMINANCE = 0.9
 strictly diagonally dominant, and so invertible."""
 
 
-class Transformation(nn.Module, ABC):
-    """Stands for an invertible matrix A between an operation and the projections that see its output."""
-
-    @abstractmethod
-    def multiply(self, value: Tensor) -> Tensor:
-        """Return ``A value``; ``value [channels, ...]`` is a weight's rows or a vector."""
-
-    @abstractmethod
-    def divide(self, weight: Tensor) -> Tensor:
-        """Return ``weight A^-1``; ``weight [rows, columns]``."""
-
-
-class ChannelFactors(Transformation):
-    """Learns a positive factor for each channel, 1 at the start."""
+class ChannelFactors(nn.Module):
+    """Learns a positive factor for each channel, 1 at the start: a diagonal A."""
 
     def __init__(self, heads: int, size: int, shared: int = 1) -> None:
-        """Begin with 1, for heads of ``size`` channels.
-
-        So many heads of the columns, one after the other, see the same head of channels: ``shared``.
-        """
+        """Take the number of heads, their channels, and how many heads of the columns see the same one."""
         super().__init__()
         self.shared = shared
         self.log_factor = nn.Parameter(torch.zeros(heads, size))
 
     def multiply(self, value: Tensor) -> Tensor:
-        """Multiply each channel."""
+        """Return ``A value``; ``value [channels, ...]`` is a weight's rows or a vector."""
         factor = self.log_factor.exp().flatten()
         return value * factor.view(-1, *[1] * (value.dim() - 1))
 
     def divide(self, weight: Tensor) -> Tensor:
-        """Divide each column."""
+        """Return ``weight A^-1``; ``weight [rows, columns]``."""
         return weight / self.log_factor.exp().repeat_interleave(self.shared, 0).flatten()
 
 
-class HeadMatrices(Transformation):
+class HeadMatrices(ChannelFactors):
     """Learns a matrix for each head, 1 at the start, whose band around the diagonal grows with the epochs."""
 
     def __init__(self, heads: int, size: int, shared: int, epochs: int) -> None:
-        """Begin with 1; ``epochs`` is their number, the other arguments are as in ``ChannelFactors``."""
-        super().__init__()
-        self.shared = shared
+        super().__init__(heads, size, shared)
         self.epochs = epochs
-        self.log_factor = nn.Parameter(torch.zeros(heads, size))
         self.mixing = nn.Parameter(torch.zeros(heads, size, size))
         place = torch.arange(size)
         self.register_buffer("distance", (place[:, None] - place).abs(), persistent=False)
         self.distance: Tensor
-        self.width = 0.0
-        """Distance from the diagonal up to which entries count."""
+        self.width = 0.0  # distance from the diagonal up to which entries count
 
     def enter_epoch(self, epoch: int) -> None:
         """Widen the band: ``size * epoch / epochs``; 0 is the start, where there is the diagonal alone."""
@@ -92,12 +78,12 @@ class HeadMatrices(Transformation):
         return self.log_factor.exp()[..., None] * (diagonal + beside)
 
     def multiply(self, value: Tensor) -> Tensor:
-        """Mix the channels of each head."""
+        """Return ``A value``, which mixes the channels of each head."""
         A = self.matrices()
         return (A @ value.reshape(*A.shape[:2], -1)).view(value.shape)
 
     def divide(self, weight: Tensor) -> Tensor:
-        """Mix the columns of each head, by the inverse."""
+        """Return ``weight A^-1``, which mixes the columns of each head."""
         A = self.matrices().repeat_interleave(self.shared, 0)
         parts = weight.unflatten(1, A.shape[:2]).transpose(0, 1)  # [heads, rows, size]
         found: Tensor = torch.linalg.solve(A, parts, left=False)
@@ -105,10 +91,9 @@ class HeadMatrices(Transformation):
 
 
 class OfVector(nn.Module):
-    """Makes a norm's weight or bias under a transformation."""
+    """Makes the weight or bias of a norm, which adds an offset to it, under a transformation."""
 
-    def __init__(self, transformation: Transformation, offset: float) -> None:
-        """Take the transformation, which the projections behind the norm share, and the norm's offset."""
+    def __init__(self, transformation: ChannelFactors, offset: float) -> None:
         super().__init__()
         self.transformation = transformation
         self.offset = offset
@@ -122,31 +107,22 @@ class OfLayer(nn.Module):
     """Makes a linear layer's weight or bias under the transformations before and behind it."""
 
     def __init__(
-        self,
-        layout: BlockLayout,
-        projections: Mapping[str, Projection],
-        rows: Mapping[str, Transformation],
-        columns: Transformation | None,
+        self, layout: BlockLayout, rows: Mapping[str, ChannelFactors], columns: ChannelFactors | None
     ) -> None:
-        """Take transformations of the rows of projections, and the one whose inverse the columns get.
-
-        The projections, by name, make up the layer.
-        """
+        """Take transformations of the rows of projections, by name, and the one whose inverse columns get."""
         super().__init__()
         self.layout = layout
-        self.projections = projections
         self.rows = nn.ModuleDict(rows)
-        self.columns: Transformation | None = columns
+        self.columns: ChannelFactors | None = columns
 
     def forward(self, value: Tensor) -> Tensor:
         """Return what the layer has instead of ``value``, ``[rows, columns]`` or ``[rows]``."""
         if self.columns is not None and value.dim() == 2:
             value = self.columns.divide(value)
         whole = value.clone() if len(self.rows) else value
-        for name, transformation in self.rows.items():
-            p = self.projections[name]
+        for p in (p for p in self.layout.projections if p.name in self.rows):
             before = projection_rows(value, self.layout, p).flatten(0, 1)
-            changed = cast(Transformation, transformation).multiply(before)
+            changed = cast(ChannelFactors, self.rows[p.name]).multiply(before)
             rows = projection_rows(whole, self.layout, p)  # a view
             rows.copy_(changed.view(rows.shape))
         return whole
@@ -161,9 +137,8 @@ def transformations_of(
     """
     names = dict(block.named_parameters())
     found: dict[str, nn.Module] = {}
-    rows: dict[str, Transformation] = {}
-    columns: dict[str, Transformation] = {}
-    made: Transformation
+    rows: dict[str, ChannelFactors] = {}
+    columns: dict[str, ChannelFactors] = {}
     for group in layout.groups:
         values = layout.values_before(group)
         if values is not None and not any(p.kept for p in (values, *group.projections)):
@@ -178,28 +153,70 @@ def transformations_of(
             else:
                 both = (f"{group.fold.module}.{kind}" for kind in ("weight", "bias"))
                 found |= {n: OfVector(made, group.fold.offset) for n in both if n in names}
-                found |= {f"{r}.weight": OfLayer(layout, {}, {}, made) for r in group.fold.readers}
+                found |= {f"{r}.weight": OfLayer(layout, {}, made) for r in group.fold.readers}
         else:
             continue
         columns |= dict.fromkeys((p.module for p in group.projections), made)
-    return found | _of_layers(layout, rows, columns, names)
-
-
-def _of_layers(
-    layout: BlockLayout,
-    rows: Mapping[str, Transformation],
-    columns: Mapping[str, Transformation],
-    names: Mapping[str, Tensor],
-) -> dict[str, nn.Module]:
-    layers: dict[str, dict[str, Projection]] = {}
-    for p in layout.projections:
-        layers.setdefault(p.module, {})[p.name] = p
-    found: dict[str, nn.Module] = {}
-    for path, projections in layers.items():
-        before = {name: rows[name] for name in projections if name in rows}
+    for path in dict.fromkeys(p.module for p in layout.projections):
+        before = {p.name: rows[p.name] for p in layout.projections if p.module == path and p.name in rows}
+        of_layer = OfLayer(layout, before, columns.get(path))
         if before or path in columns:
-            made = OfLayer(layout, projections, before, columns.get(path))
-            found[f"{path}.weight"] = made
-            if before and f"{path}.bias" in names:
-                found[f"{path}.bias"] = made
+            found[f"{path}.weight"] = of_layer
+        if before and f"{path}.bias" in names:
+            found[f"{path}.bias"] = of_layer
     return found
+
+
+class Clipped(WeightParametrization):
+    """Learns how much of the smallest and largest weight of each row and group its grid's range has.
+
+    The strengths beta and gamma are between 0 and 1: ``s = (gamma max W - beta min W) / (2 ** bits - 1)``,
+    ``z = -round(beta min W / s)`` (OmniQuant, Eq. 2). The weight that is rounded is the original one, under
+    the block's equivalent transformation if there is one, to the nearest integer, with its gradient passed
+    on. Integers and grids that earlier steps have found play no part.
+    """
+
+    learns_latent = False
+
+    def __init__(
+        self, start: QuantizedWeight, target: Tensor, *, symmetric: bool, transform: nn.Module | None = None
+    ) -> None:
+        """Start at nearly the min-max grid of ``target``, with bits and groups of ``start``.
+
+        A symmetric grid has its zero point in the middle, and one strength, of the largest absolute weight.
+        """
+        super().__init__()
+        self.bits = start.bits
+        self.symmetric = symmetric
+        self.transform = nn.Identity() if transform is None else transform
+        strengths = torch.full((1 if symmetric else 2, *start.scale.shape), START)
+        self.strengths = nn.Parameter(strengths.to(target.device))
+        self._start = target
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """Return the weight of the nearest integers."""
+        return scaled_steps(*self._rounded(latent))
+
+    @torch.no_grad()
+    def quantized(self, latent: Tensor) -> QuantizedWeight:
+        """Return the nearest integers, and the grid."""
+        q, scale, zero_point = self._rounded(latent)
+        return QuantizedWeight(q.to(torch.uint8), scale, zero_point, self.bits)
+
+    def _rounded(self, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return integers ``[rows, d_in]``, and scale and zero point ``[rows, groups]``."""
+        W = self.transform(latent).unflatten(1, (self.strengths.shape[-1], -1))
+        largest = 2**self.bits - 1
+        low, high = min_max_range(W, symmetric=self.symmetric)
+        strengths = self.strengths.sigmoid()
+        low, high = strengths[0] * low, strengths[-1] * high
+        exact = (high - low) / largest
+        scale = straight_through(round_to_half(exact), exact)
+        if self.symmetric:
+            zero_point = torch.full_like(scale, 2 ** (self.bits - 1))
+        else:
+            exact = -low / scale
+            zero_point = straight_through(exact.round(), exact).clamp(0, largest)
+        steps = W / scale[..., None]
+        q = straight_through(steps.round(), steps) + zero_point[..., None]
+        return q.clamp(0, largest).flatten(1), scale, zero_point

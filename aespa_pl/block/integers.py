@@ -1,0 +1,122 @@
+"""Find integers without training: OPTQ's and BoA's update of weights before rounding, and coordinate descent.
+
+Source: docs/algorithm.md, step 3; docs/polish.md for the descent, which is not in the paper.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm.descent import Descent, descend
+from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
+from aespa_pl.algorithm.optq import update_rows, update_weights
+from aespa_pl.algorithm.quantizer import Grid, dequantize, joined
+from aespa_pl.algorithm.refit import refit
+from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, Rows
+from aespa_pl.distributed.processes import World
+
+REFITS = 2
+"""Times that a block type's grid is fitted to the integers, which are found once more on it: each lowers the
+loss of OPTQ by some percent, and a third one by little."""
+
+
+def update(block: QuantizedBlock, world: World, *, rows: bool = False) -> None:
+    """Replace the integers by OPTQ's, and keep W' as the start of the learning (step 3).
+
+    The processes of the ``world`` divide the rows, and all get all integers. With ``rows`` later rows
+    compensate as well, where the objective couples the rows of a head (BoA). Raises NumericalError, with the
+    name of the projection, where a Hessian cannot be factored.
+    """
+    for p in block.projections.values():
+        share = p.share(world)
+        with block.naming(p), world.failing_together():
+            found = [updated_rows(part, rows=rows) for part in p.rows(share)]
+        updated, integers, grids, added = zip(*found, strict=True)
+        p.updated = share.whole(torch.cat(updated))
+        p.integers = share.whole(torch.cat(integers).to(torch.uint8))
+        p.grid = share.whole_grid(joined(grids))
+        p.measured["extra_damping"] = world.largest(float(torch.cat(added).max()))
+
+
+def updated_rows(part: Rows, *, rows: bool = False) -> tuple[Tensor, Tensor, Grid, Tensor]:
+    """Return W', integers, grid and extra damping; a block type's grid follows the integers, and these it."""
+    W, H, G, grid = part.weight, part.hessian, part.other_side, part.grid
+    update_on = partial(update_rows, W, H, G) if rows and G is not None else partial(update_weights, W, H)
+    updated, integers, added = update_on(grid)
+    for _ in range(REFITS if grid.factors is not None else 0):
+        grid = refit(integers, W, grid, H, G, row_factor=part.row_factor)
+        again, q, _ = update_on(grid)
+        before, after = (reconstruction_loss(dequantize(i, grid) - W, H, G) for i in (integers, q))
+        integers = keep_better(integers, before, q, after)
+        updated = keep_better(updated, before, again, after)
+    return updated, integers, grid, added
+
+
+def polish(block: QuantizedBlock, passes: int, world: World) -> None:
+    """After step 4, move each integer to its best value with all others fixed, in at most so many ``passes``.
+
+    The processes of the ``world`` divide the rows, and all get all integers.
+    """
+    projections = block.projections.values()
+    coupled = [p for p in projections if p.other_side is not None]
+    for form in dict.fromkeys(p.grid.form for p in coupled):  # each visit has one range of integers
+        _polish_coupled([p for p in coupled if p.grid.form == form], passes, world)
+    for p in projections:
+        if p.other_side is None:
+            each, alone = p.rows(p.share(world)), len(p.hessian) > 1
+            _take(p, [descend_rows(rows, passes, heads_alone=alone) for rows in each], world)
+
+
+def _polish_coupled(projections: list[QuantizedProjection], passes: int, world: World) -> None:
+    """Polish query and key of the same form together: their heads are independent, and they share H.
+
+    Their rows are visited a few at a time, so twice the heads take hardly longer.
+    """
+    each = [next(p.rows(p.share(world))) for p in projections]
+    together = Rows(
+        torch.cat([rows.weight for rows in each]),
+        joined([rows.grid for rows in each]),
+        torch.cat([rows.integers for rows in each]),
+        torch.cat([rows.row_factor for rows in each]),
+        each[0].hessian,
+        torch.cat([rows.other_side for rows in each if rows.other_side is not None]),
+    )
+    found, grid = descend_rows(together, passes)
+    del together  # a copy of all
+    first = 0
+    for p, rows in zip(projections, each, strict=True):
+        heads = slice(first, first + len(rows.weight))
+        # by itself, as it was and will be measured: a product of other rows has other rounding errors
+        descent = Descent(found.integers[heads], found.passes[heads], rows.loss(), found.losses[heads])
+        _take(p, [(descent, grid.heads(first, heads.stop - first))], world)
+        first = heads.stop
+
+
+def descend_rows(rows: Rows, passes: int, *, heads_alone: bool = False) -> tuple[Descent, Grid]:
+    """Return the descent, and the grid: a block type's is fitted to the integers between descents."""
+    W, H, G, grid = rows.weight, rows.hessian, rows.other_side, rows.grid
+    found = descend(rows.integers, W, grid, H, G, passes=passes, heads_alone=heads_alone)
+    for _ in range(REFITS if grid.factors is not None else 0):
+        grid = refit(found.integers, W, grid, H, G, row_factor=rows.row_factor)
+        more = descend(found.integers, W, grid, H, G, passes=passes, heads_alone=heads_alone)
+        losses = torch.cat([found.losses, more.losses[:, 1:]], 1)
+        found = Descent(more.integers, found.passes + more.passes, found.loss_before, losses)
+    return found, grid
+
+
+def _take(p: QuantizedProjection, found: list[tuple[Descent, Grid]], world: World) -> None:
+    """Take the integers of this process's rows and of all others', and write down what was found."""
+    share, descents = p.share(world), [part for part, _ in found]
+    before, p.integers = p.integers, share.whole(torch.cat([part.integers for part in descents]))
+    p.grid = share.whole_grid(joined([grid for _, grid in found]))
+    # rows that end early keep their last loss
+    curves = [part.losses.sum(0) for part in descents]
+    steps = int(world.largest(max(map(len, curves))))
+    whole = sum(torch.cat([c, c[-1:].expand(steps - len(c))]) for c in curves)
+    p.descent = [share.sum(loss) for loss in torch.as_tensor(whole).tolist()]
+    p.measured |= {
+        "before_polish": share.sum(sum(float(part.loss_before.sum()) for part in descents)),
+        "polish_passes": int(world.largest(max(float(part.passes.max()) for part in descents))),
+        "polish_changed": int((p.integers != before).sum()),
+    }
