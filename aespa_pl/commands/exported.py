@@ -18,8 +18,7 @@ from aespa_pl.commands.limits import check_length, evaluation_length
 from aespa_pl.commands.output import store
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import refuse_diverged, whole_perplexity
-from aespa_pl.evaluation.tasks import find_tasks, measure_tasks
-from aespa_pl.evaluation.whole import load_whole, unpacked_config
+from aespa_pl.evaluation.tasks import find_tasks, load_whole, measure_tasks, unpacked_config
 from aespa_pl.models import family_of
 from aespa_pl.models.headers import shards
 from aespa_pl.run.schema import DESCRIPTION

@@ -1,4 +1,4 @@
-"""Measure the perplexity of a model, one text and one block at a time.
+"""Measure the perplexity of a model, one text and one block at a time, and remember it.
 
 Host memory holds the hidden states of one text. In exchange every block is read, and changed, once for
 each text: reading a block costs far less than running a text's segments through it. The stem is
@@ -10,18 +10,22 @@ mean negative log likelihood of positions 2 .. L of every segment is exponentiat
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
+import aespa_pl
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.storage.batches import Batches
+from aespa_pl.storage.cache import checksum, keep, recalled
 
 LARGEST_EXPONENT = 700
 """exp() of more than 709 is no double."""
@@ -127,3 +131,33 @@ def _losses(logits: Tensor, ids: Tensor) -> Tensor:
 
 def _perplexity(average: float) -> float:
     return math.exp(average) if average < LARGEST_EXPONENT else math.inf  # NaN is not less either
+
+
+def measured_on(model: Mapping[str, object], tokens: Tensor) -> dict[str, object]:
+    """Return all that a perplexity on token ids ``[segments, L]`` depends on, as JSON.
+
+    The original's and round-to-nearest's depend on nothing that a run decides. ``model`` has the fingerprint
+    of the weights, what is done to them (nothing, or rounding with which settings), and type and device that
+    blocks run in.
+    """
+    return {
+        **model,
+        "tokens": checksum(tokens),
+        "segments": list(tokens.shape),
+        "versions": {
+            "aespa_pl": aespa_pl.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def recall(cache: Path, described_by: Mapping[str, object]) -> float | None:
+    """Return the perplexity that was measured before on what ``measured_on`` says, else None."""
+    perplexity = recalled(cache, "perplexities", described_by)
+    return None if perplexity is None else float(perplexity)
+
+
+def remember(cache: Path, described_by: Mapping[str, object], perplexity: float) -> None:
+    """Keep a perplexity in the cache (``data.cache``)."""
+    keep(cache, "perplexities", described_by, torch.tensor([perplexity], dtype=torch.float64))

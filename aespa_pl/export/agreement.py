@@ -17,7 +17,7 @@ from aespa_pl.evaluation.divergence import compared, summary
 from aespa_pl.evaluation.perplexity import last_hidden
 from aespa_pl.export.engines import ENGINES, Engine
 from aespa_pl.export.format import Format, FormatName
-from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel, value_of
 from aespa_pl.measure import free_bytes, human
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
@@ -178,17 +178,18 @@ def reference_logits(
     """
 
     def change(index: int, block: nn.Module) -> None:
-        for name, matrix in model.block(index).matrices.items():
+        stored = model.block(index)
+        for name in stored.keys() & model.matrices.keys():
             layer = name.removeprefix(model.family.block_prefix(index)).removesuffix(".weight")
             module = block.get_submodule(layer)
-            module.get_parameter("weight").copy_(chosen.expected(model, name, matrix.weight()))
+            module.get_parameter("weight").copy_(chosen.expected(model, name, value_of(stored[name])))
             if rounded is not None:
                 module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
 
     source = StreamedModel.open(model.pretrained, model.family, torch.device("cpu"), torch.float32)
     with source.stem():
-        for name in model.embeddings.intersection(model.stem_names()):
-            value = chosen.expected(model, name, model.stem_value(name))
+        for name in {*model.parts.values()}.intersection(model.stem_names()):
+            value = chosen.expected(model, name, value_of(model.stem(name)))
             source.model.get_parameter(name).copy_(value)
         hidden = last_hidden(source, tokens[None], 1, change=change)
         return model.family.head(source.model, hidden[0])[0]

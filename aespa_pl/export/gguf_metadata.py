@@ -136,7 +136,7 @@ def _add_provenance(writer: GGUFWriter, model: QuantizedModel) -> None:
     calibration = asdict(model.settings.data.calibration)
     known = {
         "version": model.run.fingerprint.get("version of aespa-pl"),
-        "quantization": json.dumps(asdict(model.settings.quantization)),
+        "quantization": json.dumps(asdict(model.quantization)),
         "calibration": json.dumps({**calibration, "source": public_source(calibration["source"])}),
     }
     for key, value in known.items():

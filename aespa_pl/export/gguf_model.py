@@ -136,7 +136,7 @@ def candidate_type(model: QuantizedModel, name: str) -> BlockType | None:
         return BLOCK_TYPES[kind]
     columns = model.pretrained.tensors[name].shape[1]
     bits = max(map(model.bits_of, _together(model, name)))
-    return smallest_type(bits, columns, model.group_size, _zeros(model, name))
+    return smallest_type(bits, columns, model.quantization.group_size, _zeros(model, name))
 
 
 def _together(model: QuantizedModel, name: str) -> list[str]:
@@ -152,7 +152,7 @@ def _together(model: QuantizedModel, name: str) -> list[str]:
 def _zeros(model: QuantizedModel, name: str) -> Collection[int]:
     """Return the zero points of a tensor of the file; of a symmetric grid without reading them."""
     together = _together(model, name)
-    if model.symmetric:
+    if model.quantization.symmetric:
         return {zero for n in together for zero in zero_points(model.bits_of(n), symmetric=True)}
     index, _ = model.matrices[name]
     projections = [p for n in together for p in model.matrices[n][1]]
@@ -179,7 +179,7 @@ def ideal_type(model: QuantizedModel, name: str) -> BlockType:
 
 def file_type(model: QuantizedModel) -> int:
     """Return what the file is called: its mixture, or the type that most of a block's weights have."""
-    if (number := FILE_TYPES.get(model.settings.quantization.format)) is not None:
+    if (number := FILE_TYPES.get(model.quantization.format)) is not None:
         return number
     weights: Counter[int] = Counter()
     for name in model.matrices:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.evaluation.size import SCALE_BITS
+from aespa_pl.export.gguf import padded
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES
-from aespa_pl.export.gguf_size import padded
 from aespa_pl.models.family import BlockLayout, Projection
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings

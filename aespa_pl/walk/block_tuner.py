@@ -19,8 +19,7 @@ from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.run.context import Context
 from aespa_pl.run.training import Training, block_curves
-from aespa_pl.storage.batches import Batches
-from aespa_pl.storage.transfer import in_turn
+from aespa_pl.storage.batches import Batches, in_turn
 from aespa_pl.tuning import (
     LearningRates,
     RunBlock,
