@@ -124,7 +124,7 @@ def _compare_tasks(
     scores, seconds = {}, {}
     for kind in kinds:
         start = time.perf_counter()
-        measured = measure_tasks(
+        scores[kind] = measure_tasks(
             model if kind == "quantized" else job.pretrained.folder,
             tasks,
             settings,
@@ -133,7 +133,6 @@ def _compare_tasks(
             change=job.round_to_nearest if kind == "nearest" else None,
             change_stem=job.round_stem_to_nearest if kind == "nearest" else None,
         )
-        scores[kind] = {name: asdict(score) for name, score in measured.items()}
         seconds[kind] = time.perf_counter() - start
     return {"tasks": scores, "test_seconds": seconds}
 

@@ -5,7 +5,6 @@ The blocks of such a model can't be streamed: transformers loads it whole, as an
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def measure_exported(
         del whole  # the harness loads its own
     if chosen is not None:
         scores = measure_tasks(folder, chosen, tasks, device=device, dtype=dtype)
-        metrics["tasks"] = {"quantized": {name: asdict(score) for name, score in scores.items()}}
+        metrics["tasks"] = {"quantized": scores}
         metrics["test_seconds"] = {"quantized": time.perf_counter() - start}
     store(folder, metrics, folder.name)
     return metrics

@@ -59,8 +59,12 @@ def divergence(
             table = torch.zeros(len(tokens), 2, tokens.shape[1] - 1, device=original.device)
             row = world.indices(math.ceil(len(tokens) / batch_size)).start * batch_size
             for i in range(len(reference)):
-                for pair in zip(reference[i], hidden[i], strict=True):
-                    table[row] = torch.stack(compared(*map(_logits, (original, quantized), pair)))
+                for pair in zip(reference[i], hidden[i], strict=True):  # segments [L, d]
+                    logits = (
+                        source.family.head(source.model, segment[None].to(source.device))[0, :-1].float()
+                        for source, segment in zip((original, quantized), pair, strict=True)
+                    )
+                    table[row] = torch.stack(compared(*logits))
                     row += 1
             del reference, hidden  # the next text's hidden states need the memory
             world.sum_(table)
@@ -76,11 +80,6 @@ def compared(reference: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     expected, got = log_softmax(reference, -1), log_softmax(other, -1)
     values = kl_div(got, expected, reduction="none", log_target=True).sum(-1)
     return values, (expected.argmax(-1) == got.argmax(-1)).to(values.dtype)
-
-
-def _logits(source: StreamedModel, segment: Tensor) -> Tensor:
-    """Return the logits ``[L - 1, V]`` of the positions that a token follows, of a segment ``[L, d]``."""
-    return source.family.head(source.model, segment[None].to(source.device))[0, :-1].float()
 
 
 def summary(divergences: Tensor, same: Tensor) -> Divergence:

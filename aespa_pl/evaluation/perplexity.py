@@ -9,9 +9,8 @@ mean negative log likelihood of positions 2 .. L of every segment is exponentiat
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import cast
 
 import torch
 import transformers
@@ -60,8 +59,11 @@ def perplexity(
         for name, all_tokens in texts.items():
             tokens = world.segments(all_tokens, batch_size)
             batches = last_hidden(source, tokens, batch_size, change=change, after_block=after_block)
-            perplexities[name] = _head_perplexity(source, batches, tokens, batch_size)
-            del batches  # the next text's hidden states need the memory
+            # logits of a batch would take more memory than a block: a segment at a time
+            hidden = (segment for i in range(len(batches)) for segment in batches[i])
+            logits = (source.family.head(source.model, x[None].to(source.device))[0] for x in hidden)
+            perplexities[name] = _perplexity(logits, tokens, source.device)
+            del batches, hidden, logits  # the next text's hidden states need the memory
     return perplexities
 
 
@@ -89,10 +91,9 @@ def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
 
     It is infinity as in :func:`perplexity`.
     """
-    mean = _mean(model.device)
-    for segment in tokens.to(model.device):
-        mean.update(_losses(model(segment[None], use_cache=False).logits[0], segment))
-    return _perplexity(float(mean.compute()))
+    segments = tokens.to(model.device)
+    logits = (model(segment[None], use_cache=False).logits[0] for segment in segments)
+    return _perplexity(logits, segments, model.device)
 
 
 def refuse_diverged(values: Mapping[str, float], model: str, dtype: torch.dtype, advice: str) -> None:
@@ -107,29 +108,13 @@ def refuse_diverged(values: Mapping[str, float], model: str, dtype: torch.dtype,
             raise UserError(f"the perplexity of {model} on {text} is not a finite number in {dtype}: {do}")
 
 
-def _head_perplexity(source: StreamedModel, batches: Batches, tokens: Tensor, batch_size: int) -> float:
-    mean = _mean(source.device)
-    for i, ids in zip(range(len(batches)), tokens.split(batch_size), strict=False):
-        hidden = batches[i]
-        # Logits of a batch would take more memory than a block: a segment at a time.
-        for segment, segment_ids in zip(hidden, ids, strict=True):
-            logits = source.family.head(source.model, segment[None].to(source.device))[0]
-            mean.update(_losses(logits, segment_ids.to(source.device)))
-    if not len(batches):
-        mean.update(torch.zeros(0))  # the other processes have all segments of the text
-    return _perplexity(float(mean.compute()))  # over all processes: the metric adds up its sums
-
-
-def _mean(device: torch.device) -> MeanMetric:
-    return cast(MeanMetric, MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(device))
-
-
-def _losses(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the cross entropy of each token of a segment but the first."""
-    return cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
-
-
-def _perplexity(average: float) -> float:
+def _perplexity(logits: Iterable[Tensor], tokens: Tensor, device: torch.device) -> float:
+    """Return the perplexity of tokens ``[segments, L]`` but each first one, by logits ``[L, V]`` of each."""
+    mean = MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(device)
+    mean.update(torch.zeros(0))  # other processes may have all segments of the text
+    for scores, ids in zip(logits, tokens, strict=True):
+        mean.update(cross_entropy(scores[:-1].float(), ids[1:].to(device), reduction="none"))
+    average = float(mean.compute())  # over all processes: the metric adds up its sums
     return math.exp(average) if average < LARGEST_EXPONENT else math.inf  # NaN is not less either
 
 

@@ -30,18 +30,6 @@ an answer by its length."""
 
 
 @dataclass(frozen=True)
-class TaskScore:
-    """Holds the accuracy of one model on one task."""
-
-    metric: str
-    value: float
-    """Accuracy from 0 to 1."""
-    error: float | None
-    """Standard error of the mean over the items."""
-    items: int
-
-
-@dataclass(frozen=True)
 class Tasks:
     """Holds tasks that the harness knows and whose data are there."""
 
@@ -89,9 +77,10 @@ def measure_tasks(
     dtype: torch.dtype,
     change: BlockChange | None = None,
     change_stem: StemChange | None = None,
-) -> dict[str, TaskScore]:
+) -> dict[str, dict[str, Any]]:
     """Return the accuracy on each task of the model in a Hugging Face folder, which transformers loads.
 
+    ``value`` is it, from 0 to 1, ``metric`` its name, ``error`` the standard error over ``items``, if known.
     ``change`` changes each block before (round-to-nearest, for example), and ``change_stem`` embedding and
     head. Raises UserError where the model does not fit into the memory that is free, or can't be loaded.
     """
@@ -188,18 +177,18 @@ def _load(manager: "TaskManager", name: str) -> None:
             _accuracy(task, content.aggregation())
 
 
-def _score(name: str, results: Mapping[str, Any]) -> TaskScore:
+def _score(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
     scores = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
     metric = _accuracy(name, scores)
     error = scores.get(f"{metric}_stderr")
     members = results.get("group_subtasks", {}).get(name) or [name]
     counts = results.get("n-samples", {})
-    return TaskScore(
-        metric=metric,
-        value=float(scores[metric]),
-        error=float(error) if isinstance(error, int | float) else None,
-        items=sum(int(counts[member]["effective"]) for member in members if member in counts),
-    )
+    return {
+        "metric": metric,
+        "value": float(scores[metric]),
+        "error": float(error) if isinstance(error, int | float) else None,
+        "items": sum(int(counts[member]["effective"]) for member in members if member in counts),
+    }
 
 
 def _accuracy(name: str, metrics: Collection[str]) -> str:

@@ -1,6 +1,7 @@
 """Ask engines whether an exported model is the run's model."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,11 +43,23 @@ class Transformers(Engine):
 
     name, package, exact = "transformers", "transformers", True
     formats = ("hf", "compressed-tensors")
+    options: ClassVar[Mapping[str, Any]] = {"dtype": torch.float32}
 
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
-        """Run all tokens at once in float32."""
+        """Run all tokens at once."""
         library_logging.disable_progress_bar()
-        return _loaded_logits(folder, tokens, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **self.options)
+        with torch.inference_mode():
+            logits: Tensor = model.eval()(tokens[None], use_cache=False).logits[0].float()
+        return logits
+
+
+class GptqModel(Transformers):
+    """Asks GPTQModel through transformers; its kernels want float16."""
+
+    name, package, exact = "gptqmodel", "gptqmodel", False
+    formats = ("gptq",)
+    options: ClassVar[Mapping[str, Any]] = {"dtype": torch.float16, "device_map": "cpu"}
 
 
 class LlamaCpp(Engine):
@@ -121,24 +134,6 @@ class Vllm(Engine):
             for token, value in values.items():
                 result[row, token] = value.logprob
         return result
-
-
-class GptqModel(Engine):
-    """Asks GPTQModel through transformers."""
-
-    name, package, exact = "gptqmodel", "gptqmodel", False
-    formats = ("gptq",)
-
-    def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
-        """Run all tokens at once in float16, which its kernels want."""
-        return _loaded_logits(folder, tokens, dtype=torch.float16, device_map="cpu").float()
-
-
-def _loaded_logits(folder: Path, tokens: Tensor, **options: Any) -> Tensor:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
-    with torch.inference_mode():
-        logits: Tensor = model.eval()(tokens[None], use_cache=False).logits[0]
-    return logits
 
 
 ENGINES: tuple[Engine, ...] = (Transformers(), LlamaCpp(), Vllm(), GptqModel())

@@ -85,8 +85,7 @@ def make_format(
 
     Raises UserError where its library is missing, or a choice is none of this format's.
     """
-    library = LIBRARIES.get(name)
-    if library is not None and find_spec(library) is None:
+    if (library := LIBRARIES.get(name)) is not None and find_spec(library) is None:
         raise UserError(
             f"--format {name} needs the library {library.replace('_', '-')}: pip install 'aespa-pl[export]'"
         )
@@ -95,8 +94,7 @@ def make_format(
     if container_bits is not None and name not in PACKED:
         raise UserError(f"--container_bits is of {', '.join(PACKED)} only, not of {name}: leave it out")
     module, _, kind = CLASSES[name].partition(":")
-    options: dict[str, object]
-    options = {"container_bits": container_bits} if name in PACKED else {}
+    options: dict[str, object] = {"container_bits": container_bits} if name in PACKED else {}
     if name == "gguf" and embedding is not None:
         options = {"embedding": embedding}
     made: Format = getattr(import_module(f"aespa_pl.export.{module}"), kind)(**options)

@@ -8,7 +8,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,7 +84,7 @@ class Gguf(Format):
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
         """Write the file, one block in memory at a time."""
         copy_companions(model.original, folder, LICENCES)
-        write_whole(folder / FILE, partial(self._write, model, after_block))
+        write_whole(folder / FILE, lambda path: self._write(model, path, after_block))
 
     def read(self, model: QuantizedModel, folder: Path) -> Iterator[tuple[str, Tensor, int]]:
         """Read the file and dequantize every tensor."""
@@ -95,11 +94,9 @@ class Gguf(Format):
             data = tensor.data if len(names) > 1 else tensor.data[None]
             for name, one in zip(names, data, strict=True):
                 value = torch.tensor(dequantized(one, tensor.tensor_type))
-                order = row_order(model, name)
-                if order is not None:
-                    value = torch.empty_like(value).index_copy_(0, order, value)
-                if (order := column_order(model, name)) is not None:
-                    value = torch.empty_like(value).index_copy_(1, order, value)
+                for dim, order in enumerate((row_order(model, name), column_order(model, name))):
+                    if order is not None:
+                        value = torch.empty_like(value).index_copy_(dim, order, value)
                 value = value.view(model.pretrained.tensors[name].shape)
                 yield name, value, int(tensor.n_bytes) // len(names)
 
@@ -109,7 +106,8 @@ class Gguf(Format):
         for name, (_, projections) in model.matrices.items():
             kind, ideal = exact_type(model, name), ideal_type(model, name)
             if kind.bits > ideal.bits:
-                words = f"as {kind.words}: blocks of {ideal.words} have {ideal.columns} columns"
+                own, other = (f"{x.name} ({x.bits:g} bits a weight)" for x in (kind, ideal))
+                words = f"as {own}: blocks of {other} have {ideal.columns} columns"
                 named = {re.sub(r"expert_\d+", "experts'", p.name): None for p in projections}
                 larger.setdefault(words, {}).update(named)
         if not larger:
@@ -154,7 +152,7 @@ class Gguf(Format):
         writer.write_ti_data_to_file()
         return writer
 
-    def _write(self, model: QuantizedModel, after_block: Callable[[], None], path: Path) -> None:
+    def _write(self, model: QuantizedModel, path: Path, after_block: Callable[[], None]) -> None:
         writer = self.begin(model, path)
         factors = rope_factors(model.pretrained.config)
         if factors is not None:
@@ -171,8 +169,7 @@ class Gguf(Format):
 
     def _encoded(self, model: QuantizedModel, name: str, value: StoredTensor) -> npt.NDArray[Any]:
         """Return the bytes of a tensor."""
-        order = row_order(model, name)
-        if order is not None:
+        if (order := row_order(model, name)) is not None:
             value = value[order] if isinstance(value, Tensor) else value.rows(order)
         if not isinstance(value, Tensor):
             value = in_column_order(model, name, value)
@@ -189,7 +186,6 @@ class Gguf(Format):
         return value.contiguous().view(torch.uint8).numpy()
 
     def _type(self, model: QuantizedModel, name: str) -> GGMLQuantizationType:
-        stored = model.pretrained.tensors[name]
         if (kind := model.stem_type(name)) is not None:
             return GGMLQuantizationType(BLOCK_TYPES[kind].number)
         if name in model.matrices:
@@ -197,13 +193,12 @@ class Gguf(Format):
         if self._rounds(model, name):
             return GGMLQuantizationType.Q8_0
         # llama.cpp adds and multiplies vectors in float32 only
-        if len(stored.shape) == 1 or in_float32(gguf_name(model, name)):
+        if len(model.pretrained.tensors[name].shape) == 1 or in_float32(gguf_name(model, name)):
             return GGMLQuantizationType.F32
         return PLAIN.get(model.dtype(name), GGMLQuantizationType.F32)
 
     def _rounds(self, model: QuantizedModel, name: str) -> bool:
-        columns = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0][0]
-        whole = model.pretrained.tensors[name].shape[-1] % columns == 0
+        whole = model.pretrained.tensors[name].shape[-1] % BLOCK_TYPES["Q8_0"].columns == 0
         asked = self.embedding == "q8_0" and name in model.parts.values()
         return asked and whole and model.stem_type(name) is None
 
@@ -215,8 +210,8 @@ def _float32(value: Tensor) -> npt.NDArray[Any]:
 def file_bytes(model: QuantizedModel) -> int:
     """Return the size of the file of a model whose matrices have block types.
 
-    All that stands before the data is written to a temporary file, because its size depends on the
-    vocabulary. ``model`` need not have been quantized: only its settings and shapes are looked at.
+    What stands before the data is written to a temporary file, because its size depends on the vocabulary.
+    ``model`` need not have been quantized: only its settings and shapes are looked at.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "head.gguf"

@@ -86,8 +86,7 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     _add_windows(writer, config)
     if LINEAR in attention_kinds(config):
         _add_linear_attention(writer, config)
-    rope = rope_parameters(config)
-    if rope:
+    if rope_parameters(config):
         _add_rope(writer, config, layout.head_dim)
 
 
@@ -103,7 +102,6 @@ def _add_linear_attention(writer: GGUFWriter, config: PreTrainedConfig) -> None:
 
 
 def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:
-    """Write sliding windows, where llama.cpp has them."""
     period = window_period(config)
     if architecture_of(config).windows and period is not None and period != 1:
         writer.add_sliding_window(config.sliding_window)
@@ -151,8 +149,7 @@ def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:
     if rope_type(config) != "llama3":
         return None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    head_dim = 2 * len(scaled)
-    exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    exponents = torch.arange(0, 2 * len(scaled), 2).float() / (2 * len(scaled))
     plain = rope_parameters(config)["rope_theta"] ** -exponents
     factors: npt.NDArray[Any] = (plain / scaled).float().numpy()
     return factors
@@ -164,33 +161,30 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
     Raises UserError where llama.cpp has no tokenizer like it.
     """
     content = _tokenizer(folder)
-    kind = content["model"]
-    vocabulary = {**kind["vocab"], **{t["content"]: t["id"] for t in content["added_tokens"]}}
+    model = content["model"]
+    vocabulary = {**model["vocab"], **{t["content"]: t["id"] for t in content["added_tokens"]}}
     types = {
         t["content"]: TokenType.CONTROL if t["special"] else TokenType.USER_DEFINED
         for t in content["added_tokens"]
     }
     texts = {number: text for text, number in vocabulary.items()}
     tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]
-    if kind.get("byte_fallback"):
+    if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores(_scores(kind["merges"], tokens))
-        writer.add_add_space_prefix(_puts_space_first(content))
+        writer.add_token_scores(_scores(model["merges"], tokens))
+        steps = _steps(content)  # some split a text as if a space came before it
+        spaces = (s["type"] == "Prepend" or s.get("prepend_scheme", "never") != "never" for s in steps)
+        writer.add_add_space_prefix(any(spaces))
         types = {**{t: TokenType.BYTE for t in tokens if re.fullmatch("<0x..>", t)}, **types}
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(splitting_rule(content, folder))
     writer.add_token_list(tokens)
-    writer.add_token_types(
-        [
-            types.get(token, TokenType.NORMAL) if i in texts else TokenType.UNUSED
-            for i, token in enumerate(tokens)
-        ]
-    )
-    SpecialVocab(folder, load_merges=not kind.get("byte_fallback"), n_vocab=size).add_to_gguf(
-        writer, quiet=True
-    )
+    known = (types.get(token, TokenType.NORMAL) for token in tokens)
+    writer.add_token_types([kind if i in texts else TokenType.UNUSED for i, kind in enumerate(known)])
+    special = SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=size)
+    special.add_to_gguf(writer, quiet=True)
 
 
 def refuse_tokenizer(folder: Path) -> None:
@@ -220,14 +214,6 @@ def _steps(content: dict[str, Any]) -> list[dict[str, Any]]:
         stated = content[part] or {inner: []}
         steps += stated.get(inner, [stated])
     return steps
-
-
-def _puts_space_first(content: dict[str, Any]) -> bool:
-    """Return whether a text is split as if a space came before it."""
-    return any(
-        step["type"] == "Prepend" or step.get("prepend_scheme", "never") != "never"
-        for step in _steps(content)
-    )
 
 
 def splitting_rule(content: dict[str, Any], folder: Path) -> str:
@@ -268,13 +254,9 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
-    """Return scores by which llama.cpp's SentencePiece merges in the order of the merges.
-
-    It joins the pair whose result has the highest score, the leftmost first.
-    """
+    """Return scores by which llama.cpp, which joins the pair of the highest first, merges in this order."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         ranks.setdefault("".join(pair), rank)
-    last = float(len(merges))
-    return [-float(ranks[token]) if token in ranks else -last for token in tokens]
+    return [-float(ranks.get(token, len(merges))) for token in tokens]

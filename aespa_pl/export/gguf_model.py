@@ -25,11 +25,9 @@ IDEAL_WIDTH = 256
 
 def row_order(model: QuantizedModel, name: str) -> Tensor | None:
     """Return the rows of a weight or bias in the order that llama.cpp wants, None if it is theirs."""
-    if (order := _value_heads(model, name)) is not None:
-        return order
     projections = model.projections_of(name)
-    if not projections:
-        return None
+    if (order := _value_heads(model, name)) is not None or not projections:
+        return order
     layout, rows = model.layout(), torch.arange(model.pretrained.tensors[name].shape[0])
     first = projections[0]
     architecture = architecture_of(model.pretrained.config)
@@ -144,9 +142,8 @@ def _together(model: QuantizedModel, name: str) -> list[str]:
     index, (projection, *_) = model.matrices[name]
     if projection.expert is None:
         return [name]
-    return file_tensors(model, filter(model.matrices.__contains__, model.block_names(index)))[
-        gguf_name(model, name)
-    ]
+    names = filter(model.matrices.__contains__, model.block_names(index))
+    return file_tensors(model, names)[gguf_name(model, name)]
 
 
 def _zeros(model: QuantizedModel, name: str) -> Collection[int]:
@@ -163,8 +160,7 @@ def _zeros(model: QuantizedModel, name: str) -> Collection[int]:
 
 def exact_type(model: QuantizedModel, name: str) -> BlockType:
     """Return the block type of a quantized matrix of a model that was not refused."""
-    kind = candidate_type(model, name)
-    if kind is None:
+    if (kind := candidate_type(model, name)) is None:
         raise ValueError(f"no block type holds {name}")
     return kind
 

@@ -41,13 +41,9 @@ def model_card(
     verified: Mapping[str, str],
     beside: str | None = None,
 ) -> str:
-    """Return the text.
-
-    ``verified`` says by its name what the check of each engine found, ``beside`` what the comparison with
-    the original did.
-    """
+    """Return the text; ``verified`` has what checks of engines found, ``beside`` what the original's did."""
     pretrained = model.settings.model.pretrained
-    licence = base_licence(model.original)
+    licence = _base_licence(model.original)
     header = ModelCardData(
         tags=["aespa", chosen.name],
         pipeline_tag="text-generation",
@@ -72,8 +68,7 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def base_licence(folder: Path) -> str | None:
-    """Return the licence that the base model's own card states, None if it states none."""
+def _base_licence(folder: Path) -> str | None:
     try:
         licence = (metadata_load(folder / "README.md") or {}).get("license")
     except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: bytes, no text
@@ -127,7 +122,6 @@ def _commands(model: QuantizedModel, command: str) -> str:
 
 
 def _perplexities(run: Run) -> str:
-    """Return the table of the perplexities that ``fit`` or ``test`` measured."""
     metrics, notes = measured(run.folder)
     for note in notes:
         log.warning("%s: %s", run.folder, note)

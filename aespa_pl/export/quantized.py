@@ -193,8 +193,7 @@ class QuantizedModel:
 
     def stem(self, name: str) -> Tensor | TypedWeight:
         """Return a tensor that lies outside the blocks as stored: in a block type or as it was."""
-        kind = self.stem_type(name)
-        if kind is None:
+        if (kind := self.stem_type(name)) is None:
             return self.pretrained.tensor(name)
         with opened(self.run.stem_file) as file:
             keys = [key for key in file.keys() if key.startswith(f"{name}.")]  # noqa: SIM118 - no mapping
@@ -205,13 +204,10 @@ class QuantizedModel:
         names = self.block_names(index)
         others = {name: self.pretrained.tensor(name) for name in names if name not in self.matrices}
         with opened(self.run.block_file(index)) as file:
-            return {**others, **{name: self._matrix(file, name) for name in names if name in self.matrices}}
+            return others | {name: self._matrix(file, name) for name in names if name in self.matrices}
 
     def _matrix(self, file: Any, name: str) -> StoredWeight:
-        """Read the weight of a linear layer, whose rows may belong to several projections in turn.
-
-        Raises UserError where an integer has more bits than the run says.
-        """
+        """Read the weight of a linear layer, whose rows may belong to several projections in turn."""
         index, projections = self.matrices[name]
         kind, first, stored = self.type_of(name), projections[0], set(file.keys())
         tensors = {}

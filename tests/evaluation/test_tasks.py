@@ -98,9 +98,9 @@ def test_accuracy_is_the_share_of_items_whose_answer_is_likeliest(task: str, lim
     mean, error = by_hand(folder, ITEMS[:limit])
     score = found["tiny_task_of_this_test"]
     assert 0 < mean < 1  # otherwise any mistake would look the same
-    assert (score.metric, score.items) == ("acc", len(ITEMS[:limit]))
-    assert score.value == pytest.approx(mean)
-    assert score.error == pytest.approx(error)
+    assert (score["metric"], score["items"]) == ("acc", len(ITEMS[:limit]))
+    assert score["value"] == pytest.approx(mean)
+    assert score["error"] == pytest.approx(error)
 
 
 @harness
@@ -118,7 +118,7 @@ def test_a_changed_model_is_measured_as_changed(task: str) -> None:
         folder, find_tasks(settings), settings, device=CPU, dtype=torch.float32, change=zero
     )
     assert visited == [0, 1, 2]
-    assert found["tiny_task_of_this_test"].value == by_hand(folder, ITEMS, zeroed=True)[0]
+    assert found["tiny_task_of_this_test"]["value"] == by_hand(folder, ITEMS, zeroed=True)[0]
 
 
 @harness
