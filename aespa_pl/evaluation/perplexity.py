@@ -87,10 +87,7 @@ def last_hidden(
 
 @torch.inference_mode()
 def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
-    """Return the perplexity of a model that is in memory as a whole, on token ids ``[segments, L]``.
-
-    It is infinity as in :func:`perplexity`.
-    """
+    """Return the perplexity, or infinity, of a model that is in memory, on token ids ``[segments, L]``."""
     segments = tokens.to(model.device)
     logits = (model(segment[None], use_cache=False).logits[0] for segment in segments)
     return _perplexity(logits, segments, model.device)
@@ -121,20 +118,11 @@ def _perplexity(logits: Iterable[Tensor], tokens: Tensor, device: torch.device) 
 def measured_on(model: Mapping[str, object], tokens: Tensor) -> dict[str, object]:
     """Return all that a perplexity on token ids ``[segments, L]`` depends on, as JSON.
 
-    The original's and round-to-nearest's depend on nothing that a run decides. ``model`` has the fingerprint
-    of the weights, what is done to them (nothing, or rounding with which settings), and type and device that
-    blocks run in.
+    ``model`` has the fingerprint of the weights, what is done to them (nothing, or rounding with which
+    settings), and type and device that blocks run in: nothing else that a run decides.
     """
-    return {
-        **model,
-        "tokens": checksum(tokens),
-        "segments": list(tokens.shape),
-        "versions": {
-            "aespa_pl": aespa_pl.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
+    versions = {module.__name__: module.__version__ for module in (aespa_pl, torch, transformers)}
+    return {**model, "tokens": checksum(tokens), "segments": list(tokens.shape), "versions": versions}
 
 
 def recall(cache: Path, described_by: Mapping[str, object]) -> float | None:

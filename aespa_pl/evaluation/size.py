@@ -25,12 +25,11 @@ def packed_bits(shapes: Mapping[str, Sequence[int]], bits: Callable[[str], int])
     total = 0
     for name, shape in shapes.items():
         matrix, _, kind = name.rpartition(".")
-        if kind not in KINDS:
-            continue
-        own = bits(matrix)
-        factor = FACTOR_BITS.get(own, 6)
-        each = {"integers": own, "scale": SCALE_BITS + own, "sub_scale": factor, "sub_min": factor}
-        total += math.prod(shape) * each.get(kind, SCALE_BITS)
+        if kind in KINDS:
+            own = bits(matrix)
+            factor = FACTOR_BITS.get(own, 6)
+            each = {"integers": own, "scale": SCALE_BITS + own, "sub_scale": factor, "sub_min": factor}
+            total += math.prod(shape) * each.get(kind, SCALE_BITS)
     return total
 
 

@@ -79,19 +79,15 @@ def _cells(section: str, values: Any) -> Iterator[tuple[str, str]]:
             yield f"KL 99.9 %, {text}", f"{value['rare']:.3f}"
             yield f"same top token, {text}, %", f"{100 * value['same_top']:.1f}"
     elif section == "tasks":
-        yield from ((f"{task}, %", accuracy(score)) for task, score in values.items())
+        for task, score in values.items():  # accuracy and standard error
+            error = "" if score.get("error") is None else f" ± {100 * score['error']:.1f}"
+            yield f"{task}, %", f"{100 * score['value']:.1f}{error}"
     elif section == "size":
         if "bits_per_weight" in values:
             yield "bits per weight", f"{values['bits_per_weight']:.2f}"
         yield "size", human(values["bytes"], "B")
     else:
         yield "seconds", f"{values:.0f}"
-
-
-def accuracy(score: Mapping[str, Any]) -> str:
-    """Return an accuracy and its standard error in per cent."""
-    error = score.get("error")
-    return f"{100 * score['value']:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
 
 def measured(folder: Path) -> tuple[dict[str, Any], list[str]]:

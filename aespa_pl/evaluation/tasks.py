@@ -102,14 +102,10 @@ def measure_tasks(
         num_fewshot=settings.task_examples,
         limit=settings.task_limit,
         log_samples=False,
-        random_seed=settings.task_seed,
-        numpy_random_seed=settings.task_seed,
-        torch_random_seed=settings.task_seed,
-        fewshot_random_seed=settings.task_seed,
+        **{f"{kind}random_seed": settings.task_seed for kind in ("", "numpy_", "torch_", "fewshot_")},
     )
     scores = {}
-    for asked in tasks.names:
-        # a tag has no mean: its tasks are reported
+    for asked in tasks.names:  # a tag has no mean: its tasks are reported
         known = asked in results["results"]
         for name in [asked] if known else tasks.manager.load([asked])["tasks"]:
             scores[name] = _score(name, results)

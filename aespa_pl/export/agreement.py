@@ -81,10 +81,7 @@ class Asked:
 
 
 def choose_engines(name: FormatName, verify: Verify) -> Asked:
-    """Return the engines to ask.
-
-    Raises UserError where the engine that is asked for does not read the format, or is not installed.
-    """
+    """Return the engines to ask. Raises UserError where the one asked for can't be, or reads no such file."""
     readers = {engine.name: engine for engine in ENGINES if name in engine.formats}
     if verify in ("bytes", "auto"):
         asked = [engine for engine in readers.values() if verify == "auto" and engine.installed]
@@ -110,7 +107,7 @@ def that_fit(model: QuantizedModel, questions: Asked) -> Asked:
     if questions.insist or needed < free_bytes(torch.device("cpu")) / 2:
         return questions
     reason = f"the whole model takes {human(needed, 'B')} of memory: --verify ENGINE asks it anyway"
-    left_out = {engine.name: reason for engine in questions.engines}
+    left_out = dict.fromkeys((engine.name for engine in questions.engines), reason)
     return replace(questions, engines=[], unchecked={**questions.unchecked, **left_out})
 
 
@@ -142,10 +139,8 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
             unchecked[engine.name] = f"it failed ({reason})"
         else:
             rounded = None if engine.exact else reference_logits(model, chosen, tokens, engine.rounded)
-            agreements.append(
-                # the library adds up the outputs of experts in an order of its own
-                compare(engine, reference, logits, tokens, rounded, other_order=model.has_experts)
-            )
+            other = model.has_experts  # whose outputs the library adds up in an order of its own
+            agreements.append(compare(engine, reference, logits, tokens, rounded, other_order=other))
     return replace(questions, unchecked=unchecked, agreements=agreements)
 
 
@@ -158,9 +153,8 @@ def beside_original(model: QuantizedModel, logits: Tensor, tokens: Tensor) -> st
         hidden = last_hidden(source, tokens[None], 1)
         original = model.family.head(source.model, hidden[0])[0]
     found = summary(*compared(original[:-1], logits[:-1]))
-    perplexity, before = (
-        math.exp(float(cross_entropy(x[:-1].float(), tokens[1:]))) for x in (logits, original)
-    )
+    losses = (cross_entropy(x[:-1].float(), tokens[1:]) for x in (logits, original))
+    perplexity, before = (math.exp(float(loss)) for loss in losses)
     return (
         f"KL {found.mean:.4f} nats, {found.rare:.3f} at the 99.9 % quantile, the same top token "
         f"at {100 * found.same_top:.1f} % of {len(tokens) - 1} positions, perplexity {perplexity:.2f} of "
@@ -242,8 +236,6 @@ def compare(
 
 
 def _surely_above(values: Tensor, bound: float) -> bool:
-    """Return whether a mean is above a bound by more than chance: two standard errors.
-
-    The positions are few, and one where the run is nearly undecided can hold most of the divergence.
-    """
+    """Return whether a mean is above a bound by more than chance: two standard errors."""
+    # the positions are few, and one where the run is nearly undecided can hold most of the divergence
     return float(values.mean() - 2 * values.std() / math.sqrt(len(values))) > bound

@@ -106,11 +106,8 @@ class Awq(PackedFormat):
             yield "it has 4 bits", "Use --format compressed-tensors"
         yield from super().obstacles(model)
         if self.bits(model) != AWQ_BITS:
-            packs = f"which packs {model.bits} bits"
-            yield (
-                "its integers take 4 bits",
-                f"Add --container_bits 4, or use --format compressed-tensors, {packs}",
-            )
+            other = f"use --format compressed-tensors, which packs {model.bits} bits"
+            yield "its integers take 4 bits", f"Add --container_bits 4, or {other}"
         for name in model.matrices:
             rows = model.pretrained.tensors[name].shape[0]
             if rows % len(AWQ_ORDER):

@@ -90,18 +90,15 @@ class LlamaCpp(Engine):
         # because the probabilities are those before the bias
         reader = import_module("gguf").GGUFReader(settings.model.path)
         letter = reader.get_field("tokenizer.ggml.tokens").contents().index("a")
+        options: dict[str, Any] = {
+            "logit_bias": [[letter, 1000.0]],
+            "max_tokens": 1,
+            "temperature": 0,
+            "n_probs": vocabulary,
+        }
         result = torch.full((len(ids) - self.first, vocabulary), -torch.inf)
         for row, end in enumerate(range(self.first + 1, len(ids) + 1)):
-            answer = server.handle_completions(
-                {
-                    "prompt": ids[:end],
-                    "max_tokens": 1,
-                    "temperature": 0,
-                    "n_probs": vocabulary,
-                    "logit_bias": [[letter, 1000.0]],
-                    "cache_prompt": True,
-                }
-            )
+            answer = server.handle_completions({"prompt": ids[:end], "cache_prompt": True, **options})
             for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
                 result[row, entry["id"]] = entry["logprob"]
         return result
@@ -116,15 +113,9 @@ class Vllm(Engine):
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Ask for the log-probabilities of every token at every position."""
         vllm: Any = import_module(self.package)
-        engine = vllm.LLM(
-            model=str(folder),
-            dtype="float16",
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=1,
-            max_logprobs=-1,
-            logprobs_mode="raw_logprobs",
-        )
+        limits = {"max_model_len": 256, "max_num_seqs": 1, "max_logprobs": -1}
+        options = {"dtype": "float16", "enforce_eager": True, "logprobs_mode": "raw_logprobs"}
+        engine = vllm.LLM(model=str(folder), **options, **limits)
         request = vllm.SamplingParams(
             max_tokens=1, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False
         )

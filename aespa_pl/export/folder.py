@@ -142,11 +142,9 @@ class PackedFormat(FolderFormat):
             yield why, "Use --format gguf, or hf in the original's types"
         if self.container_bits is None and len(model.matrix_bits) > 1:
             bits = 4 if model.bits <= 4 else 8
-            yield (
-                "engines expect one number of bits here",
-                f"Add --container_bits {bits}, in which all integers take {bits} bits, or use --format gguf, "
-                "which has a type for each matrix",
-            )
+            other = "or use --format gguf, which has a type for each matrix"
+            do = f"Add --container_bits {bits}, in which all integers take {bits} bits, {other}"
+            yield "engines expect one number of bits here", do
         if model.has_experts:
             yield from self.obstacles_of_experts(model)
         if self.bits(model) < model.bits:

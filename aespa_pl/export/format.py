@@ -22,15 +22,9 @@ CLASSES = {
     "gptq": "folder:Gptq",
     "gguf": "gguf:Gguf",
 }
-"""Module and class by format: the libraries are imported with the format that needs them."""
+"""Module and class by format; each module but ``folder`` has the name of the library that it needs."""
 PACKED = ("compressed-tensors", "awq", "gptq")
 """The formats that may hold an integer in more bits than it has."""
-LIBRARIES = {
-    "compressed-tensors": "compressed_tensors",
-    "awq": "compressed_tensors",  # which unpacks it in the proof
-    "gguf": "gguf",
-}
-"""Library that has to be installed, by format."""
 QUANTIZED, EMBEDDINGS, OTHERS = "quantized matrices", "embedding and head", "norms, biases, others"
 
 
@@ -81,19 +75,16 @@ class Format(ABC):
 def make_format(
     name: FormatName, container_bits: int | None, embedding: Literal["keep", "q8_0"] | None
 ) -> Format:
-    """Return a format with the user's choices.
-
-    Raises UserError where its library is missing, or a choice is none of this format's.
-    """
-    if (library := LIBRARIES.get(name)) is not None and find_spec(library) is None:
+    """Return a format. Raises UserError where its library is missing, or a choice is another format's."""
+    module, _, kind = CLASSES[name].partition(":")
+    if module != "folder" and find_spec(module) is None:
         raise UserError(
-            f"--format {name} needs the library {library.replace('_', '-')}: pip install 'aespa-pl[export]'"
+            f"--format {name} needs the library {module.replace('_', '-')}: pip install 'aespa-pl[export]'"
         )
     if embedding == "q8_0" and name != "gguf":
         raise UserError(f"--embedding {embedding} is of --format gguf only: leave it out")
     if container_bits is not None and name not in PACKED:
         raise UserError(f"--container_bits is of {', '.join(PACKED)} only, not of {name}: leave it out")
-    module, _, kind = CLASSES[name].partition(":")
     options: dict[str, object] = {"container_bits": container_bits} if name in PACKED else {}
     if name == "gguf" and embedding is not None:
         options = {"embedding": embedding}

@@ -45,7 +45,6 @@ from aespa_pl.storage.files import write_whole
 FILE = "model.gguf"
 ALIGNMENT = 32
 """Bytes that each tensor of a file is padded to a multiple of."""
-ROPE_FACTORS = "rope_freqs.weight"
 _Q2_0 = BLOCK_TYPES["Q2_0"]
 """A block type that version 0.19 of the library gguf does not know."""
 PLAIN = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
@@ -133,11 +132,9 @@ class Gguf(Format):
         writer = GGUFWriter(path, architecture_of(model.pretrained.config).name)
         add_metadata(writer, model, file_type(model))
         add_vocabulary(writer, model.original, int(model.pretrained.config.vocab_size))
-        factors = rope_factors(model.pretrained.config)
-        if factors is not None:
-            writer.add_tensor_info(
-                ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes, GGMLQuantizationType.F32
-            )
+        if (factors := rope_factors(model.pretrained.config)) is not None:
+            what = factors.shape, factors.dtype, factors.nbytes
+            writer.add_tensor_info("rope_freqs.weight", *what, GGMLQuantizationType.F32)
         for place, (name, *others) in file_tensors(model, model.names()).items():
             kind, shape = self._type(model, name), model.pretrained.tensors[name].shape
             if others:  # all experts in one tensor
@@ -154,8 +151,7 @@ class Gguf(Format):
 
     def _write(self, model: QuantizedModel, path: Path, after_block: Callable[[], None]) -> None:
         writer = self.begin(model, path)
-        factors = rope_factors(model.pretrained.config)
-        if factors is not None:
+        if (factors := rope_factors(model.pretrained.config)) is not None:
             writer.write_tensor_data(factors)
         for name in model.stem_names():
             writer.write_tensor_data(self._encoded(model, name, model.stem(name)))

@@ -20,8 +20,7 @@ from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 
 Bytes = npt.NDArray[Any]
-"""Type of stored bytes and integers, both uint8; numpy's types of ``&`` and ``>>`` with a Python integer say
-less."""
+"""Stored bytes and integers, both uint8; numpy's types of ``&`` and ``>>`` with a Python integer say less."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,7 @@ def _q3_k(p: Parts) -> list[Bytes]:
 def _factor_pairs(p: Parts) -> Bytes:
     """Pack eight pairs of 6 bits in 12 bytes.
 
-    The first four pairs have a byte for each factor; its two free bits, and the last four bytes with
-    two nibbles each, hold the other four.
+    Factors of the first four have a byte each; the others two free bits of it, and a nibble of the last four.
     """
     (s, s_last), (m, m_last) = (np.split(factors, 2, -1) for factors in (p.sub_scale, p.sub_min))
     last = (s_last & 15) | ((m_last & 15) << 4)

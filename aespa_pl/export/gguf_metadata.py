@@ -51,8 +51,7 @@ SPLITS = {
 """llama.cpp's name of a rule, by the regular expression in tokenizer.json."""
 
 SENTENCEPIECE_STEPS = {"Prepend", "Replace", "Metaspace"}
-"""Types of the steps that a tokenizer with SentencePiece's pieces takes before it merges: all concern
-spaces."""
+"""Types of steps, all about spaces, that a tokenizer with SentencePiece's pieces takes before it merges."""
 
 
 def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
@@ -132,13 +131,10 @@ def _add_rope(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> No
 def _add_provenance(writer: GGUFWriter, model: QuantizedModel) -> None:
     """Write how the weights were made: version, settings, and calibration without folders of this machine."""
     calibration = asdict(model.settings.data.calibration)
-    known = {
-        "version": model.run.fingerprint.get("version of aespa-pl"),
-        "quantization": json.dumps(asdict(model.quantization)),
-        "calibration": json.dumps({**calibration, "source": public_source(calibration["source"])}),
-    }
-    for key, value in known.items():
-        writer.add_string(f"aespa_pl.{key}", str(value))
+    calibration["source"] = public_source(calibration["source"])
+    writer.add_string("aespa_pl.version", str(model.run.fingerprint.get("version of aespa-pl")))
+    writer.add_string("aespa_pl.quantization", json.dumps(asdict(model.quantization)))
+    writer.add_string("aespa_pl.calibration", json.dumps(calibration))
 
 
 def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:
@@ -156,17 +152,13 @@ def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:
 
 
 def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
-    """Write tokens, merges, special tokens and chat template.
-
-    Raises UserError where llama.cpp has no tokenizer like it.
-    """
+    """Write tokens, merges, special tokens and template. Raises UserError as ``refuse_tokenizer`` does."""
     content = _tokenizer(folder)
     model = content["model"]
-    vocabulary = {**model["vocab"], **{t["content"]: t["id"] for t in content["added_tokens"]}}
-    types = {
-        t["content"]: TokenType.CONTROL if t["special"] else TokenType.USER_DEFINED
-        for t in content["added_tokens"]
-    }
+    added = {token["content"]: token for token in content["added_tokens"]}
+    vocabulary = {**model["vocab"], **{text: token["id"] for text, token in added.items()}}
+    kinds = {True: TokenType.CONTROL, False: TokenType.USER_DEFINED}
+    types = {text: kinds[token["special"]] for text, token in added.items()}
     texts = {number: text for text, number in vocabulary.items()}
     tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]
     if model.get("byte_fallback"):
@@ -217,10 +209,7 @@ def _steps(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def splitting_rule(content: dict[str, Any], folder: Path) -> str:
-    """Return llama.cpp's name of how a tokenizer of bytes splits text before it merges.
-
-    Raises UserError where it has none.
-    """
+    """Return llama.cpp's name of how a tokenizer of bytes splits text. Raises UserError where it has none."""
     stated = content["pre_tokenizer"] or {}
     steps = stated.get("pretokenizers", [stated])
     kinds = [step.get("type") for step in steps]

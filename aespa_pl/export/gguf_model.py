@@ -41,8 +41,7 @@ def row_order(model: QuantizedModel, name: str) -> Tensor | None:
 def _value_heads(model: QuantizedModel, name: str) -> Tensor | None:
     """Return the order of the rows of linear attention that belong to value heads, behind those of others.
 
-    In transformers the value heads of a key head follow one another; in llama.cpp the first of all key heads
-    come first.
+    In transformers those of a key head follow one another; in llama.cpp the first of all key heads do.
     """
     config, kind = model.pretrained.config, name.rpartition(".linear_attn.")[2].removesuffix(".weight")
     if ".linear_attn." not in name or kind in ("norm", "out_proj") or not other_heads(config):
@@ -79,12 +78,8 @@ def in_column_order(model: QuantizedModel, name: str, value: StoredWeight) -> St
 
 
 def own_value(model: QuantizedModel, name: str, value: Tensor) -> Tensor:
-    """Return a tensor that is not quantized as llama.cpp has it, in float32.
-
-    Norms that add 1 to their weight have it there; the one of linear attention adds none. The decay of linear
-    attention is no logarithm.
-    """
-    if name.endswith(".A_log"):
+    """Return a tensor that is not quantized as llama.cpp has it, in float32, norms with the 1 they add."""
+    if name.endswith(".A_log"):  # the decay of linear attention
         return -value.float().exp()
     of_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
     return value.float() + (architecture_of(model.pretrained.config).norm_offset if of_norm else 0.0)
@@ -99,10 +94,7 @@ def file_tensors(model: QuantizedModel, names: Iterable[str]) -> dict[str, list[
 
 
 def in_float32(name: str) -> bool:
-    """Return whether llama.cpp has a matrix in float32, given its name there.
-
-    These are routers, and what rules the state of linear attention.
-    """
+    """Return whether llama.cpp has a matrix in float32: routers, and what rules linear attention's state."""
     large = (".ssm_in.weight", ".ssm_out.weight")
     return "ffn_gate_inp" in name or (".ssm_" in name and not name.endswith(large))
 
@@ -126,11 +118,8 @@ def _name_map(architecture: str, blocks: int) -> gguf.TensorNameMap:
 
 
 def candidate_type(model: QuantizedModel, name: str) -> BlockType | None:
-    """Return the smallest block type that holds a quantized matrix exactly, None if there is none.
-
-    Of a run with a format of llama.cpp it is the type that the run stored the matrix in.
-    """
-    if (kind := model.type_of(name)) is not None:
+    """Return the smallest block type that holds a quantized matrix exactly, None if there is none."""
+    if (kind := model.type_of(name)) is not None:  # of a run with a format of llama.cpp
         return BLOCK_TYPES[kind]
     columns = model.pretrained.tensors[name].shape[1]
     bits = max(map(model.bits_of, _together(model, name)))
@@ -177,7 +166,7 @@ def file_type(model: QuantizedModel) -> int:
     """Return what the file is called: its mixture, or the type that most of a block's weights have."""
     if (number := FILE_TYPES.get(model.quantization.format)) is not None:
         return number
-    weights: Counter[int] = Counter()
+    weights = Counter[int]()
     for name in model.matrices:
         weights[exact_type(model, name).file_type] += math.prod(model.pretrained.tensors[name].shape)
     return weights.most_common(1)[0][0]

@@ -75,8 +75,7 @@ class QuantizedModel:
         pretrained = PretrainedFolder.open(run.model_folder)
         place = cache_folder(settings.data.cache if trusts_places else None)
         source = resolve(original or settings.model.pretrained, settings.model.revision)
-        stored = PretrainedFolder.open(source, place).tensors.values()
-        weights = {tensor.file for tensor in stored}
+        weights = {tensor.file for tensor in PretrainedFolder.open(source, place).tensors.values()}
         if model_fingerprint({source / "config.json", *weights}) != run.fingerprint["model"]:
             raise UserError(
                 f"--original: the run {folder} was made from another model than {source}: give the "
@@ -168,18 +167,15 @@ class QuantizedModel:
 
     def unquantized_linears(self) -> list[str]:
         """Return the names of the linear layers that keep their weights, such as the head and routers."""
-        linears = [
-            name
-            for name, module in self.pretrained.skeleton().named_modules()
-            if isinstance(module, nn.Linear) and f"{name}.weight" not in self.matrices
-        ]
+        modules = self.pretrained.skeleton().named_modules()
+        linears = [name for name, module in modules if isinstance(module, nn.Linear)]
+        mixtures = enumerate(self.layout(index).mixture for index in range(self.block_count))
+        paths = (
+            self.family.block_prefix(i) + mixture.router for i, mixture in mixtures if mixture is not None
+        )
         # the library's are no linear layers, but other engines' are
-        routers = [
-            self.family.places(self.family.block_prefix(index) + mixture.router)[0][0]
-            for index in range(self.block_count)
-            if (mixture := self.layout(index).mixture) is not None
-        ]
-        return linears + routers
+        routers = [self.family.places(path)[0][0] for path in paths]
+        return [name for name in linears if f"{name}.weight" not in self.matrices] + routers
 
     @property
     def has_experts(self) -> bool:

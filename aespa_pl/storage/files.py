@@ -18,7 +18,6 @@ from torch import Tensor
 from aespa_pl.errors import UserError
 
 MEND = "free space there, or correct its permissions"
-"""Advice to a user whose folder can't be written to."""
 
 
 @contextmanager
