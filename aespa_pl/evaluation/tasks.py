@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 METRICS = ("acc_norm", "acc", "exact_match")
-"""Shares of solved items; the first that a task has is its accuracy. acc_norm divides the log likelihood of
-an answer by its length."""
+"""The first that a task has is its accuracy; acc_norm divides an answer's log likelihood by its length."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Transformers(Engine):
     """Asks transformers, which dequantizes packed weights when it loads them."""
 
     name, package, exact = "transformers", "transformers", True
-    formats = ("hf", "compressed-tensors")
+    formats: ClassVar[tuple[str, ...]] = ("hf", "compressed-tensors")
     options: ClassVar[Mapping[str, Any]] = {"dtype": torch.float32}
 
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:

@@ -106,7 +106,7 @@ class Gguf(Format):
             kind, ideal = exact_type(model, name), ideal_type(model, name)
             if kind.bits > ideal.bits:
                 own, other = (f"{x.name} ({x.bits:g} bits a weight)" for x in (kind, ideal))
-                words = f"as {own}: blocks of {other} have {ideal.columns} columns"
+                words = f"as {own}: blocks of {other} have {ideal.grid.block} columns"
                 named = {re.sub(r"expert_\d+", "experts'", p.name): None for p in projections}
                 larger.setdefault(words, {}).update(named)
         if not larger:
@@ -194,7 +194,7 @@ class Gguf(Format):
         return PLAIN.get(model.dtype(name), GGMLQuantizationType.F32)
 
     def _rounds(self, model: QuantizedModel, name: str) -> bool:
-        whole = model.pretrained.tensors[name].shape[-1] % BLOCK_TYPES["Q8_0"].columns == 0
+        whole = model.pretrained.tensors[name].shape[-1] % BLOCK_TYPES["Q8_0"].grid.block == 0
         asked = self.embedding == "q8_0" and name in model.parts.values()
         return asked and whole and model.stem_type(name) is None
 
@@ -246,4 +246,4 @@ def _unknown(cls: type[GGMLQuantizationType], number: object) -> GGMLQuantizatio
 
 if _Q2_0.number not in set(GGMLQuantizationType):
     GGMLQuantizationType._missing_ = classmethod(_unknown)  # type: ignore[assignment,method-assign]
-    GGML_QUANT_SIZES[GGMLQuantizationType(_Q2_0.number)] = (_Q2_0.columns, _Q2_0.size)
+    GGML_QUANT_SIZES[GGMLQuantizationType(_Q2_0.number)] = (_Q2_0.grid.block, _Q2_0.size)

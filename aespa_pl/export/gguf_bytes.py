@@ -54,14 +54,9 @@ class BlockType:
         return self.grid.name
 
     @property
-    def columns(self) -> int:
-        """Return the number of columns of a block."""
-        return self.grid.block
-
-    @property
     def bits(self) -> float:
         """Return the bits of the file for each weight, with its part of the scales."""
-        return 8 * self.size / self.columns
+        return 8 * self.size / self.grid.block
 
     def encode(self, matrix: TypedWeight) -> Bytes:
         """Return the bytes ``[rows, bytes of a row]`` of a matrix, whose rows are whole blocks."""
@@ -71,7 +66,7 @@ class BlockType:
             none if value is None else value.unflatten(1, (-1, self.grid.groups))
             for value in (matrix.sub_scale, matrix.sub_min)
         )
-        integers = matrix.integers.unflatten(1, (-1, self.columns))
+        integers = matrix.integers.unflatten(1, (-1, self.grid.block))
         parts = (value.numpy() for value in (integers, matrix.d, d_min, *factors))
         pieces = self.pack(Parts(*parts))
         return np.concatenate(pieces, -1).reshape(len(integers), -1)
@@ -186,7 +181,7 @@ def smallest_type(
 ) -> BlockType | None:
     """Return the smallest type that holds a matrix with these zero points exactly, None if there is none."""
     for kind in BLOCK_TYPES.values():
-        whole = columns % kind.columns == 0 and (group_size or columns) % kind.columns == 0
+        whole = columns % kind.grid.block == 0 and (group_size or columns) % kind.grid.block == 0
         if whole and all(_holds(kind.grid, 2**bits - 1, zero) for zero in zeros):
             return kind
     return None

@@ -31,7 +31,9 @@ from aespa_pl.models.llama_cpp import (
     window_period,
 )
 
-MULTIPLIERS: dict[str, Callable[[GGUFWriter, float], None]] = {
+NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
+    "rms_norm_eps": GGUFWriter.add_layer_norm_rms_eps,
+    "layer_norm_epsilon": GGUFWriter.add_layer_norm_eps,
     "attention_multiplier": GGUFWriter.add_attention_scale,
     "embedding_multiplier": GGUFWriter.add_embedding_scale,
     "residual_multiplier": GGUFWriter.add_residual_scale,
@@ -39,8 +41,7 @@ MULTIPLIERS: dict[str, Callable[[GGUFWriter, float], None]] = {
     "attn_logit_softcapping": GGUFWriter.add_attn_logit_softcapping,
     "final_logit_softcapping": GGUFWriter.add_final_logit_softcapping,
 }
-"""Functions that write multipliers and caps, by their names in config.json."""
-
+"""Functions that write a norm's epsilon, multipliers and caps, by their names in config.json."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
@@ -49,7 +50,6 @@ SPLITS = {
     r" ?[^(\s|[.,!?…。，、।۔،])]+": "bloom",  # noqa: RUF001 - its punctuation
 }
 """llama.cpp's name of a rule, by the regular expression in tokenizer.json."""
-
 SENTENCEPIECE_STEPS = {"Prepend", "Replace", "Metaspace"}
 """Types of steps, all about spaces, that a tokenizer with SentencePiece's pieces takes before it merges."""
 
@@ -75,11 +75,7 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     writer.add_file_type(file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     _add_provenance(writer, model)
-    if hasattr(config, "rms_norm_eps"):
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    else:
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    for field, add in MULTIPLIERS.items():
+    for field, add in NUMBERS.items():
         if (value := getattr(config, field, None)) is not None:
             add(writer, value)
     _add_windows(writer, config)
