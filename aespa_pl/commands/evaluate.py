@@ -14,8 +14,14 @@ from aespa_pl.commands.job import Job
 from aespa_pl.commands.output import store
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.divergence import divergence
-from aespa_pl.evaluation.perplexity import measured_on, perplexity, recall, refuse_diverged, remember
+from aespa_pl.evaluation.perplexity import (
+    divergence,
+    measured_on,
+    perplexity,
+    recall,
+    refuse_diverged,
+    remember,
+)
 from aespa_pl.evaluation.size import bits_per_weight, packed_bits, packed_bytes, projection_weights
 from aespa_pl.evaluation.tasks import Tasks, find_tasks, measure_tasks, refuse_too_large
 from aespa_pl.models.headers import read_header

@@ -1,21 +1,22 @@
-"""Measure the perplexity of a model, one text and one block at a time, and remember it.
+"""Measure the perplexity of a model and its divergence from the original, one text and one block at a time.
 
-Host memory holds the hidden states of one text. In exchange every block is read, and changed, once for
-each text: reading a block costs far less than running a text's segments through it. The stem is
-loaded once and stays on the device.
+Host memory holds the hidden states of one text, for the divergence twice. In exchange every block is read,
+and changed, once for each text: reading a block costs far less than running a text's segments through it.
+The stem is loaded once and stays on the device.
 
-Source: the protocol of the paper's Section 4: the text is tokenized once and cut into segments; the
-mean negative log likelihood of positions 2 .. L of every segment is exponentiated.
+Source of the perplexity: the protocol of the paper's Section 4: the text is tokenized once and cut into
+segments; the mean negative log likelihood of positions 2 .. L of every segment is exponentiated.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
@@ -26,6 +27,8 @@ from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.storage.batches import Batches
 from aespa_pl.storage.cache import checksum, keep, recalled
 
+RARE = 0.999
+"""The quantile of the positions' divergences that is reported beside their mean."""
 LARGEST_EXPONENT = 700
 """exp() of more than 709 is no double."""
 
@@ -134,3 +137,73 @@ def recall(cache: Path, described_by: Mapping[str, object]) -> float | None:
 def remember(cache: Path, described_by: Mapping[str, object], perplexity: float) -> None:
     """Keep a perplexity in the cache (``data.cache``)."""
     keep(cache, "perplexities", described_by, torch.tensor([perplexity], dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Says how far a model's distributions are from the original's, over all positions of a text."""
+
+    mean: float
+    """Mean KL divergence of the model from the original, nats."""
+    rare: float
+    """Quantile 99.9 % of the divergences, nats."""
+    same_top: float
+    """Part of the positions where both find the same token most likely."""
+
+
+@torch.inference_mode()
+def divergence(
+    original: StreamedModel,
+    quantized: StreamedModel,
+    texts: Mapping[str, Tensor],
+    *,
+    batch_size: int,
+    after_block: Callable[[], None] = lambda: None,
+    world: World = ALONE,
+) -> dict[str, Divergence]:
+    """Return the divergence on each text, at the positions whose next token is in the segment.
+
+    ``texts`` has token ids ``[segments, L]`` by name; ``after_block`` is called after each block of each
+    model and text. The processes of ``world`` divide the segments, and all get the result.
+    """
+    divergences = {}
+    with original.stem(), quantized.stem():
+        for name, tokens in texts.items():
+            mine = world.segments(tokens, batch_size)
+            reference, hidden = (
+                last_hidden(source, mine, batch_size, after_block=after_block)
+                for source in (original, quantized)
+            )
+            # all processes write the rows of their segments into one table of zeros, and it is summed up
+            table = torch.zeros(len(tokens), 2, tokens.shape[1] - 1, device=original.device)
+            row = world.indices(math.ceil(len(tokens) / batch_size)).start * batch_size
+            for i in range(len(reference)):
+                for pair in zip(reference[i], hidden[i], strict=True):  # segments [L, d]
+                    logits = (
+                        source.family.head(source.model, segment[None].to(source.device))[0, :-1].float()
+                        for source, segment in zip((original, quantized), pair, strict=True)
+                    )
+                    table[row] = torch.stack(compared(*logits))
+                    row += 1
+            del reference, hidden  # the next text's hidden states need the memory
+            world.sum_(table)
+            divergences[name] = summary(table[:, 0], table[:, 1])
+    return divergences
+
+
+def compared(reference: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the KL divergence of each position, and whether the likeliest token is the same (1 or 0).
+
+    Logits ``[L, V]`` are the original's and the other model's; the result has their type.
+    """
+    expected, got = log_softmax(reference, -1), log_softmax(other, -1)
+    values = kl_div(got, expected, reduction="none", log_target=True).sum(-1)
+    return values, (expected.argmax(-1) == got.argmax(-1)).to(values.dtype)
+
+
+def summary(divergences: Tensor, same: Tensor) -> Divergence:
+    """Return mean, quantile and agreement of the positions of a text."""
+    values = divergences.double().flatten()
+    # kthvalue, because torch.quantile has a limit of 16 million values
+    rare = values.kthvalue(max(1, round(RARE * len(values)))).values
+    return Divergence(float(values.mean()), float(rare), float(same.double().mean()))

@@ -13,8 +13,7 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from aespa_pl.data.tokens import evaluation_tokens
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.divergence import compared, summary
-from aespa_pl.evaluation.perplexity import last_hidden
+from aespa_pl.evaluation.perplexity import compared, last_hidden, summary
 from aespa_pl.export.engines import ENGINES, Engine
 from aespa_pl.export.format import Format, FormatName
 from aespa_pl.export.quantized import QuantizedModel, value_of
