@@ -99,8 +99,7 @@ def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
 def refuse_diverged(values: Mapping[str, float], model: str, dtype: torch.dtype, advice: str) -> None:
     """Raise UserError if a perplexity is not finite: the model is broken, or its type too narrow.
 
-    ``model`` is the model in words, ``advice`` what the user can do where the type is wide enough. The
-    message names the text.
+    ``model`` is the model in words, ``advice`` what the user can do where the type is wide enough.
     """
     for text, value in values.items():
         if not math.isfinite(value):

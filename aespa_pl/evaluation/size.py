@@ -19,8 +19,7 @@ def projection_weights(shapes: Mapping[str, Sequence[int]]) -> int:
 def packed_bits(shapes: Mapping[str, Sequence[int]], bits: Callable[[str], int]) -> float:
     """Return the bits that quantized matrices take, with their scales and zero points.
 
-    ``shapes`` are those of their stored tensors by ``MATRIX.KIND``; ``bits`` returns the bits of an integer
-    of a matrix, given its name.
+    ``shapes`` are those of their stored tensors by ``MATRIX.KIND``; ``bits`` returns a matrix's by its name.
     """
     total = 0
     for name, shape in shapes.items():

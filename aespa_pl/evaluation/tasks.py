@@ -134,10 +134,7 @@ def refuse_too_large(folder: Path, device: torch.device, dtype: torch.dtype) -> 
 
 
 def load_whole(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model of a folder, all of it in memory.
-
-    Raises UserError where it does not fit into the memory that is free, or transformers can't load it.
-    """
+    """Return a model, all of it in memory. Raises UserError where it does not fit, or can't be loaded."""
     refuse_too_large(folder, device, dtype)
     try:
         model = AutoModelForCausalLM.from_pretrained(

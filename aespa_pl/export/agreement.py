@@ -199,9 +199,8 @@ def compare(
 ) -> Agreement:
     """Compare the run's logits ``[L, V]`` of tokens ``[L]`` with an engine's ``[L - first, V]``.
 
-    ``rounded`` are the run's with activations rounded as the engine does; None: unknown. With
-    ``other_order`` an engine that is exact adds up in another order. Raises UserError where they differ by
-    more than the engine's own rounding explains.
+    ``rounded`` are the run's with the engine's rounding of activations; None: unknown. By ``other_order`` an
+    exact engine adds up in another order. Raises UserError where they differ by more than rounding explains.
     """
     largest, following = LARGEST_DIVERGENCE, tokens[engine.first + 1 :]
     logits, reference = logits.double(), reference[engine.first :].double()

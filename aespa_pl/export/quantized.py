@@ -63,9 +63,8 @@ class QuantizedModel:
     ) -> "QuantizedModel":
         """Check a run's folder.
 
-        The original model lies where config.yaml says, unless ``original`` is given; ``data.cache`` of a run
-        that is not trusted isn't used. Raises UserError where the run is not finished, one of its files is
-        damaged or missing, or the original can't be found or is another model.
+        The original lies where config.yaml says, unless it is given; ``data.cache`` of a run that is not
+        trusted isn't used. Raises UserError where the run is unfinished or damaged, or the original another.
         """
         run = Run.open(folder)
         settings = stored_settings(run.folder, run.fingerprint)
