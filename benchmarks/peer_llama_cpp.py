@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from aespa_pl.evaluation.divergence import compared, summary
+from aespa_pl.evaluation.perplexity import compared, summary
 from aespa_pl.export.gguf import dequantized
 from aespa_pl.models.llama_cpp import architecture_of
 from aespa_pl.models.llama_cpp_types import FILE_TYPES

@@ -25,7 +25,7 @@ from torch import Tensor
 from aespa_pl.commands.block_types import block_types
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.output import quiet
-from aespa_pl.evaluation.divergence import divergence
+from aespa_pl.evaluation.perplexity import divergence
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress

@@ -19,12 +19,24 @@ from aespa_pl.commands.limits import check_length, evaluation_length
 from aespa_pl.commands.output import store
 from aespa_pl.distributed.processes import World
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.divergence import divergence
-from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged, whole_perplexity
-from aespa_pl.evaluation.remembered import measured_on, recall, remember
+from aespa_pl.evaluation.perplexity import (
+    divergence,
+    measured_on,
+    perplexity,
+    recall,
+    refuse_diverged,
+    remember,
+    whole_perplexity,
+)
 from aespa_pl.evaluation.size import bits_per_weight, packed_bits, packed_bytes, projection_weights
-from aespa_pl.evaluation.tasks import Tasks, find_tasks, measure_tasks
-from aespa_pl.evaluation.whole import load_whole, refuse_too_large, unpacked_config
+from aespa_pl.evaluation.tasks import (
+    Tasks,
+    find_tasks,
+    load_whole,
+    measure_tasks,
+    refuse_too_large,
+    unpacked_config,
+)
 from aespa_pl.models import family_of
 from aespa_pl.models.headers import read_header, shards
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -112,8 +124,7 @@ def _compare_tasks(
     for kind in kinds:
         start, folder = time.perf_counter(), model if kind == "quantized" else job.pretrained.folder
         changes = job.rounded_to_nearest if kind == "nearest" else {}
-        measured = measure_tasks(folder, tasks, settings, device=job.device, dtype=job.dtype, **changes)
-        scores[kind] = {name: asdict(score) for name, score in measured.items()}
+        scores[kind] = measure_tasks(folder, tasks, settings, device=job.device, dtype=job.dtype, **changes)
         seconds[kind] = time.perf_counter() - start
     return {"tasks": scores, "test_seconds": seconds}
 
@@ -239,7 +250,7 @@ def measure_exported(
         del whole  # the harness loads its own
     if chosen is not None:
         scores = measure_tasks(folder, chosen, tasks, device=device, dtype=dtype)
-        metrics["tasks"] = {"quantized": {name: asdict(score) for name, score in scores.items()}}
+        metrics["tasks"] = {"quantized": scores}
         metrics["test_seconds"] = {"quantized": time.perf_counter() - start}
     store(folder, metrics, folder.name)
     return metrics

@@ -16,9 +16,8 @@ from aespa_pl.commands.arguments import is_own
 from aespa_pl.commands.limits import check_space
 from aespa_pl.errors import UserError
 from aespa_pl.export.agreement import Asked, Verify, ask, choose_engines, that_fit
-from aespa_pl.export.format import Format, FormatName, make_format
+from aespa_pl.export.format import ClassSize, Format, FormatName, make_format, prove
 from aespa_pl.export.model_card import model_card
-from aespa_pl.export.proof import ClassSize, prove
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.measure import human
 from aespa_pl.progress import PlainConsole, WalkProgress

@@ -11,8 +11,8 @@ from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.size import packed_bytes
+from aespa_pl.export.gguf import file_bytes
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES
-from aespa_pl.export.gguf_size import file_bytes
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.llama_cpp_types import MIXTURES
 from aespa_pl.progress import WalkProgress

@@ -1,28 +1,34 @@
-"""Measure the perplexity of a model, one text and one block at a time.
+"""Measure the perplexity of a model and its divergence from the original, one text and one block at a time.
 
-Host memory holds the hidden states of one text. In exchange every block is read, and changed, once for
-each text: reading a block costs far less than running a text's segments through it. The stem is
-loaded once and stays on the device.
+Host memory holds the hidden states of one text, for the divergence twice. In exchange every block is read,
+and changed, once for each text: reading a block costs far less than running a text's segments through it.
+The stem is loaded once and stays on the device.
 
-Source: the protocol of the paper's Section 4: the text is tokenized once and cut into segments; the
-mean negative log likelihood of positions 2 .. L of every segment is exponentiated.
+Source of the perplexity: the protocol of the paper's Section 4: the text is tokenized once and cut into
+segments; the mean negative log likelihood of positions 2 .. L of every segment is exponentiated.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
+import aespa_pl
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.storage.batches import Batches
+from aespa_pl.storage.cache import checksum, keep, recalled
 
+RARE = 0.999
+"""The quantile of the positions' divergences that is reported beside their mean."""
 LARGEST_EXPONENT = 700
 """exp() of more than 709 is no double."""
 
@@ -56,8 +62,11 @@ def perplexity(
         for name, all_tokens in texts.items():
             tokens = world.segments(all_tokens, batch_size)
             batches = last_hidden(source, tokens, batch_size, change=change, after_block=after_block)
-            perplexities[name] = _head_perplexity(source, batches, tokens, batch_size)
-            del batches  # the next text's hidden states need the memory
+            # logits of a batch would take more memory than a block: a segment at a time
+            hidden = (segment for i in range(len(batches)) for segment in batches[i])
+            logits = (source.family.head(source.model, x[None].to(source.device))[0] for x in hidden)
+            perplexities[name] = _perplexity(logits, tokens, source.device)
+            del batches, hidden, logits  # the next text's hidden states need the memory
     return perplexities
 
 
@@ -81,21 +90,16 @@ def last_hidden(
 
 @torch.inference_mode()
 def whole_perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
-    """Return the perplexity of a model that is in memory as a whole, on token ids ``[segments, L]``.
-
-    It is infinity as in :func:`perplexity`.
-    """
-    mean = _mean(model.device)
-    for segment in tokens.to(model.device):
-        mean.update(_losses(model(segment[None], use_cache=False).logits[0], segment))
-    return _perplexity(float(mean.compute()))
+    """Return the perplexity, or infinity, of a model that is in memory, on token ids ``[segments, L]``."""
+    segments = tokens.to(model.device)
+    logits = (model(segment[None], use_cache=False).logits[0] for segment in segments)
+    return _perplexity(logits, segments, model.device)
 
 
 def refuse_diverged(values: Mapping[str, float], model: str, dtype: torch.dtype, advice: str) -> None:
     """Raise UserError if a perplexity is not finite: the model is broken, or its type too narrow.
 
-    ``model`` is the model in words, ``advice`` what the user can do where the type is wide enough. The
-    message names the text.
+    ``model`` is the model in words, ``advice`` what the user can do where the type is wide enough.
     """
     for text, value in values.items():
         if not math.isfinite(value):
@@ -103,27 +107,102 @@ def refuse_diverged(values: Mapping[str, float], model: str, dtype: torch.dtype,
             raise UserError(f"the perplexity of {model} on {text} is not a finite number in {dtype}: {do}")
 
 
-def _head_perplexity(source: StreamedModel, batches: Batches, tokens: Tensor, batch_size: int) -> float:
-    mean = _mean(source.device)
-    for i, ids in zip(range(len(batches)), tokens.split(batch_size), strict=False):
-        hidden = batches[i]
-        # Logits of a batch would take more memory than a block: a segment at a time.
-        for segment, segment_ids in zip(hidden, ids, strict=True):
-            logits = source.family.head(source.model, segment[None].to(source.device))[0]
-            mean.update(_losses(logits, segment_ids.to(source.device)))
-    if not len(batches):
-        mean.update(torch.zeros(0))  # the other processes have all segments of the text
-    return _perplexity(float(mean.compute()))  # over all processes: the metric adds up its sums
-
-
-def _mean(device: torch.device) -> MeanMetric:
-    return cast(MeanMetric, MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(device))
-
-
-def _losses(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the cross entropy of each token of a segment but the first."""
-    return cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
-
-
-def _perplexity(average: float) -> float:
+def _perplexity(logits: Iterable[Tensor], tokens: Tensor, device: torch.device) -> float:
+    """Return the perplexity of tokens ``[segments, L]`` but each first one, by logits ``[L, V]`` of each."""
+    mean = MeanMetric(nan_strategy="disable").set_dtype(torch.float64).to(device)
+    mean.update(torch.zeros(0))  # other processes may have all segments of the text
+    for scores, ids in zip(logits, tokens, strict=True):
+        mean.update(cross_entropy(scores[:-1].float(), ids[1:].to(device), reduction="none"))
+    average = float(mean.compute())  # over all processes: the metric adds up its sums
     return math.exp(average) if average < LARGEST_EXPONENT else math.inf  # NaN is not less either
+
+
+def measured_on(model: Mapping[str, object], tokens: Tensor) -> dict[str, object]:
+    """Return all that a perplexity on token ids ``[segments, L]`` depends on, as JSON.
+
+    ``model`` has the fingerprint of the weights, what is done to them (nothing, or rounding with which
+    settings), and type and device that blocks run in: nothing else that a run decides.
+    """
+    versions = {module.__name__: module.__version__ for module in (aespa_pl, torch, transformers)}
+    return {**model, "tokens": checksum(tokens), "segments": list(tokens.shape), "versions": versions}
+
+
+def recall(cache: Path, described_by: Mapping[str, object]) -> float | None:
+    """Return the perplexity that was measured before on what ``measured_on`` says, else None."""
+    perplexity = recalled(cache, "perplexities", described_by)
+    return None if perplexity is None else float(perplexity)
+
+
+def remember(cache: Path, described_by: Mapping[str, object], perplexity: float) -> None:
+    """Keep a perplexity in the cache (``data.cache``)."""
+    keep(cache, "perplexities", described_by, torch.tensor([perplexity], dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Says how far a model's distributions are from the original's, over all positions of a text."""
+
+    mean: float
+    """Mean KL divergence of the model from the original, nats."""
+    rare: float
+    """Quantile 99.9 % of the divergences, nats."""
+    same_top: float
+    """Part of the positions where both find the same token most likely."""
+
+
+@torch.inference_mode()
+def divergence(
+    original: StreamedModel,
+    quantized: StreamedModel,
+    texts: Mapping[str, Tensor],
+    *,
+    batch_size: int,
+    after_block: Callable[[], None] = lambda: None,
+    world: World = ALONE,
+) -> dict[str, Divergence]:
+    """Return the divergence on each text, at the positions whose next token is in the segment.
+
+    ``texts`` has token ids ``[segments, L]`` by name; ``after_block`` is called after each block of each
+    model and text. The processes of ``world`` divide the segments, and all get the result.
+    """
+    divergences = {}
+    with original.stem(), quantized.stem():
+        for name, tokens in texts.items():
+            mine = world.segments(tokens, batch_size)
+            reference, hidden = (
+                last_hidden(source, mine, batch_size, after_block=after_block)
+                for source in (original, quantized)
+            )
+            # all processes write the rows of their segments into one table of zeros, and it is summed up
+            table = torch.zeros(len(tokens), 2, tokens.shape[1] - 1, device=original.device)
+            row = world.indices(math.ceil(len(tokens) / batch_size)).start * batch_size
+            for i in range(len(reference)):
+                for pair in zip(reference[i], hidden[i], strict=True):  # segments [L, d]
+                    logits = (
+                        source.family.head(source.model, segment[None].to(source.device))[0, :-1].float()
+                        for source, segment in zip((original, quantized), pair, strict=True)
+                    )
+                    table[row] = torch.stack(compared(*logits))
+                    row += 1
+            del reference, hidden  # the next text's hidden states need the memory
+            world.sum_(table)
+            divergences[name] = summary(table[:, 0], table[:, 1])
+    return divergences
+
+
+def compared(reference: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the KL divergence of each position, and whether the likeliest token is the same (1 or 0).
+
+    Logits ``[L, V]`` are the original's and the other model's; the result has their type.
+    """
+    expected, got = log_softmax(reference, -1), log_softmax(other, -1)
+    values = kl_div(got, expected, reduction="none", log_target=True).sum(-1)
+    return values, (expected.argmax(-1) == got.argmax(-1)).to(values.dtype)
+
+
+def summary(divergences: Tensor, same: Tensor) -> Divergence:
+    """Return mean, quantile and agreement of the positions of a text."""
+    values = divergences.double().flatten()
+    # kthvalue, because torch.quantile has a limit of 16 million values
+    rare = values.kthvalue(max(1, round(RARE * len(values)))).values
+    return Divergence(float(values.mean()), float(rare), float(same.double().mean()))

@@ -19,18 +19,16 @@ def projection_weights(shapes: Mapping[str, Sequence[int]]) -> int:
 def packed_bits(shapes: Mapping[str, Sequence[int]], bits: Callable[[str], int]) -> float:
     """Return the bits that quantized matrices take, with their scales and zero points.
 
-    ``shapes`` are those of their stored tensors by ``MATRIX.KIND``; ``bits`` returns the bits of an integer
-    of a matrix, given its name.
+    ``shapes`` are those of their stored tensors by ``MATRIX.KIND``; ``bits`` returns a matrix's by its name.
     """
     total = 0
     for name, shape in shapes.items():
         matrix, _, kind = name.rpartition(".")
-        if kind not in KINDS:
-            continue
-        own = bits(matrix)
-        factor = FACTOR_BITS.get(own, 6)
-        each = {"integers": own, "scale": SCALE_BITS + own, "sub_scale": factor, "sub_min": factor}
-        total += math.prod(shape) * each.get(kind, SCALE_BITS)
+        if kind in KINDS:
+            own = bits(matrix)
+            factor = FACTOR_BITS.get(own, 6)
+            each = {"integers": own, "scale": SCALE_BITS + own, "sub_scale": factor, "sub_min": factor}
+            total += math.prod(shape) * each.get(kind, SCALE_BITS)
     return total
 
 

@@ -1,12 +1,14 @@
-"""Make one table of all measurements, for the terminal, for Markdown and for the report."""
+"""Read what a run and ``aespa-pl test`` measured, and make one table for terminal, Markdown and report."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aespa_pl.errors import printable
 from aespa_pl.measure import human
+from aespa_pl.run.schema import Content, DamagedFileError, Measured, parse
 
 KINDS = {"original": "original", "nearest": "round-to-nearest", "quantized": "quantized"}
 """Models in the order of the rows, and their names in tables."""
@@ -14,8 +16,6 @@ ABSENT = "-"
 SPECIAL = re.compile(r"[\\`*|\[\]~]")
 """Characters with a meaning in Markdown, beside those of HTML."""
 GB = 10**9
-
-
 SECTIONS = ("perplexity", "divergence", "tasks", "size", "test_seconds")
 """Sections of the metrics that have columns, in their order."""
 
@@ -79,7 +79,9 @@ def _cells(section: str, values: Any) -> Iterator[tuple[str, str]]:
             yield f"KL 99.9 %, {text}", f"{value['rare']:.3f}"
             yield f"same top token, {text}, %", f"{100 * value['same_top']:.1f}"
     elif section == "tasks":
-        yield from ((f"{task}, %", accuracy(score)) for task, score in values.items())
+        for task, score in values.items():  # accuracy and standard error
+            error = "" if score.get("error") is None else f" ± {100 * score['error']:.1f}"
+            yield f"{task}, %", f"{100 * score['value']:.1f}{error}"
     elif section == "size":
         if "bits_per_weight" in values:
             yield "bits per weight", f"{values['bits_per_weight']:.2f}"
@@ -88,7 +90,39 @@ def _cells(section: str, values: Any) -> Iterator[tuple[str, str]]:
         yield "seconds", f"{values:.0f}"
 
 
-def accuracy(score: Mapping[str, Any]) -> str:
-    """Return an accuracy and its standard error in per cent."""
-    error = score.get("error")
-    return f"{100 * score['value']:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+def measured(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return what ``fit`` and a later ``test`` measured, and a sentence about each file that is damaged."""
+    contents, notes = list[dict[str, Any]](), list[str]()
+    for name in ("metrics.json", "test.json"):
+        content = known(Measured, folder / name, notes, "measure again with aespa-pl test") or Measured()
+        contents.append({k: v for k, v in content.model_dump(exclude_none=True).items() if v})
+    return with_later(*contents), notes
+
+
+def known(kind: type[Content], path: Path, notes: list[str], consequence: str) -> Content | None:
+    """Return a file of a run, None without it; one that is damaged becomes a note with its consequence."""
+    try:
+        return parse(kind, path) if path.exists() else None
+    except (OSError, DamagedFileError) as error:
+        notes.append(f"{path.name} is damaged ({error}): {consequence}")
+        return None
+
+
+def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's ``metrics.json``, with what a later test measured (``test.json``) in its place.
+
+    A text that was measured again is replaced for all kinds of model, because its segments may be others.
+    Where the original's perplexity is the same number they are not, and round-to-nearest, which was not
+    measured again, stays. Either may be empty.
+    """
+    before, after = metrics.get("perplexity", {}), later.get("perplexity", {})
+    again = {text for values in after.values() for text in values}
+    original = after.get("original", {}).items() & before.get("original", {}).items()
+    replaced = again - {text for text, _ in original}
+    joined = {}
+    for kind in KINDS:
+        new = after.get(kind, {})
+        both = before.get(kind, {}) | new
+        if values := {text: x for text, x in both.items() if text in new or text not in replaced}:
+            joined[kind] = values
+    return {**metrics, **later, **({"perplexity": joined} if joined else {})}

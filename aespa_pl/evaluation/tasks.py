@@ -1,6 +1,6 @@
 """Measure accuracies on zero-shot tasks, by the rules of lm-evaluation-harness (the extra ``eval``).
 
-The harness needs the whole model in memory; perplexity does not.
+The harness, and models whose weights are packed, need the whole model in memory; perplexity does not.
 """
 
 import difflib
@@ -12,32 +12,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import BlockChange, StemChange
-from aespa_pl.evaluation.whole import load_whole
+from aespa_pl.measure import free_bytes, human
 from aespa_pl.models import family_of
+from aespa_pl.models.headers import skeleton
 from aespa_pl.settings import TaskSettings
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 METRICS = ("acc_norm", "acc", "exact_match")
-"""Shares of solved items; the first that a task has is its accuracy. acc_norm divides the log likelihood of
-an answer by its length."""
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """Holds the accuracy of one model on one task."""
-
-    metric: str
-    value: float
-    """Accuracy from 0 to 1."""
-    error: float | None
-    """Standard error of the mean over the items."""
-    items: int
+"""The first that a task has is its accuracy; acc_norm divides an answer's log likelihood by its length."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +76,10 @@ def measure_tasks(
     dtype: torch.dtype,
     change: BlockChange | None = None,
     change_stem: StemChange | None = None,
-) -> dict[str, TaskScore]:
+) -> dict[str, dict[str, Any]]:
     """Return the accuracy on each task of the model in a Hugging Face folder, which transformers loads.
 
+    ``value`` is it, from 0 to 1, ``metric`` its name, ``error`` the standard error over ``items``, if known.
     ``change`` changes each block before (round-to-nearest, for example), and ``change_stem`` embedding and
     head. Raises UserError where the model does not fit into the memory that is free, or can't be loaded.
     """
@@ -112,18 +101,51 @@ def measure_tasks(
         num_fewshot=settings.task_examples,
         limit=settings.task_limit,
         log_samples=False,
-        random_seed=settings.task_seed,
-        numpy_random_seed=settings.task_seed,
-        torch_random_seed=settings.task_seed,
-        fewshot_random_seed=settings.task_seed,
+        **{f"{kind}random_seed": settings.task_seed for kind in ("", "numpy_", "torch_", "fewshot_")},
     )
     scores = {}
-    for asked in tasks.names:
-        # a tag has no mean: its tasks are reported
+    for asked in tasks.names:  # a tag has no mean: its tasks are reported
         known = asked in results["results"]
         for name in [asked] if known else tasks.manager.load([asked])["tasks"]:
             scores[name] = _score(name, results)
     return scores
+
+
+def unpacked_config(folder: Path) -> PreTrainedConfig:
+    """Return the configuration of a model without that of its packing: the shapes are the original's."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def refuse_too_large(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise UserError if a model does not fit into the memory that is free; nothing is loaded."""
+    parameters = skeleton(unpacked_config(folder)).parameters()
+    needed = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
+    free = free_bytes(device)
+    if needed > free:
+        raise UserError(
+            f"{folder} takes {human(needed, 'B')} in {str(dtype).removeprefix('torch.')}, but "
+            f"{human(free, 'B')} are free on {device}, and tasks and packed models need the whole model in "
+            "memory: choose another device, --model.dtype float16, or leave --tasks out (the perplexity of "
+            "a run needs one block at a time)"
+        )
+
+
+def load_whole(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model, all of it in memory. Raises UserError where it does not fit, or can't be loaded."""
+    refuse_too_large(folder, device, dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # what it raises depends on the format
+        raise UserError(
+            f"model.pretrained: transformers cannot load {folder} ({error}): copy "
+            "it again from its origin, or export the run again"
+        ) from error
+    return cast(PreTrainedModel, model.to(device).eval())
 
 
 def _load(manager: "TaskManager", name: str) -> None:
@@ -147,18 +169,18 @@ def _load(manager: "TaskManager", name: str) -> None:
             _accuracy(task, content.aggregation())
 
 
-def _score(name: str, results: Mapping[str, Any]) -> TaskScore:
+def _score(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
     scores = {key.partition(",")[0]: value for key, value in results["results"][name].items()}
     metric = _accuracy(name, scores)
     error = scores.get(f"{metric}_stderr")
     members = results.get("group_subtasks", {}).get(name) or [name]
     counts = results.get("n-samples", {})
-    return TaskScore(
-        metric=metric,
-        value=float(scores[metric]),
-        error=float(error) if isinstance(error, int | float) else None,
-        items=sum(int(counts[member]["effective"]) for member in members if member in counts),
-    )
+    return {
+        "metric": metric,
+        "value": float(scores[metric]),
+        "error": float(error) if isinstance(error, int | float) else None,
+        "items": sum(int(counts[member]["effective"]) for member in members if member in counts),
+    }
 
 
 def _accuracy(name: str, metrics: Collection[str]) -> str:

@@ -13,11 +13,10 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from aespa_pl.data.tokens import evaluation_tokens
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.divergence import compared, summary
-from aespa_pl.evaluation.perplexity import last_hidden
+from aespa_pl.evaluation.perplexity import compared, last_hidden, summary
 from aespa_pl.export.engines import ENGINES, Engine
 from aespa_pl.export.format import Format, FormatName
-from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel, value_of
 from aespa_pl.measure import free_bytes, human
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
@@ -81,10 +80,7 @@ class Asked:
 
 
 def choose_engines(name: FormatName, verify: Verify) -> Asked:
-    """Return the engines to ask.
-
-    Raises UserError where the engine that is asked for does not read the format, or is not installed.
-    """
+    """Return the engines to ask. Raises UserError where the one asked for can't be, or reads no such file."""
     readers = {engine.name: engine for engine in ENGINES if name in engine.formats}
     if verify in ("bytes", "auto"):
         asked = [engine for engine in readers.values() if verify == "auto" and engine.installed]
@@ -110,7 +106,7 @@ def that_fit(model: QuantizedModel, questions: Asked) -> Asked:
     if questions.insist or needed < free_bytes(torch.device("cpu")) / 2:
         return questions
     reason = f"the whole model takes {human(needed, 'B')} of memory: --verify ENGINE asks it anyway"
-    left_out = {engine.name: reason for engine in questions.engines}
+    left_out = dict.fromkeys((engine.name for engine in questions.engines), reason)
     return replace(questions, engines=[], unchecked={**questions.unchecked, **left_out})
 
 
@@ -142,10 +138,8 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
             unchecked[engine.name] = f"it failed ({reason})"
         else:
             rounded = None if engine.exact else reference_logits(model, chosen, tokens, engine.rounded)
-            agreements.append(
-                # the library adds up the outputs of experts in an order of its own
-                compare(engine, reference, logits, tokens, rounded, other_order=model.has_experts)
-            )
+            other = model.has_experts  # whose outputs the library adds up in an order of its own
+            agreements.append(compare(engine, reference, logits, tokens, rounded, other_order=other))
     return replace(questions, unchecked=unchecked, agreements=agreements)
 
 
@@ -158,9 +152,8 @@ def beside_original(model: QuantizedModel, logits: Tensor, tokens: Tensor) -> st
         hidden = last_hidden(source, tokens[None], 1)
         original = model.family.head(source.model, hidden[0])[0]
     found = summary(*compared(original[:-1], logits[:-1]))
-    perplexity, before = (
-        math.exp(float(cross_entropy(x[:-1].float(), tokens[1:]))) for x in (logits, original)
-    )
+    losses = (cross_entropy(x[:-1].float(), tokens[1:]) for x in (logits, original))
+    perplexity, before = (math.exp(float(loss)) for loss in losses)
     return (
         f"KL {found.mean:.4f} nats, {found.rare:.3f} at the 99.9 % quantile, the same top token "
         f"at {100 * found.same_top:.1f} % of {len(tokens) - 1} positions, perplexity {perplexity:.2f} of "
@@ -178,17 +171,18 @@ def reference_logits(
     """
 
     def change(index: int, block: nn.Module) -> None:
-        for name, matrix in model.block(index).matrices.items():
+        stored = model.block(index)
+        for name in stored.keys() & model.matrices.keys():
             layer = name.removeprefix(model.family.block_prefix(index)).removesuffix(".weight")
             module = block.get_submodule(layer)
-            module.get_parameter("weight").copy_(chosen.expected(model, name, matrix.weight()))
+            module.get_parameter("weight").copy_(chosen.expected(model, name, value_of(stored[name])))
             if rounded is not None:
                 module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
 
     source = StreamedModel.open(model.pretrained, model.family, torch.device("cpu"), torch.float32)
     with source.stem():
-        for name in model.embeddings.intersection(model.stem_names()):
-            value = chosen.expected(model, name, model.stem_value(name))
+        for name in {*model.parts.values()}.intersection(model.stem_names()):
+            value = chosen.expected(model, name, value_of(model.stem(name)))
             source.model.get_parameter(name).copy_(value)
         hidden = last_hidden(source, tokens[None], 1, change=change)
         return model.family.head(source.model, hidden[0])[0]
@@ -205,9 +199,8 @@ def compare(
 ) -> Agreement:
     """Compare the run's logits ``[L, V]`` of tokens ``[L]`` with an engine's ``[L - first, V]``.
 
-    ``rounded`` are the run's with activations rounded as the engine does; None: unknown. With
-    ``other_order`` an engine that is exact adds up in another order. Raises UserError where they differ by
-    more than the engine's own rounding explains.
+    ``rounded`` are the run's with the engine's rounding of activations; None: unknown. By ``other_order`` an
+    exact engine adds up in another order. Raises UserError where they differ by more than rounding explains.
     """
     largest, following = LARGEST_DIVERGENCE, tokens[engine.first + 1 :]
     logits, reference = logits.double(), reference[engine.first :].double()
@@ -241,8 +234,6 @@ def compare(
 
 
 def _surely_above(values: Tensor, bound: float) -> bool:
-    """Return whether a mean is above a bound by more than chance: two standard errors.
-
-    The positions are few, and one where the run is nearly undecided can hold most of the divergence.
-    """
+    """Return whether a mean is above a bound by more than chance: two standard errors."""
+    # the positions are few, and one where the run is nearly undecided can hold most of the divergence
     return float(values.mean() - 2 * values.std() / math.sqrt(len(values))) > bound

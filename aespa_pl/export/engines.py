@@ -1,6 +1,7 @@
 """Ask engines whether an exported model is the run's model."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,12 +42,24 @@ class Transformers(Engine):
     """Asks transformers, which dequantizes packed weights when it loads them."""
 
     name, package, exact = "transformers", "transformers", True
-    formats = ("hf", "compressed-tensors")
+    formats: ClassVar[tuple[str, ...]] = ("hf", "compressed-tensors")
+    options: ClassVar[Mapping[str, Any]] = {"dtype": torch.float32}
 
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
-        """Run all tokens at once in float32."""
+        """Run all tokens at once."""
         library_logging.disable_progress_bar()
-        return _loaded_logits(folder, tokens, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **self.options)
+        with torch.inference_mode():
+            logits: Tensor = model.eval()(tokens[None], use_cache=False).logits[0].float()
+        return logits
+
+
+class GptqModel(Transformers):
+    """Asks GPTQModel through transformers; its kernels want float16."""
+
+    name, package, exact = "gptqmodel", "gptqmodel", False
+    formats = ("gptq",)
+    options: ClassVar[Mapping[str, Any]] = {"dtype": torch.float16, "device_map": "cpu"}
 
 
 class LlamaCpp(Engine):
@@ -77,18 +90,15 @@ class LlamaCpp(Engine):
         # because the probabilities are those before the bias
         reader = import_module("gguf").GGUFReader(settings.model.path)
         letter = reader.get_field("tokenizer.ggml.tokens").contents().index("a")
+        options: dict[str, Any] = {
+            "logit_bias": [[letter, 1000.0]],
+            "max_tokens": 1,
+            "temperature": 0,
+            "n_probs": vocabulary,
+        }
         result = torch.full((len(ids) - self.first, vocabulary), -torch.inf)
         for row, end in enumerate(range(self.first + 1, len(ids) + 1)):
-            answer = server.handle_completions(
-                {
-                    "prompt": ids[:end],
-                    "max_tokens": 1,
-                    "temperature": 0,
-                    "n_probs": vocabulary,
-                    "logit_bias": [[letter, 1000.0]],
-                    "cache_prompt": True,
-                }
-            )
+            answer = server.handle_completions({"prompt": ids[:end], "cache_prompt": True, **options})
             for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
                 result[row, entry["id"]] = entry["logprob"]
         return result
@@ -103,15 +113,9 @@ class Vllm(Engine):
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
         """Ask for the log-probabilities of every token at every position."""
         vllm: Any = import_module(self.package)
-        engine = vllm.LLM(
-            model=str(folder),
-            dtype="float16",
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=1,
-            max_logprobs=-1,
-            logprobs_mode="raw_logprobs",
-        )
+        limits = {"max_model_len": 256, "max_num_seqs": 1, "max_logprobs": -1}
+        options = {"dtype": "float16", "enforce_eager": True, "logprobs_mode": "raw_logprobs"}
+        engine = vllm.LLM(model=str(folder), **options, **limits)
         request = vllm.SamplingParams(
             max_tokens=1, temperature=0, prompt_logprobs=-1, logprobs=-1, detokenize=False
         )
@@ -121,24 +125,6 @@ class Vllm(Engine):
             for token, value in values.items():
                 result[row, token] = value.logprob
         return result
-
-
-class GptqModel(Engine):
-    """Asks GPTQModel through transformers."""
-
-    name, package, exact = "gptqmodel", "gptqmodel", False
-    formats = ("gptq",)
-
-    def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
-        """Run all tokens at once in float16, which its kernels want."""
-        return _loaded_logits(folder, tokens, dtype=torch.float16, device_map="cpu").float()
-
-
-def _loaded_logits(folder: Path, tokens: Tensor, **options: Any) -> Tensor:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
-    with torch.inference_mode():
-        logits: Tensor = model.eval()(tokens[None], use_cache=False).logits[0]
-    return logits
 
 
 ENGINES: tuple[Engine, ...] = (Transformers(), LlamaCpp(), Vllm(), GptqModel())

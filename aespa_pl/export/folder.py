@@ -1,17 +1,22 @@
-"""Write and read formats that are a Hugging Face folder: safetensors with packed weights, and config.json."""
+"""Write and read formats that are a Hugging Face folder: safetensors with packed weights, and config.json.
+
+``hf`` and ``gptq``, which need no library, are here. ``gptq`` is GPTQModel's checkpoint format ``gptq_v2``
+without reordered columns. Its source is GPTQModel's TorchLinear: integers as a dense stream of bits in int32
+along the input channels, zero points the same along the output channels.
+"""
 
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import StoredWeight
-from aespa_pl.export.format import Format, ReadTensor
+from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
+from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.experts import Part
 from aespa_pl.models.headers import opened
@@ -21,6 +26,7 @@ from aespa_pl.storage.files import write_json
 
 WORD = 32
 """Bits of the integers that others are packed into."""
+GPTQ_BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -28,27 +34,30 @@ class FolderFormat(Format):
     """Writes a Hugging Face folder; formats differ in how a matrix is packed, and in config.json."""
 
     @abstractmethod
-    def pack(self, model: QuantizedModel, name: str, matrix: StoredWeight) -> dict[str, Tensor]:
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
         """Return the tensors that stand for a matrix, by their suffix to the name of its layer."""
 
     @abstractmethod
     def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
         """Return the weight that packed tensors stand for, by the format's own library."""
 
-    @abstractmethod
-    def quantization(self, model: QuantizedModel) -> dict[str, Any]:
-        """Return what config.json says of the quantization; nothing: it stays the original's."""
+    def quantization(self, model: QuantizedModel) -> dict[str, Any] | None:
+        """Return what config.json says of the quantization; None: it stays the original's, byte for byte."""
+        return None
 
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
         """Write a shard for what lies outside the blocks and one a block."""
         writer = ModelWriter(folder, model.block_count)
         writer.write_stem({name: model.pretrained.tensor(name) for name in model.stem_names()})
         for index in range(model.block_count):
-            block = model.block(index)
-            plain, packed = dict(block.others), dict[str, Tensor]()
-            for name, matrix in block.matrices.items():
+            plain, packed = dict[str, Tensor](), dict[str, Tensor]()
+            for name, value in model.block(index).items():
+                if isinstance(value, Tensor):
+                    plain[name] = value
+                    continue
                 layer = model.family.places(name)[0][0].removesuffix("weight")
-                for suffix, tensor in self.pack(model, name, matrix).items():
+                # other grids than uniform ones are refused, but by hf
+                for suffix, tensor in self.pack(model, name, cast(QuantizedWeight, value)).items():
                     if suffix == "weight":
                         plain[name] = tensor
                     else:
@@ -57,11 +66,11 @@ class FolderFormat(Format):
             after_block()
         config = {"quantization_config": stated} if (stated := self.quantization(model)) else None
         writer.finish(model.original, config)
-        settings = json.loads(json.dumps(asdict(model.settings.quantization)))  # plain numbers only
+        settings = json.loads(json.dumps(asdict(model.quantization)))  # plain numbers only
         # by this file fit refuses the folder, and test measures it alone
         write_json(folder / DESCRIPTION, {"format": self.name, "quantization": settings})
 
-    def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
+    def read(self, model: QuantizedModel, folder: Path) -> Iterator[tuple[str, Tensor, int]]:
         """Read the shards as a user of the format would."""
         writer = ModelWriter(folder, model.block_count)
         yield from self._read_part(model, writer.stem_files, model.stem_names())
@@ -74,7 +83,7 @@ class FolderFormat(Format):
 
     def _read_part(
         self, model: QuantizedModel, files: Sequence[Path], names: Sequence[str]
-    ) -> Iterator[ReadTensor]:
+    ) -> Iterator[tuple[str, Tensor, int]]:
         places: dict[str, list[tuple[str, Part | None]]] = {}
         for name in names:
             place, part = model.family.places(name)[0]
@@ -90,10 +99,9 @@ class FolderFormat(Format):
                 if name in model.matrices:
                     packed.setdefault(name, {})[suffix] = value
                 else:
-                    yield ReadTensor(name, value, value.nbytes)
+                    yield name, value, value.nbytes
         for name, tensors in packed.items():
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            yield ReadTensor(name, self.unpack(model, tensors), size)
+            yield name, self.unpack(model, tensors), sum(tensor.nbytes for tensor in tensors.values())
 
 
 @dataclass(frozen=True)
@@ -110,10 +118,6 @@ class HuggingFace(FolderFormat):
     def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
         """Return the weight."""
         return packed["weight"]
-
-    def quantization(self, model: QuantizedModel) -> dict[str, Any]:
-        """Return nothing: config.json is the original's, byte for byte."""
-        return {}
 
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return the value in the original's type."""
@@ -133,16 +137,14 @@ class PackedFormat(FolderFormat):
 
     def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
         """Yield llama.cpp's types, integers of several bits without a container, and too small ones."""
-        if model.settings.quantization.format != "uniform":
+        if model.quantization.format != "uniform":
             why = "its weights are stored as only llama.cpp reads them"
             yield why, "Use --format gguf, or hf in the original's types"
         if self.container_bits is None and len(model.matrix_bits) > 1:
             bits = 4 if model.bits <= 4 else 8
-            yield (
-                "engines expect one number of bits here",
-                f"Add --container_bits {bits}, in which all integers take {bits} bits, or use --format gguf, "
-                "which has a type for each matrix",
-            )
+            other = "or use --format gguf, which has a type for each matrix"
+            do = f"Add --container_bits {bits}, in which all integers take {bits} bits, {other}"
+            yield "engines expect one number of bits here", do
         if model.has_experts:
             yield from self.obstacles_of_experts(model)
         if self.bits(model) < model.bits:
@@ -153,6 +155,61 @@ class PackedFormat(FolderFormat):
         """Yield why engines don't run mixtures of experts in the format."""
         why = "no engine was seen to run a mixture of experts in it"
         yield why, "Use --format hf or compressed-tensors"
+
+
+@dataclass(frozen=True)
+class Gptq(PackedFormat):
+    """Packs integers of 2, 3, 4 or 8 bits."""
+
+    name = "gptq"
+    reader = "the definition of gptq_v2, bit by bit"
+
+    def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
+        """Yield other bits, and sides that do not fill whole words."""
+        yield from super().obstacles(model)
+        bits = self.bits(model)
+        if bits not in GPTQ_BITS:
+            yield "it has 2, 3, 4 or 8 bits", "Use --format compressed-tensors, which has 2 to 8"
+        for name in model.matrices:
+            shape = model.pretrained.tensors[name].shape
+            unit = WORD if bits == 3 else WORD // bits
+            if any(side % unit for side in shape):
+                words = f"{bits}-bit integers fill whole words in multiples of {unit} only"
+                yield f"{name} is {list(shape)}, and {words}", "Use --format compressed-tensors"
+
+    def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
+        """Return ``qweight [d_in * bits / 32, rows]``, ``qzeros [G, rows * bits / 32]`` and others."""
+        bits, columns = self.bits(model), matrix.integers.shape[1]
+        return {
+            "qweight": packed_words(matrix.integers.T, bits),
+            "qzeros": packed_words(matrix.zero_point, bits).T.contiguous(),
+            "scales": matrix.scale.T.contiguous(),
+            "g_idx": torch.arange(columns, dtype=torch.int32) // matrix.group_size,
+        }
+
+    def unpack(self, model: QuantizedModel, packed: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight; GPTQModel takes 6 GB, so docs/export.md says where it was tried."""
+        bits = self.bits(model)
+        integers = _unpacked(packed["qweight"], bits)  # [d_in, rows]
+        zero_point = _unpacked(packed["qzeros"].T, bits).T  # [G, rows]
+        group = packed["g_idx"].long()
+        return (packed["scales"][group].float() * (integers - zero_point[group])).T
+
+    def quantization(self, model: QuantizedModel) -> dict[str, Any]:
+        """Return the quantization as GPTQModel states it."""
+        settings = {
+            "quant_method": "gptq",
+            "bits": self.bits(model),
+            "group_size": model.quantization.group_size or -1,
+            "sym": False,
+            "desc_act": False,
+            "lm_head": False,
+            "checkpoint_format": "gptq_v2",
+            "pack_dtype": "int32",
+        }
+        if self.bits(model) == 4 and model.quantization.group_size is None:
+            settings["backend"] = "torch"  # its faster CPU kernel has groups of 32 to 256 only
+        return settings
 
 
 def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -168,3 +225,11 @@ def packed_words(values: Tensor, bits: int) -> Tensor:
     digits = stream.flatten(0, 1).unflatten(0, (-1, WORD)).long()  # [words, 32, m]
     words: Tensor = (digits << torch.arange(WORD)[:, None]).sum(1)
     return (words - ((words >> 31) << 32)).to(torch.int32)  # the same bits with a sign
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Return the integers ``[n, m]`` of a stream of bits ``[n * bits / 32, m]``."""
+    stream = (words[:, None] >> torch.arange(WORD)[:, None]) & 1  # [words, 32, m]
+    digits = stream.flatten(0, 1).unflatten(0, (-1, bits))  # [n, bits, m]
+    integers: Tensor = (digits << torch.arange(bits)[:, None]).sum(1)
+    return integers

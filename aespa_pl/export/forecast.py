@@ -1,5 +1,6 @@
 """Say before a run what its integers will become in the files that engines load."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from transformers import PreTrainedConfig
@@ -10,8 +11,6 @@ from aespa_pl.models.llama_cpp import unsupported_part
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 
-LEAST = 2
-"""Bits that have a type of their own in GGUF, Q2_0."""
 MIXTURE = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M"}
 """llama.cpp's usual mixture, by its bits."""
 CONTAINER = 4
@@ -30,7 +29,7 @@ def _in_gguf(settings: QuantizationSettings, shape: Shape, config: PreTrainedCon
     if part := unsupported_part(config):
         return f"no GGUF file, because {part}"
     types = _types(settings, shape, settings.group_size, symmetric=settings.symmetric)
-    size = 64 if settings.bits == LEAST else 32  # columns of the blocks of Q2_0 and of Q4_0
+    size = 64 if settings.bits == 2 else 32  # columns of the blocks of Q2_0 and of Q4_0
     other = _types(settings, shape, size, symmetric=True)
     better = other and (types is None or _mean(other) < _mean(types))
     advice = f" (symmetric groups of {size} would be {_words(other)})" if other and better else ""
@@ -63,13 +62,12 @@ def _types(
     settings: QuantizationSettings, shape: Shape, group_size: int | None, *, symmetric: bool
 ) -> Mapping[BlockType, int] | None:
     """Return how many weights have each type; None where a matrix has none."""
-    weights: dict[BlockType, int] = {}
+    weights = Counter[BlockType]()
     for bits, columns, size in _matrices(settings, shape):
-        zeros = zero_points(bits, symmetric=symmetric)
-        kind = smallest_type(bits, columns, group_size, zeros)
+        kind = smallest_type(bits, columns, group_size, zero_points(bits, symmetric=symmetric))
         if kind is None:
             return None
-        weights[kind] = weights.get(kind, 0) + size
+        weights[kind] += size
     return weights
 
 

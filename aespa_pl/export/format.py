@@ -1,7 +1,7 @@
-"""Define what every format of a packed model does (refuse, write, read back), and find one by its name."""
+"""Define what every format of a packed model does (refuse, write, read back), and prove what was written."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,38 +11,21 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel, StoredTensor, value_of
 
 FormatName = Literal["hf", "compressed-tensors", "awq", "gptq", "gguf"]
 
 CLASSES = {
     "hf": "folder:HuggingFace",
     "compressed-tensors": "compressed_tensors:CompressedTensors",
-    "awq": "awq:Awq",
-    "gptq": "gptq:Gptq",
+    "awq": "compressed_tensors:Awq",
+    "gptq": "folder:Gptq",
     "gguf": "gguf:Gguf",
 }
-"""Module and class by format: the libraries are imported with the format that needs them."""
+"""Module and class by format; each module but ``folder`` has the name of the library that it needs."""
 PACKED = ("compressed-tensors", "awq", "gptq")
 """The formats that may hold an integer in more bits than it has."""
-LIBRARIES = {
-    "compressed-tensors": "compressed_tensors",
-    "awq": "compressed_tensors",  # which unpacks it in the proof
-    "gguf": "gguf",
-}
-"""Library that has to be installed, by format."""
-
-
-@dataclass(frozen=True)
-class ReadTensor:
-    """Holds one tensor of the model, as a reader of the exported folder gets it."""
-
-    name: str
-    """Its name in the model's ``state_dict``."""
-    value: Tensor
-    """Dequantized values, in float32 or in the type that the file has."""
-    size: int
-    """Number of bytes in the file, with scales and zero points."""
+QUANTIZED, EMBEDDINGS, OTHERS = "quantized matrices", "embedding and head", "norms, biases, others"
 
 
 @dataclass(frozen=True)
@@ -69,8 +52,12 @@ class Format(ABC):
         """Write the model, one block in memory at a time, every file whole."""
 
     @abstractmethod
-    def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
-        """Yield every tensor of a written folder: what lies outside the blocks, then the blocks."""
+    def read(self, model: QuantizedModel, folder: Path) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield every tensor of a written folder as a reader of it gets it: first those outside the blocks.
+
+        Each comes with its name in the model's ``state_dict``, dequantized (in float32 or in the type of the
+        file), and with its bytes in the file, scales and zero points included.
+        """
 
     def remark(self, model: QuantizedModel) -> str | None:
         """Return a sentence about a model that takes more bits than the format could give it, or None."""
@@ -88,23 +75,72 @@ class Format(ABC):
 def make_format(
     name: FormatName, container_bits: int | None, embedding: Literal["keep", "q8_0"] | None
 ) -> Format:
-    """Return a format with the user's choices.
-
-    Raises UserError where its library is missing, or a choice is none of this format's.
-    """
-    library = LIBRARIES.get(name)
-    if library is not None and find_spec(library) is None:
+    """Return a format. Raises UserError where its library is missing, or a choice is another format's."""
+    module, _, kind = CLASSES[name].partition(":")
+    if module != "folder" and find_spec(module) is None:
         raise UserError(
-            f"--format {name} needs the library {library.replace('_', '-')}: pip install 'aespa-pl[export]'"
+            f"--format {name} needs the library {module.replace('_', '-')}: pip install 'aespa-pl[export]'"
         )
     if embedding == "q8_0" and name != "gguf":
         raise UserError(f"--embedding {embedding} is of --format gguf only: leave it out")
     if container_bits is not None and name not in PACKED:
         raise UserError(f"--container_bits is of {', '.join(PACKED)} only, not of {name}: leave it out")
-    module, _, kind = CLASSES[name].partition(":")
-    options: dict[str, object]
-    options = {"container_bits": container_bits} if name in PACKED else {}
+    options: dict[str, object] = {"container_bits": container_bits} if name in PACKED else {}
     if name == "gguf" and embedding is not None:
         options = {"embedding": embedding}
     made: Format = getattr(import_module(f"aespa_pl.export.{module}"), kind)(**options)
     return made
+
+
+@dataclass
+class ClassSize:
+    """Counts the tensors of one kind."""
+
+    weights: int = 0
+    size: int = 0
+    """Number of bytes in the file, with scales and zero points."""
+    original: int = 0
+    """Number of bytes in the original."""
+
+
+def prove(
+    model: QuantizedModel, chosen: Format, folder: Path, after_block: Callable[[], None] = lambda: None
+) -> Mapping[str, ClassSize]:
+    """Compare every tensor of a written folder with the run; return the sizes by kind of tensor.
+
+    Raises UserError where a tensor is missing or differs in one bit; the message names the first.
+    """
+    sizes = {kind: ClassSize() for kind in (QUANTIZED, EMBEDDINGS, OTHERS)}
+    where = model.names()
+    missing, at, block = set(where), None, dict[str, StoredTensor]()
+    for name, read, size in chosen.read(model, folder):
+        index = where.get(name)
+        if index not in (None, at):
+            at, block = index, model.block(index)
+            after_block()
+        value = value_of(block[name] if name in block else model.stem(name))
+        if difference := _difference(read, chosen.expected(model, name, value)):
+            raise _fault(f"{name} {difference}", chosen)
+        missing.discard(name)
+        kind = EMBEDDINGS if name in model.parts.values() else OTHERS
+        counted = sizes[QUANTIZED if name in model.matrices else kind]
+        counted.weights += value.numel()
+        counted.size += size
+        counted.original += value.numel() * model.dtype(name).itemsize
+    if missing:
+        raise _fault(f"{min(missing)} is missing", chosen)
+    return sizes
+
+
+def _difference(read: Tensor, expected: Tensor) -> str:
+    if read.shape != expected.shape:
+        return f"is {list(read.shape)}, not {list(expected.shape)}"
+    different = int((read.double() != expected.double()).sum())
+    return f"differs in {different} of {expected.numel()} values" if different else ""
+
+
+def _fault(what: str, chosen: Format) -> UserError:
+    return UserError(
+        f"the exported model, read back by {chosen.reader}, is not the run's: {what}; nothing was kept. "
+        "Export again; if it stays so, this is a fault of aespa-pl: please report it"
+    )

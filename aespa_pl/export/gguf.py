@@ -5,9 +5,9 @@ Every matrix gets the smallest block type that holds it exactly; everything else
 
 import math
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +19,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter,
 from torch import Tensor
 
 from aespa_pl.algorithm.grid_types import TypedWeight
-from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
-from aespa_pl.export.format import Format, ReadTensor
-from aespa_pl.export.gguf_bytes import BLOCK_TYPES, BlockType, as_typed
+from aespa_pl.algorithm.quantizer import QuantizedWeight
+from aespa_pl.export.format import Format
+from aespa_pl.export.gguf_bytes import BLOCK_TYPES, as_typed
 from aespa_pl.export.gguf_metadata import add_metadata, add_vocabulary, refuse_tokenizer, rope_factors
 from aespa_pl.export.gguf_model import (
     candidate_type,
@@ -36,14 +36,15 @@ from aespa_pl.export.gguf_model import (
     own_value,
     row_order,
 )
-from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel, StoredTensor
 from aespa_pl.models.hub import LICENCES
 from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads, unsupported_part
 from aespa_pl.run.model_writer import copy_companions
 from aespa_pl.storage.files import write_whole
 
 FILE = "model.gguf"
-ROPE_FACTORS = "rope_freqs.weight"
+ALIGNMENT = 32
+"""Bytes that each tensor of a file is padded to a multiple of."""
 _Q2_0 = BLOCK_TYPES["Q2_0"]
 """A block type that version 0.19 of the library gguf does not know."""
 PLAIN = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
@@ -65,7 +66,10 @@ class Gguf(Format):
         if part := unsupported_part(model.pretrained.config):
             yield part, "Use --format compressed-tensors (transformers, vLLM), or hf"
         refuse_tokenizer(model.original)
-        if other_heads(model.pretrained.config) and _crosses_heads(model):
+        config, size = model.pretrained.config, model.quantization.group_size or 1
+        typed = model.quantization.format != "uniform"
+        if other_heads(config) and (typed or config.linear_value_head_dim % size != 0):
+            # groups of columns do not lie within a head of linear attention
             yield OTHER_ORDER, "Set quantization.group_size to a divisor of linear_value_head_dim"
         for name in model.matrices:
             if candidate_type(model, name) is None:
@@ -79,23 +83,21 @@ class Gguf(Format):
     def write(self, model: QuantizedModel, folder: Path, after_block: Callable[[], None]) -> None:
         """Write the file, one block in memory at a time."""
         copy_companions(model.original, folder, LICENCES)
-        write_whole(folder / FILE, partial(self._write, model, after_block))
+        write_whole(folder / FILE, lambda path: self._write(model, path, after_block))
 
-    def read(self, model: QuantizedModel, folder: Path) -> Iterator[ReadTensor]:
+    def read(self, model: QuantizedModel, folder: Path) -> Iterator[tuple[str, Tensor, int]]:
         """Read the file and dequantize every tensor."""
         tensors = {tensor.name: tensor for tensor in GGUFReader(folder / FILE).tensors}
-        for place, names in file_tensors(model, _all_names(model)).items():
+        for place, names in file_tensors(model, model.names()).items():
             tensor = tensors[place]
             data = tensor.data if len(names) > 1 else tensor.data[None]
             for name, one in zip(names, data, strict=True):
                 value = torch.tensor(dequantized(one, tensor.tensor_type))
-                order = row_order(model, name)
-                if order is not None:
-                    value = torch.empty_like(value).index_copy_(0, order, value)
-                if (order := column_order(model, name)) is not None:
-                    value = torch.empty_like(value).index_copy_(1, order, value)
+                for dim, order in enumerate((row_order(model, name), column_order(model, name))):
+                    if order is not None:
+                        value = torch.empty_like(value).index_copy_(dim, order, value)
                 value = value.view(model.pretrained.tensors[name].shape)
-                yield ReadTensor(name, value, int(tensor.n_bytes) // len(names))
+                yield name, value, int(tensor.n_bytes) // len(names)
 
     def remark(self, model: QuantizedModel) -> str | None:
         """Say which matrices have a larger block type because of their width, or of the group size."""
@@ -103,7 +105,8 @@ class Gguf(Format):
         for name, (_, projections) in model.matrices.items():
             kind, ideal = exact_type(model, name), ideal_type(model, name)
             if kind.bits > ideal.bits:
-                words = f"as {kind.words}: blocks of {ideal.words} have {ideal.columns} columns"
+                own, other = (f"{x.name} ({x.bits:g} bits a weight)" for x in (kind, ideal))
+                words = f"as {own}: blocks of {other} have {ideal.grid.block} columns"
                 named = {re.sub(r"expert_\d+", "experts'", p.name): None for p in projections}
                 larger.setdefault(words, {}).update(named)
         if not larger:
@@ -120,7 +123,7 @@ class Gguf(Format):
 
     def rounded(self, model: QuantizedModel) -> str | None:
         """Name embedding and head, where they are rounded."""
-        if not any(self._rounds(model, name) for name in model.embeddings):
+        if not any(self._rounds(model, name) for name in model.parts.values()):
             return None
         return "embedding and head are rounded to Q8_0 (8.5 bits a weight)"
 
@@ -129,12 +132,10 @@ class Gguf(Format):
         writer = GGUFWriter(path, architecture_of(model.pretrained.config).name)
         add_metadata(writer, model, file_type(model))
         add_vocabulary(writer, model.original, int(model.pretrained.config.vocab_size))
-        factors = rope_factors(model.pretrained.config)
-        if factors is not None:
-            writer.add_tensor_info(
-                ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes, GGMLQuantizationType.F32
-            )
-        for place, (name, *others) in file_tensors(model, _all_names(model)).items():
+        if (factors := rope_factors(model.pretrained.config)) is not None:
+            what = factors.shape, factors.dtype, factors.nbytes
+            writer.add_tensor_info("rope_freqs.weight", *what, GGMLQuantizationType.F32)
+        for place, (name, *others) in file_tensors(model, model.names()).items():
             kind, shape = self._type(model, name), model.pretrained.tensors[name].shape
             if others:  # all experts in one tensor
                 shape = (1 + len(others), *shape)
@@ -148,26 +149,23 @@ class Gguf(Format):
         writer.write_ti_data_to_file()
         return writer
 
-    def _write(self, model: QuantizedModel, after_block: Callable[[], None], path: Path) -> None:
+    def _write(self, model: QuantizedModel, path: Path, after_block: Callable[[], None]) -> None:
         writer = self.begin(model, path)
-        factors = rope_factors(model.pretrained.config)
-        if factors is not None:
+        if (factors := rope_factors(model.pretrained.config)) is not None:
             writer.write_tensor_data(factors)
         for name in model.stem_names():
             writer.write_tensor_data(self._encoded(model, name, model.stem(name)))
         for index in range(model.block_count):
-            block = model.block(index)
-            tensors = {**block.others, **block.matrices}
+            tensors = model.block(index)
             for names in file_tensors(model, model.block_names(index)).values():
                 each = [self._encoded(model, name, tensors[name]) for name in names]
                 writer.write_tensor_data(each[0] if len(each) == 1 else np.stack(each))
             after_block()
         writer.close()
 
-    def _encoded(self, model: QuantizedModel, name: str, value: Tensor | StoredWeight) -> npt.NDArray[Any]:
+    def _encoded(self, model: QuantizedModel, name: str, value: StoredTensor) -> npt.NDArray[Any]:
         """Return the bytes of a tensor."""
-        order = row_order(model, name)
-        if order is not None:
+        if (order := row_order(model, name)) is not None:
             value = value[order] if isinstance(value, Tensor) else value.rows(order)
         if not isinstance(value, Tensor):
             value = in_column_order(model, name, value)
@@ -184,44 +182,45 @@ class Gguf(Format):
         return value.contiguous().view(torch.uint8).numpy()
 
     def _type(self, model: QuantizedModel, name: str) -> GGMLQuantizationType:
-        stored = model.pretrained.tensors[name]
         if (kind := model.stem_type(name)) is not None:
-            return library_type(BLOCK_TYPES[kind])
+            return GGMLQuantizationType(BLOCK_TYPES[kind].number)
         if name in model.matrices:
-            return library_type(exact_type(model, name))
+            return GGMLQuantizationType(exact_type(model, name).number)
         if self._rounds(model, name):
             return GGMLQuantizationType.Q8_0
         # llama.cpp adds and multiplies vectors in float32 only
-        if len(stored.shape) == 1 or in_float32(gguf_name(model, name)):
+        if len(model.pretrained.tensors[name].shape) == 1 or in_float32(gguf_name(model, name)):
             return GGMLQuantizationType.F32
         return PLAIN.get(model.dtype(name), GGMLQuantizationType.F32)
 
     def _rounds(self, model: QuantizedModel, name: str) -> bool:
-        columns = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0][0]
-        whole = model.pretrained.tensors[name].shape[-1] % columns == 0
-        asked = self.embedding == "q8_0" and name in model.embeddings
+        whole = model.pretrained.tensors[name].shape[-1] % BLOCK_TYPES["Q8_0"].grid.block == 0
+        asked = self.embedding == "q8_0" and name in model.parts.values()
         return asked and whole and model.stem_type(name) is None
-
-
-def _crosses_heads(model: QuantizedModel) -> bool:
-    """Return whether groups of columns do not lie within a head of linear attention."""
-    typed = model.settings.quantization.format != "uniform"
-    return typed or model.pretrained.config.linear_value_head_dim % (model.group_size or 1) != 0
-
-
-def _all_names(model: QuantizedModel) -> Iterator[str]:
-    yield from model.stem_names()
-    for index in range(model.block_count):
-        yield from model.block_names(index)
 
 
 def _float32(value: Tensor) -> npt.NDArray[Any]:
     return value.float().contiguous().numpy()
 
 
-def library_type(kind: BlockType) -> GGMLQuantizationType:
-    """Return the library's value for a block type."""
-    return GGMLQuantizationType(kind.number)
+def file_bytes(model: QuantizedModel) -> int:
+    """Return the size of the file of a model whose matrices have block types.
+
+    What stands before the data is written to a temporary file, because its size depends on the vocabulary.
+    ``model`` need not have been quantized: only its settings and shapes are looked at.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "head.gguf"
+        writer = Gguf().begin(model, path)
+        writer.close()
+        before = path.stat().st_size
+    sizes = [info.nbytes for shard in writer.tensors for info in shard.values()]
+    return sum(map(padded, (before, *sizes)))
+
+
+def padded(size: int) -> int:
+    """Return the bytes that a part of a file takes."""
+    return int(GGUFWriter.ggml_pad(size, ALIGNMENT))
 
 
 def dequantized(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:
@@ -247,4 +246,4 @@ def _unknown(cls: type[GGMLQuantizationType], number: object) -> GGMLQuantizatio
 
 if _Q2_0.number not in set(GGMLQuantizationType):
     GGMLQuantizationType._missing_ = classmethod(_unknown)  # type: ignore[assignment,method-assign]
-    GGML_QUANT_SIZES[library_type(_Q2_0)] = (_Q2_0.columns, _Q2_0.size)
+    GGML_QUANT_SIZES[GGMLQuantizationType(_Q2_0.number)] = (_Q2_0.grid.block, _Q2_0.size)

@@ -9,7 +9,7 @@ Source: ``ggml-common.h`` and ``dequantize_row_*`` in ``ggml-quants.c`` of llama
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,22 +20,17 @@ from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 
 Bytes = npt.NDArray[Any]
-"""Type of stored bytes and integers, both uint8; numpy's types of ``&`` and ``>>`` with a Python integer say
-less."""
+"""Stored bytes and integers, both uint8; numpy's types of ``&`` and ``>>`` with a Python integer say less."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Holds the numbers of a matrix, cut into blocks: ``[rows, blocks, ...]``."""
+    """Holds the numbers of a matrix, cut into blocks; those that the type has none of are empty."""
 
-    integers: Bytes
-    """``[rows, blocks, columns]``."""
-    d: Bytes
-    """``[rows, blocks]``."""
+    integers: Bytes  # [rows, blocks, columns]
+    d: Bytes  # [rows, blocks]
     d_min: Bytes
-    """As d; empty, as the following, where the type has none."""
-    sub_scale: Bytes
-    """``[rows, blocks, groups]``."""
+    sub_scale: Bytes  # [rows, blocks, groups]
     sub_min: Bytes
 
 
@@ -59,19 +54,9 @@ class BlockType:
         return self.grid.name
 
     @property
-    def columns(self) -> int:
-        """Return the number of columns of a block."""
-        return self.grid.block
-
-    @property
     def bits(self) -> float:
         """Return the bits of the file for each weight, with its part of the scales."""
-        return 8 * self.size / self.columns
-
-    @property
-    def words(self) -> str:
-        """Return the name of the type with its bits, for messages."""
-        return f"{self.name} ({self.bits:g} bits a weight)"
+        return 8 * self.size / self.grid.block
 
     def encode(self, matrix: TypedWeight) -> Bytes:
         """Return the bytes ``[rows, bytes of a row]`` of a matrix, whose rows are whole blocks."""
@@ -81,7 +66,7 @@ class BlockType:
             none if value is None else value.unflatten(1, (-1, self.grid.groups))
             for value in (matrix.sub_scale, matrix.sub_min)
         )
-        integers = matrix.integers.unflatten(1, (-1, self.columns))
+        integers = matrix.integers.unflatten(1, (-1, self.grid.block))
         parts = (value.numpy() for value in (integers, matrix.d, d_min, *factors))
         pieces = self.pack(Parts(*parts))
         return np.concatenate(pieces, -1).reshape(len(integers), -1)
@@ -105,20 +90,7 @@ def _spread(values: Bytes, bits: int) -> Bytes:
 
 
 def _cut(values: Bytes, *shape: int) -> Bytes:
-    """Return the values of each block in another shape."""
     return values.reshape(*values.shape[:2], *shape)
-
-
-def _q2_0(p: Parts) -> list[Bytes]:
-    return [_half(p.d), _spread(np.swapaxes(_cut(p.integers, 16, 4), -1, -2), 2)]
-
-
-def _q4_0(p: Parts) -> list[Bytes]:
-    return [_half(p.d), _nibbles(p.integers)]
-
-
-def _q4_1(p: Parts) -> list[Bytes]:
-    return [_half(p.d), _half(-p.d_min), _nibbles(p.integers)]
 
 
 def _q5_0(p: Parts) -> list[Bytes]:
@@ -131,18 +103,9 @@ def _q5_1(p: Parts) -> list[Bytes]:
     return [d, _half(-p.d_min), *integers]
 
 
-def _q8_0(p: Parts) -> list[Bytes]:
-    return [_half(p.d), p.integers - np.uint8(128)]  # two's complement
-
-
 def _quarters(values: Bytes) -> Bytes:
     """Pack 2 bits of each of 256 values: of each 128 columns, those at distance 32 share a byte."""
     return _cut(_spread(_cut(values, 2, 4, 32), 2), 64)
-
-
-def _q2_k(p: Parts) -> list[Bytes]:
-    factors = p.sub_scale | (p.sub_min << 4)
-    return [factors, _quarters(p.integers), _half(p.d), _half(p.d_min)]
 
 
 def _q3_k(p: Parts) -> list[Bytes]:
@@ -156,11 +119,9 @@ def _q3_k(p: Parts) -> list[Bytes]:
 def _factor_pairs(p: Parts) -> Bytes:
     """Pack eight pairs of 6 bits in 12 bytes.
 
-    The first four pairs have a byte for each factor; its two free bits, and the last four bytes with
-    two nibbles each, hold the other four.
+    Factors of the first four have a byte each; the others two free bits of it, and a nibble of the last four.
     """
-    scale, minimum = p.sub_scale, p.sub_min
-    (s, s_last), (m, m_last) = np.split(scale, 2, -1), np.split(minimum, 2, -1)
+    (s, s_last), (m, m_last) = (np.split(factors, 2, -1) for factors in (p.sub_scale, p.sub_min))
     last = (s_last & 15) | ((m_last & 15) << 4)
     return np.concatenate([s | ((s_last >> 4) << 6), m | ((m_last >> 4) << 6), last], -1)
 
@@ -172,7 +133,7 @@ def _q4_k(p: Parts) -> list[Bytes]:
 
 def _q5_k(p: Parts) -> list[Bytes]:
     fifth_bits = _spread(_cut(p.integers >> 4, 8, 32), 1)
-    d, d_min, factors, low = _q4_k(Parts(p.integers & 15, p.d, p.d_min, p.sub_scale, p.sub_min))
+    d, d_min, factors, low = _q4_k(replace(p, integers=p.integers & 15))
     return [d, d_min, factors, fifth_bits, low]
 
 
@@ -182,6 +143,14 @@ def _q6_k(p: Parts) -> list[Bytes]:
     return [low, high, p.sub_scale.astype(np.int8).view(np.uint8), _half(p.d)]
 
 
+def _q2_0(p: Parts) -> list[Bytes]:
+    return [_half(p.d), _spread(np.swapaxes(_cut(p.integers, 16, 4), -1, -2), 2)]
+
+
+def _q2_k(p: Parts) -> list[Bytes]:
+    return [p.sub_scale | (p.sub_min << 4), _quarters(p.integers), _half(p.d), _half(p.d_min)]
+
+
 BLOCK_TYPES = {
     kind.name: kind
     for kind in (
@@ -189,13 +158,14 @@ BLOCK_TYPES = {
         BlockType(TYPES["Q2_K"], 10, 10, 84, _q2_k),
         BlockType(TYPES["Q3_K"], 11, 11, 110, _q3_k),
         BlockType(TYPES["Q4_K"], 12, 14, 144, _q4_k),
-        BlockType(TYPES["Q4_0"], 2, 2, 18, _q4_0),
-        BlockType(TYPES["Q4_1"], 3, 3, 20, _q4_1),
+        BlockType(TYPES["Q4_0"], 2, 2, 18, lambda p: [_half(p.d), _nibbles(p.integers)]),
+        BlockType(TYPES["Q4_1"], 3, 3, 20, lambda p: [_half(p.d), _half(-p.d_min), _nibbles(p.integers)]),
         BlockType(TYPES["Q5_K"], 13, 16, 176, _q5_k),
         BlockType(TYPES["Q5_0"], 6, 8, 22, _q5_0),
         BlockType(TYPES["Q5_1"], 7, 9, 24, _q5_1),
         BlockType(TYPES["Q6_K"], 14, 18, 210, _q6_k),
-        BlockType(TYPES["Q8_0"], 8, 7, 34, _q8_0),
+        # two's complement
+        BlockType(TYPES["Q8_0"], 8, 7, 34, lambda p: [_half(p.d), p.integers - np.uint8(128)]),
     )
 }
 """Block types from the fewest bits a weight to the most (llama.cpp v0.5.0)."""
@@ -211,7 +181,7 @@ def smallest_type(
 ) -> BlockType | None:
     """Return the smallest type that holds a matrix with these zero points exactly, None if there is none."""
     for kind in BLOCK_TYPES.values():
-        whole = columns % kind.columns == 0 and (group_size or columns) % kind.columns == 0
+        whole = columns % kind.grid.block == 0 and (group_size or columns) % kind.grid.block == 0
         if whole and all(_holds(kind.grid, 2**bits - 1, zero) for zero in zeros):
             return kind
     return None
@@ -219,8 +189,7 @@ def smallest_type(
 
 def as_typed(kind: GridType, matrix: QuantizedWeight) -> TypedWeight:
     """Return a matrix, which a type holds exactly, as that type stores it."""
-    blocks = matrix.group_size // kind.block
-    bits = matrix.bits
+    blocks, bits = matrix.group_size // kind.block, matrix.bits
     d, zero = (x.repeat_interleave(blocks, 1) for x in (matrix.scale.half(), matrix.zero_point))
     one = torch.ones(len(d), d.shape[1] * kind.groups, dtype=torch.uint8)
     if kind.zero_point is None:

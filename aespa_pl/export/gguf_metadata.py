@@ -31,7 +31,9 @@ from aespa_pl.models.llama_cpp import (
     window_period,
 )
 
-MULTIPLIERS: dict[str, Callable[[GGUFWriter, float], None]] = {
+NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
+    "rms_norm_eps": GGUFWriter.add_layer_norm_rms_eps,
+    "layer_norm_epsilon": GGUFWriter.add_layer_norm_eps,
     "attention_multiplier": GGUFWriter.add_attention_scale,
     "embedding_multiplier": GGUFWriter.add_embedding_scale,
     "residual_multiplier": GGUFWriter.add_residual_scale,
@@ -39,8 +41,7 @@ MULTIPLIERS: dict[str, Callable[[GGUFWriter, float], None]] = {
     "attn_logit_softcapping": GGUFWriter.add_attn_logit_softcapping,
     "final_logit_softcapping": GGUFWriter.add_final_logit_softcapping,
 }
-"""Functions that write multipliers and caps, by their names in config.json."""
-
+"""Functions that write a norm's epsilon, multipliers and caps, by their names in config.json."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
@@ -50,10 +51,8 @@ SPLITS = {
     r" ?[^(\s|[.,!?…。，、।۔،])]+": "bloom",  # noqa: RUF001 - its punctuation
 }
 """llama.cpp's name of a rule, by the regular expression in tokenizer.json."""
-
 SENTENCEPIECE_STEPS = {"Prepend", "Replace", "Metaspace"}
-"""Types of the steps that a tokenizer with SentencePiece's pieces takes before it merges: all concern
-spaces."""
+"""Types of steps, all about spaces, that a tokenizer with SentencePiece's pieces takes before it merges."""
 
 
 def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
@@ -77,18 +76,13 @@ def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> N
     writer.add_file_type(file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     _add_provenance(writer, model)
-    if hasattr(config, "rms_norm_eps"):
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    else:
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    for field, add in MULTIPLIERS.items():
+    for field, add in NUMBERS.items():
         if (value := getattr(config, field, None)) is not None:
             add(writer, value)
     _add_windows(writer, config)
     if LINEAR in attention_kinds(config):
         _add_linear_attention(writer, config)
-    rope = rope_parameters(config)
-    if rope:
+    if rope_parameters(config):
         _add_rope(writer, config, layout.head_dim)
 
 
@@ -104,7 +98,6 @@ def _add_linear_attention(writer: GGUFWriter, config: PreTrainedConfig) -> None:
 
 
 def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:
-    """Write sliding windows, where llama.cpp has them."""
     period = window_period(config)
     if architecture_of(config).windows and period is not None and period != 1:
         writer.add_sliding_window(config.sliding_window)
@@ -135,13 +128,10 @@ def _add_rope(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> No
 def _add_provenance(writer: GGUFWriter, model: QuantizedModel) -> None:
     """Write how the weights were made: version, settings, and calibration without folders of this machine."""
     calibration = asdict(model.settings.data.calibration)
-    known = {
-        "version": model.run.fingerprint.get("version of aespa-pl"),
-        "quantization": json.dumps(asdict(model.settings.quantization)),
-        "calibration": json.dumps({**calibration, "source": public_source(calibration["source"])}),
-    }
-    for key, value in known.items():
-        writer.add_string(f"aespa_pl.{key}", str(value))
+    calibration["source"] = public_source(calibration["source"])
+    writer.add_string("aespa_pl.version", str(model.run.fingerprint.get("version of aespa-pl")))
+    writer.add_string("aespa_pl.quantization", json.dumps(asdict(model.quantization)))
+    writer.add_string("aespa_pl.calibration", json.dumps(calibration))
 
 
 def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:
@@ -152,46 +142,38 @@ def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:
     if rope_type(config) != "llama3":
         return None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    head_dim = 2 * len(scaled)
-    exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    exponents = torch.arange(0, 2 * len(scaled), 2).float() / (2 * len(scaled))
     plain = rope_parameters(config)["rope_theta"] ** -exponents
     factors: npt.NDArray[Any] = (plain / scaled).float().numpy()
     return factors
 
 
 def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
-    """Write tokens, merges, special tokens and chat template.
-
-    Raises UserError where llama.cpp has no tokenizer like it.
-    """
+    """Write tokens, merges, special tokens and template. Raises UserError as ``refuse_tokenizer`` does."""
     content = _tokenizer(folder)
-    kind = content["model"]
-    vocabulary = {**kind["vocab"], **{t["content"]: t["id"] for t in content["added_tokens"]}}
-    types = {
-        t["content"]: TokenType.CONTROL if t["special"] else TokenType.USER_DEFINED
-        for t in content["added_tokens"]
-    }
+    model = content["model"]
+    added = {token["content"]: token for token in content["added_tokens"]}
+    vocabulary = {**model["vocab"], **{text: token["id"] for text, token in added.items()}}
+    kinds = {True: TokenType.CONTROL, False: TokenType.USER_DEFINED}
+    types = {text: kinds[token["special"]] for text, token in added.items()}
     texts = {number: text for text, number in vocabulary.items()}
     tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]
-    if kind.get("byte_fallback"):
+    if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores(_scores(kind["merges"], tokens))
-        writer.add_add_space_prefix(_puts_space_first(content))
+        writer.add_token_scores(_scores(model["merges"], tokens))
+        steps = _steps(content)  # some split a text as if a space came before it
+        spaces = (s["type"] == "Prepend" or s.get("prepend_scheme", "never") != "never" for s in steps)
+        writer.add_add_space_prefix(any(spaces))
         types = {**{t: TokenType.BYTE for t in tokens if re.fullmatch("<0x..>", t)}, **types}
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(splitting_rule(content, folder))
     writer.add_token_list(tokens)
-    writer.add_token_types(
-        [
-            types.get(token, TokenType.NORMAL) if i in texts else TokenType.UNUSED
-            for i, token in enumerate(tokens)
-        ]
-    )
-    SpecialVocab(folder, load_merges=not kind.get("byte_fallback"), n_vocab=size).add_to_gguf(
-        writer, quiet=True
-    )
+    known = (types.get(token, TokenType.NORMAL) for token in tokens)
+    writer.add_token_types([kind if i in texts else TokenType.UNUSED for i, kind in enumerate(known)])
+    special = SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=size)
+    special.add_to_gguf(writer, quiet=True)
 
 
 def refuse_tokenizer(folder: Path) -> None:
@@ -223,19 +205,8 @@ def _steps(content: dict[str, Any]) -> list[dict[str, Any]]:
     return steps
 
 
-def _puts_space_first(content: dict[str, Any]) -> bool:
-    """Return whether a text is split as if a space came before it."""
-    return any(
-        step["type"] == "Prepend" or step.get("prepend_scheme", "never") != "never"
-        for step in _steps(content)
-    )
-
-
 def splitting_rule(content: dict[str, Any], folder: Path) -> str:
-    """Return llama.cpp's name of how a tokenizer of bytes splits text before it merges.
-
-    Raises UserError where it has none.
-    """
+    """Return llama.cpp's name of how a tokenizer of bytes splits text. Raises UserError where it has none."""
     stated = content["pre_tokenizer"] or {}
     steps = stated.get("pretokenizers", [stated])
     kinds = [step.get("type") for step in steps]
@@ -273,13 +244,9 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
-    """Return scores by which llama.cpp's SentencePiece merges in the order of the merges.
-
-    It joins the pair whose result has the highest score, the leftmost first.
-    """
+    """Return scores by which llama.cpp, which joins the pair of the highest first, merges in this order."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         ranks.setdefault("".join(pair), rank)
-    last = float(len(merges))
-    return [-float(ranks[token]) if token in ranks else -last for token in tokens]
+    return [-float(ranks.get(token, len(merges))) for token in tokens]

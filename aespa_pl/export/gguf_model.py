@@ -25,11 +25,9 @@ IDEAL_WIDTH = 256
 
 def row_order(model: QuantizedModel, name: str) -> Tensor | None:
     """Return the rows of a weight or bias in the order that llama.cpp wants, None if it is theirs."""
-    if (order := _value_heads(model, name)) is not None:
-        return order
     projections = model.projections_of(name)
-    if not projections:
-        return None
+    if (order := _value_heads(model, name)) is not None or not projections:
+        return order
     layout, rows = model.layout(), torch.arange(model.pretrained.tensors[name].shape[0])
     first = projections[0]
     architecture = architecture_of(model.pretrained.config)
@@ -43,8 +41,7 @@ def row_order(model: QuantizedModel, name: str) -> Tensor | None:
 def _value_heads(model: QuantizedModel, name: str) -> Tensor | None:
     """Return the order of the rows of linear attention that belong to value heads, behind those of others.
 
-    In transformers the value heads of a key head follow one another; in llama.cpp the first of all key heads
-    come first.
+    In transformers those of a key head follow one another; in llama.cpp the first of all key heads do.
     """
     config, kind = model.pretrained.config, name.rpartition(".linear_attn.")[2].removesuffix(".weight")
     if ".linear_attn." not in name or kind in ("norm", "out_proj") or not other_heads(config):
@@ -81,12 +78,8 @@ def in_column_order(model: QuantizedModel, name: str, value: StoredWeight) -> St
 
 
 def own_value(model: QuantizedModel, name: str, value: Tensor) -> Tensor:
-    """Return a tensor that is not quantized as llama.cpp has it, in float32.
-
-    Norms that add 1 to their weight have it there; the one of linear attention adds none. The decay of linear
-    attention is no logarithm.
-    """
-    if name.endswith(".A_log"):
+    """Return a tensor that is not quantized as llama.cpp has it, in float32, norms with the 1 they add."""
+    if name.endswith(".A_log"):  # the decay of linear attention
         return -value.float().exp()
     of_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
     return value.float() + (architecture_of(model.pretrained.config).norm_offset if of_norm else 0.0)
@@ -101,10 +94,7 @@ def file_tensors(model: QuantizedModel, names: Iterable[str]) -> dict[str, list[
 
 
 def in_float32(name: str) -> bool:
-    """Return whether llama.cpp has a matrix in float32, given its name there.
-
-    These are routers, and what rules the state of linear attention.
-    """
+    """Return whether llama.cpp has a matrix in float32: routers, and what rules linear attention's state."""
     large = (".ssm_in.weight", ".ssm_out.weight")
     return "ffn_gate_inp" in name or (".ssm_" in name and not name.endswith(large))
 
@@ -128,15 +118,12 @@ def _name_map(architecture: str, blocks: int) -> gguf.TensorNameMap:
 
 
 def candidate_type(model: QuantizedModel, name: str) -> BlockType | None:
-    """Return the smallest block type that holds a quantized matrix exactly, None if there is none.
-
-    Of a run with a format of llama.cpp it is the type that the run stored the matrix in.
-    """
-    if (kind := model.type_of(name)) is not None:
+    """Return the smallest block type that holds a quantized matrix exactly, None if there is none."""
+    if (kind := model.type_of(name)) is not None:  # of a run with a format of llama.cpp
         return BLOCK_TYPES[kind]
     columns = model.pretrained.tensors[name].shape[1]
     bits = max(map(model.bits_of, _together(model, name)))
-    return smallest_type(bits, columns, model.group_size, _zeros(model, name))
+    return smallest_type(bits, columns, model.quantization.group_size, _zeros(model, name))
 
 
 def _together(model: QuantizedModel, name: str) -> list[str]:
@@ -144,15 +131,14 @@ def _together(model: QuantizedModel, name: str) -> list[str]:
     index, (projection, *_) = model.matrices[name]
     if projection.expert is None:
         return [name]
-    return file_tensors(model, filter(model.matrices.__contains__, model.block_names(index)))[
-        gguf_name(model, name)
-    ]
+    names = filter(model.matrices.__contains__, model.block_names(index))
+    return file_tensors(model, names)[gguf_name(model, name)]
 
 
 def _zeros(model: QuantizedModel, name: str) -> Collection[int]:
     """Return the zero points of a tensor of the file; of a symmetric grid without reading them."""
     together = _together(model, name)
-    if model.symmetric:
+    if model.quantization.symmetric:
         return {zero for n in together for zero in zero_points(model.bits_of(n), symmetric=True)}
     index, _ = model.matrices[name]
     projections = [p for n in together for p in model.matrices[n][1]]
@@ -163,8 +149,7 @@ def _zeros(model: QuantizedModel, name: str) -> Collection[int]:
 
 def exact_type(model: QuantizedModel, name: str) -> BlockType:
     """Return the block type of a quantized matrix of a model that was not refused."""
-    kind = candidate_type(model, name)
-    if kind is None:
+    if (kind := candidate_type(model, name)) is None:
         raise ValueError(f"no block type holds {name}")
     return kind
 
@@ -179,9 +164,9 @@ def ideal_type(model: QuantizedModel, name: str) -> BlockType:
 
 def file_type(model: QuantizedModel) -> int:
     """Return what the file is called: its mixture, or the type that most of a block's weights have."""
-    if (number := FILE_TYPES.get(model.settings.quantization.format)) is not None:
+    if (number := FILE_TYPES.get(model.quantization.format)) is not None:
         return number
-    weights: Counter[int] = Counter()
+    weights = Counter[int]()
     for name in model.matrices:
         weights[exact_type(model, name).file_type] += math.prod(model.pretrained.tensors[name].shape)
     return weights.most_common(1)[0][0]

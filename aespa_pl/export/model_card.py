@@ -13,8 +13,7 @@ import yaml
 from huggingface_hub import ModelCardData, metadata_load
 
 from aespa_pl.errors import printable
-from aespa_pl.evaluation.later import measured
-from aespa_pl.evaluation.table import markdown, result_table
+from aespa_pl.evaluation.table import markdown, measured, result_table
 from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.run.journal import Run
@@ -42,13 +41,9 @@ def model_card(
     verified: Mapping[str, str],
     beside: str | None = None,
 ) -> str:
-    """Return the text.
-
-    ``verified`` says by its name what the check of each engine found, ``beside`` what the comparison with
-    the original did.
-    """
+    """Return the text; ``verified`` has what checks of engines found, ``beside`` what the original's did."""
     pretrained = model.settings.model.pretrained
-    licence = base_licence(model.original)
+    licence = _base_licence(model.original)
     header = ModelCardData(
         tags=["aespa", chosen.name],
         pipeline_tag="text-generation",
@@ -73,8 +68,7 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def base_licence(folder: Path) -> str | None:
-    """Return the licence that the base model's own card states, None if it states none."""
+def _base_licence(folder: Path) -> str | None:
     try:
         licence = (metadata_load(folder / "README.md") or {}).get("license")
     except (OSError, ValueError, RecursionError, yaml.YAMLError):  # ValueError: bytes, no text
@@ -99,12 +93,12 @@ def public_source(source: str | Mapping[str, float]) -> str | dict[str, float]:
 
 
 def _method(model: QuantizedModel, chosen: Format) -> str:
-    data, method = model.settings.data.calibration, model.settings.quantization.method
+    data, method = model.settings.data.calibration, model.quantization.method
     source = public_source(data.source)
     if isinstance(source, dict):
         source = ", ".join(f"{name} ({proportion:g})" for name, proportion in source.items())
     others = chosen.rounded(model) or "embedding, head and norms are not quantized"
-    if model.settings.quantization.format != "uniform":
+    if model.quantization.format != "uniform":
         others = "embedding and head are quantized as well"
     return (
         f"{method}: {model.granularity}; calibrated on {data.segments} segments of {data.segment_length} "
@@ -116,7 +110,7 @@ def _commands(model: QuantizedModel, command: str) -> str:
     """Return the settings and the commands; folders of this machine mean nothing to others."""
     data = model.settings.data.calibration
     settings = {
-        "quantization": asdict(model.settings.quantization),
+        "quantization": asdict(model.quantization),
         "data": {"calibration": {**asdict(data), "source": public_source(data.source)}},
     }
     text = yaml.safe_dump(json.loads(json.dumps(settings)))  # plain numbers only
@@ -128,7 +122,6 @@ def _commands(model: QuantizedModel, command: str) -> str:
 
 
 def _perplexities(run: Run) -> str:
-    """Return the table of the perplexities that ``fit`` or ``test`` measured."""
     metrics, notes = measured(run.folder)
     for note in notes:
         log.warning("%s: %s", run.folder, note)

@@ -23,7 +23,7 @@ from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run, model_fingerprint
 from aespa_pl.run.stored_settings import stored_settings
-from aespa_pl.settings import Settings
+from aespa_pl.settings import QuantizationSettings, Settings
 from aespa_pl.storage.cache import cache_folder
 from aespa_pl.tuning.weights import merged
 
@@ -31,14 +31,13 @@ UNIFORM = ("integers", "scale", "zero_point")
 """Tensors of a quantized matrix in a block file, where its grid is uniform."""
 
 
-@dataclass(frozen=True)
-class StoredBlock:
-    """Holds one Transformer block of a run, by the names in the model's ``state_dict``."""
+StoredTensor = Tensor | StoredWeight
+"""Tensor as a run stores it: quantized, or as it is."""
 
-    matrices: Mapping[str, StoredWeight]
-    """Quantized matrices by the name of the weight."""
-    others: Mapping[str, Tensor]
-    """Norms and biases, with zeta folded in."""
+
+def value_of(stored: StoredTensor) -> Tensor:
+    """Return a tensor dequantized in float32, or as it is stored."""
+    return stored if isinstance(stored, Tensor) else stored.weight()
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,8 @@ class QuantizedModel:
     ) -> "QuantizedModel":
         """Check a run's folder.
 
-        The original model lies where config.yaml says, unless ``original`` is given; ``data.cache`` of a run
-        that is not trusted isn't used. Raises UserError where the run is not finished, one of its files is
-        damaged or missing, or the original can't be found or is another model.
+        The original lies where config.yaml says, unless it is given; ``data.cache`` of a run that is not
+        trusted isn't used. Raises UserError where the run is unfinished or damaged, or the original another.
         """
         run = Run.open(folder)
         settings = stored_settings(run.folder, run.fingerprint)
@@ -74,14 +72,18 @@ class QuantizedModel:
         pretrained = PretrainedFolder.open(run.model_folder)
         place = cache_folder(settings.data.cache if trusts_places else None)
         source = resolve(original or settings.model.pretrained, settings.model.revision)
-        stored = PretrainedFolder.open(source, place).tensors.values()
-        weights = {tensor.file for tensor in stored}
+        weights = {tensor.file for tensor in PretrainedFolder.open(source, place).tensors.values()}
         if model_fingerprint({source / "config.json", *weights}) != run.fingerprint["model"]:
             raise UserError(
                 f"--original: the run {folder} was made from another model than {source}: give the "
                 "folder of the model that was quantized"
             )
         return cls(run, settings, source, place, pretrained, pretrained.embeddings())
+
+    @property
+    def quantization(self) -> QuantizationSettings:
+        """Return how the run quantized."""
+        return self.settings.quantization
 
     @property
     def bits(self) -> int:
@@ -96,38 +98,22 @@ class QuantizedModel:
     def bits_of(self, name: str) -> int:
         """Return the bits of the integers of a quantized weight, given its name."""
         index, projections = self.matrices[name]
-        return self.settings.quantization.bits_for(index, projections[0].name)
-
-    @property
-    def embeddings(self) -> frozenset[str]:
-        """Return the names of the input and output embeddings; of tied ones, the first."""
-        return frozenset(self.parts.values())
+        return self.quantization.bits_for(index, projections[0].name)
 
     def type_of(self, name: str) -> str | None:
         """Return the block type of a quantized weight, given its name; None where its grid is uniform."""
         index, projections = self.matrices[name]
-        return self.settings.quantization.type_for(index, projections[0].name)
-
-    @property
-    def symmetric(self) -> bool:
-        """Tell whether every zero point is the middle of the range."""
-        return self.settings.quantization.symmetric
-
-    @property
-    def group_size(self) -> int | None:
-        """Return the number of columns that share a scale; None: all of a row."""
-        return self.settings.quantization.group_size
+        return self.quantization.type_for(index, projections[0].name)
 
     @property
     def granularity(self) -> str:
         """Return bits and groups in words, for messages."""
-        if self.settings.quantization.format != "uniform":
-            name = self.settings.quantization.format
+        name, size = self.quantization.format, self.quantization.group_size
+        if name != "uniform":
             return "types of llama.cpp" if name == "auto" else f"{name} of llama.cpp"
-        groups = f"groups of {self.group_size}" if self.group_size else "per channel"
-        kind = "symmetric" if self.symmetric else "asymmetric"
-        bits = " and ".join(map(str, self.matrix_bits))
-        return f"{bits} bits, {groups}, {kind}"
+        groups = f"groups of {size}" if size else "per channel"
+        kind = "symmetric" if self.quantization.symmetric else "asymmetric"
+        return f"{' and '.join(map(str, self.matrix_bits))} bits, {groups}, {kind}"
 
     @property
     def family(self) -> Family:
@@ -136,7 +122,7 @@ class QuantizedModel:
 
     def layout(self, index: int = 0) -> BlockLayout:
         """Return the layout of a block."""
-        return layout_of(self.family, self.pretrained.config, self.settings.quantization, index)
+        return layout_of(self.family, self.pretrained.config, self.quantization, index)
 
     @property
     def block_count(self) -> int:
@@ -171,20 +157,22 @@ class QuantizedModel:
         """Return the names of a block's tensors."""
         return self.pretrained.block_names(self.family, index)
 
+    def names(self) -> dict[str, int | None]:
+        """Return all names, first those outside the blocks, each with its block (None there)."""
+        blocks = {name: i for i in range(self.block_count) for name in self.block_names(i)}
+        return {**dict.fromkeys(self.stem_names()), **blocks}
+
     def unquantized_linears(self) -> list[str]:
         """Return the names of the linear layers that keep their weights, such as the head and routers."""
-        linears = [
-            name
-            for name, module in self.pretrained.skeleton().named_modules()
-            if isinstance(module, nn.Linear) and f"{name}.weight" not in self.matrices
-        ]
+        modules = self.pretrained.skeleton().named_modules()
+        linears = [name for name, module in modules if isinstance(module, nn.Linear)]
+        mixtures = enumerate(self.layout(index).mixture for index in range(self.block_count))
+        paths = (
+            self.family.block_prefix(i) + mixture.router for i, mixture in mixtures if mixture is not None
+        )
         # the library's are no linear layers, but other engines' are
-        routers = [
-            self.family.places(self.family.block_prefix(index) + mixture.router)[0][0]
-            for index in range(self.block_count)
-            if (mixture := self.layout(index).mixture) is not None
-        ]
-        return linears + routers
+        routers = [self.family.places(path)[0][0] for path in paths]
+        return [name for name in linears if f"{name}.weight" not in self.matrices] + routers
 
     @property
     def has_experts(self) -> bool:
@@ -194,54 +182,39 @@ class QuantizedModel:
     def stem_type(self, name: str) -> str | None:
         """Return the block type that a run with a format of llama.cpp gave embedding or head; else None."""
         parts = {name: part for part, name in self.parts.items()}
-        return self.settings.quantization.types.get(parts.get(name, ""))
+        return self.quantization.types.get(parts.get(name, ""))
 
     def stem(self, name: str) -> Tensor | TypedWeight:
         """Return a tensor that lies outside the blocks as stored: in a block type or as it was."""
-        kind = self.stem_type(name)
-        if kind is None:
+        if (kind := self.stem_type(name)) is None:
             return self.pretrained.tensor(name)
         with opened(self.run.stem_file) as file:
             keys = [key for key in file.keys() if key.startswith(f"{name}.")]  # noqa: SIM118 - no mapping
             return TypedWeight.read({key: file.get_tensor(key) for key in keys}, name, TYPES[kind])
 
-    def stem_value(self, name: str) -> Tensor:
-        """Return a tensor that lies outside the blocks: dequantized, or as stored."""
-        stored = self.stem(name)
-        return stored if isinstance(stored, Tensor) else stored.weight()
-
-    def block(self, index: int) -> StoredBlock:
-        """Read one block."""
+    def block(self, index: int) -> dict[str, StoredTensor]:
+        """Read one block; its norms and biases have zeta folded in."""
         names = self.block_names(index)
+        others = {name: self.pretrained.tensor(name) for name in names if name not in self.matrices}
         with opened(self.run.block_file(index)) as file:
-            matrices = {name: self._matrix(file, name) for name in names if name in self.matrices}
-        others = {name: self.pretrained.tensor(name) for name in names if name not in matrices}
-        return StoredBlock(matrices, others)
+            return others | {name: self._matrix(file, name) for name in names if name in self.matrices}
 
     def _matrix(self, file: Any, name: str) -> StoredWeight:
-        """Read the weight of a linear layer, whose rows may belong to several projections in turn.
-
-        Raises UserError where an integer has more bits than the run says.
-        """
+        """Read the weight of a linear layer, whose rows may belong to several projections in turn."""
         index, projections = self.matrices[name]
-        kind, stored, layout = self.type_of(name), set(file.keys()), self.layout(index)
-        tensors = {
-            key: merged(
-                {p.name: file.get_tensor(f"{p.name}.{key}") for p in projections},
-                layout,
-                projections[0].module,
-            )
-            for key in (UNIFORM if kind is None else TENSORS)
-            if f"{projections[0].name}.{key}" in stored
-        }
+        kind, first, stored = self.type_of(name), projections[0], set(file.keys())
+        tensors = {}
+        for key in UNIFORM if kind is None else TENSORS:
+            if f"{first.name}.{key}" in stored:
+                each = {p.name: file.get_tensor(f"{p.name}.{key}") for p in projections}
+                tensors[key] = merged(each, self.layout(index), first.module)
         if kind is not None:
             return TypedWeight(**tensors, kind=TYPES[kind])
         try:
             return QuantizedWeight(**tensors, bits=self.bits_of(name))
         except ValueError as error:
-            raise UserError(
-                f"the run {self.run.folder}: {name}: {error}: quantize the model again"
-            ) from error
+            why = f"the run {self.run.folder}: {name}: {error}: quantize the model again"
+            raise UserError(why) from error
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that the original stores a tensor in."""

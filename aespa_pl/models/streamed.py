@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from aespa_pl.models.family import Family
 from aespa_pl.models.pretrained import PretrainedFolder
-from aespa_pl.storage.batches import Batches, BatchesOnDisk
-from aespa_pl.storage.transfer import in_turn, sending_back
+from aespa_pl.storage.batches import Batches, BatchesOnDisk, in_turn, sending_back
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.later import known, measured
 from aespa_pl.evaluation.size import bits_per_weight, projection_weights
+from aespa_pl.evaluation.table import known, measured
 from aespa_pl.models.headers import read_header
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run

@@ -1,9 +1,15 @@
-"""Keep tensors on disk, one at a time in memory: hidden states of segments, statistics of a block."""
+"""Keep tensors on disk, one at a time in memory: hidden states of segments, statistics of a block.
+
+Batches move to the device that works on them and back while it works on others.
+"""
 
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +20,8 @@ from aespa_pl.storage.files import disk_errors
 class BatchesOnDisk:
     """Keeps batches in one file, where they are read and replaced like items of a list.
 
-    The file has no name in its folder: when the process ends, in whatever way, its space is free. Batches are
-    read and written whole; a mapping of the file would count as memory of the process. A disk that is full or
-    not writable is a UserError.
+    The file has no name in its folder: when the process ends, in whatever way, its space is free. A mapping
+    of it would count as memory of the process. A disk that is full or not writable is a UserError.
     """
 
     def __init__(self, folder: Path, batches: Iterable[Tensor] = ()) -> None:
@@ -32,7 +37,6 @@ class BatchesOnDisk:
             self.append(batch)
 
     def __len__(self) -> int:
-        """Return the number of batches."""
         return len(self._shapes)
 
     def append(self, batch: Tensor) -> None:
@@ -43,7 +47,6 @@ class BatchesOnDisk:
         self[len(self._shapes) - 1] = batch
 
     def __getitem__(self, index: int) -> Tensor:
-        """Read a batch; the tensor is the caller's. Raises IndexError where there is none."""
         return self._read(self._starts[index], self._shapes[index])
 
     def item(self, index: int, place: int) -> Tensor:
@@ -59,7 +62,6 @@ class BatchesOnDisk:
         return tensor
 
     def __setitem__(self, index: int, batch: Tensor) -> None:
-        """Replace a batch by another of its shape and type."""
         with disk_errors(self._folder):
             self._file.seek(self._starts[index])
             self._file.write(_bytes(batch.contiguous()))
@@ -77,8 +79,73 @@ def item(batches: Batches, index: int, place: int) -> Tensor:
 
 
 def _bytes(batch: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
     return batch.view(-1).view(torch.uint8).numpy().data
+
+
+def in_turn(batches: Batches, device: torch.device) -> Iterator[Tensor]:
+    """Yield the batches on a device; an accelerator is sent the next one while it works on this one.
+
+    A batch that was yielded may be replaced in ``batches``; the one after it was read already.
+    """
+    if _are_there(batches, device):
+        yield from (batches[i].to(device) for i in range(len(batches)))
+        return
+    streams = torch.get_device_module(device)
+    side = streams.Stream(device)
+
+    def send(index: int) -> tuple[Tensor, Any]:
+        batch = batches[index]
+        pinned = batch if batch.is_pinned() else batch.pin_memory()  # or the copy would block
+        with streams.stream(side):
+            return pinned.to(device, non_blocking=True), side.record_event()
+
+    sent = map(send, range(len(batches)))
+    ahead = next(sent, None)
+    while ahead is not None:
+        (batch, arrived), ahead = ahead, next(sent, None)
+        current = streams.current_stream(device)
+        current.wait_event(arrived)
+        batch.record_stream(current)  # whose work must end before side may have the memory
+        yield batch
+
+
+@contextmanager
+def sending_back(batches: Batches, device: torch.device) -> Iterator[Callable[[int, Tensor], None]]:
+    """Open a context for replacing batches by results; an accelerator works on while they are copied.
+
+    All results are in ``batches`` when the context ends. In it a result may be late by one, and no more:
+    the host waits for the one before, so the device's memory never holds more than two.
+    """
+    if _are_there(batches, device):
+        yield batches.__setitem__
+        return
+    streams = torch.get_device_module(device)
+    side = streams.Stream(device)
+    waiting: deque[tuple[int, Tensor, Any]] = deque()
+
+    def store() -> None:
+        index, copied, done = waiting.popleft()
+        done.synchronize()
+        batches[index] = copied
+
+    def send(index: int, result: Tensor) -> None:
+        side.wait_stream(streams.current_stream(device))
+        with streams.stream(side):  # torch takes pinned memory for a copy that does not block
+            copied = result.to("cpu", non_blocking=True)
+        result.record_stream(side)
+        waiting.append((index, copied, side.record_event()))
+        if len(waiting) > 1:
+            store()
+
+    yield send
+    while waiting:
+        store()
+
+
+def _are_there(batches: Batches, device: torch.device) -> bool:
+    """Return whether nothing is copied: on a CPU, and where hidden states stay on the device."""
+    in_lists = isinstance(batches, list) and len(batches) > 0
+    return device.type == "cpu" or (in_lists and batches[0].device == device)
 
 
 class MatricesOnDisk:
@@ -98,11 +165,9 @@ class MatricesOnDisk:
         return self
 
     def __len__(self) -> int:
-        """Return the number of heads."""
         return len(self._places)
 
     def __getitem__(self, heads: slice) -> Tensor:
-        """Read the matrices ``[some, rows, columns]`` of some heads."""
         return torch.stack([self._store[place] for place in self._places[heads]]).to(self._device)
 
 
@@ -114,17 +179,13 @@ class NamedMatrices(Mapping[str, Tensor]):
     """Reads one matrix by its name whenever it is asked for."""
 
     def __init__(self, stored: Mapping[str, Matrices]) -> None:
-        """Take one matrix of each name."""
         self._stored = stored
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a matrix."""
         return self._stored[name][:][0]
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names."""
         return iter(self._stored)
 
     def __len__(self) -> int:
-        """Return the number of matrices."""
         return len(self._stored)

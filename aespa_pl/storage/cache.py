@@ -33,10 +33,7 @@ def cache_folder(given: str | None = None) -> Path:
 
 
 def recalled(cache: Path, kind: str, made_from: Mapping[str, object]) -> Tensor | None:
-    """Return the tensor of a kind that was kept; None if there is none, or it is not as it was written.
-
-    It lies in the folder of its kind, by all that it was made from (JSON).
-    """
+    """Return the tensor that was kept of a kind, made from this (JSON); None if there is none, or damaged."""
     path, description = _entry(cache, kind, made_from)
     try:
         with safe_open(path, "pt") as file:
@@ -62,14 +59,10 @@ def keep(cache: Path, kind: str, made_from: Mapping[str, object], tensor: Tensor
             write_tensors(path, {kind: tensor}, metadata)
     except (OSError, UserError) as error:
         # write_tensors words its error for a run's own files; the system's reason is underneath
-        reason = error.__cause__ or error
-        log.warning(
-            "the %s will be made again next time: cannot write to %s (%s); set data.cache to a folder with "
-            "space that can be written to",
-            kind,
-            path.parent,
-            getattr(reason, "strerror", None) or reason,
-        )
+        reason = getattr(error.__cause__ or error, "strerror", None) or error.__cause__ or error
+        advice = "set data.cache to a folder with space that can be written to"
+        failed = "the %s will be made again next time: cannot write to %s (%s); %s"
+        log.warning(failed, kind, path.parent, reason, advice)
 
 
 def checksum(tensor: Tensor) -> str:

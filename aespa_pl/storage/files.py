@@ -18,7 +18,6 @@ from torch import Tensor
 from aespa_pl.errors import UserError
 
 MEND = "free space there, or correct its permissions"
-"""Advice to a user whose folder can't be written to."""
 
 
 @contextmanager
@@ -48,7 +47,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             write(temporary)
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
-            temporary.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner reads
+            mask = os.umask(0)  # there is no way to read it but to set it
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)  # safetensors makes files that only their owner reads
             temporary.replace(path)
             _flush_folder(path.parent)
     finally:
@@ -111,10 +112,3 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    """Return the permissions that new files of this process lack; there is no way but to set them."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

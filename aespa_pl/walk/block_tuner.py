@@ -22,9 +22,8 @@ from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import fold, set_projection_weight
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training, block_curves
-from aespa_pl.storage.batches import Batches
+from aespa_pl.storage.batches import Batches, in_turn
 from aespa_pl.storage.files import write_tensors
-from aespa_pl.storage.transfer import in_turn
 from aespa_pl.tuning import RunBlock, TunableBlock, Tuned
 from aespa_pl.walk.record import read_weight, weight_tensors
 

@@ -12,8 +12,7 @@ from aespa_pl.calibration.observe import observing
 from aespa_pl.calibration.statistics import BlockStatistics, DividedStatistics
 from aespa_pl.errors import UserError
 from aespa_pl.run.context import Context
-from aespa_pl.storage.batches import Batches
-from aespa_pl.storage.transfer import in_turn, sending_back
+from aespa_pl.storage.batches import Batches, in_turn, sending_back
 
 Part = tuple[range, range]  # heads whose H_V, and experts whose statistics, are collected in one pass
 

@@ -88,7 +88,7 @@ def test_a_model_too_large_for_tasks_is_refused_before_anything_is_measured(
     aespa: CommandLine, model: Path, finished: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished.copied()
-    monkeypatch.setattr("aespa_pl.evaluation.whole.free_bytes", lambda _device: 0)
+    monkeypatch.setattr("aespa_pl.evaluation.tasks.free_bytes", lambda _device: 0)
     monkeypatch.setattr(evaluate, "compare_perplexities", lambda *_, **__: pytest.fail("measured"))
     status, _, err = aespa("test", *small(model), "--tasks", "[piqa]")
     assert (status, err.count("\n")) == (2, 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aespa_pl.evaluation.divergence import divergence, summary
+from aespa_pl.evaluation.perplexity import divergence, summary
 from tests.evaluation.test_perplexity import open_stream
 from tests.models.examples import make_ids, make_model, save
 

@@ -16,8 +16,7 @@ from aespa_pl.commands import evaluate
 from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import ALONE
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.perplexity import perplexity
-from aespa_pl.evaluation.remembered import measured_on, recall, remember
+from aespa_pl.evaluation.perplexity import measured_on, perplexity, recall, remember
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.progress import WalkProgress
 from aespa_pl.settings import (

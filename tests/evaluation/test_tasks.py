@@ -13,10 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation import whole
 from aespa_pl.evaluation.table import result_table
-from aespa_pl.evaluation.tasks import find_tasks, measure_tasks
-from aespa_pl.evaluation.whole import refuse_too_large
+from aespa_pl.evaluation.tasks import find_tasks, measure_tasks, refuse_too_large
 from aespa_pl.models.hub import resolve
 from aespa_pl.settings import TaskSettings
 
@@ -100,9 +98,9 @@ def test_accuracy_is_the_share_of_items_whose_answer_is_likeliest(task: str, lim
     mean, error = by_hand(folder, ITEMS[:limit])
     score = found["tiny_task_of_this_test"]
     assert 0 < mean < 1  # otherwise any mistake would look the same
-    assert (score.metric, score.items) == ("acc", len(ITEMS[:limit]))
-    assert score.value == pytest.approx(mean)
-    assert score.error == pytest.approx(error)
+    assert (score["metric"], score["items"]) == ("acc", len(ITEMS[:limit]))
+    assert score["value"] == pytest.approx(mean)
+    assert score["error"] == pytest.approx(error)
 
 
 @harness
@@ -120,7 +118,7 @@ def test_a_changed_model_is_measured_as_changed(task: str) -> None:
         folder, find_tasks(settings), settings, device=CPU, dtype=torch.float32, change=zero
     )
     assert visited == [0, 1, 2]
-    assert found["tiny_task_of_this_test"].value == by_hand(folder, ITEMS, zeroed=True)[0]
+    assert found["tiny_task_of_this_test"]["value"] == by_hand(folder, ITEMS, zeroed=True)[0]
 
 
 @harness
@@ -204,7 +202,7 @@ def test_a_model_is_refused_exactly_if_it_does_not_fit(monkeypatch: pytest.Monke
     folder = resolve("embedded:llama")
     model = AutoModelForCausalLM.from_pretrained(folder)
     size = 2 * sum(parameter.numel() for parameter in model.parameters())
-    monkeypatch.setattr(whole, "free_bytes", lambda _device: size + spare)
+    monkeypatch.setattr("aespa_pl.evaluation.tasks.free_bytes", lambda _device: size + spare)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_: pytest.fail("it was loaded"))
     if spare < 0:
         with pytest.raises(UserError, match="tasks and packed models need the whole model in memory"):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 
+from aespa_pl.export.format import prove
 from aespa_pl.export.gguf import Gguf
-from aespa_pl.export.proof import prove
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.runs import Known
 

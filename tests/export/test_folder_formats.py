@@ -11,11 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.awq import Awq
-from aespa_pl.export.compressed_tensors import CompressedTensors
-from aespa_pl.export.folder import FolderFormat, HuggingFace
-from aespa_pl.export.gptq import Gptq
-from aespa_pl.export.proof import prove
+from aespa_pl.export.compressed_tensors import Awq, CompressedTensors
+from aespa_pl.export.folder import FolderFormat, Gptq, HuggingFace
+from aespa_pl.export.format import prove
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
 from tests.export.runs import CONFIGS, VOCABULARY, Known, make_run, save_original

@@ -7,11 +7,12 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
-from aespa_pl.export.gguf import dequantized, library_type
+from aespa_pl.export.gguf import dequantized
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, Bytes, as_typed, smallest_type, zero_points
 from tests.export.gguf_files import llama_cpp
 from tests.export.runs import dequantized as uniform
@@ -76,7 +77,7 @@ def in_c(name: str, data: Bytes, columns: int) -> Tensor:
 def test_gguf_reads_what_was_stored(name: str) -> None:
     matrix = random_matrix(TYPES[name])
     data = BLOCK_TYPES[name].encode(matrix)
-    found = dequantized(data, library_type(BLOCK_TYPES[name]))
+    found = dequantized(data, GGMLQuantizationType(BLOCK_TYPES[name].number))
     assert torch.equal(torch.from_numpy(found), by_loops(TYPES[name], matrix))
 
 
@@ -112,7 +113,7 @@ def test_uniform_grids_are_exact(name: str, bits: int, zeros: list[int]) -> None
     scale = (torch.rand(len(zeros), 1) + 0.01).half()
     matrix = as_typed(TYPES[name], QuantizedWeight(q, scale, zero, bits))
     data = BLOCK_TYPES[name].encode(matrix)
-    found = dequantized(data, library_type(BLOCK_TYPES[name]))
+    found = dequantized(data, GGMLQuantizationType(BLOCK_TYPES[name].number))
     assert torch.equal(torch.from_numpy(found), uniform(q, scale, zero))
 
 

@@ -10,12 +10,11 @@ from gguf import GGUFReader
 from safetensors import safe_open
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.awq import Awq
-from aespa_pl.export.compressed_tensors import CompressedTensors
+from aespa_pl.export.compressed_tensors import Awq, CompressedTensors
 from aespa_pl.export.folder import HuggingFace
+from aespa_pl.export.format import prove
 from aespa_pl.export.gguf import Gguf, dequantized
-from aespa_pl.export.proof import prove
-from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel, value_of
 from tests.cli.commands import CommandLine
 from tests.export.configurations import llama
 from tests.export.runs import save_original
@@ -90,7 +89,7 @@ def test_the_embedding_is_near_the_original(run: Path) -> None:
         # the head makes up for errors at its outputs with larger ones in its weights
         for name, bound in (("model.embed_tokens.weight", 0.34), ("lm_head.weight", 2 * 0.02)):
             original = file.get_tensor(name).float()
-            error = (model.stem_value(name) - original).norm() / original.norm()
+            error = (value_of(model.stem(name)) - original).norm() / original.norm()
             assert error < bound
 
 
@@ -152,6 +151,6 @@ def test_query_and_key_of_two_types_with_the_same_bits_keep_their_own_grids(tmp_
     with safe_open(next(original.glob("*.safetensors")), "pt") as file:
         for name in ("q_proj", "k_proj"):
             key = f"model.layers.0.self_attn.{name}.weight"
-            weight, found = file.get_tensor(key).float(), model.block(0).matrices[key].weight()
+            weight, found = file.get_tensor(key).float(), model.block(0)[key].weight()
             # zeta moves columns between the norm and the weights; the size of the error stays
             assert (found / found.norm(dim=0) - weight / weight.norm(dim=0)).norm() < 0.1 * 256**0.5

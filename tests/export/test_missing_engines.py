@@ -36,11 +36,11 @@ def test_hf_and_gptq_need_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delitem(sys.modules, name)
     for name in ("gguf", "compressed_tensors"):
         monkeypatch.setitem(sys.modules, name, None)
-    for name in ("commands.export", "export.folder", "export.gptq"):
+    for name in ("commands.export", "export.folder"):
         import_module(f"aespa_pl.{name}")
     with pytest.raises(ModuleNotFoundError):
         import_module("aespa_pl.export.gguf")
-    assert {"hf", "gptq"} == formats.CLASSES.keys() - formats.LIBRARIES.keys()
+    assert {"hf", "gptq"} == {name for name, kind in formats.CLASSES.items() if kind.startswith("folder:")}
 
 
 def test_engine_that_is_not_installed_is_named(

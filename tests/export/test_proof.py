@@ -9,8 +9,7 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.format import FormatName, make_format
-from aespa_pl.export.proof import EMBEDDINGS, OTHERS, QUANTIZED, prove
+from aespa_pl.export.format import EMBEDDINGS, OTHERS, QUANTIZED, FormatName, make_format, prove
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
 from tests.export.runs import Known

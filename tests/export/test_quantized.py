@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.errors import UserError
@@ -24,9 +25,9 @@ def test_matrices_of_a_block_are_the_runs(name: str, known: MakeRun) -> None:
     found: dict[str, Any] = {}
     for index in range(model.block_count):
         block = model.block(index)
-        found |= block.matrices
-        for other, value in block.others.items():
-            assert torch.equal(value.float(), run.model.state_dict()[other].half().float())
+        found |= {name: value for name, value in block.items() if not isinstance(value, Tensor)}
+        for other in block.keys() - found.keys():
+            assert torch.equal(block[other].float(), run.model.state_dict()[other].half().float())
     assert found.keys() == run.matrices.keys()
     for name, matrix in found.items():
         assert torch.equal(matrix.weight(), run.weight(name))
@@ -105,7 +106,7 @@ def test_original_that_was_moved_can_be_given(fresh: Known, tmp_path: Path) -> N
 
 def test_grid_is_what_the_configuration_says(fresh: Known) -> None:
     model = QuantizedModel.open(fresh.folder)
-    assert (model.bits, model.group_size, model.symmetric) == (4, 32, False)
+    assert (model.bits, model.quantization.group_size, model.quantization.symmetric) == (4, 32, False)
     assert model.granularity == "4 bits, groups of 32, asymmetric"
     settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
     settings["quantization"] |= {"group_size": None, "symmetric": True}

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
-from aespa_pl.storage.batches import BatchesOnDisk
-from aespa_pl.storage.transfer import in_turn
+from aespa_pl.storage.batches import BatchesOnDisk, in_turn
 from tests.models.examples import EXAMPLES, LENGTH, make_ids, make_model, save
 
 every_example = pytest.mark.parametrize("name", EXAMPLES)

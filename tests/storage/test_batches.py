@@ -1,4 +1,4 @@
-"""Hidden states on disk read like those in memory, and leave nothing behind."""
+"""Hidden states on disk read like those in memory; batches move while an accelerator works on others."""
 
 from pathlib import Path
 
@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from aespa_pl.errors import UserError
-from aespa_pl.storage.batches import BatchesOnDisk
+from aespa_pl.storage.batches import Batches, BatchesOnDisk, in_turn, sending_back
+from tests.device.simulated import simulated
+from tests.device.tally import counting
 
 
 def batches(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -51,3 +53,52 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match="file/hidden"):
         BatchesOnDisk(tmp_path / "file" / "hidden", batches())
+
+
+def make(where: str, batches: list[Tensor], folder: Path, device: torch.device) -> Batches:
+    if where == "disk":
+        return BatchesOnDisk(folder, batches)
+    if where == "device":
+        return [batch.to(device) for batch in batches]
+    return [batch.pin_memory() if where == "pinned" else batch for batch in batches]
+
+
+@pytest.mark.parametrize("where", ["memory", "pinned", "disk", "device"])
+def test_batches_are_replaced_by_results_without_a_wait(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(1, 3, 4)]
+    with simulated(monkeypatch) as device:
+        batches = make(where, list(given), tmp_path, device)
+        with counting() as found:
+            for _ in range(2):
+                with sending_back(batches, device) as replace:
+                    for i, batch in enumerate(in_turn(batches, device)):
+                        assert batch.device == device
+                        replace(i, 2 * batch)
+        assert not found.waits
+        assert found.kernels == {"mul": 6}
+        result = [batches[i].cpu() for i in range(3)]
+    assert all(torch.equal(a, 4 * b) for a, b in zip(result, given, strict=True))
+
+
+def test_results_come_back_while_the_device_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [torch.full((1, 2), float(i)) for i in range(4)]
+    with simulated(monkeypatch) as device:
+        batches = list(given)
+        with sending_back(batches, device) as replace:
+            for i, batch in enumerate(in_turn(batches, device)):
+                replace(i, batch + 10)
+                done = [j for j in range(4) if float(batches[j][0, 0]) >= 10]
+                assert done == list(range(i))  # all but the one under way
+        assert [float(batch[0, 0]) for batch in batches] == [10, 11, 12, 13]
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    given, cpu = [torch.ones(1, 2), torch.zeros(1, 2)], torch.device("cpu")
+    batches: Batches = list(given)
+    assert all(a is b for a, b in zip(in_turn(batches, cpu), given, strict=True))
+    result = torch.ones(1, 2)
+    with sending_back(batches, cpu) as replace:
+        replace(1, result)
+        assert batches[1] is result

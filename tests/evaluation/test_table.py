@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from aespa_pl.evaluation.later import with_later
+from aespa_pl.evaluation.table import with_later
 
 FITTED: dict[str, Any] = {
     "perplexity": {
