@@ -125,7 +125,7 @@ def rounding_loss(
     B is contiguous, H an ``operand``. The rounding loss ``lambda sum(1 - |2 h(B) - 1| ** beta)`` has the
     ``weight`` lambda; there is none where beta is None. The gradient is written to ``gradient``.
     """
-    workspace = workspace or Workspace()
+    workspace = Workspace() if workspace is None else workspace
     gradient = torch.empty_like(B) if gradient is None else gradient
     dW = workspace.like("error", B)
     chunks = []

@@ -14,18 +14,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Workspace:
+class Workspace(dict[str, Tensor]):
     """Keeps memory for intermediate results: new memory costs a CPU more time than the computation in it."""
-
-    def __init__(self) -> None:
-        """Begin with nothing; a buffer is made when it is first asked for, or too small."""
-        self._buffers: dict[str, Tensor] = {}
 
     def like(self, name: str, tensor: Tensor) -> Tensor:
         """Return the buffer of this name in the shape and type of ``tensor``; it holds anything."""
-        buffer = self._buffers.get(name)
+        buffer = self.get(name)
         if buffer is None or buffer.numel() < tensor.numel() or buffer.device != tensor.device:
-            buffer = self._buffers[name] = torch.empty_like(tensor).view(-1)
+            buffer = self[name] = torch.empty_like(tensor).view(-1)
         return buffer[: tensor.numel()].view_as(tensor)
 
 
