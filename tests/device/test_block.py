@@ -131,7 +131,7 @@ def test_steps_before_the_learning_wait_once_a_factorization_or_search(counted: 
         assert not waits(found, "inverse_factor", "update")
         assert found.waits.total() <= 3 * len(counted.result.layout.projections)
     for found in counted.phases["grid"]:
-        assert not waits(found, "grid._candidates", "_search_grids.<locals>.search")
+        assert not waits(found, "grid._candidates", "fit_grids.<locals>.search")
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
