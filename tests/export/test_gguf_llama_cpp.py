@@ -98,7 +98,9 @@ def tokenized(file: Path, text: str) -> list[int]:
     request = Request(f"{server.listening_address}/tokenize", json.dumps({"content": text}).encode())
     with build_opener(ProxyHandler({})).open(request) as answer:
         found: list[int] = json.load(answer)["tokens"]
-        return found
+    # its loop runs when it has completed something; a server that ends before that waits for it for ever
+    server.handle_completions({"prompt": [0], "max_tokens": 1})
+    return found
 
 
 @llama_cpp
