@@ -215,9 +215,8 @@ def splitting_rule(content: dict[str, Any], folder: Path) -> str:
     if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
         return "smollm"
     if kinds == ["Split", "ByteLevel"]:
-        pattern = steps[0]["pattern"].get(
-            "Regex", ""
-        )  # in some files with the characters \r and \n themselves
+        # in some files with the characters \r and \n themselves
+        pattern = steps[0]["pattern"].get("Regex", "")
         if rule := SPLITS.get(pattern.replace("\r", r"\r").replace("\n", r"\n")):
             return rule
     raise UserError(
