@@ -38,6 +38,7 @@ SEGMENTS, BLOCKS = 6, 2
 CPU = torch.device("cpu")
 BASE = QuantizationSettings(
     method="aespa",
+    damping=0.01,
     rounding=RoundingSettings(iterations=24, learning_rate=0.12),
     polish=PolishSettings(enabled=False),
     input_correction=0,

@@ -3,6 +3,8 @@
 Source: OPTQ (Frantar et al., ICLR 2023) for the damping; docs/algorithm.md, "Damping and dead inputs".
 """
 
+from typing import Literal
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -11,8 +13,20 @@ from aespa_pl.errors import NumericalError
 
 DEAD_DIAGONAL = 1 / 2048
 """Diagonal given to an input that is always 0 (docs/algorithm.md, step 1)."""
+LEAST_DAMPING, MOST_DAMPING = 0.01, 0.3
+"""Limits of a damping that follows the number of tokens; the first is OPTQ's (docs/algorithm.md)."""
 FIRST_EXTRA_DAMPING, LAST_EXTRA_DAMPING = 0.01, 100.0
 """Fractions of the mean diagonal that are added, growing tenfold, until a Hessian can be factored."""
+
+
+def damping_for(damping: float | Literal["auto"], inputs: int, tokens: int) -> float:
+    """Return the share of the mean diagonal that is added to an H of so many inputs and tokens.
+
+    The fewer tokens an input has, the more of the loss that integers save on H is chance.
+    """
+    if damping != "auto":
+        return damping
+    return min(max(LEAST_DAMPING, inputs / max(1, tokens)), MOST_DAMPING)
 
 
 def damp(diagonal: Float[Tensor, "heads d_in"], damping: float) -> Float[Tensor, "heads d_in"]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.hessian import corrected_weights
+from aespa_pl.algorithm.hessian import LEAST_DAMPING, corrected_weights
 from aespa_pl.block.grids import fit_grids
 from aespa_pl.block.integers import polish, update
 from aespa_pl.block.learn import Learner
@@ -52,21 +52,22 @@ class BlockQuantizer:
     def quantize(self, block: QuantizedBlock) -> None:
         """Run steps 2 to 4 and the polish; raise UserError if ten times the damping gives no finite loss."""
         context, settings = self.context, self.context.settings
-        damping = context.run.damping.get(block.index, settings.damping)
+        first = LEAST_DAMPING if settings.damping == "auto" else settings.damping
+        damping = context.run.damping.get(block.index, first)
         while True:
-            block.damp(damping)
+            block.damp(settings.damping, damping / first)
             try:
                 with context.measure("grid"):
                     fit_grids(block, settings, context.world)
-                self._update(block, damping)
+                self._update(block, damping / first)
                 with context.measure("rounding"):
                     Learner(context).learn(block)
                 break
             except NumericalError as error:
                 stronger = DAMPING_GROWTH * damping
-                if damping != settings.damping or stronger >= 1:  # there is no third attempt
+                if damping != first or stronger >= 1:  # there is no third attempt
                     raise UserError(f"{error}; {ADVICE}") from error
-                log.warning("%s; again with damping %g", error, stronger)
+                log.warning("%s; again with %d times the damping", error, DAMPING_GROWTH)
                 context.run.damp_again(block.index, stronger)
                 damping = stronger
         block.damp(settings.damping)  # all blocks' losses are measured alike
@@ -74,7 +75,7 @@ class BlockQuantizer:
             with context.measure("polish"):
                 polish(block, settings.polish.passes, context.world)
 
-    def _update(self, block: QuantizedBlock, damping: float) -> None:
+    def _update(self, block: QuantizedBlock, growth: float) -> None:
         optq = self.context.settings.optq
         if optq.enabled:
             with self.context.measure("optq"):
@@ -82,7 +83,7 @@ class BlockQuantizer:
         block.damp(self.context.settings.damping)
         for p in block.projections.values():
             p.measured["optq"] = float(p.loss(p.integers).sum())
-        block.damp(damping)
+        block.damp(self.context.settings.damping, growth)
 
 
 def correct(block: QuantizedBlock, shifts: Shifts, share: float) -> None:

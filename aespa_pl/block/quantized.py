@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from aespa_pl.algorithm.grid import min_max_grid
 from aespa_pl.algorithm.grid_types import TYPES
+from aespa_pl.algorithm.hessian import damping_for
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, QuantizedWeight, StoredWeight, dequantize, quantize
 from aespa_pl.calibration.statistics import BlockStatistics, Hessian
@@ -24,6 +25,7 @@ from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, FoldIntoRows, InputGroup, Projection, Role
 from aespa_pl.models.weights import projection_weight
 from aespa_pl.settings import QuantizationSettings
+from aespa_pl.settings.types import Damping
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +135,8 @@ class QuantizedBlock:
     projections: dict[str, QuantizedProjection]
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
     """Mean absolute inputs ``[d_in]`` by input group, where they were collected."""
+    tokens: int = 0
+    """Number of calibration tokens."""
 
     @classmethod
     def nearest(
@@ -166,7 +170,7 @@ class QuantizedBlock:
             quantized.restart(grid.in_half(quantized.row_factor))
             projections[p.name] = quantized
             release_memory()  # small integers would else break up what larger tensors leave
-        return cls(index, layout, projections, statistics.magnitudes)
+        return cls(index, layout, projections, statistics.magnitudes, statistics.tokens)
 
     def of_group(self, group: InputGroup) -> list[QuantizedProjection]:
         """Return the quantized projections that see one input."""
@@ -180,10 +184,11 @@ class QuantizedBlock:
         except NumericalError as error:
             raise NumericalError(f"block {self.index}, {p.projection.name}: {error}") from error
 
-    def damp(self, share: float) -> None:
-        """Damp all Hessians with a share of their mean diagonal."""
-        for hessian in {id(p.hessian): p.hessian for p in self.projections.values()}.values():
-            hessian.damp(share)
+    def damp(self, damping: Damping, growth: float = 1) -> None:
+        """Damp all Hessians with a share of their mean diagonal, times a factor."""
+        for p in {id(p.hessian): p for p in self.projections.values()}.values():
+            tokens = int(p.measured.get("tokens", self.tokens))  # an expert's own, or all
+            p.hessian.damp(growth * damping_for(damping, p.weight.shape[-1], tokens))
 
     def clear_dead_columns(self) -> None:
         """Aim at 0 for the weights of inputs that are always 0: any other value would only cost range."""

@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from jsonargparse.typing import ClosedUnitInterval, OpenUnitInterval, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, PositiveInt
 
 from aespa_pl.methods import Learned, Objective
 from aespa_pl.settings.tuning import TuningSettings
 from aespa_pl.settings.types import (
     Bits,
+    Damping,
     FiniteNonNegative,
     FinitePositive,
     MethodName,
@@ -132,8 +133,9 @@ class QuantizationSettings:
     """Fix the zero point in the middle of the range."""
     group_size: PositiveInt | None = None
     """Columns that share a scale and a zero point; null: one pair for each output channel."""
-    damping: OpenUnitInterval = 0.01
-    """Share of the mean diagonal that is added to each Hessian's diagonal (OPTQ)."""
+    damping: Damping = "auto"
+    """Share of the mean diagonal that is added to each Hessian's diagonal (OPTQ), between 0 and 1. auto:
+    inputs of the projection / calibration tokens, from 0.01 to 0.3."""
     input_correction: ClosedUnitInterval | None = None
     """Share alpha of the error of earlier blocks, in a projection's input and in the residual stream that
     its output is added to, that the projection makes up for; it takes a second stream of hidden states

@@ -19,6 +19,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 if TYPE_CHECKING:
     Bits = int
     ProjectionBits = int
+    Damping = float | Literal["auto"]
     Seed = int
     FinitePositive = float
     FiniteNonNegative = float
@@ -28,6 +29,7 @@ else:
     MethodName = Literal[tuple(METHODS)]
     Bits = restricted_number_type("Bits", int, [(">=", 2), ("<=", 8)])
     ProjectionBits = Bits | Literal[16]
+    Damping = OpenUnitInterval | Literal["auto"]
     Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
     # jsonargparse's PositiveFloat and NonNegativeFloat allow infinity
     FinitePositive = restricted_number_type("FinitePositive", float, [(">", 0), ("<", math.inf)])
@@ -45,6 +47,7 @@ EXPECTED: dict[Any, str] = {  # in error messages: what a value of each type has
     FinitePositive: "a finite number above 0",
     FiniteNonNegative: "a finite number, 0 or more",
     PenaltyExponent: "a finite number, 2 or more",
+    Damping: "auto or a number between 0 and 1, without either",
     OpenUnitInterval: "a number between 0 and 1, without either",
     ClosedUnitInterval: "a number from 0 to 1",
     Proportions: "a finite number above 0 for each text, such as {c4: 0.7, code.jsonl: 0.3}",

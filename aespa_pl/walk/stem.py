@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.grid import search_grid
 from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedWeight
-from aespa_pl.algorithm.hessian import damp
+from aespa_pl.algorithm.hessian import damp, damping_for
 from aespa_pl.algorithm.quantizer import GridFormat, quantize
 from aespa_pl.algorithm.refit import rounded_rows
 from aespa_pl.block.integers import descend_rows, updated_rows
@@ -40,7 +40,8 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
         W, H = context.source.pretrained.tensor(name).to(context.device), None
         if name == head and context.settings.optq.enabled and kind.bits < EXACT_BITS:
             H = head_input(context.source, tokens[:SEGMENTS, :LENGTH])[None]  # [1, d, d]
-            share = TIED_DAMPING if tied else context.settings.damping
+            of_text = damping_for(context.settings.damping, W.shape[1], tokens[:SEGMENTS, :LENGTH].numel())
+            share = TIED_DAMPING if tied else of_text
             H.diagonal(dim1=1, dim2=2).copy_(damp(H.diagonal(dim1=1, dim2=2), share))
         found = [
             rounded_rows(rows, kind) if H is None else _compensated(context, rows, H, kind)

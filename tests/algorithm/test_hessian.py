@@ -1,8 +1,10 @@
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.hessian import corrected_weights, damp, inverse_factor
+from aespa_pl.algorithm.hessian import corrected_weights, damp, damping_for, inverse_factor
 from aespa_pl.errors import NumericalError
 
 
@@ -31,6 +33,23 @@ def test_dead_inputs_get_their_diagonal_before_damping() -> None:
     mean = (float(H[0].diagonal().sum()) + 1 / 2048) / 6
     assert float(damped[0, 2]) == pytest.approx(1 / 2048 + 0.01 * mean)
     assert float(damped[0, 3]) == pytest.approx(float(H[0, 3, 3]) + 0.01 * mean)
+
+
+@pytest.mark.parametrize(
+    ("damping", "inputs", "tokens", "share"),
+    [
+        ("auto", 4096, 262_144, 0.015625),
+        ("auto", 576, 32_768, 0.017578125),
+        ("auto", 256, 10**6, 0.01),
+        ("auto", 4864, 8192, 0.3),
+        ("auto", 8, 0, 0.3),  # an expert that no token reached
+        (0.05, 4864, 8192, 0.05),
+    ],
+)
+def test_damping_of_a_hessian_follows_its_tokens_unless_it_is_set(
+    damping: float | Literal["auto"], inputs: int, tokens: int, share: float
+) -> None:
+    assert damping_for(damping, inputs, tokens) == share
 
 
 def test_damping_leaves_its_argument_alone() -> None:

@@ -1,6 +1,7 @@
 """The tests of a block share small ones, with random statistics, at each of their steps."""
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def begin(
     layout: BlockLayout,
     statistics: BlockStatistics,
     settings: QuantizationSettings = FEW,
-    damping: float = 0.01,
+    damping: float | Literal["auto"] = 0.01,
 ) -> QuantizedBlock:
     quantized = QuantizedBlock.nearest(0, block, layout, statistics, settings)
     quantized.damp(damping)

@@ -1,6 +1,7 @@
 """What enters the rounding is what the specification names: Hessians, weights, targets, dead inputs."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +49,19 @@ def test_each_projection_meets_the_hessian_of_its_role(name: str, *, value: bool
                 matrices = list(raw.attended[:])
                 assert len(matrices) == layout.key_value_heads
             expected = torch.stack([damped(H, 0.03) for H in matrices])
+            torch.testing.assert_close(problem.projections[p.name].hessian[:].double(), expected)
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(10**6, 0.01), (1, 0.3)])
+@every_example
+def test_without_a_setting_few_tokens_are_damped_more(name: str, tokens: int, share: float) -> None:
+    block, layout = example(name)
+    statistics = replace(make_statistics(block, layout), tokens=tokens)
+    raw = copy.deepcopy(statistics)
+    problem = begin(block, layout, statistics, damping="auto")
+    for name, projections in (entry for group in layout.groups for entry in group.inputs.items()):
+        for p in (p for p in projections if role(p.name) != "value"):
+            expected = damped(raw.inputs[name][:][0], share)[None]
             torch.testing.assert_close(problem.projections[p.name].hessian[:].double(), expected)
 
 
