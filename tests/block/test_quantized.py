@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.quantizer import dequantize
 from aespa_pl.block.quantize import correct
-from aespa_pl.calibration.statistics import Shifts
+from aespa_pl.calibration.statistics import Reached, Shifts
 from aespa_pl.models.family import Role
 from tests.block.blocks import (
     begin,
@@ -63,6 +63,20 @@ def test_without_a_setting_few_tokens_are_damped_more(name: str, tokens: int, sh
         for p in (p for p in projections if role(p.name) != "value"):
             expected = damped(raw.inputs[name][:][0], share)[None]
             torch.testing.assert_close(problem.projections[p.name].hessian[:].double(), expected)
+
+
+def test_an_expert_is_damped_by_its_own_tokens() -> None:
+    block, layout = example("llama")
+    name = list(layout.groups[-1].inputs)[-1]
+    reached = {name: Reached(tokens=10**6, layer_share=0.0)}
+    statistics = replace(make_statistics(block, layout), tokens=1, reached=reached)
+    raw = copy.deepcopy(statistics)
+    problem = begin(block, layout, statistics, damping="auto")
+    for group in layout.groups:
+        for of, (first, *_) in group.inputs.items():
+            if role(first.name) != "value":
+                expected = damped(raw.inputs[of][:][0], 0.01 if of == name else 0.3)[None]
+                torch.testing.assert_close(problem.projections[first.name].hessian[:].double(), expected)
 
 
 @every_example
