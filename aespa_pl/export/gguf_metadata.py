@@ -20,8 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aespa_pl.errors import UserError
 from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
-from aespa_pl.models.hybrid import LINEAR
-from aespa_pl.models.llama import attention_kinds
+from aespa_pl.models.block_kinds import LINEAR, SLIDING, attention_kinds
 from aespa_pl.models.llama_cpp import (
     architecture_of,
     attention_period,
@@ -107,7 +106,7 @@ def _add_windows(writer: GGUFWriter, config: PreTrainedConfig) -> None:
 def _add_rope(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> None:
     rope, kind = rope_parameters(config), rope_type(config)
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_freq_base_swa(rope_parameters(config, "sliding_attention")["rope_theta"])
+    writer.add_rope_freq_base_swa(rope_parameters(config, SLIDING)["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -190,7 +189,7 @@ def refuse_tokenizer(folder: Path) -> None:
 
 
 def _acting(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps but for a split at spaces behind a step that replaces them all (Gemma)."""
+    """Return the steps but for a split at spaces behind a step that replaces them all."""
     spaces = {"String": " "}
     replaced = any(s["type"] == "Replace" and s["pattern"] == spaces for s in steps)
     return [s for s in steps if not (replaced and s["type"] == "Split" and s["pattern"] == spaces)]

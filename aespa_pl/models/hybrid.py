@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 
+from aespa_pl.models.block_kinds import FULL, LINEAR, attention_kinds
 from aespa_pl.models.family import BlockLayout, FoldIntoNorm, InputGroup, Projection, Role
-from aespa_pl.models.llama import attention_kinds
 from aespa_pl.models.moe import Qwen3MoeFamily
 from aespa_pl.models.observed import Observer
 
-LINEAR = "linear_attention"
-"""Kind of the blocks with linear attention in ``config.layer_types``."""
 LARGE, SMALL = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
 """Projections of a Gated DeltaNet that are quantized, and that are not."""
 JOINED = {"qwen3_next": (("in_proj_qkvz",), ("in_proj_ba",))}
@@ -35,7 +33,7 @@ class HybridFamily(Qwen3MoeFamily):
     title = "Qwen3-Next, Qwen3.5 (text)"
     model_types = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     norm_offset = 1.0
-    masks: ClassVar = {"full_attention": create_causal_mask, LINEAR: create_recurrent_attention_mask}
+    masks: ClassVar = {FULL: create_causal_mask, LINEAR: create_recurrent_attention_mask}
 
     def has_experts(self, config: PreTrainedConfig, index: int) -> bool:
         """Return whether a block has experts; those of dense models have none."""

@@ -18,17 +18,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from aespa_pl.errors import UserError
+from aespa_pl.models.block_kinds import FULL, SLIDING, attention_kinds
 from aespa_pl.models.family import QKV, BlockLayout, Family, FoldIntoNorm, FoldIntoRows, Projection
 from aespa_pl.models.observed import Observer, observed
 
-MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-LISTED_KINDS = (
-    "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "olmo3", "exaone4", "gpt_oss", "qwen2_moe",
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
-)  # fmt: skip
-"""Model types whose blocks have the kinds that ``config.layer_types`` lists."""
-ONE_WINDOW = ("mistral", "ministral3", "phi3", "mixtral", "qwen3_moe")
-"""Model types with one sliding window in all blocks, or in none; all others have none."""
+MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 
 
 class LlamaFamily(Family):
@@ -67,7 +61,7 @@ class LlamaFamily(Family):
                 f"every block of a {config.model_type}, got {', '.join(sorted(set(stated)))}: "
                 "correct layer_types or model_type"
             )
-        if "sliding_attention" in used and config.sliding_window is None:
+        if SLIDING in used and config.sliding_window is None:
             raise UserError(
                 "model.pretrained: layer_types in config.json has sliding_attention, but there is "
                 "no sliding_window: set use_sliding_window to true and sliding_window to its size"
@@ -185,15 +179,6 @@ class LlamaFamily(Family):
         weights = (norm.weight + self.norm_offset for norm in (attention.q_norm, attention.k_norm))
         query, key = (weight.view(-1, attention.head_dim) for weight in weights)
         return query, key
-
-
-def attention_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the kind of each block as the library runs it, a key of the family's masks."""
-    if config.model_type in LISTED_KINDS:
-        return tuple(config.layer_types)
-    window = config.sliding_window if config.model_type in ONE_WINDOW else None
-    kind = "full_attention" if window is None else "sliding_attention"
-    return (kind,) * int(config.num_hidden_layers)
 
 
 def _keep_scale(

@@ -10,8 +10,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedConfig
 
-from aespa_pl.models.hybrid import LINEAR
-from aespa_pl.models.llama import attention_kinds
+from aespa_pl.models.block_kinds import FULL, LINEAR, SLIDING, attention_kinds
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _unsupported_linear_attention(config: PreTrainedConfig) -> str | None:
     kinds, period = attention_kinds(config), attention_period(config)
     if LINEAR in kinds and config.linear_key_head_dim != config.linear_value_head_dim:
         return "llama.cpp has keys and values of linear attention of one size"
-    regular = tuple(LINEAR if (i + 1) % period else "full_attention" for i in range(len(kinds)))
+    regular = tuple(LINEAR if (i + 1) % period else FULL for i in range(len(kinds)))
     if LINEAR in kinds and kinds != regular:
         return "llama.cpp has linear attention in all blocks but every n-th, layer_types in others"
     return None
@@ -133,7 +132,7 @@ def other_heads(config: PreTrainedConfig) -> bool:
 def attention_period(config: PreTrainedConfig) -> int:
     """Return the n of a model in which every n-th block has no linear attention."""
     kinds = attention_kinds(config)
-    return kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    return kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
 
 
 def _unsupported_rope(config: PreTrainedConfig) -> str | None:
@@ -145,7 +144,7 @@ def _unsupported_rope(config: PreTrainedConfig) -> str | None:
         given = rope.get("attention_factor") or usual
         if abs(given - usual) > 1e-5 or rope.get("mscale") != rope.get("mscale_all_dim"):
             return "llama.cpp computes the attention_factor of yarn from its factor alone"
-    of_windows = rope_parameters(config, "sliding_attention")
+    of_windows = rope_parameters(config, SLIDING)
     if of_windows.get("rope_type", "default") != "default" and of_windows != rope:
         return "llama.cpp scales no frequencies in blocks with a sliding window"
     every = [int((i + 1) % ROPE_STEP != 0) for i in range(config.num_hidden_layers)]
@@ -159,11 +158,11 @@ def _unsupported_windows(config: PreTrainedConfig, architecture: Architecture) -
     if not architecture.windows and len(set(kinds) - {LINEAR}) > 1:
         return f"llama.cpp has no sliding windows in some blocks of a {config.model_type}"
     only = architecture.window_blocks
-    if "sliding_attention" in kinds and only not in (None, len(kinds)):
+    if SLIDING in kinds and only not in (None, len(kinds)):
         return f"llama.cpp has sliding windows in a {config.model_type} of {only} blocks alone"
     if architecture.windows and window_period(config) is None:
         return "llama.cpp has windows in all blocks but every n-th, layer_types in others"
-    if config.model_type == "gpt_oss" and "sliding_attention" not in kinds:
+    if config.model_type == "gpt_oss" and SLIDING not in kinds:
         return "llama.cpp has no gpt_oss without sliding windows"
     return None
 
@@ -182,13 +181,13 @@ def _unsupported_scores(config: PreTrainedConfig, architecture: Architecture) ->
 
 def window_period(config: PreTrainedConfig) -> int | None:
     """Return the n of a model whose every n-th block has no window, 0 where all have one; None: no n fits."""
-    windows = [kind == "sliding_attention" for kind in attention_kinds(config)]
+    windows = [kind == SLIDING for kind in attention_kinds(config)]
     period = windows.index(False) + 1 if False in windows else 0
     expected = [period == 0 or (i + 1) % period != 0 for i in range(len(windows))]
     return period if windows == expected else None
 
 
-def rope_parameters(config: PreTrainedConfig, kind: str = "full_attention") -> dict[str, Any]:
+def rope_parameters(config: PreTrainedConfig, kind: str = FULL) -> dict[str, Any]:
     """Return the parameters of RoPE in blocks of a kind; empty without RoPE."""
     stated = getattr(config, "rope_parameters", None) or {}
     return cast(dict[str, Any], stated.get(kind, stated))
@@ -205,7 +204,7 @@ def context_length(config: PreTrainedConfig) -> int:
     Where llama.cpp has no sliding window, it is the window: within the first window there is none.
     """
     names = ["max_position_embeddings", "seq_length"]
-    if not architecture_of(config).windows and "sliding_attention" in attention_kinds(config):
+    if not architecture_of(config).windows and SLIDING in attention_kinds(config):
         names += ["sliding_window"]
     stated = (getattr(config, name, None) for name in names)
     return min((int(length) for length in stated if length), default=ANY_LENGTH)
