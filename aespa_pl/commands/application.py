@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from aespa_pl.run.find import LAST, find_run
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
-from aespa_pl.settings import QuantizationSettings
+from aespa_pl.settings import QuantizationSettings, Settings
 
 MEASURING_SECONDS = 2.0  # in which the rate of the device is measured
 MACHINE = re.compile(r"\s*(\d+\.?\d*)\s*GB\s*,\s*(\d+\.?\d*)\s*TFLOPS\s*")
@@ -65,7 +66,9 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
 def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> tuple[Run, dict[str, Any]]:
     """Quantize a model; return the run and its metrics. Whatever is raised, finished blocks stay on disk."""
     trainer, smoke = first_trainer(parsed), parsed.trainer_section.fast_dev_run
-    job = Job.prepare(parsed.settings, trainer.strategy.root_device)
+    resume = parsed.config.ckpt_path
+    settings = _continued(parsed.settings, resume)
+    job = Job.prepare(settings, trainer.strategy.root_device)
     # all of this before other processes start: most mistakes are noticed here
     chosen_loggers(parsed)
     check_tuning(trainer, parsed.trainer_section, job.quantization.tuning, job.work)
@@ -73,13 +76,22 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
     with WalkProgress(console) as progress:
         if smoke:
             progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
-        resume = parsed.config.ckpt_path
-        job, mixture = for_target(job, parsed.settings, resume, progress, world)
+        job, mixture = for_target(job, settings, resume, progress, world)
         saved = parsed.text(job.quantization)
         trainers = BlockTrainers(parsed, saved, trainer, interruption, progress, world, mixture)
         run, metrics = fit.fit(job, resume, trainers, one_block=smoke)
     trainers.show_result(asdict(job.quantization), metrics)
     return run, metrics
+
+
+def _continued(settings: Settings, resume: str | None) -> Settings:
+    """Return settings with the place of the blocks that a run has, if it followed from the free memory."""
+    tuning = settings.quantization.tuning
+    if resume in (None, LAST) or tuning.model.blocks != "auto":
+        return settings
+    place = stored_quantization(Run.open(Path(resume))).tuning.model.blocks
+    tuning = replace(tuning, model=replace(tuning.model, blocks=place))
+    return replace(settings, quantization=replace(settings.quantization, tuning=tuning))
 
 
 def _fit(parsed: AespaCLI, interruption: Interruption) -> None:

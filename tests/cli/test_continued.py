@@ -186,3 +186,17 @@ def test_finished_run_is_not_done_again(aespa: CommandLine, model: Path, finishe
 
 def test_last_without_a_run_begins_the_first(unmeasured: Done) -> None:
     assert "this is the first" in unmeasured.out
+
+
+def test_a_run_is_continued_with_less_free_memory(
+    aespa: CommandLine, model: Path, unmeasured: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the end-to-end tuning has the blocks follows from the memory that is free when a run begins."""
+    run = unmeasured.copied()
+    monkeypatch.setattr("aespa_pl.planning.budget.model_bytes", lambda *_, **__: 10**15)
+    status, out, err = aespa("fit", *small(model), *NO_TEXTS, "--ckpt_path", run)
+    assert (status, err) == (0, "")
+    assert "finished already" in " ".join(out.split())
+    place = ("--quantization.tuning.model.blocks", "disk")
+    status, _, err = aespa("fit", *small(model), *NO_TEXTS, *place, "--ckpt_path", run)
+    assert (status, "quantization.tuning.model.blocks was memory and is disk" in err) == (2, True)
