@@ -70,7 +70,7 @@ def search_grid(
 
     Of a uniform grid every clip ratio is compared with the floor and the ceiling of the zero point; how, and
     how near the least loss that comes, stands in ``candidates.py``. With groups of columns each group is
-    searched on its own diagonal block of H.
+    searched on its own diagonal block of H, and the loss is the sum of theirs.
     """
     size, kind = grid_format.group_size, grid_format.kind
     grids, losses = [], []
@@ -85,9 +85,8 @@ def search_grid(
         else:
             grids.append(Grid.of(fit_factors(V, blocks, kind), zeta))
     grid = grids[0].merged(lambda *same: torch.cat(same).view(*W.shape[:2], -1), *grids[1:])
-    if size is None:
+    if kind is None:
         return grid, torch.cat(losses, 1).sum()
-    # H couples the groups, which were searched alone
     return grid, reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum()
 
 
