@@ -136,6 +136,8 @@ def _start(
     else:
         locks.enter_context(earlier.locked())
         run = Run.open(earlier.folder)  # again: until now another process may have worked on it
+        if run.tuned is None:
+            run.move_blocks(job.quantization.tuning.model.blocks)
         run.refuse_changes(fingerprint)
     return run, tokens, texts, _finished(run, progress)
 

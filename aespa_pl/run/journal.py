@@ -4,6 +4,7 @@ import hashlib
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,11 @@ class Run(RunFolder):
                 f"{self.folder} cannot be continued, because {'; '.join(changes)}: restore these, or "
                 "start a new run without --ckpt_path"
             )
+
+    def move_blocks(self, place: str) -> None:
+        """Have the blocks in another place in an end-to-end tuning, which then starts from its beginning."""
+        with suppress(KeyError, TypeError):  # of a damaged journal, which is refused
+            self.fingerprint["quantization"]["tuning"]["model"]["blocks"] = place
 
     def finish_block(self, index: int, known: Mapping[str, Any], files: Iterable[Path]) -> None:
         """Note that a block is complete, and which files hold it; the files of its learning are removed."""

@@ -58,7 +58,9 @@ class ModelTuner:
         context, source, world = self.context, self.context.source, self.context.world
         world.wait_for_all()  # for the files of the last block
         settings, count = context.settings.tuning.model, source.block_count
-        training = Training(count, "model", "end_to_end", processes=world.size)
+        streamed = settings.blocks == "disk"
+        name = "model, blocks on disk" if streamed else "model"
+        training = Training(count, name, "end_to_end", processes=world.size)
         pairs = tuning.SegmentPairs(
             list(world.segments(tokens, context.batch_size).split(context.batch_size)),
             hidden,
@@ -71,7 +73,6 @@ class ModelTuner:
         pretrained = context.quantized_stem.pretrained
         model = pretrained.skeleton()
         pretrained.load_stem(model, source.family, context.device, torch.float32)
-        streamed = settings.blocks == "disk"
         rates = tuning.LearningRates(
             cast(float, settings.integer_rate),
             cast(float, settings.scale_rate),

@@ -135,6 +135,18 @@ def test_killed_while_blocks_are_on_disk_it_goes_on_to_the_same_bytes(
     assert not (bench.run_of(f"{name}_killed") / "moved").exists()
 
 
+def test_killed_in_memory_it_goes_on_with_the_blocks_on_disk(bench: Bench) -> None:
+    """A machine with less memory takes over; the end-to-end tuning starts from its beginning."""
+    place = "--quantization.tuning.model.blocks=disk"
+    assert bench.fit("began_on_disk", *TUNED, place).status == 0
+    whole = results(bench.run_of("began_on_disk"))
+    stopped = bench.fit("goes_on_on_disk", *TUNED, number=signal.SIGKILL, when=f"*/{MODEL}/step_6*")
+    assert stopped.status == -signal.SIGKILL, stopped.text
+    check(bench, "goes_on_on_disk", bench.fit("goes_on_on_disk", *LAST, *TUNED, place), whole)
+    refused = bench.fit("goes_on_on_disk", *LAST, *TUNED, "--quantization.tuning.model.blocks=memory")
+    assert "quantization.tuning.model.blocks was disk and is memory" in refused.text
+
+
 @pytest.mark.parametrize("file", ["blocks/block_001.safetensors", "model/model-00002-of-00003.safetensors"])
 def test_damaged_file_after_the_tuning_is_named_and_everything_is_done_again(
     file: str, bench: Bench, whole: dict[str, bytes]
