@@ -18,10 +18,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aespa_pl.algorithm.candidates import THOROUGH, Candidates, Effort, best_grids
+from aespa_pl.algorithm.candidates import ACCELERATOR_CHUNK, THOROUGH, Candidates, Effort, best_grids
 from aespa_pl.algorithm.grid_types import Factors, GridType, round_to_half
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
+from aespa_pl.algorithm.workspace import chunk_elements
 
 CLIP_RATIOS = 100
 """Ratios 1.00, 0.99 ... 0.01 of the min-max range (docs/algorithm.md)."""
@@ -29,6 +30,8 @@ STARTS = [k / 5 for k in range(-4, 5)]
 """What the largest integer is taken for less or more in each start, where there are minimums."""
 SIGNED_STARTS = [k / 5 for k in range(-8, 9)]
 """The same for a fixed zero point, whose largest weight meets the integer farthest from it."""
+CPU_CHUNK = 2**19
+"""Weights of a block type that a thread fits at once; all at once take up to twice as long."""
 TINY = 1e-30
 """Least divisor: below it all weights of a group are 0."""
 SINGULAR = 1e-6
@@ -166,8 +169,16 @@ def fit_factors(
 ) -> Factors:
     """Return the numbers of a block type with nearly the least loss of each group under nearest rounding.
 
-    V is the weights over zeta. The last block of a row may be incomplete.
+    V is the weights over zeta. The last block of a row may be incomplete. A few rows are fitted at once, in
+    memory that stays in the cache.
     """
+    chunk = chunk_elements(V, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
+    height = max(1, chunk // (V.shape[0] * V.shape[2]))
+    fitted = [_fit_rows(rows.contiguous(), H, kind) for rows in V.split(height, 1)]
+    return fitted[0].merged(lambda *same: torch.cat(same, 1), *fitted[1:])
+
+
+def _fit_rows(V: Tensor, H: Tensor, kind: GridType) -> Factors:
     VH = V @ H
     best = torch.full_like(VH[..., 0], torch.inf)
     scale, minimum = torch.ones_like(best), torch.zeros_like(best)
