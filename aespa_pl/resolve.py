@@ -27,12 +27,16 @@ MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003  # of the end-to-end tuning a
 
 
 def resolved(
-    settings: QuantizationSettings, device: str = "cpu", width: int | None = RATE_WIDTH
+    settings: QuantizationSettings,
+    device: str = "cpu",
+    width: int | None = RATE_WIDTH,
+    segments: int | None = None,
 ) -> QuantizationSettings:
     """Return the settings with every null that the method decides filled in, and without auto.
 
     Settings that are resolved already come back unchanged. ``device`` is the type of the device that blocks
-    run on, ``width`` the hidden size of the model; without it learning rates stay null. Raises UserError
+    run on, ``width`` the hidden size of the model; without it learning rates stay null. Integers stay in the
+    end-to-end tuning where so many calibration ``segments`` give too few steps to move one. Raises UserError
     where settings contradict each other.
     """
     method = METHODS[settings.method]
@@ -49,7 +53,7 @@ def resolved(
         if known:  # learning rates are for the bits of most projections
             bits = known.most_common(1)[0][0]
         settings = replace(settings, bits=bits, bits_of={})
-    rates = {} if width is None else _rates(settings, learned, width)
+    rates = {} if width is None else _rates(settings, learned, width, segments)
     decided = {
         "input_correction": method.input_correction,
         "grid": {"search": method.search, "zfold": method.zfold, "awq": method.awq},
@@ -120,7 +124,7 @@ def _refuse_contradictions(settings: QuantizationSettings) -> None:
 
 
 def _rates(
-    settings: QuantizationSettings, learned: Parametrization, width: int
+    settings: QuantizationSettings, learned: Parametrization, width: int, segments: int | None
 ) -> dict[str, dict[str, float]]:
     """Return the learning rates of integers and of scales in the tuning of blocks, and of the model."""
     narrow = min(1.0, max(LEAST_FACTOR, RATE_WIDTH / width))
@@ -131,10 +135,12 @@ def _rates(
         scales = TYPE_SCALE_RATES.get(settings.bits, 0.001)
     if learned in MOVING:  # rows of more weights move further in each step
         integers = step * integers * narrow
+    model, of_model = settings.tuning.model, MODEL_INTEGER_RATE * error
+    # Adam's steps are about as long as the rate, whose mean is half of the largest; an integer is half a step
+    # from the next one
+    if segments is not None and model.epochs * segments // model.batch_size * of_model < 1:
+        of_model = 0.0
     return {
         "blocks": {"integer_rate": integers, "scale_rate": scales},
-        "model": {
-            "integer_rate": MODEL_INTEGER_RATE * error,
-            "scale_rate": MODEL_SCALE_RATE * min(error, narrow),
-        },
+        "model": {"integer_rate": of_model, "scale_rate": MODEL_SCALE_RATE * min(error, narrow)},
     }

@@ -203,7 +203,7 @@ def checked(
     quantization = replace(quantization, types=block_types(quantization, config))
     layouts = layouts_of(family, config, quantization)
     shape = Shape.of(config, layouts)
-    quantization = resolved(quantization, device.type, shape.hidden)
+    quantization = resolved(quantization, device.type, shape.hidden, settings.data.calibration.segments)
     given = Checked(settings.model, settings.data, quantization, settings.output, device, config, stored)
     name, positions, length = settings.model.pretrained, family.positions(config), given.segment_length
     limits.check_length("calibration", length, positions, name)

@@ -16,6 +16,7 @@ from aespa_pl.distributed.processes import ALONE
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.weights import fold, set_projection_weight
+from aespa_pl.resolve import resolved
 from aespa_pl.walk.block_tuner import folded_target
 from tests import massive, walks
 from tests.block.blocks import FEW, begin, make_statistics
@@ -182,6 +183,24 @@ def test_blocks_that_are_read_whenever_they_run_train_to_the_same_bits(
     for key, tensor in memory.exported().state_dict().items():
         assert torch.equal(state[key], tensor)
     assert not all(torch.equal(state[key], tensor) for key, tensor in start.items())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_integers_that_are_not_trained_could_not_have_moved(bits: int, walked: Walked) -> None:
+    """Their rate is 0 by default where the steps are too few, and then the rest learns the same."""
+    given = BOTH | NEAREST | {"bits": bits, "tuning.model.integer_rate": None}
+    moving, staying = (resolved(walks.changed(given), segments=n) for n in (None, SEGMENTS))
+    rate = moving.tuning.model.integer_rate
+    assert (rate, staying.tuning.model.integer_rate) == (pytest.approx(0.02 * (3 / (2**bits - 1)) ** 2), 0)
+    enough = math.ceil(1 / (rate or 1) / 2)  # in two epochs
+    assert resolved(walks.changed(given), segments=enough).tuning.model.integer_rate == rate
+    assert resolved(walks.changed(given), segments=enough - 1).tuning.model.integer_rate == 0
+    with_rate = walked("llama-grouped", given | {"tuning.model.integer_rate": 1 / (2 * SEGMENTS)})
+    without = walked("llama-grouped", given | {"tuning.model.integer_rate": 0.0}).exported().state_dict()
+    start = walked("llama-grouped", NEAREST | {"bits": bits}).exported().state_dict()
+    for key, tensor in with_rate.exported().state_dict().items():
+        assert torch.allclose(without[key], tensor, rtol=1e-3, atol=1e-5), key
+    assert not all(torch.equal(without[key], tensor) for key, tensor in start.items())
 
 
 def test_mini_batches_of_blocks_on_disk_are_summed_segment_by_segment(tmp_path: Path) -> None:
