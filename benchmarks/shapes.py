@@ -28,6 +28,7 @@ SHAPES = {
     "opt-1.3b": Shape(2048, 8192, 32, gated=False),
     "opt-6.7b": Shape(4096, 16384, 32, gated=False),
     "smollm2-135m": Shape(576, 1536, 9, gated=True, kv_heads=3),
+    "tinyllama-1.1b": Shape(2048, 5632, 32, gated=True, kv_heads=4),
     "llama-7b": Shape(4096, 11008, 32, gated=True),
     "llama-30b": Shape(6656, 17920, 52, gated=True),
 }

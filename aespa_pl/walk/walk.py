@@ -1,5 +1,6 @@
 """Walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
+import gc
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -93,6 +94,7 @@ class Walk:
                 self._quantize_block(index, streams, more=index < last)
             else:
                 self._replay(index, streams, quantized=index < last)
+            gc.collect()  # modules that had parametrizations refer to each other
             release_memory()
             context.progress.advance()
         return streams
