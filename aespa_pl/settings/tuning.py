@@ -51,8 +51,8 @@ class ModelTuningSettings:
     """Training of the quantized model end to end: integers, scales, norms and biases; not in the paper."""
 
     enabled: bool | None = None
-    """After the last block, train the model on the original's next-token distribution. The whole model must
-    fit into the device's memory (docs/tuning.md); null: as the method does."""
+    """After the last block, train the model on the original's next-token distribution. Where the whole model
+    does not fit into the device's memory, blocks are read from disk (docs/memory.md); null: as the method does."""
     epochs: PositiveInt = 2
     """Visits of all calibration segments, except those that are held back or left over from whole
     mini-batches."""
@@ -65,7 +65,7 @@ class ModelTuningSettings:
     integer_rate: FiniteNonNegative | None = None
     """Largest learning rate of the latent values of integers, in distances of two integers; null: 0.02 at
     2 bits, and less with more, or 0 where too few steps would follow to move an integer (docs/tuning.md). 0:
-    the integers stay, which takes about a fourth of the memory."""
+    the integers stay, which takes about a sixth of the memory."""
     scale_rate: FinitePositive | None = None
     """Largest learning rate of the logarithms of scales, and of the weights of norms; null:
     0.003 at 2 bits, and less with more or in models wider than 192 (docs/tuning.md)."""
