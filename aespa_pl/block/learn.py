@@ -23,6 +23,7 @@ from aespa_pl.measure import release_memory
 from aespa_pl.models.family import Role
 from aespa_pl.planning.partition import WHOLE, Divisible, HeadRange, Portion, learning_portions
 from aespa_pl.rounding import BlockRounding, ProjectionRounding, StatisticsBatch, StatisticsDataModule
+from aespa_pl.run.checkpointing import read_checkpoint
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training, block_curves
 from aespa_pl.storage.files import write_tensors
@@ -80,7 +81,7 @@ class Learner:
         """Return the checkpoint of a training, unless it has more iterations than are wanted now."""
         file = self.context.run.checkpoint_to_continue(training)
         wanted = self.context.settings.rounding.iterations
-        if file is None or torch.load(file, mmap=True, weights_only=True)["global_step"] <= wanted:
+        if file is None or read_checkpoint(file, mmap=True)["global_step"] <= wanted:
             return file
         self.context.progress.say(
             f"block {training.block}: its checkpoint has more than {wanted} iterations, so it is learned "

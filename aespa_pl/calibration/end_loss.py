@@ -11,7 +11,7 @@ curvature" (ICML 2015), with the diagonal of the gradients' one.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.family import BlockLayout, Projection
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import projection_rows, projection_weight
 from aespa_pl.storage.batches import Batches
@@ -89,11 +89,11 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
             with source.block(index) as block:
                 layout = source.family.layout(source.pretrained.config, index)
                 moments = _through_block(source, layout, block, before[index], after)
-                for group in layout.groups:
-                    if group.name not in moments.inputs:  # experts that no token has chosen
+                for name, projections in _inputs(layout):
+                    if name not in moments.inputs:  # of an expert that no token has chosen
                         continue
-                    H = moments.mean_input(group.name)
-                    for p in group.projections:
+                    H = moments.mean_input(name)
+                    for p in projections:
                         squares = projection_rows(moments.outputs[p.module], layout, p).flatten()
                         weight = projection_weight(block, layout, p)
                         yield Seen(index, p.name, weight, squares / count, H)
@@ -149,11 +149,15 @@ def _through_block(
             gradients[i], *of_outputs = torch.autograd.grad(output, wanted, gradients[i])
         for name, value in zip(seen, of_outputs, strict=True):
             moments.add_outputs(name, value)
-        for group in layout.groups:
-            name = group.projections[0].module
-            if name in seen and seen[name][0].numel():  # an expert may have got no token
-                moments.add_inputs(group.name, seen[name][0])
+        for name, (p, *_) in _inputs(layout):
+            if p.module in seen and seen[p.module][0].numel():  # an expert may have got no token
+                moments.add_inputs(name, seen[p.module][0])
     return moments
+
+
+def _inputs(layout: BlockLayout) -> list[tuple[str, Sequence[Projection]]]:
+    """Return the inputs of a block by name, each expert's among them, with the projections that see it."""
+    return [pair for group in layout.groups for pair in group.inputs.items()]
 
 
 @contextmanager

@@ -34,6 +34,8 @@ SECTION = "compare"
 def run(words: Sequence[str], interruption: Interruption) -> None:
     """Run all cells that are not finished, and write the results; the same command goes on after a signal."""
     given = Arguments.read(words[1:])
+    if given.setting("trainer.fast_dev_run", "false").lower() not in ("false", "0"):
+        raise UserError("trainer.fast_dev_run: a smoke test measures nothing: try it with aespa-pl fit")
     chosen, shared = _chosen(given), given.without(SECTION)
     refuse_other_methods(shared, chosen.methods)
     interruption.how_to_continue = shlex.join(["aespa-pl", *words])

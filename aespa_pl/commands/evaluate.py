@@ -232,7 +232,7 @@ def measure_exported(
         raise UserError(
             f"--kld: {folder} has no original to compare with: test the run that it was exported from"
         )
-    chosen, start = find_tasks(tasks) if tasks.tasks else None, time.perf_counter()
+    chosen = find_tasks(tasks) if tasks.tasks else None
     config = unpacked_config(folder)
     positions = family_of(config).positions(config)
     length = evaluation_length(data, positions)
@@ -249,6 +249,7 @@ def measure_exported(
         metrics["perplexity"] = {"quantized": measured}
         del whole  # the harness loads its own
     if chosen is not None:
+        start = time.perf_counter()
         scores = measure_tasks(folder, chosen, tasks, device=device, dtype=dtype)
         metrics["tasks"] = {"quantized": scores}
         metrics["test_seconds"] = {"quantized": time.perf_counter() - start}

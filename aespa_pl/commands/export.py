@@ -125,7 +125,9 @@ def _growing(target: Path) -> Iterator[Path]:
             ) from error
     try:
         for left in partial.iterdir():  # by a process that was killed
-            if left.name != "lock":
+            if left.is_dir():
+                shutil.rmtree(left)
+            elif left.name != "lock":
                 left.unlink()
         yield partial
         with disk_errors(target):
@@ -134,8 +136,8 @@ def _growing(target: Path) -> Iterator[Path]:
                 if file.name != "lock":
                     file.replace(target / file.name)
     finally:
-        lock.release()
         shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
         with suppress(OSError):  # where it has the files
             target.rmdir()
 

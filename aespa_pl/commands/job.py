@@ -197,9 +197,7 @@ def checked(
     """
     stored = stored or getattr(config, "dtype", None) or torch.float32
     family, quantization = family_of(config), settings.quantization
-    # a YAML file has the number of a block as a number
-    bits_of = {str(key): bits for key, bits in quantization.bits_of.items()}
-    quantization = with_head(replace(quantization, bits_of=bits_of), config)
+    quantization = with_head(quantization, config)
     quantization = replace(quantization, types=block_types(quantization, config))
     layouts = layouts_of(family, config, quantization)
     shape = Shape.of(config, layouts)

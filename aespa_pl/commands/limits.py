@@ -42,10 +42,10 @@ def check_length(section: str, length: int, positions: int | None, model: str) -
 def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
     """Raise UserError if the columns of a projection can't be divided into groups."""
     size = settings.group_size
-    widths = {matrix.group: matrix.columns for block in shape.of_blocks for matrix in block.values()}
-    if size and any(columns % size for columns in widths.values()):
-        given = ", ".join(f"{columns} ({group})" for group, columns in widths.items())
-        common = math.gcd(*widths.values())
+    widths = dict.fromkeys((m.group, m.columns) for block in shape.of_blocks for m in block.values())
+    if size and any(columns % size for _, columns in widths):
+        given = ", ".join(f"{columns} ({group})" for group, columns in widths)
+        common = math.gcd(*(columns for _, columns in widths))
         largest = max(d for d in range(1, min(size, common) + 1) if common % d == 0)
         raise UserError(
             f"quantization.group_size is {size}, but the projections have columns {given}: choose a divisor "

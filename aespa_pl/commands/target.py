@@ -83,7 +83,7 @@ def _with_choice(job: Job, given: Settings, chosen: Mapping[str, Any]) -> Job:
 def _matrices(job: Job, given: Settings) -> list[SizedMatrix]:
     """Return what there is to choose for; what the user names has one candidate."""
     settings, uniform = job.quantization, job.quantization.format == UNIFORM
-    named = [*map(str, given.quantization.bits_of if uniform else given.quantization.types)]
+    named = [*(given.quantization.bits_of if uniform else given.quantization.types)]
     fixed = [key for key in _keys(job) if any(is_named(name, key) for name in named)]
     if uniform:
         parts = {key: key.partition(".") for key in fixed}

@@ -48,14 +48,19 @@ class JournaledCheckpointIO(TorchCheckpointIO):
             self.run.note_checkpoint(self.training, path)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, *_: Any, **__: Any) -> Any:
-        """Read a checkpoint without unpickling objects. Raises UserError where it holds some."""
-        try:  # to the CPU, as Lightning's own: not to the device of the process that wrote it
-            return torch.load(path, map_location=map_location or "cpu", weights_only=True)
-        except UnpicklingError as error:  # whose advice is to let the file run code
-            raise UserError(
-                f"{path} holds the state of a callback in objects, which are not read, because reading them "
-                "may run code: remove it, and the training that it is of begins again"
-            ) from error
+        """Read a checkpoint (``read_checkpoint``), to the CPU, not to the device of its process."""
+        return read_checkpoint(path, map_location=map_location or "cpu")
+
+
+def read_checkpoint(path: str | Path, **options: Any) -> Any:
+    """Read a checkpoint without unpickling objects. Raises UserError where it holds some."""
+    try:
+        return torch.load(path, weights_only=True, **options)
+    except UnpicklingError as error:  # whose advice is to let the file run code
+        raise UserError(
+            f"{path} holds the state of a callback in objects, which are not read, because reading them "
+            "may run code: remove it, and the training that it is of begins again"
+        ) from error
 
 
 class StopAtIteration(Callback):

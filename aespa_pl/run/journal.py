@@ -120,6 +120,8 @@ class Run(RunFolder):
     def reopen(self, count: int) -> Iterator[str]:
         """Forget the blocks whose files are damaged, because they are quantized again; say so in lines."""
         self.finish_replacing()
+        for file in self.damaged_files():  # beside the blocks, where all is written again
+            file.unlink(missing_ok=True)
         self.model = {}  # of a finished run that is mended: the next write of the journal says so
         damaged = {i: files for i in sorted(self.blocks) if (files := self.damaged_files(i))}
         for index, files in damaged.items():

@@ -166,8 +166,8 @@ class OutputSettings:
     checkpoint_iterations: PositiveInt | None = None
     """Iterations between two checkpoints of the learning under way; null: none by iterations."""
     histograms: list[str] = field(default_factory=list)
-    """Projections, such as [q_proj], whose h(B) TensorBoard and the report show over the iterations; one
-    histogram takes milliseconds to a second, so name few. The result is the same."""
+    """Projections, such as [q_proj], whose h(B) TensorBoard shows over the iterations; one histogram
+    takes milliseconds to a second, so name few. The result is the same."""
 
 
 @dataclass(frozen=True)

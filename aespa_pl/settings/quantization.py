@@ -158,6 +158,11 @@ class QuantizationSettings:
     tuning: TuningSettings = field(default_factory=TuningSettings)
     """Training of blocks and of the model after these steps."""
 
+    def __post_init__(self) -> None:
+        """Turn numbers of blocks, which YAML reads as numbers, into text."""
+        for name in ("types", "bits_of"):
+            object.__setattr__(self, name, {str(key): value for key, value in getattr(self, name).items()})
+
     def bits_for(self, block: int, projection: str) -> int:
         """Return the bits of a projection of a block."""
         kind = self.type_for(block, projection)  # Q4_K

@@ -52,7 +52,8 @@ class ModelTuningSettings:
 
     enabled: bool | None = None
     """After the last block, train the model on the original's next-token distribution. Where the whole model
-    does not fit into the device's memory, blocks are read from disk (docs/memory.md); null: as the method does."""
+    does not fit into the device's memory, blocks are read from disk (docs/memory.md); null: as the method
+    does."""
     epochs: PositiveInt = 2
     """Visits of all calibration segments, except those that are held back or left over from whole
     mini-batches."""

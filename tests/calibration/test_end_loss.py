@@ -79,6 +79,16 @@ def test_moments_are_those_of_one_backward_pass_of_the_whole_model(name: str, tm
         torch.testing.assert_close(found["None.embedding"].gradients, squares / count, rtol=1e-3, atol=1e-9)
 
 
+def test_each_expert_has_the_inputs_that_were_routed_to_it(tmp_path: Path) -> None:
+    model, ids = make_model("mixtral", torch.float32), make_ids(3)
+    found = seen(model, ids, tmp_path)
+    layout = family_of(model.config).layouts(model.config)[0]
+    first = {p.expert: found[f"0.{p.name}"] for p in layout.projections if "gate" in p.name or ".w1" in p.name}
+    used = [s.inputs for s in first.values() if s.inputs is not None]
+    assert len(used) > 1
+    assert not any(torch.equal(used[0], other) for other in used[1:])
+
+
 @pytest.mark.parametrize("key", ["0.down_proj", "1.v_proj", "2.q_proj", "None.head"])
 def test_prediction_is_near_the_divergence_of_a_model_with_that_error(key: str, tmp_path: Path) -> None:
     """It is 0.9 to 1.4 of it, because inputs and gradients, and those of two tokens, are not independent."""

@@ -35,6 +35,7 @@ DECIDED = (
         (["--quantization.bits_of", "{'*': 16}"], r"bits_of keeps all projections: give fewer of them 16"),
         (["--quantization.bits_of", "{lm_head: 8}"], r"lm_head: 8, and no block type for rows of 16 weights"),
         (["--quantization.bits_of", "{0.v: 3}"], r"bits_of: 0\.v names nothing"),
+        (["--quantization.types", "{0: Q6_K}"], r"types has 0 and quantization\.format is uniform: choose"),
         (["--quantization.bits_of", "{'*.v': 3}"], r"bits_of: \*\.v names nothing .*\*\.q_proj"),
         (["--quantization.bit", 3], r"quantization\.bit is unknown: did you mean quantization\.bits\?"),
         (

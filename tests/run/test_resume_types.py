@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.export.configurations import CONFIGS
 from tests.forks import Forks
-from tests.run.bench import LAST, Bench, check, results
+from tests.run.bench import LAST, Bench, check, flip, results
 from tests.walks import save_with_words, shortened
 
 TYPES = (
@@ -49,3 +49,5 @@ def test_killed_at_each_of_its_writes_it_goes_on_to_the_same_bytes(bench: Bench)
         kills += outcome.status == -signal.SIGKILL
     assert kills > len(MOMENTS) / 2  # a file may be renamed before it is seen
     check(bench, "killed", bench.fit("killed", *LAST, *TYPES), whole)
+    flip(bench.run_of("killed") / "blocks/stem.safetensors")
+    check(bench, "killed", bench.fit("killed", *LAST, *TYPES), whole)  # embedding and head are made again
