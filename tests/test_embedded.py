@@ -25,7 +25,7 @@ FAMILIES = ["opt", "bloom", "llama"]
 def prepare(family: str, tmp_path: Path) -> Job:
     data = DataSettings(
         CalibrationSettings("embedded", 16, 256),
-        EvaluationSettings(["embedded"], max_segments=40),
+        EvaluationSettings(["embedded"], 256, 40),
         batch_size=20,
         cache=str(tmp_path),
     )

@@ -29,7 +29,7 @@ from aespa_pl.resolve import resolved
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
-from aespa_pl.settings import PolishSettings, QuantizationSettings, RoundingSettings
+from aespa_pl.settings import GridSettings, PolishSettings, QuantizationSettings, RoundingSettings
 from aespa_pl.walk.walk import Walk
 from tests.models.examples import LENGTH, VOCABULARY, make_ids, make_model, save
 from tests.tuning.tuned import silent_trainer
@@ -39,6 +39,7 @@ CPU = torch.device("cpu")
 BASE = QuantizationSettings(
     method="aespa",
     damping=0.01,
+    grid=GridSettings(max_rounds=2),
     rounding=RoundingSettings(iterations=24, learning_rate=0.12),
     polish=PolishSettings(enabled=False),
     input_correction=0,

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from aespa_pl.measure import release_memory
 from aespa_pl.models.family import Family
 from aespa_pl.tuning.moving import Moves, latents
 
@@ -102,6 +103,7 @@ class TrainableStream(nn.Module):
             yield block, offsets
         finally:
             _empty(block)
+            release_memory()  # some matrices come from the heap, whose free pieces do not fit all others
 
     def _fetched(self, index: int) -> tuple[Stored, Stored]:
         return self._read(index), {} if self.moves is None else self.moves.read(index)

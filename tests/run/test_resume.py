@@ -15,7 +15,7 @@ from tests.forks import Outcome
 from tests.run.bench import EVERY, ITERATIONS, LAST, Bench, check
 from tests.walks import BLOCKS
 
-KILLS = int(os.environ.get("AESPA_KILLS", "20"))
+KILLS = int(os.environ.get("AESPA_KILLS", "6"))
 """Number of kills; AESPA_KILLS asks for more."""
 
 

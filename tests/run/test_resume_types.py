@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.export.configurations import CONFIGS
+from tests.export.configurations import llama
 from tests.forks import Forks
 from tests.run.bench import LAST, Bench, check, flip, results
 from tests.walks import save_with_words, shortened
@@ -33,7 +33,8 @@ MOMENTS = [
 def bench(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("types")
     torch.manual_seed(0)
-    save_with_words(shortened(AutoModelForCausalLM.from_config(CONFIGS["llama-wide"]())), folder / "model")
+    config = llama(hidden_size=256, intermediate_size=64, head_dim=16)  # rows of 256 and of 64
+    save_with_words(shortened(AutoModelForCausalLM.from_config(config)), folder / "model")
     return Bench(folder, forks)
 
 

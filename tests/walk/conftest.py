@@ -1,4 +1,4 @@
-"""The tests of a module share their walks."""
+"""The tests of a walk share what was walked."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from tests.walk.by_hand import Walked
 from tests.walks import Quantized, changed, walk
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
-    """Does the walks of a module, each once, in whichever words the settings are."""
+    """Does each walk once, in whichever words the settings are."""
     done: dict[str, Quantized] = {}
 
     def get(name: str, changes: dict[str, Any] | None = None) -> Quantized:

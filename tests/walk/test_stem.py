@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from aespa_pl.algorithm.grid_types import TYPES, TypedWeight
 from aespa_pl.algorithm.refit import rounded_rows
 from aespa_pl.run.journal import Run
-from tests.export.configurations import CONFIGS
+from tests.export.configurations import llama
 from tests.models.examples import make_ids
 from tests.walks import Quantized, shortened, walk
 
@@ -24,7 +24,7 @@ TYPE = "Q3_K"
 def quantized(
     folder: Path, method: str, *, tied: bool, correction: float = 0, run: Run | None = None
 ) -> Quantized:
-    config = CONFIGS["llama-wide"]()
+    config = llama(hidden_size=256, intermediate_size=64, head_dim=16)
     config.tie_word_embeddings = tied
     torch.manual_seed(0)
     model: PreTrainedModel = shortened(AutoModelForCausalLM.from_config(config))

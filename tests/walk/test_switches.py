@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from aespa_pl.settings import GridSettings
 from tests.walk.by_hand import NOT_LEARNED, OFF, Walked, differing
 from tests.walks import BASE, changed
 
@@ -66,8 +67,8 @@ def test_switch_acts(switch: dict[str, Any], others: dict[str, Any], walked: Wal
     assert any(not torch.equal(one.file(0)[key], two.file(0)[key]) for key in integers)
 
 
-def test_these_tests_differ_from_the_package_in_six_settings() -> None:
+def test_these_tests_differ_from_the_package_in_seven_settings() -> None:
     package: dict[str, object] = {"rounding.iterations": 2000, "rounding.learning_rate": 0.015}
-    package |= {"damping": "auto"}
+    package |= {"damping": "auto", "grid.max_rounds": GridSettings().max_rounds}
     package |= {"polish.enabled": None, "input_correction": None, "method": "aespa-tuned"}
     assert changed(package) == type(BASE)()

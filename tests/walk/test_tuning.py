@@ -170,7 +170,7 @@ def test_recomputing_blocks_changes_nothing(walked: Walked, tmp_path: Path) -> N
 def test_blocks_that_are_read_whenever_they_run_train_to_the_same_bits(
     name: str, walked: Walked, tmp_path: Path
 ) -> None:
-    fast = BOTH | NEAREST | {"tuning.model.epochs": 6}
+    fast = BOTH | NEAREST | {"tuning.model.epochs": 2}
     memory, disk = walked(name, fast), walk(name, tmp_path, fast | {"tuning.model.blocks": "disk"})
     start = walked(name, NEAREST).exported().state_dict()
     state = disk.exported().state_dict()
