@@ -228,6 +228,10 @@ def test_failure_is_the_last_line_of_the_run(status: int, said: str, expected: s
         ),
         (["--compare.bit=[3]"], r"compare\.bit is unknown: did you mean compare\.bits\?"),
         (["--compare.seeds=[]"], "seeds is empty"),
+        (
+            ["--trainer.fast_dev_run=true"],
+            r"fast_dev_run: a smoke test measures nothing: try it with aespa-pl fit",
+        ),
         (["--compare.formats=[Q4_0, Q9_K]"], "format is Q9_K: expected one of uniform, auto, Q2_K_S"),
     ],
 )
