@@ -1,26 +1,36 @@
-"""Check the shapes in the algorithm's signatures; pytest's options in pyproject.toml name this checker.
+"""Check the shapes in the algorithm's signatures once for each combination that a function is called with.
 
 A walk calls the algorithm some thousand times, and nearly all calls repeat the shapes of an earlier one.
-To check every call takes three times as long as the rest of a walk.
+To check every call takes several times as long as the rest of a walk. pytest's options in pyproject.toml
+let jaxtyping decorate the algorithm; its decorator is replaced here, before the algorithm is imported.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable
+from dataclasses import is_dataclass
 from typing import Any
 
-from beartype import beartype
+import jaxtyping
 from torch import Tensor
 
 RIGHT = set[Hashable]()
 """Names of functions, with what they were called with, that were right."""
+EVERY_CALL = jaxtyping.jaxtyped
 
 
-def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+def checked(function: Any = None, *, typechecker: Any) -> Any:
     """Return a function that checks its calls, each combination of shapes, types and whole numbers once.
 
     An inner function is made again with each call of the outer one, and is known by its name.
     """
-    check = functools.cache(lambda: beartype(function))
+    if function is None:
+        return functools.partial(checked, typechecker=typechecker)
+    if inspect.isclass(function):
+        if is_dataclass(function):
+            function.__init__ = checked(function.__init__, typechecker=typechecker)
+        return function
+    check: Callable[[], Any] = functools.cache(lambda: EVERY_CALL(function, typechecker=typechecker))
     name = function.__module__, function.__qualname__, repr(function.__annotations__)
 
     @functools.wraps(function)
@@ -33,6 +43,9 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return call
+
+
+jaxtyping.jaxtyped = checked  # type: ignore[assignment]
 
 
 def kind(value: Any) -> Hashable:

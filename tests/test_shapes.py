@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from jaxtyping import Float, TypeCheckError, jaxtyped
+from beartype import beartype
+from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from tests import shapes
@@ -18,7 +19,7 @@ def product(x: Float[Tensor, "a b"], y: Float[Tensor, "b c"]) -> Float[Tensor, "
     ("x", "y"), [((2, 3), (4, 3)), ((2,), (2, 3)), ((5, 4), (4, 3))], ids=["b", "x", "result"]
 )
 def test_wrong_shapes_are_refused_before_and_after_right_ones(x: tuple[int, ...], y: tuple[int, ...]) -> None:
-    function = jaxtyped(product, typechecker=shapes.checked)
+    function = shapes.checked(product, typechecker=beartype)
     for _ in range(2):
         with pytest.raises(TypeCheckError):
             function(torch.zeros(x), torch.zeros(y))
@@ -33,8 +34,7 @@ def test_right_shapes_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return function
 
     monkeypatch.setattr(shapes, "RIGHT", set())
-    monkeypatch.setattr(shapes, "beartype", looking)
-    function = jaxtyped(product, typechecker=shapes.checked)
+    function = shapes.checked(product, typechecker=looking)
     for rows in (2, 2, 3, 3):
         function(torch.zeros(rows, 4), torch.zeros(4, 3))
     assert len(looks) == 2  # arguments, and arguments with the result
