@@ -28,7 +28,8 @@ def checked(function: Any = None, *, typechecker: Any) -> Any:
         return functools.partial(checked, typechecker=typechecker)
     if inspect.isclass(function):
         if is_dataclass(function):
-            function.__init__ = checked(function.__init__, typechecker=typechecker)
+            plain = vars(function)["__init__"]
+            setattr(function, "__init__", checked(plain, typechecker=typechecker))  # noqa: B010 - for mypy
         return function
     check: Callable[[], Any] = functools.cache(lambda: EVERY_CALL(function, typechecker=typechecker))
     name = function.__module__, function.__qualname__, repr(function.__annotations__)

@@ -140,12 +140,12 @@ class AespaCLI(LightningCLI):
 
 
 def _absolute_texts(given: Any) -> Any:
-    """Return texts, one or a list or keys, with the absolute paths of files; a file named c4 is not c4."""
+    """Return one text, a list, keys or null, with absolute paths of files; a file named c4 is not c4."""
     if isinstance(given, Mapping):
         return {_absolute_texts(name): proportion for name, proportion in given.items()}
     if isinstance(given, list):
         return [*map(_absolute_texts, given)]
-    return _absolute(given, Path.is_file) if is_file(given) else given
+    return _absolute(given, Path.is_file) if given and is_file(given) else given
 
 
 def _absolute(given: str, is_meant: Callable[[Path], bool]) -> str:

@@ -125,7 +125,8 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     logits = work.length * shape.vocabulary * (work.dtype_bytes + 2 * FLOAT)  # of a segment
     block, hessians = shape.block_weights * work.dtype_bytes, hessian_bytes(shape, settings, partition)
     collected = block + hessians + FLOAT * shifts(shape, settings, partition)
-    afterwards = replace(partition, experts=partition.experts and 1)
+    # matrices on disk are read one at a time, but for those of the heads that are learned together
+    afterwards = replace(partition, heads=partition.heads and 1, experts=partition.experts and 1)
     hessians = hessian_bytes(shape, settings, afterwards)
     steady, shifted = block + hessians, FLOAT * shifts(shape, settings, afterwards)
     largest = max(matrix.size for matrix in shape.matrices)
@@ -133,13 +134,14 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     widest = shape.widest_input**2
     # V's Hessians are factored as many at once as a chunk holds
     chunk = max(1, (optq.ACCELERATOR_CHUNK if accelerator else optq.CPU_CHUNK) // shape.hidden**2)
-    factored = max(widest, min(_heads(shape, partition), chunk) * shape.hidden**2)
+    factored = max(widest, min(_heads(shape, afterwards), chunk) * shape.hidden**2)
     learning = sum(m.size for m in shape.learned(settings))
     at_once = min(learning, partition.weights or learning)
     # beside integers, the weights; of those learned later W', which the learning begins with
     learned = LEARNED_BYTES * at_once + KEPT_BYTES * (weights - at_once)
     learned += FLOAT * (learning - at_once) + (WORKSPACE_BYTES[accelerator] * largest if learning else 0)
-    learned += (hessians := _hessians_of(shape, settings, afterwards, at_once))
+    together = replace(afterwards, heads=partition.heads)
+    learned += (hessians := _hessians_of(shape, settings, together, at_once))
     if settings.products == "bfloat16":
         learned += hessians // 2 if accelerator else hessians  # a CPU rounds a copy in float32
     corrected = steady + shifted + FLOAT * (weights + 3 * widest + 2 * largest)

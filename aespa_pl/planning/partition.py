@@ -12,7 +12,8 @@ class Partition:
 
     heads: int | None = None
     """Number of key/value heads whose H_V is in memory: with fewer than all, the statistics take several
-    passes over the segments, and the matrices of other heads wait on disk. None: all."""
+    passes over the segments, and the matrices wait on disk; later so many are learned at once, and all other
+    steps have those of one. None: all."""
     weights: int | None = None
     """Number of weights that are learned at once, each portion with a Trainer of its own. None: all."""
     experts: int | None = None

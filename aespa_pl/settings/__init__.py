@@ -69,9 +69,9 @@ class CalibrationSettings:
 class EvaluationSettings:
     """The texts that the perplexity is measured on."""
 
-    texts: list[str] | str = field(default_factory=lambda: ["wikitext2", "ptb", "c4"])
+    texts: list[str] | str | None = field(default_factory=lambda: ["wikitext2", "ptb", "c4"])
     """Any of wikitext2, ptb, c4 (from the hub), embedded, or local files, as a list; one may stand alone.
-    Tables name a file without its folder. An empty list: no evaluation."""
+    Tables name a file without its folder. null or an empty list: no evaluation."""
     segment_length: PositiveInt | None = None
     """Tokens in a segment; null: as many as the model has positions, 2048 at most (Section 4.1)."""
     max_segments: PositiveInt | None = None
@@ -82,7 +82,7 @@ class EvaluationSettings:
     @property
     def names(self) -> list[str]:
         """Return the texts as a list."""
-        return [self.texts] if isinstance(self.texts, str) else self.texts
+        return [self.texts] if isinstance(self.texts, str) else self.texts or []
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def done(folder: Path, *arguments: object) -> Done:
     return Done(folder / out.splitlines()[-1], out)
 
 
-NO_TEXTS = ("--data.evaluation.texts", "[]")
+NO_TEXTS = ("--data.evaluation.texts", "null")
 LAST = ("--ckpt_path", "last")
 
 
