@@ -104,7 +104,7 @@ def round_columns(
         parts = (pending[..., here], step[..., here], zero[..., here], U[:, here, here])
         integers[..., here], errors = _round_lazily(*parts, grid.largest)
         pending[..., later] -= errors @ U[:, here, later]
-    back = columns.argsort(-1)
+    back = factored.order.argsort(-1)[:, None].expand(heads, rows, d_in)
     return pending.gather(2, back), integers.gather(2, back)
 
 

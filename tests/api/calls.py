@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import aespa_pl
 from aespa_pl.data.texts import EMBEDDED
 
-SEGMENTS, LENGTH, WORDS, ITERATIONS = 4, 32, 1024, 60
+SEGMENTS, LENGTH, WORDS, ITERATIONS = 4, 32, 1024, 20
 
 
 def tiny() -> LlamaForCausalLM:

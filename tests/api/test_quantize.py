@@ -16,7 +16,7 @@ import aespa_pl
 from aespa_pl.api import keep_model
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.run.journal import model_fingerprint
-from tests.api.calls import SEGMENTS, WORDS, blocks, call, tiny, tokenizer, tokens
+from tests.api.calls import ITERATIONS, SEGMENTS, WORDS, blocks, call, tiny, tokenizer, tokens
 from tests.cli.commands import CommandLine
 from tests.forks import Forks
 
@@ -79,7 +79,7 @@ def test_memory_and_files_give_the_same_integers(
         "fit", "--model.pretrained", "model", "--data.calibration.source", "tokens.safetensors",
         "--data.calibration.segments", SEGMENTS, "--data.calibration.segment_length", tokens().shape[1],
         "--data.evaluation.texts", "[]", "--data.cache", tmp_path, "--quantization.method", "aespa",
-        "--quantization.rounding.iterations", 60, "--trainer.accelerator", "cpu",
+        "--quantization.rounding.iterations", ITERATIONS, "--trainer.accelerator", "cpu",
     )  # fmt: skip
     assert (status, err) == (0, "")
     assert blocks(Path(out.splitlines()[-1])) == blocks(whole.folder)

@@ -13,7 +13,7 @@ from tests.forks import Forks, Outcome
 from tests.models.examples import LENGTH
 from tests.walks import BLOCKS, SEGMENTS
 
-ITERATIONS, EVERY = 40, 8
+ITERATIONS, EVERY = 24, 8
 """Iterations of each block, and between two checkpoints."""
 LAST = ("--ckpt_path", "last")
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")

@@ -16,7 +16,7 @@ KEYS = {
     "data.calibration.segment_length": 128,
     "data.evaluation.texts": [],
     "quantization.method": "aespa",
-    "quantization.rounding.iterations": 20,
+    "quantization.rounding.iterations": 10,
     "output.checkpoint_iterations": 5,
     "trainer.accelerator": "cpu",
 }
