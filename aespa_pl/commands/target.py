@@ -11,7 +11,6 @@ from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.size import packed_bytes
-from aespa_pl.export.gguf import file_bytes
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.llama_cpp_types import MIXTURES
@@ -111,6 +110,13 @@ def _other_bytes(job: Job, choices: Choices) -> int:
         size = weights * sum(BLOCK_TYPES[kind].bits for kind in settings.types.values())
         weights = sum(m.weights for m in choices.matrices) + weights * len(settings.types)
         return packed_bytes(original, weights, 8 * job.pretrained.dtype.itemsize, size)
+    try:
+        from aespa_pl.export.gguf import file_bytes  # noqa: PLC0415 - its library is of an extra
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"quantization.target with block types needs the library {error.name}: "
+            "pip install 'aespa-pl[export]'"
+        ) from error
     run = Run(Path(), {"version of aespa-pl": aespa_pl.__version__})
     model = QuantizedModel(
         run, job, job.pretrained.folder, job.cache, job.pretrained, job.pretrained.embeddings()

@@ -21,7 +21,7 @@ from torch import Tensor
 from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.format import Format
-from aespa_pl.export.gguf_bytes import BLOCK_TYPES, as_typed
+from aespa_pl.export.gguf_bytes import BLOCK_TYPES, as_typed, padded
 from aespa_pl.export.gguf_metadata import add_metadata, add_vocabulary, refuse_tokenizer, rope_factors
 from aespa_pl.export.gguf_model import (
     candidate_type,
@@ -43,8 +43,6 @@ from aespa_pl.run.model_writer import copy_companions
 from aespa_pl.storage.files import write_whole
 
 FILE = "model.gguf"
-ALIGNMENT = 32
-"""Bytes that each tensor of a file is padded to a multiple of."""
 _Q2_0 = BLOCK_TYPES["Q2_0"]
 """A block type that version 0.19 of the library gguf does not know."""
 PLAIN = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
@@ -216,11 +214,6 @@ def file_bytes(model: QuantizedModel) -> int:
         before = path.stat().st_size
     sizes = [info.nbytes for shard in writer.tensors for info in shard.values()]
     return sum(map(padded, (before, *sizes)))
-
-
-def padded(size: int) -> int:
-    """Return the bytes that a part of a file takes."""
-    return int(GGUFWriter.ggml_pad(size, ALIGNMENT))
 
 
 def dequantized(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[np.float32]:

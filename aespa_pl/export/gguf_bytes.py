@@ -21,6 +21,13 @@ from aespa_pl.algorithm.quantizer import QuantizedWeight
 
 Bytes = npt.NDArray[Any]
 """Stored bytes and integers, both uint8; numpy's types of ``&`` and ``>>`` with a Python integer say less."""
+ALIGNMENT = 32
+"""Bytes that each tensor of a file is padded to a multiple of."""
+
+
+def padded(size: int) -> int:
+    """Return the bytes that a part of a file takes."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

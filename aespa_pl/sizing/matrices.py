@@ -15,8 +15,7 @@ from aespa_pl.algorithm.hessian import damping_for
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, end_loss
 from aespa_pl.evaluation.size import SCALE_BITS
-from aespa_pl.export.gguf import padded
-from aespa_pl.export.gguf_bytes import BLOCK_TYPES
+from aespa_pl.export.gguf_bytes import BLOCK_TYPES, padded
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.shape import Shape

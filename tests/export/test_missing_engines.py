@@ -1,5 +1,6 @@
 """A library or engine that is not installed, or cannot run here, is named."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -23,6 +24,21 @@ def test_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
     for name in ("gguf", "compressed-tensors", "awq"):
         with pytest.raises(UserError, match=r"needs the library .*: pip install 'aespa-pl\[export\]'"):
             export("nowhere", format=name)
+
+
+WITHOUT_EXTRAS = """
+import sys
+optional = ("gguf", "compressed_tensors", "lm_eval", "xllamacpp", "beartype")
+sys.modules.update(dict.fromkeys(optional))  # as if they were not installed
+import aespa_pl.commands.application, aespa_pl.commands.compare, aespa_pl.commands.export
+from aespa_pl import quantize
+"""
+
+
+def test_all_but_exports_is_imported_without_their_libraries() -> None:
+    """README: where the package is installed without extras, only what needs one refuses."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_hf_and_gptq_need_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
