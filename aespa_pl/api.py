@@ -24,6 +24,7 @@ from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.data.tokens import TENSOR
 from aespa_pl.errors import UserError
 from aespa_pl.models.headers import read_header
+from aespa_pl.paths import expanded
 from aespa_pl.processors import threads
 from aespa_pl.progress import PlainConsole
 from aespa_pl.run.interruption import Interruption, RunInterrupted
@@ -104,7 +105,7 @@ def quantize(
     given = Arguments(tuple(options)).with_configurations()
     default = OutputSettings()
     folder, name = (given.setting(f"output.{key}", getattr(default, key)) for key in ("folder", "name"))
-    inputs = Path(folder, name, "inputs").expanduser()  # what runs of this name have in common is here once
+    inputs = expanded(Path(folder, name, "inputs"))  # what runs of this name have in common is here once
     if isinstance(model, PreTrainedModel):
         with quiet():
             model = keep_model(inputs, model, tokenizer)

@@ -37,3 +37,8 @@ def one_line(message: str) -> str:
     """Return a message as one line for a person: words that nobody reads to their end are shortened."""
     text = ADDRESS.sub("", printable(" ".join(message.split())))
     return LONG_WORD.sub(r"\1...\2", text)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's message; the name of the error where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -16,6 +16,7 @@ ORDER = (
     "processors",
     "",
     "errors",
+    "paths",
     "methods",
     "settings",
     "resolve",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import yaml
 
 from aespa_pl.errors import UserError
+from aespa_pl.paths import expanded
 from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.settings import SECTIONS, OutputSettings, Seed, keys_of
 
@@ -108,7 +109,7 @@ def _of_section(option: Option) -> list[Option]:
     except yaml.YAMLError:
         return [option]
     if isinstance(content, str):
-        path = Path(option.file).parent / Path(content).expanduser()
+        path = Path(option.file).parent / expanded(content)
         content = read_configuration(path) if path.is_file() else None
     if not isinstance(content, Mapping):
         return [option]
@@ -117,7 +118,7 @@ def _of_section(option: Option) -> list[Option]:
 
 def _configuration(name: str) -> Path:
     """Return the file of a configuration, here or of the package."""
-    here = Path(name).expanduser()
+    here = expanded(name)
     packaged = {path.name: path for path in Path(__file__).parents[1].glob("configs/*.yaml")}
     if here.exists():
         return here
@@ -167,7 +168,7 @@ def with_run(arguments: Arguments, command: str) -> Arguments:
     arguments = arguments.without(TRUST)
     default, which = OutputSettings(), arguments.setting(CKPT_PATH, "null")
     has_settings = arguments.last("config") or arguments.setting(REQUIRED, "")
-    runs = Path(arguments.setting("output.folder", default.folder)).expanduser()
+    runs = expanded(arguments.setting("output.folder", default.folder))
     name = arguments.setting("output.name", default.name if has_settings else "")
     if which == "null" and command == "test":
         which = LAST

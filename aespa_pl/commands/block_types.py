@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 from transformers import PreTrainedConfig
 
@@ -10,6 +11,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads, unsupported_part
+from aespa_pl.models.llama_cpp_tokenizer import unsupported_tokenizer
 from aespa_pl.models.llama_cpp_types import MIXTURES, NARROW, Matrix, MixtureModel, matrix_of, mixture_type
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
@@ -47,6 +49,18 @@ def check_format(settings: QuantizationSettings) -> None:
         raise UserError(
             f"quantization.types has {others} and quantization.format is uniform: choose a format of "
             "GGUF, or quantization.bits_of"
+        )
+
+
+def check_tokenizer(settings: QuantizationSettings, folder: Path) -> None:
+    """Raise UserError where a format of GGUF is chosen and llama.cpp has no tokenizer like the model's.
+
+    A folder may have none yet: it is wanted when the run is exported.
+    """
+    there = settings.format != UNIFORM and (folder / "tokenizer.json").is_file()
+    if there and (lacking := unsupported_tokenizer(folder)) is not None:
+        raise UserError(
+            f"quantization.format is {settings.format}, but {lacking}: set quantization.format uniform"
         )
 
 

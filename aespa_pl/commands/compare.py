@@ -20,6 +20,7 @@ from aespa_pl.commands.block_types import AUTO, check_format
 from aespa_pl.commands.keys import refuse_other_methods
 from aespa_pl.commands.output import print_table
 from aespa_pl.errors import EndedError, UserError
+from aespa_pl.paths import expanded
 from aespa_pl.progress import PlainConsole
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.find import last_run
@@ -67,7 +68,7 @@ def compare(
     Raises EndedError where some fail.
     """
     runs = given.setting("output.folder", OutputSettings().folder)
-    folder = Path(runs, given.setting("output.name", SECTION)).expanduser()
+    folder = expanded(Path(runs, given.setting("output.name", SECTION)))
     _refuse_other(folder, given)
     # all of them first: a process that is killed early leaves a table with every finished cell
     kinds: Sequence[int | str] = settings.formats or settings.bits

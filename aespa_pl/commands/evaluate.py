@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from aespa_pl.commands.job import Job, block_dtype, held_out_texts
@@ -32,6 +31,7 @@ from aespa_pl.evaluation.size import bits_per_weight, packed_bits, packed_bytes,
 from aespa_pl.evaluation.tasks import (
     Tasks,
     find_tasks,
+    load_tokenizer,
     load_whole,
     measure_tasks,
     refuse_too_large,
@@ -40,6 +40,7 @@ from aespa_pl.evaluation.tasks import (
 from aespa_pl.models import family_of
 from aespa_pl.models.headers import read_header, shards
 from aespa_pl.models.pretrained import PretrainedFolder
+from aespa_pl.paths import expanded
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run
@@ -196,7 +197,7 @@ def evaluate(
 
 def quantized_folder(model: ModelSettings) -> Path | None:
     """Return the folder of a model that is quantized already, for transformers; None for any other."""
-    folder = Path(model.pretrained).expanduser()
+    folder = expanded(model.pretrained)
     if (folder / "model.gguf").is_file():
         raise UserError(
             f"model.pretrained: {folder} holds a model for llama.cpp, but test runs in transformers: test "
@@ -237,7 +238,7 @@ def measure_exported(
     positions = family_of(config).positions(config)
     length = evaluation_length(data, positions)
     check_length("evaluation", length, positions, str(folder))
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     texts = held_out_texts(data, tokenizer, length, config.vocab_size)
     dtype = block_dtype(model, device, torch.float16)
     size = sum(path.stat().st_size for path in shards(folder))

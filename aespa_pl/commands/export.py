@@ -20,6 +20,7 @@ from aespa_pl.export.format import ClassSize, Format, FormatName, make_format, p
 from aespa_pl.export.model_card import model_card
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.measure import human
+from aespa_pl.paths import expanded
 from aespa_pl.progress import PlainConsole, WalkProgress
 from aespa_pl.run.find import find_run
 from aespa_pl.run.interruption import Interruption
@@ -71,8 +72,8 @@ def export(
     """
     chosen = make_format(format, container_bits, embedding)
     questions = choose_engines(format, verify)
-    folder = find_run(run, Path(runs_folder).expanduser(), name)
-    target = Path(output).expanduser().absolute() if output else folder / "export" / format
+    folder = find_run(run, expanded(runs_folder), name)
+    target = expanded(output).absolute() if output else folder / "export" / format
     if target.is_file() or (target.is_dir() and {p.name for p in target.iterdir()} - {PARTIAL}):
         raise UserError(f"--output: {target} exists and is not an empty folder: remove it, or choose another")
     model = QuantizedModel.open(folder, original, trusts_places=is_own(folder))

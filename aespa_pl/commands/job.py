@@ -14,7 +14,7 @@ from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.refit import rounded_rows
 from aespa_pl.block.quantized import grid_format, nearest_weight
 from aespa_pl.commands import limits
-from aespa_pl.commands.block_types import block_types, check_format, with_head
+from aespa_pl.commands.block_types import block_types, check_format, check_tokenizer, with_head
 from aespa_pl.data.texts import short_names
 from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.errors import UserError
@@ -24,6 +24,7 @@ from aespa_pl.models.hub import resolve
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import set_projection_weight
+from aespa_pl.paths import expanded
 from aespa_pl.planning.budget import resolved_data, resolved_place
 from aespa_pl.planning.shape import ONE_DEVICE, Devices, Setup, Shape, Work
 from aespa_pl.resolve import resolved
@@ -85,7 +86,7 @@ class Checked(Settings):
     @property
     def runs_folder(self) -> Path:
         """Return the folder of the runs of this name."""
-        return Path(self.output.folder).expanduser() / self.output.name
+        return expanded(self.output.folder) / self.output.name
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Job(Checked):
         folder = find_model(settings, device, weights=True)
         pretrained = PretrainedFolder.open(folder, cache_folder(settings.data.cache))
         fitting = checked(settings, device, pretrained.config, pretrained.dtype)
+        check_tokenizer(settings.quantization, folder)
         return cls(**vars(fitting), pretrained=pretrained)
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:

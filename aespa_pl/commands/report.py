@@ -1,12 +1,12 @@
 """Run ``aespa-pl report``: write a page about one run, or about several side by side."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from jsonargparse import ArgumentParser
 
 from aespa_pl.errors import UserError
+from aespa_pl.paths import expanded
 from aespa_pl.report.stored import read_run
 from aespa_pl.run.find import find_run
 from aespa_pl.run.interruption import Interruption
@@ -51,7 +51,7 @@ def report(
     Raises:
         UserError: There is no such run, its journal is damaged, or a library for figures is missing.
     """
-    folders = list(dict.fromkeys(find_run(run, Path(runs_folder).expanduser()) for run in runs))
+    folders = list(dict.fromkeys(find_run(run, expanded(runs_folder)) for run in runs))
     try:
         from aespa_pl.report.page import render, sections, write_figures  # noqa: PLC0415  (optional)
     except ModuleNotFoundError as error:
@@ -60,7 +60,7 @@ def report(
         ) from error
     stored = [read_run(path) for path in folders]
     drawn = sections(stored)
-    target = Path(output).expanduser() if output else folders[0] / "report"
+    target = expanded(output) if output else folders[0] / "report"
     with disk_errors(target):
         target.mkdir(parents=True, exist_ok=True)
     page = target / "report.html"

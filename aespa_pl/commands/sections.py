@@ -1,7 +1,6 @@
 """Parse the sections of a configuration, ours and Lightning's, alike in every command and the Python call."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from aespa_pl.commands.arguments import FREE, Arguments
 from aespa_pl.commands.keys import OWN_KEYS, WALK_KEYS
 from aespa_pl.data.texts import is_file
 from aespa_pl.errors import UserError
+from aespa_pl.paths import expanded
 from aespa_pl.settings import SECTIONS, QuantizationSettings, Settings, TaskSettings
 
 SMOKE_SEGMENTS, SMOKE_ITERATIONS, SMOKE_NAME = 4, 10, "_smoke_test"
@@ -150,7 +150,7 @@ def _absolute_texts(given: Any) -> Any:
 
 def _absolute(given: str, is_meant: Callable[[Path], bool]) -> str:
     """Return the absolute path of what is meant on this machine, and any other name as it is."""
-    path = Path(os.path.expanduser(given))  # noqa: PTH111  (Path's raises for an unknown ~user)
+    path = expanded(given)
     return str(path.absolute()) if is_meant(path) else given
 
 

@@ -14,6 +14,7 @@ from aespa_pl.evaluation.size import packed_bytes
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.llama_cpp_types import MIXTURES
+from aespa_pl.paths import expanded
 from aespa_pl.progress import WalkProgress
 from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.run.journal import Run
@@ -39,7 +40,7 @@ def for_target(
     named = quantization.types.keys() | quantization.bits_of.keys()
     if quantization.target is None or _keys(job) <= named:
         return job, None
-    runs, name = Path(job.output.folder).expanduser(), job.output.name
+    runs, name = expanded(job.output.folder), job.output.name
     if resume is not None and (resume != LAST or last_run(runs, name) is not None):
         stored = stored_quantization(Run.open(find_run(resume, runs, name)))
         uniform = stored.format == UNIFORM

@@ -6,7 +6,6 @@ The json reader of ``datasets`` turns a missing field into None, and a number in
 import gzip
 import hashlib
 import json
-import os
 import stat
 import zlib
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Annotated, Any, TextIO
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
 from aespa_pl.errors import UserError
+from aespa_pl.paths import expanded
 
 Document = str | list[dict[str, Any]]
 """A text, or the messages of a conversation, each with ``role`` and ``content``."""
@@ -63,8 +63,7 @@ class TextFile:
     @classmethod
     def find(cls, given: str, key: str, *, conversations: bool = False) -> "TextFile":
         """Return the file that the user named. Raises UserError if it is missing, too large, or a pipe."""
-        # Path.expanduser would raise RuntimeError for an unknown ~user
-        file = cls(Path(os.path.expanduser(given)), key, conversations)  # noqa: PTH111
+        file = cls(expanded(given), key, conversations)
         with file._errors():
             status = file.path.stat() if file.path.exists() else None
         if status is None:

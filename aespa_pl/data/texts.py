@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from aespa_pl.data.files import SENTENCE_FILES, Document, TextFile
-from aespa_pl.errors import UserError
+from aespa_pl.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class HubRows:
             )
             texts: Sequence[str] = rows[self.field]
         except Exception as error:  # no network, moved, gated, disk full: the remedy is the same
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise UserError(
                 f"{key}: cannot load {self.repository} from the Hugging Face hub ({reason}); give "
                 f"the path of a local copy instead: {self.local_copy}"

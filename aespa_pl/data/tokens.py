@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from aespa_pl.data.files import Document
 from aespa_pl.data.sampling import divide_segments, draw_segments
 from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, find_text
-from aespa_pl.errors import UserError
+from aespa_pl.errors import UserError, first_line
+from aespa_pl.paths import expanded
 from aespa_pl.settings import CalibrationSettings
 from aespa_pl.storage.cache import keep, recalled
 
@@ -113,7 +113,7 @@ def evaluation_tokens(
 
 def _stored(source: str, key: str, length: int, limit: int | None) -> Int64[Tensor, "segments length"]:
     """Return the first segments of a file of token ids, up to ``limit`` (None: all); ``key`` names it."""
-    path = Path(os.path.expanduser(source))  # noqa: PTH111  (Path's raises for an unknown ~user)
+    path = expanded(source)
     try:
         with safe_open(path, "pt") as file:
             tokens: Tensor = file.get_tensor(TENSOR)
@@ -181,7 +181,7 @@ def _document_tokens(
         # the library runs the template, which comes with the model, in jinja2's sandbox
         ids = tokenizer.apply_chat_template(document, return_dict=False, date_string=DATE)
     except Exception as error:  # what it raises is up to the template
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"{CALIBRATION_KEY}: the model's chat template refuses a conversation of {source} ({reason}): "
             "remove such conversations, or give rows with 'text'"

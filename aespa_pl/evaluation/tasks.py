@@ -5,20 +5,29 @@ The harness, and models whose weights are packed, need the whole model in memory
 
 import difflib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from aespa_pl.errors import UserError
+from aespa_pl.errors import UserError, first_line
 from aespa_pl.evaluation.perplexity import BlockChange, StemChange
 from aespa_pl.measure import free_bytes, human
 from aespa_pl.models import family_of
 from aespa_pl.models.headers import skeleton
+from aespa_pl.paths import expanded
 from aespa_pl.settings import TaskSettings
 
 if TYPE_CHECKING:
@@ -50,7 +59,7 @@ def find_tasks(settings: TaskSettings) -> Tasks:
             "pip install 'aespa-pl[eval]'"
         ) from error
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    given = {name: Path(name).expanduser() for name in settings.tasks if name.endswith(".yaml")}
+    given = {name: expanded(name) for name in settings.tasks if name.endswith(".yaml")}
     files = {name: path.parent.resolve() / path.name for name, path in given.items()}
     folders = sorted({str(path.parent) for path in files.values()})
     # reading the harness's own thousands of tasks takes seconds; it runs no function that a file names
@@ -112,8 +121,12 @@ def measure_tasks(
 
 
 def unpacked_config(folder: Path) -> PreTrainedConfig:
-    """Return the configuration of a model without that of its packing: the shapes are the original's."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    """Return the configuration of a model without that of its packing: the shapes are the original's.
+
+    Raises UserError where transformers can't read it.
+    """
+    with _reading(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -133,18 +146,30 @@ def refuse_too_large(folder: Path, device: torch.device, dtype: torch.dtype) -> 
         )
 
 
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model. Raises UserError where transformers can't read it."""
+    with _reading(folder):
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # what transformers raises depends on the file and its format
+        raise UserError(
+            f"model.pretrained: transformers cannot load {folder} ({first_line(error)}): copy "
+            "it again from its origin, or export the run again"
+        ) from error
+
+
 def load_whole(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model, all of it in memory. Raises UserError where it does not fit, or can't be loaded."""
     refuse_too_large(folder, device, dtype)
-    try:
+    with _reading(folder):
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # what it raises depends on the format
-        raise UserError(
-            f"model.pretrained: transformers cannot load {folder} ({error}): copy "
-            "it again from its origin, or export the run again"
-        ) from error
     return cast(PreTrainedModel, model.to(device).eval())
 
 

@@ -170,6 +170,11 @@ class Gptq(PackedFormat):
         bits = self.bits(model)
         if bits not in GPTQ_BITS:
             yield "it has 2, 3, 4 or 8 bits", "Use --format compressed-tensors, which has 2 to 8"
+        blocks = model.names()
+        for name in model.unquantized_linears():
+            if blocks.get(f"{name}.weight") is not None:
+                why = f"{name} keeps its weights, and engines expect all of a block to be packed"
+                yield why, "Use --format compressed-tensors"
         for name in model.matrices:
             shape = model.pretrained.tensors[name].shape
             unit = WORD if bits == 3 else WORD // bits

@@ -22,7 +22,7 @@ from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.format import Format
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, as_typed, padded
-from aespa_pl.export.gguf_metadata import add_metadata, add_vocabulary, refuse_tokenizer, rope_factors
+from aespa_pl.export.gguf_metadata import add_metadata, add_vocabulary, rope_factors
 from aespa_pl.export.gguf_model import (
     candidate_type,
     column_order,
@@ -39,6 +39,7 @@ from aespa_pl.export.gguf_model import (
 from aespa_pl.export.quantized import QuantizedModel, StoredTensor
 from aespa_pl.models.hub import LICENCES
 from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads, unsupported_part
+from aespa_pl.models.llama_cpp_tokenizer import unsupported_tokenizer
 from aespa_pl.run.model_writer import copy_companions
 from aespa_pl.storage.files import write_whole
 
@@ -61,14 +62,18 @@ class Gguf(Format):
 
     def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
         """Yield models that llama.cpp does not have, and matrices that no block type holds."""
-        if part := unsupported_part(model.pretrained.config):
-            yield part, "Use --format compressed-tensors (transformers, vLLM), or hf"
-        refuse_tokenizer(model.original)
+        lacking = unsupported_part(model.pretrained.config) or unsupported_tokenizer(model.original)
+        if lacking is not None:
+            yield lacking, "Use --format compressed-tensors (transformers, vLLM), or hf"
         config, size = model.pretrained.config, model.quantization.group_size or 1
         typed = model.quantization.format != "uniform"
         if other_heads(config) and (typed or config.linear_value_head_dim % size != 0):
             # groups of columns do not lie within a head of linear attention
             yield OTHER_ORDER, "Set quantization.group_size to a divisor of linear_value_head_dim"
+        for place, names in file_tensors(model, model.names()).items():
+            if 0 < sum(name in model.matrices for name in names) < len(names):
+                why = f"some experts keep their weights, and llama.cpp has all of them in {place}"
+                yield why, "Use --format hf, or give all experts of a run the same quantization.bits_of"
         for name in model.matrices:
             if candidate_type(model, name) is None:
                 columns = model.pretrained.tensors[name].shape[1]
@@ -165,8 +170,7 @@ class Gguf(Format):
         """Return the bytes of a tensor."""
         if (order := row_order(model, name)) is not None:
             value = value[order] if isinstance(value, Tensor) else value.rows(order)
-        if not isinstance(value, Tensor):
-            value = in_column_order(model, name, value)
+        value = in_column_order(model, name, value)
         if isinstance(value, TypedWeight):
             return BLOCK_TYPES[value.kind.name].encode(value)
         if isinstance(value, QuantizedWeight):

@@ -1,7 +1,6 @@
 """Write the hyperparameters and the tokenizer of a model in the words of GGUF.
 
-llama.cpp splits text by rules that it knows by name; a tokenizer whose rules have no name there is
-refused, because another rule would split some texts differently without a word.
+The names of the tokenizer's rules are in ``models/llama_cpp_tokenizer.py``.
 """
 
 import json
@@ -17,7 +16,6 @@ from gguf import GGML_QUANT_VERSION, GGUFWriter, RopeScalingType, SpecialVocab, 
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from aespa_pl.errors import UserError
 from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.block_kinds import LINEAR, SLIDING, attention_kinds
@@ -29,6 +27,7 @@ from aespa_pl.models.llama_cpp import (
     rope_type,
     window_period,
 )
+from aespa_pl.models.llama_cpp_tokenizer import read_tokenizer, splitting_rule, steps_before_merges
 
 NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
     "rms_norm_eps": GGUFWriter.add_layer_norm_rms_eps,
@@ -41,17 +40,6 @@ NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
     "final_logit_softcapping": GGUFWriter.add_final_logit_softcapping,
 }
 """Functions that write a norm's epsilon, multipliers and caps, by their names in config.json."""
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {
-    _CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe",
-    _CONTRACTIONS + r"\p{N}" + _REST: "qwen2",
-    _CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+": "seed-coder",
-    r" ?[^(\s|[.,!?…。，、।۔،])]+": "bloom",  # noqa: RUF001 - its punctuation
-}
-"""llama.cpp's name of a rule, by the regular expression in tokenizer.json."""
-SENTENCEPIECE_STEPS = {"Prepend", "Replace", "Metaspace"}
-"""Types of steps, all about spaces, that a tokenizer with SentencePiece's pieces takes before it merges."""
 
 
 def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
@@ -148,8 +136,8 @@ def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:
 
 
 def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
-    """Write tokens, merges, special tokens and template. Raises UserError as ``refuse_tokenizer`` does."""
-    content = _tokenizer(folder)
+    """Write tokens, merges, special tokens and template of a tokenizer that llama.cpp has."""
+    content = read_tokenizer(folder)
     model = content["model"]
     added = {token["content"]: token for token in content["added_tokens"]}
     vocabulary = {**model["vocab"], **{text: token["id"] for text, token in added.items()}}
@@ -161,84 +149,18 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(_scores(model["merges"], tokens))
-        steps = _steps(content)  # some split a text as if a space came before it
+        steps = steps_before_merges(content)  # some split a text as if a space came before it
         spaces = (s["type"] == "Prepend" or s.get("prepend_scheme", "never") != "never" for s in steps)
         writer.add_add_space_prefix(any(spaces))
         types = {**{t: TokenType.BYTE for t in tokens if re.fullmatch("<0x..>", t)}, **types}
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(splitting_rule(content, folder))
+        writer.add_tokenizer_pre(str(splitting_rule(content)))
     writer.add_token_list(tokens)
     known = (types.get(token, TokenType.NORMAL) for token in tokens)
     writer.add_token_types([kind if i in texts else TokenType.UNUSED for i, kind in enumerate(known)])
     special = SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=size)
     special.add_to_gguf(writer, quiet=True)
-
-
-def refuse_tokenizer(folder: Path) -> None:
-    """Raise UserError if llama.cpp has no tokenizer like the model's."""
-    content = _tokenizer(folder)
-    if not content["model"].get("byte_fallback"):
-        splitting_rule(content, folder)
-    elif unknown := {step["type"] for step in _acting(_steps(content))} - SENTENCEPIECE_STEPS:
-        raise UserError(
-            f"--format gguf: llama.cpp's SentencePiece does not change or split text as "
-            f"{folder / 'tokenizer.json'} does ({', '.join(sorted(unknown))}): use --format "
-            "compressed-tensors"
-        )
-
-
-def _acting(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps but for a split at spaces behind a step that replaces them all."""
-    spaces = {"String": " "}
-    replaced = any(s["type"] == "Replace" and s["pattern"] == spaces for s in steps)
-    return [s for s in steps if not (replaced and s["type"] == "Split" and s["pattern"] == spaces)]
-
-
-def _steps(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the steps that come before a tokenizer's merges."""
-    steps: list[dict[str, Any]] = []
-    for part, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-        stated = content[part] or {inner: []}
-        steps += stated.get(inner, [stated])
-    return steps
-
-
-def splitting_rule(content: dict[str, Any], folder: Path) -> str:
-    """Return llama.cpp's name of how a tokenizer of bytes splits text. Raises UserError where it has none."""
-    stated = content["pre_tokenizer"] or {}
-    steps = stated.get("pretokenizers", [stated])
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
-        return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
-        return "smollm"
-    if kinds == ["Split", "ByteLevel"]:
-        # in some files with the characters \r and \n themselves
-        pattern = steps[0]["pattern"].get("Regex", "")
-        if rule := SPLITS.get(pattern.replace("\r", r"\r").replace("\n", r"\n")):
-            return rule
-    raise UserError(
-        f"--format gguf: llama.cpp has no name for how {folder / 'tokenizer.json'} splits text "
-        f"({', '.join(map(str, kinds))}): use --format compressed-tensors"
-    )
-
-
-def _tokenizer(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--format gguf reads tokenizer.json, but {path} cannot be read: make it with "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        ) from error
-    if content["model"]["type"] != "BPE":
-        raise UserError(
-            f"--format gguf: {path} is a tokenizer of the type {content['model']['type']}, only BPE is "
-            "supported: use --format compressed-tensors"
-        )
-    return content
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:

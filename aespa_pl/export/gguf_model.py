@@ -11,9 +11,9 @@ import gguf
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
+from aespa_pl.algorithm.quantizer import QuantizedWeight
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, BlockType, smallest_type, zero_points
-from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.export.quantized import QuantizedModel, StoredTensor
 from aespa_pl.models.family import Role
 from aespa_pl.models.headers import opened
 from aespa_pl.models.llama_cpp import architecture_of, other_heads
@@ -62,9 +62,11 @@ def column_order(model: QuantizedModel, name: str) -> Tensor | None:
     return _value_heads(model, name.replace("out_proj", "in_proj_z"))
 
 
-def in_column_order(model: QuantizedModel, name: str, value: StoredWeight) -> StoredWeight:
-    """Return a quantized matrix with its columns in llama.cpp's order; groups lie within a head."""
+def in_column_order(model: QuantizedModel, name: str, value: StoredTensor) -> StoredTensor:
+    """Return a tensor with its columns in llama.cpp's order; groups lie within a head."""
     order = column_order(model, name)
+    if order is not None and isinstance(value, Tensor):
+        return value[:, order]
     if order is None or not isinstance(value, QuantizedWeight):
         return value
     size, groups = value.group_size, value.scale.shape[1]

@@ -16,6 +16,7 @@ from aespa_pl.errors import printable
 from aespa_pl.evaluation.table import markdown, measured, result_table
 from aespa_pl.export.format import Format
 from aespa_pl.export.quantized import QuantizedModel
+from aespa_pl.paths import expanded
 from aespa_pl.run.journal import Run
 
 log = logging.getLogger(__name__)
@@ -77,12 +78,12 @@ def _base_licence(folder: Path) -> str | None:
 
 
 def _is_local(pretrained: str) -> bool:
-    return pretrained.startswith("embedded:") or Path(pretrained).expanduser().exists()
+    return pretrained.startswith(("embedded:", "~", "/", ".")) or expanded(pretrained).exists()
 
 
 def _public_name(source: str) -> str:
     """Return the name of a model or text; of a file or folder on this machine, its last part."""
-    return Path(source).name if Path(source).expanduser().exists() else source
+    return Path(source).name if _is_local(source) else source
 
 
 def public_source(source: str | Mapping[str, float]) -> str | dict[str, float]:

@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
 )
 
 from aespa_pl.errors import UserError
+from aespa_pl.paths import expanded
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def resolve(pretrained: str, revision: str | None = None, *, weights: bool = Tru
             known = ", ".join(names) or "none in this installation"
             raise UserError(f"model.pretrained: no model {pretrained}: there are {known}")
         return root / pretrained.removeprefix(EMBEDDED)
-    folder = Path(pretrained).expanduser()
+    folder = expanded(pretrained)
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aespa_pl.errors import UserError
+from aespa_pl.errors import UserError, first_line
 from aespa_pl.measure import human
 from aespa_pl.storage.cache import alone_in
 from aespa_pl.storage.files import write_tensors
@@ -76,7 +76,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         # Pickles of torch before 1.6 are no zip archives, and can't be mapped into memory.
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # damaged files raise almost any kind
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"model.pretrained: {path} is damaged, or a pickle of more than weights, which could "
             f"run code and is not read ({reason}): copy it again from the model's origin, or give a "

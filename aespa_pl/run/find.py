@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from aespa_pl.errors import UserError
+from aespa_pl.paths import expanded
 
 LAST = "last"  # word for the run that was worked on last
 JOURNAL = "journal.json"
@@ -21,7 +22,7 @@ def find_run(given: str, runs: Path, name: str | None = None) -> Path:
         run = last_run(runs, name)
         missing = f"there is no run in {runs / (name or '')}: begin with aespa-pl fit, or {GIVE}"
     else:
-        path = Path(given).expanduser()
+        path = expanded(given)
         above = (folder for folder in (path, *path.parents) if (folder / JOURNAL).is_file())
         run = next(above, None) or last_run(path.parent, path.name)
         missing = f"{given} is not the folder of a run, nor a file inside one: {GIVE}, or last"

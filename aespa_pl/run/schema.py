@@ -1,9 +1,9 @@
 """Define the JSON files of a run; they are validated here and nowhere else."""
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 DESCRIPTION = "quantization.json"  # file in the folder of a quantized model that says how it was made
 FORMAT = 2  # of the journal
@@ -13,6 +13,17 @@ class Strict(BaseModel):
     """Refuses values of another type, and numbers that are not finite."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
+        raise ValueError(f"{name!r} is no file in the folder of the run")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_inside)]
+"""Path in the folder of a run, which may be somebody else's: it leads to no file elsewhere."""
 
 
 class TuningRecord(Strict):
@@ -28,7 +39,7 @@ class TuningRecord(Strict):
 class TunedModelRecord(TuningRecord):
     """Describes the end-to-end tuning, once it is done."""
 
-    file: str  # path, in the folder of the run, of what was learned; blocks are rewritten from it one by one
+    file: FileName  # what was learned; blocks are rewritten from it one by one
     checksum: str
     seconds: dict[str, int | float] = {}  # by phase; empty where the run was killed right after
 
@@ -38,7 +49,7 @@ class BlockRecord(Strict):
 
     losses: dict[str, dict[str, int | float]]  # by projection, with damping and other numbers
     seconds: dict[str, int | float]  # by phase
-    files: dict[str, str]  # SHA-256 of each file, by its path in the folder of the run
+    files: dict[FileName, str]  # SHA-256 of each file
     tuning: TuningRecord | None = None  # of the block as a whole, where there was one
     end_to_end: bool = False  # whether the files hold what the end-to-end tuning learned
     output_error: dict[str, int | float] = {}
@@ -52,7 +63,7 @@ class LearnedFile(Strict):
 
     block: int
     key: str = ""  # name of the training; only the same one can go on with the file
-    file: str  # path in the folder of the run
+    file: FileName
     checksum: str
 
 
@@ -66,7 +77,7 @@ class JournalContent(Strict):
     portions: list[LearnedFile]
     damping: dict[int, int | float]
     tuned: TunedModelRecord | None = None
-    model: dict[str, str]  # SHA-256 of the model folder's other files, once all are written
+    model: dict[FileName, str]  # SHA-256 of the model folder's other files, once all are written
 
 
 class Metrics(Strict):

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aespa_pl.errors import UserError
+from aespa_pl.paths import expanded
 from aespa_pl.storage.files import write_tensors
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 def cache_folder(given: str | None = None) -> Path:
     """Return the folder that ``data.cache`` names; None: aespa_pl under $XDG_CACHE_HOME or ~/.cache."""
     if given:
-        return Path(given).expanduser()
+        return expanded(given)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # the XDG specification: a relative path is to be ignored
     return (base if base.is_absolute() else Path.home() / ".cache") / "aespa_pl"

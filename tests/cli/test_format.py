@@ -1,11 +1,20 @@
 """quantization.format chooses block types of llama.cpp before the work, and refuses what doesn't go."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import LlamaConfig, MixtralConfig, OPTConfig, PreTrainedConfig
 
-from aespa_pl.commands.block_types import block_types, check_format, types_in_words, with_head
+from aespa_pl.commands.block_types import (
+    block_types,
+    check_format,
+    check_tokenizer,
+    types_in_words,
+    with_head,
+)
 from aespa_pl.errors import UserError
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import BlockTuningSettings, QuantizationSettings, TuningSettings
@@ -106,6 +115,14 @@ def test_what_does_not_go_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         block_types(settings, config)
+
+
+def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused_before_the_run(tmp_path: Path) -> None:
+    check_tokenizer(QuantizationSettings(format="Q4_0"), tmp_path)  # whose tokenizer comes later
+    Tokenizer(WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
+    check_tokenizer(QuantizationSettings(), tmp_path)
+    with pytest.raises(UserError, match=r"format is Q4_0, but .* only BPE is supported: set .* uniform$"):
+        check_tokenizer(QuantizationSettings(format="Q4_0"), tmp_path)
 
 
 def test_bits_follow_the_format() -> None:

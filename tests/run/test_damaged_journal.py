@@ -50,6 +50,9 @@ DAMAGES: list[tuple[str, Any]] = [
     ("portions", {}), ("portions", [{}]), ("portions", ["a"]),
     ("damping", {"0": "x"}), ("damping", []), ("damping", {"x": 0.1}),
     ("model", []), ("model", {"a": 1}),
+    # files elsewhere, which would be removed as damaged
+    ("model", {"../a": "b"}), ("model", {"/a": "b"}), ("model", {"a\\..\\b": "b"}), ("model", {"": "b"}),
+    ("blocks.0.files", {"x/../../a": "b"}), ("checkpoint", {**LEARNED, "file": "/a"}),
 ]  # fmt: skip
 MISSING = [
     "fingerprint", "blocks", "checkpoint", "portions", "damping", "model",

@@ -1,0 +1,94 @@
+"""Tell which tokenizers llama.cpp has, and what it calls their rules.
+
+llama.cpp splits text by rules that it knows by name; a tokenizer whose rules have no name there is
+refused, because another rule would split some texts differently without a word.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from aespa_pl.errors import UserError
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    _CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe",
+    _CONTRACTIONS + r"\p{N}" + _REST: "qwen2",
+    _CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+": "seed-coder",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+": "bloom",  # noqa: RUF001 - its punctuation
+}
+"""llama.cpp's name of a rule, by the regular expression in tokenizer.json."""
+SENTENCEPIECE_STEPS = {"Prepend", "Replace", "Metaspace"}
+"""Types of steps, all about spaces, that a tokenizer with SentencePiece's pieces takes before it merges."""
+
+
+def unsupported_tokenizer(folder: Path) -> str | None:
+    """Return which part of a model's tokenizer llama.cpp does not have; None: it has all.
+
+    Raises UserError where tokenizer.json can't be read.
+    """
+    content = read_tokenizer(folder)
+    kind, path = content["model"]["type"], folder / "tokenizer.json"
+    if kind != "BPE":
+        return f"{path} is a tokenizer of the type {kind}, only BPE is supported"
+    if not content["model"].get("byte_fallback"):
+        if splitting_rule(content) is None:
+            kinds = ", ".join(str(step.get("type")) for step in _rules(content))
+            return f"llama.cpp has no name for how {path} splits text ({kinds})"
+    elif unknown := {step["type"] for step in _acting(steps_before_merges(content))} - SENTENCEPIECE_STEPS:
+        return (
+            f"llama.cpp's SentencePiece does not change or split text as {path} does "
+            f"({', '.join(sorted(unknown))})"
+        )
+    return None
+
+
+def _acting(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the steps but for a split at spaces behind a step that replaces them all."""
+    spaces = {"String": " "}
+    replaced = any(s["type"] == "Replace" and s["pattern"] == spaces for s in steps)
+    return [s for s in steps if not (replaced and s["type"] == "Split" and s["pattern"] == spaces)]
+
+
+def steps_before_merges(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the steps that come before a tokenizer's merges."""
+    steps: list[dict[str, Any]] = []
+    for part, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        stated = content[part] or {inner: []}
+        steps += stated.get(inner, [stated])
+    return steps
+
+
+def splitting_rule(content: dict[str, Any]) -> str | None:
+    """Return llama.cpp's name of how a tokenizer of bytes splits text; None: it has none."""
+    steps = _rules(content)
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"]:
+        # in some files with the characters \r and \n themselves
+        pattern = steps[0]["pattern"].get("Regex", "")
+        return SPLITS.get(pattern.replace("\r", r"\r").replace("\n", r"\n"))
+    return None
+
+
+def _rules(content: dict[str, Any]) -> list[dict[str, Any]]:
+    stated = content["pre_tokenizer"] or {}
+    rules: list[dict[str, Any]] = stated.get("pretokenizers", [stated])
+    return rules
+
+
+def read_tokenizer(folder: Path) -> dict[str, Any]:
+    """Return the content of tokenizer.json. Raises UserError where it can't be read."""
+    path = folder / "tokenizer.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"a GGUF file has the tokenizer, but {path} cannot be read: make it with "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        ) from error
+    return content
