@@ -67,8 +67,8 @@ def refit(
     dW = dequantize(integers, grid) - W
     before = reconstruction_loss(dW, H, G)
     found = factors.merged(torch.clone)
-    x, R = (integers - factors.kind.offset) * grid.zeta, times(dW, H)
-
+    # integers of a byte have no negative numbers
+    x, R = (integers.to(W.dtype) - factors.kind.offset) * grid.zeta, times(dW, H)
     if G is None:
         one = torch.ones_like(R[..., :1])
         _Rows(found, x, grid.zeta, H, one, R, R, row_factor[..., None]).visit()

@@ -111,6 +111,8 @@ def test_refit_lowers_the_loss_and_keeps_what_the_type_stores(
     grid = search_grid(W, H, zeta, GridFormat.of(kind))[0].in_half(factor)
     _, integers, _ = update_weights(W, H, grid)
     moved = refit(integers, W, grid, H, G, row_factor=factor)
+    of_bytes = refit(integers.to(torch.uint8), W, grid, H, G, row_factor=factor)  # as the descent has them
+    assert torch.equal(dequantize(integers, of_bytes), dequantize(integers, moved))
     before, after = loss(integers, W, grid, H, G), loss(integers, W, moved, H, G)
     assert bool((after < before).all())
     assert moved.factors is not None
