@@ -8,6 +8,7 @@ from typing import Any
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS, Parametrization
 from aespa_pl.settings import QuantizationSettings
+from aespa_pl.settings.quantization import KEPT
 
 RATE_WIDTH, LEAST_FACTOR = 192, 0.2
 """Hidden size up to which two learning rates hold, and the factor that is left of them at five times that
@@ -53,6 +54,9 @@ def resolved(
         if known:  # learning rates are for the bits of most projections
             bits = known.most_common(1)[0][0]
         settings = replace(settings, bits=bits, bits_of={})
+    elif settings.target is not None:
+        chosen = Counter(bits for key, bits in settings.bits_of.items() if "." in key and bits < KEPT)
+        settings = replace(settings, bits=chosen.most_common(1)[0][0] if chosen else settings.bits)
     rates = {} if width is None else _rates(settings, learned, width, segments)
     decided = {
         "input_correction": method.input_correction,

@@ -58,7 +58,8 @@ def update_rows(
     of the loss ``tr(G dW H dW^T)`` is the Kronecker product of ``G`` and ``H``, and so is the factor of its
     inverse: errors are compensated in a row's own later columns through H, and in later rows through both.
     """
-    U, added = inverse_factor(G)
+    # a head whose keys or queries are all 0 has no loss that integers could change
+    U, added = inverse_factor(G + torch.diag_embed((G.diagonal(dim1=1, dim2=2) == 0).to(G.dtype)))
     columns = factor_columns(H)
     pending, visited, integers = W.clone(), torch.empty_like(W), torch.empty_like(W)
     for i in range(W.shape[1]):

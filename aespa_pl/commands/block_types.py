@@ -44,6 +44,12 @@ def check_format(settings: QuantizationSettings) -> None:
             "quantization.format is auto, which chooses types for a size: set quantization.target, such as "
             "'3.5 GB' or 2.75 (bits a weight)"
         )
+    if settings.format != UNIFORM and settings.bits_of:
+        raise UserError(
+            f"quantization.bits_of has {', '.join(settings.bits_of)} and quantization.format is "
+            f"{settings.format}, where types have the bits: choose quantization.types, such as "
+            f"'{{{next(iter(settings.bits_of))}: Q8_0}}', or quantization.format uniform"
+        )
     others = ", ".join(key for key in settings.types if key not in ENDS)
     if settings.format == UNIFORM and others:
         raise UserError(

@@ -67,15 +67,17 @@ def check_bits_of(layouts: Sequence[BlockLayout], settings: QuantizationSettings
     if all(settings.keeps(i, name) for i, has in enumerate(of_blocks) for name in has):
         raise UserError("quantization.bits_of keeps all projections: give fewer of them 16 bits")
     for index, layout in enumerate(layouts):
-        of_matrix: dict[str, dict[str, int]] = {}
+        of_matrix: dict[str, dict[str, int | str]] = {}
         for p in layout.projections:
-            of_matrix.setdefault(p.module, {})[p.name] = settings.bits_for(index, p.name)
+            bits = settings.type_for(index, p.name) or settings.bits_for(index, p.name)
+            of_matrix.setdefault(p.module, {})[p.name] = bits
         for parts in of_matrix.values():
             if len(set(parts.values())) > 1:
                 given = ", ".join(f"{name}: {bits}" for name, bits in parts.items())
+                key, what = ("bits_of", "bits") if settings.format == "uniform" else ("types", "type")
                 raise UserError(
-                    f"quantization.bits_of: {given} in block {index} are one matrix in this model: give "
-                    "all of them the same bits"
+                    f"quantization.{key}: {given} in block {index} are one matrix in this model: give "
+                    f"all of them the same {what}"
                 )
 
 

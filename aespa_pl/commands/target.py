@@ -75,7 +75,8 @@ def _with_choice(job: Job, given: Settings, chosen: Mapping[str, Any]) -> Job:
     """Return the job of the same settings with a choice, on which learning rates depend."""
     changes: dict[str, Any] = {"types": dict(chosen)}
     if given.quantization.format == UNIFORM:
-        changes = {"bits_of": {key: int(bits) for key, bits in chosen.items()}}
+        # what the user keeps, and the head, is nothing to choose for
+        changes = {"bits_of": given.quantization.bits_of | {key: int(bits) for key, bits in chosen.items()}}
     quantization = replace(given.quantization, **changes)
     return Job.prepare(replace(given, quantization=quantization), job.device)
 

@@ -14,6 +14,7 @@ from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.hessian import damping_for
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, end_loss
+from aespa_pl.errors import UserError
 from aespa_pl.evaluation.size import SCALE_BITS
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, padded
 from aespa_pl.models.family import BlockLayout
@@ -63,7 +64,7 @@ def typed_matrices(
     """
 
     def sized(keys: tuple[str, ...], rows: int, columns: int) -> SizedMatrix:
-        types = (fixed[keys[0]],) if keys[0] in fixed else candidates(columns)
+        types = _fixed(keys, fixed) or candidates(columns)
         costs = {k: padded(int(rows * columns * BLOCK_TYPES[k].bits / 8)) for k in types}
         return SizedMatrix(keys, rows * columns, costs)
 
@@ -78,11 +79,26 @@ def uniform_matrices(
 
     def sized(keys: tuple[str, ...], rows: int, columns: int) -> SizedMatrix:
         grids = rows * columns // (settings.group_size or columns)
-        bits = (fixed[keys[0]],) if keys[0] in fixed else BITS
+        bits = _fixed(keys, fixed) or BITS
         costs = {b: (rows * columns * int(b) + grids * (SCALE_BITS + int(b)) + 7) // 8 for b in bits}
         return SizedMatrix(keys, rows * columns, costs)
 
     return [sized(*each) for each in _in_blocks(layouts, shape)]
+
+
+def _fixed(keys: tuple[str, ...], fixed: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the candidate that the user has chosen for a matrix; nothing where there is a choice.
+
+    Raises UserError where that is said of a part of the matrix, or of some experts.
+    """
+    chosen = {fixed.get(key) for key in keys}
+    if len(chosen) > 1:
+        named = ", ".join(f"{key}: {fixed[key]}" for key in keys if key in fixed)
+        raise UserError(
+            f"quantization.bits_of or types has {named}, but quantization.target chooses for {keys[0]} to "
+            f"{keys[-1]} together: name all of them with the same, or none"
+        )
+    return tuple(kind for kind in chosen if kind is not None)
 
 
 def _in_blocks(layouts: tuple[BlockLayout, ...], shape: Shape) -> list[tuple[tuple[str, ...], int, int]]:

@@ -73,10 +73,10 @@ class BlockTuner:
         """
         groups, weights, finite = tunable.layout.groups, dict(tunable.weights), True
         last = Unit("", groups, self._run_block, targets)
-        if between is not None:
-            end = 1 + next(i for i, group in enumerate(groups) if group.projections[0].residual is not None)
-            first = Unit(ATTENTION, groups[:end], partial(self._run_attention, groups[-1]), between)
-            last = Unit(FEED_FORWARD, groups[end:], self._run_block, targets)
+        # a sublayer whose projections are all kept has nothing to learn: the block is one unit then
+        if between is not None and all(map(learnable, sublayers := sublayers_of(groups))):
+            first = Unit(ATTENTION, sublayers[0], partial(self._run_attention, groups[-1]), between)
+            last = Unit(FEED_FORWARD, sublayers[1], self._run_block, targets)
             learned, finite = self._tune_before(index, first, tunable, inputs)
             weights |= learned
         found = self._tune_unit(self._training(index, last), last, tunable, inputs)
@@ -161,10 +161,21 @@ class BlockTuner:
         return kept[0].view(hidden.shape)  # some families have flattened it
 
 
+def sublayers_of(groups: tuple[InputGroup, ...]) -> tuple[tuple[InputGroup, ...], tuple[InputGroup, ...]]:
+    """Return the groups of the attention, and those of the feed-forward network."""
+    end = 1 + next(i for i, group in enumerate(groups) if group.projections[0].residual is not None)
+    return groups[:end], groups[end:]
+
+
+def learnable(groups: tuple[InputGroup, ...]) -> bool:
+    """Return whether some of the groups' projections are quantized."""
+    return any(not p.kept for group in groups for p in group.projections)
+
+
 def write_unit(file: Path, tunable: TunableBlock, found: Tuned) -> None:
-    """Write what was learned of a unit: its weights, and the norms and biases of the block."""
+    """Write what was learned of a unit: its weights, and all of the block that is not quantized."""
     tensors = weight_tensors(found.weights[0])
-    tensors |= {f"vector {name}": p for name, p in vectors(tunable.block).items()}
+    tensors |= {f"plain {name}": p for name, p in plain_parameters(tunable).items()}
     write_tensors(file, tensors | {"finite": torch.tensor(found.finite)}, {})
 
 
@@ -179,9 +190,15 @@ def read_unit(file: Path, tunable: TunableBlock) -> tuple[dict[str, StoredWeight
             kind = start.kind.name if isinstance(start, TypedWeight) else None
             weights[p.name] = read_weight(tensors, p.name, start.bits, kind)
             set_projection_weight(tunable.block, tunable.layout, p, weights[p.name].weight())
-    for name, parameter in vectors(tunable.block).items():
-        parameter.copy_(tensors[f"vector {name}"])
+    for name, parameter in plain_parameters(tunable).items():
+        parameter.copy_(tensors[f"plain {name}"])
     return weights, bool(tensors["finite"])
+
+
+def plain_parameters(tunable: TunableBlock) -> dict[str, nn.Parameter]:
+    """Return what is not quantized: norms, biases, and matrices that factors of a norm are folded into."""
+    quantized = {f"{p.module}.weight" for p in tunable.layout.projections}
+    return {name: p for name, p in tunable.block.named_parameters() if name not in quantized}
 
 
 def vectors(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -80,3 +80,12 @@ def test_damping_that_the_coupling_needed_is_reported() -> None:
     assert float(added.max()) == 0
     *_, added = update_rows(W, H, torch.zeros_like(G) + 1, grid)  # rank 1
     assert float(added.min()) > 0
+
+
+def test_head_without_keys_is_rounded_as_by_optq() -> None:
+    W, H, G, grid = problem(8, 16)
+    G[0] = 0
+    _, integers, _ = update_rows(W, H, G, grid)
+    _, alone, _ = update_weights(W, H, grid)
+    assert torch.equal(integers[0], alone[0])
+    assert not torch.equal(integers[1], alone[1])

@@ -108,6 +108,11 @@ def test_rows_that_are_no_whole_blocks_take_the_type_of_32() -> None:
         ),
         (QuantizationSettings(format="Q4_K_M"), OPTConfig(), "set quantization.format uniform"),
         (QuantizationSettings(format="Q4_0"), llama(200, 512), "holds multiples of 32"),
+        (
+            QuantizationSettings(format="Q4_K", bits_of={"v_proj": 16}),
+            llama(),
+            r"bits_of has v_proj and quantization.format is Q4_K.* quantization.types, such as '{v_proj: Q8",
+        ),
     ],
 )
 def test_what_does_not_go_is_refused(

@@ -41,12 +41,17 @@ def test_a_file_has_the_size_that_was_predicted_and_asked_for(aespa: CommandLine
 
 
 def test_uniform_grids_get_bits_for_a_mean(aespa: CommandLine) -> None:
-    status, out, err = aespa("fit", *BASE, "--quantization.target", 3.5)
+    status, out, err = aespa(
+        "fit", *BASE, "--quantization.target", 3.5, "--quantization.bits_of", "{0.q_proj: 16}"
+    )
     assert (status, err) == (0, "")
     run = Path(out.splitlines()[-1])
-    bits_of = yaml.safe_load((run / "config.yaml").read_text())["quantization"]["bits_of"]
+    stored = yaml.safe_load((run / "config.yaml").read_text())["quantization"]
+    bits_of = stored["bits_of"]
     assert len(bits_of) == 21
-    assert min(bits_of.values()) < 3.5 < max(bits_of.values())
+    assert bits_of["0.q_proj"] == 16  # stays as it was asked for
+    assert min(bits_of.values()) < 3.5 < max(b for b in bits_of.values() if b < 16)
+    assert stored["bits"] in (3, 4)  # of most projections, which the learning rates are for
     status, _, err = aespa("test", "--ckpt_path", run, "--data.evaluation.texts", "[embedded]")
     assert (status, err) == (0, "")
     size = json.loads((run / "test.json").read_text())["size"]["quantized"]

@@ -21,3 +21,13 @@ def test_parts_of_one_matrix_need_the_same_bits() -> None:
         check("bloom", {"1": 3, "1.query": 2})
     check("bloom", {"query": 4, "key": 4, "value": 4, "1": 3})
     check("opt", {"v_proj": 4})
+
+
+def test_parts_of_one_matrix_need_the_same_type() -> None:
+    """Also where both types have as many bits: one has minimums."""
+    config = make_model("phi3").config
+    types = {f"{i}.{name}": "Q4_0" for i in range(2) for name in ("q_proj", "k_proj")}
+    types |= {"0.v_proj": "Q4_1", "1.v_proj": "Q4_0"}
+    settings = QuantizationSettings(format="Q4_0", types=types)
+    with pytest.raises(UserError, match=r"types: q_proj: Q4_0, .* v_proj: Q4_1 in block 0 .* same type$"):
+        check_bits_of(family_of(config).layouts(config), settings)

@@ -77,3 +77,14 @@ def test_rows_of_whole_large_blocks_have_types_of_llama_cpp_with_sub_scales() ->
     assert fitting_types(192) == ("Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
     assert "Q2_0" not in fitting_types(96)
     assert fitting_types(40) == ()
+
+
+def test_bits_of_some_experts_alone_are_refused() -> None:
+    config = EXAMPLES["mixtral"]()
+    layouts = family_of(config).layouts(config)
+    names = [p.name for p in layouts[0].projections if p.expert is not None and "up" in p.name]
+    shape = Shape.of(config, layouts)
+    with pytest.raises(UserError, match=rf"has 0\.{names[1]}: 8, but quantization.target chooses for 0\."):
+        uniform_matrices(layouts, shape, QuantizationSettings(), {f"0.{names[1]}": "8"})
+    found = uniform_matrices(layouts, shape, QuantizationSettings(), {f"0.{name}": "8" for name in names})
+    assert sum(list(m.costs) == ["8"] for m in found) == 1
