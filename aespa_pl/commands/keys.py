@@ -136,7 +136,10 @@ def _mistake(option: Option, command: str) -> str | None:
         return f"{key} has no value: give one after --{key}"
     if command == "compare" and key in CELL_KEYS and not option.file:
         return f"{key} differs from cell to cell: {CELL_KEYS[key]}"
-    if key in (FLAG, *OTHERS) or (section == FREE and name.partition(".")[0] not in WALK_KEYS):
+    free = section == FREE and name.partition(".")[0] not in WALK_KEYS
+    if key == FREE:  # the name of a file, or YAML
+        free = isinstance(option.value, str)
+    if key in (FLAG, *OTHERS) or free:
         return None
     if key not in kinds:
         return _unknown(kinds, key) + where
@@ -154,6 +157,8 @@ def _unknown(kinds: Mapping[str, Any], key: str) -> str:
             "quantization.tuning.model.epochs, or quantization.rounding.iterations where the method learns "
             "the rounding"
         )
+    if key == FREE:
+        return f"{key} is a section, not a value: give the keys in it, such as {key}.accelerator"
     if key in SECTIONS:
         first = next(known for known in KEYS if known.startswith(f"{key}."))
         return f"{key} is a section, not a value: give the keys in it, such as {first}"

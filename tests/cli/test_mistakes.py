@@ -71,6 +71,7 @@ DECIDED = (
             ["--config", "folder/refers.yaml"],
             r"Group 'trainer' does not accept option 'devises': .*--help trainer",
         ),
+        (["--config", "folder/empty.yaml"], r"trainer is a section.* trainer\.accelerator \(.*empty\.yaml\)"),
         (["--trainer", "none.yaml"], r"trainer can't have this value \(.*none\.yaml"),
         (["--trainer.precision", "bf16-true"], r"trainer\.precision is bf16-true.*model\.dtype"),
         (["--trainer.gradient_clip_val", 0.5], r"trainer\.gradient_clip_val is 0\.5: remove it"),
@@ -138,6 +139,7 @@ def test_bad_input_is_one_line_and_status_2(
     Path("trainer.yaml").write_text("max_epochs: 3\n")
     Path("folder").mkdir()
     Path("folder/refers.yaml").write_text("trainer: beside.yaml\n")
+    Path("folder/empty.yaml").write_text("trainer:\n")
     Path("folder/beside.yaml").write_text("devises: 2\n")
     status, out, err = aespa("fit", *small(model), *arguments)
     assert status == 2

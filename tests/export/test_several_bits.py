@@ -12,7 +12,7 @@ from aespa_pl.export.compressed_tensors import Awq, CompressedTensors
 from aespa_pl.export.folder import FolderFormat, Gptq
 from aespa_pl.export.format import Format
 from aespa_pl.export.gguf import Gguf
-from aespa_pl.export.gguf_model import row_order
+from aespa_pl.export.gguf_model import column_order, row_order
 from aespa_pl.export.quantized import QuantizedModel
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import Q
@@ -87,3 +87,36 @@ def test_a_kept_projection_is_no_quantized_matrix_but_has_its_rows_in_the_order_
     assert order is not None
     assert not torch.equal(order, order.sort().values)
     assert torch.equal(order, row_order(kept, name))
+
+
+def keeping(run: Known, *names: str) -> QuantizedModel:
+    """Return the model of a run that has kept the projections of these names, whose files it has not."""
+    model = QuantizedModel.open(run.folder)
+    quantization = replace(model.settings.quantization, bits_of=dict.fromkeys(names, 16))
+    return replace(model, settings=replace(model.settings, quantization=quantization))
+
+
+def test_engines_of_gptq_would_take_a_kept_layer_for_a_packed_one(known: MakeRun) -> None:
+    run = known("llama", 4, 32)
+    Gptq().refuse(QuantizedModel.open(run.folder))
+    with pytest.raises(UserError, match=r"down_proj keeps its weights.* Use --format compressed-tensors"):
+        Gptq().refuse(keeping(run, "down_proj"))
+
+
+def test_experts_that_are_kept_in_part_are_no_tensor_of_llama_cpp(known: MakeRun) -> None:
+    run = known("mixtral", 4, 32)
+    Gguf().refuse(keeping(run, *(f"expert_{i}_down_proj" for i in range(4))))
+    with pytest.raises(UserError, match=r"some experts keep their weights.*blk\.0\.ffn_down_exps\.weight"):
+        Gguf().refuse(keeping(run, "expert_0_down_proj"))
+
+
+def test_a_kept_layer_of_linear_attention_comes_back_in_its_order(known: MakeRun, tmp_path: Path) -> None:
+    model = keeping(known("qwen3.5-grouped", 4, None), "out_proj")
+    name = "model.layers.0.linear_attn.out_proj.weight"
+    assert column_order(model, name) is not None
+    assert isinstance(model.block(0)[name], torch.Tensor)
+    Gguf(embedding="keep").write(model, tmp_path, lambda: None)
+    found = {name: value for name, value, _ in Gguf().read(model, tmp_path)}
+    stored = model.block(0)[name]
+    assert isinstance(stored, torch.Tensor)
+    assert torch.equal(found[name], stored.float())
