@@ -1,6 +1,6 @@
 """Measure a model's perplexity after quantization, on stored token ids: the table of ``docs/results.md``.
 
-python benchmarks/accuracy.py MODEL EVAL.safetensors CALIB_0.safetensors CALIB_1.safetensors ...
+python benchmarks/accuracy.py MODEL EVAL.safetensors '[CALIB_0.safetensors, CALIB_1.safetensors]'
 
 Each safetensors file holds ``ids``, ``[segments, 256]`` for calibration and ``[1, tokens]`` for
 evaluation; instead, ``SOURCE@SEED`` samples 128 segments of a text, and EVAL may be a text as well

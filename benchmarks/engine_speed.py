@@ -17,7 +17,6 @@ from typing import Any
 from jsonargparse import auto_cli
 
 from aespa_pl.data.texts import EMBEDDED
-from aespa_pl.evaluation.table import TextTable
 
 GENERATED = 100
 PROMPT_LETTERS = 2000
@@ -31,6 +30,8 @@ def main(files: dict[str, Path], *, start: str = "The city of Paris is", repeats
         start: Beginning of the paragraph.
         repeats: Processes for each file.
     """
+    from aespa_pl.evaluation.table import TextTable  # noqa: PLC0415 - its torch is no memory of llama.cpp
+
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in files}
     for _ in range(repeats):
         for name, file in files.items():
@@ -74,7 +75,7 @@ def child(file: str, start: str) -> None:
     figures = {
         "prompt": long["timings"]["prompt_per_second"],
         "generated": paragraph["timings"]["predicted_per_second"],
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
         "text": paragraph["choices"][0]["text"],
     }
     print(json.dumps(figures))

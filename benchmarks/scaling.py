@@ -114,6 +114,7 @@ def _measured(folder: Path, count: int, options: dict[str, Any]) -> dict[str, An
     """Run fit in so many processes; a failure ends the benchmark."""
     arguments = {
         "model.pretrained": folder / "model",
+        "quantization.method": "aespa",
         "data.calibration.source": "embedded",
         "data.evaluation.texts": "[]",
         "data.batch_size": 1,

@@ -65,6 +65,7 @@ def _fit(iterations: int, segments: int, threads: int) -> tuple[float, dict[str,
     with tempfile.TemporaryDirectory() as folder:
         arguments = {
             "model.pretrained": MODEL,
+            "quantization.method": "aespa",
             "data.calibration.source": "embedded",
             "data.calibration.segments": segments,
             "data.calibration.segment_length": 256,

@@ -51,6 +51,13 @@ class GridType:
         """Return the number of groups of a block."""
         return self.block // self.group
 
+    @property
+    def stored_numbers(self) -> float:
+        """Return how many numbers beside the integer the type has for each weight: d, d_min, a and c."""
+        of_block = 1 + (self.minimums != (0, 0))
+        of_group = (self.scales != (1, 1)) + (self.minimums[1] > 1)
+        return of_block / self.block + of_group / self.group
+
     def each_group(self, value: Float[Tensor, "*rows blocks"], groups: int) -> Tensor:
         """Return a number of each block for each of its groups, of which a row has so many."""
         return value.repeat_interleave(self.groups, -1)[..., :groups]

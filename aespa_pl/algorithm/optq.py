@@ -20,7 +20,7 @@ LAZY_COLUMNS = 128
 CPU_CHUNK = 2**22
 """Number of elements of the Hessians that each thread factors at once."""
 ACCELERATOR_CHUNK = 2**28
-"""The same number on an accelerator, where six matrices of that size, 1 GB each, exist meanwhile."""
+"""The same number on an accelerator, where four matrices of that size, 1 GB each, exist meanwhile."""
 
 
 def update_weights(

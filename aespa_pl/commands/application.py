@@ -149,7 +149,9 @@ def _plan(arguments: Arguments) -> None:
             chosen, mixture = for_target(before, settings, None, progress)
         for line in mixture.lines() if mixture else ():
             console.print(line, soft_wrap=True)
-        settings = replace(settings, quantization=chosen.quantization)
+        types, bits_of = chosen.quantization.types, chosen.quantization.bits_of
+        quantization = replace(settings.quantization, types=types, bits_of=bits_of)
+        settings = replace(settings, quantization=quantization)
     if rented:
         settings = replace(settings, data=replace(settings.data, memory_gb=rented[0]))
     config = read_config(find_model(settings, device, weights=False))

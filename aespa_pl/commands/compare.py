@@ -16,7 +16,7 @@ from rich.console import Console
 
 import aespa_pl
 from aespa_pl.commands.arguments import Arguments, Option
-from aespa_pl.commands.block_types import AUTO, check_format
+from aespa_pl.commands.block_types import AUTO, UNIFORM, check_format
 from aespa_pl.commands.keys import refuse_other_methods
 from aespa_pl.commands.output import print_table
 from aespa_pl.errors import EndedError, UserError
@@ -39,6 +39,13 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
         raise UserError("trainer.fast_dev_run: a smoke test measures nothing: try it with aespa-pl fit")
     chosen, shared = _chosen(given), given.without(SECTION)
     refuse_other_methods(shared, chosen.methods)
+    if not chosen.formats:
+        for key, none in (("format", UNIFORM), ("target", "null")):
+            if (value := shared.setting(f"quantization.{key}", none)) != none:
+                raise UserError(
+                    f"quantization.{key} is {value}, which goes before the bits of the cells: name the "
+                    f"formats to compare, such as --{SECTION}.formats '[Q4_K_M]' (auto with a target)"
+                )
     interruption.how_to_continue = shlex.join(["aespa-pl", *words])
     console = PlainConsole()
     folder = compare(chosen, shared, partial(in_process, interruption), console)

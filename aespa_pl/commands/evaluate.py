@@ -86,10 +86,10 @@ def test(
             original, quantized, texts, batch_size=job.data.batch, after_block=progress.advance, world=world
         )
         metrics["divergence"] = {"quantized": {name: asdict(each) for name, each in divergences.items()}}
+    world.wait_for_all()  # the first process alone measures tasks, which may take longer than others wait
     if chosen is not None:
         progress.phase("tasks")
         metrics |= _compare_tasks(job, model, chosen, tasks, kinds)
-    world.wait_for_all()
     if world.is_first:
         store(folder, metrics, job.quantization.method)
     return run, metrics

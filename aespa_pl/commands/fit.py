@@ -88,7 +88,7 @@ def fit(
                 "total": before + time.perf_counter() - began,
                 "quantization": quantized,
                 # earlier processes of a continued run took theirs with them
-                **({} if before else {"processor": worked}),
+                **({"processor": worked} if resume in (None, LAST) else {}),
                 **phase_seconds(run),
             },
             "peak_bytes": peak_bytes(job.device),

@@ -81,8 +81,9 @@ class AespaCLI(LightningCLI):
             quantization, data, output = self.config.quantization, self.config.data, self.config.output
             data.calibration.segments = min(data.calibration.segments, SMOKE_SEGMENTS)
             quantization.rounding.iterations = min(quantization.rounding.iterations, SMOKE_ITERATIONS)
-            quantization.tuning.blocks.epochs = quantization.tuning.model.epochs = 1
-            data.evaluation.texts = []
+            for tuning in (quantization.tuning.blocks, quantization.tuning.model):
+                tuning.epochs = tuning.batch_size = 1
+            data.batch_size, data.evaluation.texts = 1, []
             output.name = output.name.removesuffix(SMOKE_NAME) + SMOKE_NAME
 
     def instantiate_classes(self) -> None:

@@ -147,13 +147,16 @@ def rows_of(needs: Needs) -> list[tuple[str, str, str]]:
         host += f"; {devices.of_host} processes"
         on_device += f", each of {devices.count}"
         estimate += f"; {devices.count} devices, without what they send each other"
+    device = needs.device.items()
+    on_disk = setup.quantization.tuning.model.blocks == "disk"
+    where = {"tuning of the model": ", blocks on disk"} if on_disk else {}
     largest = max(needs.waiting, key=needs.waiting.__getitem__)
     waiting = f", {largest}" if needs.waiting[largest] else ""
     blocks = f"{shape.blocks} blocks of {human(shape.block_weights)}"
     return [
         ("model", f"{human(parameters)} parameters", blocks),
         ("device memory", human(max(needs.device.values()), "B"), on_device),
-        *(("", human(n, "B"), p + too_much * (n > most)) for p, n in needs.device.items() if n),
+        *(("", human(n, "B"), p + where.get(p, "") + too_much * (n > most)) for p, n in device if n),
         *(("", "divided", words) for words in portions_in_words(needs.partition, shape)),
         ("host memory", human(needs.host, "B"), host),
         ("disk", human(needs.disk, "B"), f"model, integers{waiting}"),

@@ -16,8 +16,9 @@ from aespa_pl.settings import QuantizationSettings
 LEARNED_BYTES = 7 * FLOAT + 4
 """Bytes of a weight that is learned: the weight, its base and gain, the rounding variable with gradient and
 two moments in float32; its lower integer in int16, nearest and OPTQ integers in uint8."""
-FACTORED = 6
-"""Number of matrices of a Hessian's size that exist while OPTQ factors it."""
+FACTORED = 4
+"""Number of matrices of a Hessian's size that exist while OPTQ factors it: H in the order of the columns, its
+factor, the inverse and the inverse's factor."""
 KEPT_BYTES = FLOAT + 1
 """Bytes of a weight that is not learned: the weight, and OPTQ's integer."""
 OPTQ_BYTES = 5 * FLOAT
@@ -184,8 +185,8 @@ def _search_bytes(shape: Shape, settings: QuantizationSettings, *, accelerator: 
     chunk = candidates.ACCELERATOR_CHUNK if accelerator else chunk
     tried = (1 if settings.symmetric else 2) * CLIP_RATIOS
     grids = (GRID_BYTES_OF_GROUPS if settings.group_size else GRID_BYTES) * tried * rows
-    # weights over zeta, and in groups; H times zeta, from both sides, and its blocks
-    return grids + CHUNK_BYTES * chunk + FLOAT * (2 * size + 3 * columns**2)
+    # weights over zeta, and in groups; H times zeta
+    return grids + CHUNK_BYTES * chunk + FLOAT * (2 * size + columns**2)
 
 
 def host_bytes(setup: Setup, partition: Partition = WHOLE, *, recompute: bool = True) -> int:

@@ -1,5 +1,6 @@
 """Compute the memory of the tuning, of blocks as a whole and of the model end to end."""
 
+from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
@@ -26,8 +27,8 @@ OFFSET_BYTES, MOVED_BYTES = 2, 4 * 2
 """Bytes of an offset from the integer of the start, in float16, and on disk of a weight whose integer moves
 there: its offset, of the step under way and the one before, of the last checkpoint and of the best epoch."""
 SCALE_BYTES = 6 * FLOAT
-"""Bytes of a scale: its logarithm with gradient, two moments and best epoch, and itself; two strengths in
-place of the logarithm take the same twice."""
+"""Bytes of a scale, or of another number that a block type has beside integers: its logarithm with gradient,
+two moments and best epoch, and itself; two strengths in place of the logarithm take the same twice."""
 LOGITS = 6
 """Tensors of the logits' size at once: both models' logits and log-probabilities, divergence, gradient."""
 PASSING = 3
@@ -43,7 +44,8 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     tuning = settings.tuning.blocks
     if not tuning.enabled:
         return 0
-    weights = BLOCK_BYTES[str(tuning.parametrization)] * shape.weights + _scale_bytes(shape, settings)
+    weights = BLOCK_BYTES[str(tuning.parametrization)] * shape.weights
+    weights += max(_scale_bytes(shape, settings, block) for block in range(shape.blocks))
     return weights + int(tuning.batch_size) * work.length * _activations(shape, work) + _transient(shape)
 
 
@@ -67,7 +69,7 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
         of_blocks = of_block + (PASSING if on_disk else shape.blocks) * FLOAT * tokens * shape.hidden
     return (
         (1 if on_disk else shape.blocks) * of_weight * shape.weights
-        + shape.blocks * _scale_bytes(shape, settings)
+        + sum(_scale_bytes(shape, settings, block) for block in range(shape.blocks))
         + of_blocks
         + (FLOAT + work.dtype_bytes) * shape.stem_weights  # also the original's head
         + LOGITS * FLOAT * running * shape.vocabulary
@@ -98,10 +100,14 @@ def _activations(shape: Shape, work: Work) -> int:
     return int(FLOAT * numbers)
 
 
-def _scale_bytes(shape: Shape, settings: QuantizationSettings) -> int:
-    groups = sum(m.size // (settings.group_size or m.columns) for m in shape.matrices)
+def _scale_bytes(shape: Shape, settings: QuantizationSettings, block: int) -> int:
+    numbers = 0.0
+    for name, m in shape.of_blocks[block].items():
+        kind = settings.type_for(block, name)
+        each = 1 / (settings.group_size or m.columns) if kind is None else TYPES[kind].stored_numbers
+        numbers += m.size * each
     clipped = settings.tuning.blocks.parametrization in ("clipping", "affine")
-    return (2 if clipped else 1) * SCALE_BYTES * groups
+    return round((2 if clipped else 1) * SCALE_BYTES * numbers)
 
 
 def _transient(shape: Shape) -> int:

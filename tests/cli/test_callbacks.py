@@ -46,7 +46,9 @@ def test_profiler_prints_its_table(model: Path, forks: Forks, tmp_path: Path) ->
 
 
 def test_fast_dev_run_is_a_smoke_test(aespa: CommandLine, model: Path) -> None:
-    words = ("fit", *small(model), "--trainer.fast_dev_run", "true", "--quantization.method")
+    words = ("fit", *small(model), "--trainer.fast_dev_run", "true")
+    # as in the configurations of large models; a smoke test has too few segments for such a mini-batch
+    words += ("--quantization.tuning.model.batch_size", 8, "--quantization.method")
     for method in ("aespa", "aespa-tuned"):
         status, out, err = aespa(*words, method)
         assert (status, err) == (0, "")

@@ -232,6 +232,8 @@ def test_failure_is_the_last_line_of_the_run(status: int, said: str, expected: s
             ["--trainer.fast_dev_run=true"],
             r"fast_dev_run: a smoke test measures nothing: try it with aespa-pl fit",
         ),
+        (["--quantization.format=Q2_K"], r"format is Q2_K, which goes before .* --compare\.formats '\["),
+        (["--quantization.target=2.75"], r"target is 2\.75, which goes before the bits of the cells"),
         (["--compare.formats=[Q4_0, Q9_K]"], "format is Q9_K: expected one of uniform, auto, Q2_K_S"),
     ],
 )

@@ -75,13 +75,27 @@ def test_every_parametrization_has_its_needs(method: str) -> None:
 
 
 def test_a_block_needs_the_same_in_a_deeper_model_and_the_model_more() -> None:
-    deep = replace(shape(), blocks=10 * shape().blocks)
+    deep = replace(shape(), blocks=10 * shape().blocks, of_blocks=10 * shape().of_blocks)
     assert device_bytes(deep, WORK, BLOCKS) == device_bytes(shape(), WORK, BLOCKS)
     for recompute in (False, True):
         before, after = (model_bytes(s, WORK, MODEL, recompute=recompute) for s in (shape(), deep))
         assert after - before >= 9 * shape().blocks * 4 * shape().weights
     kept, again = (model_bytes(deep, WORK, MODEL, recompute=r) for r in (False, True))
     assert again < kept
+
+
+def test_types_of_llama_cpp_have_numbers_for_each_group_of_columns_to_learn() -> None:
+    """Q4_K: d and d_min for 256 columns, a and c for 32; Q8_0: d for 32. Each has its logarithm and so on."""
+    s = shape()
+
+    def needed(kind: str, tuned: QuantizationSettings) -> int:
+        keys = (f"{i}.{name}" for i, of_block in enumerate(s.of_blocks) for name in of_block)
+        return model_bytes(s, WORK, replace(tuned, types=dict.fromkeys(keys, kind)), recompute=True)
+
+    weights = sum(m.size for of_block in s.of_blocks for m in of_block.values())
+    typed = replace(MODEL, format="Q4_K")
+    found = needed("Q4_K", typed) - needed("Q8_0", typed)
+    assert found == pytest.approx(24 * weights * (2 / 256 + 2 / 32 - 1 / 32), abs=s.blocks)
 
 
 def test_plan_counts_what_fit_chooses_by_the_memory_that_is_free() -> None:
@@ -99,7 +113,7 @@ def test_plan_counts_what_fit_chooses_by_the_memory_that_is_free() -> None:
 def test_the_model_is_on_disk_where_it_does_not_fit_in_memory() -> None:
     whole = model_bytes(shape(), WORK, MODEL, recompute=True)
     on_disk = changed({"tuning.model.blocks": "disk"}, MODEL)
-    deep = replace(shape(), blocks=10 * shape().blocks)
+    deep = replace(shape(), blocks=10 * shape().blocks, of_blocks=10 * shape().of_blocks)
     more = model_bytes(deep, WORK, on_disk, recompute=True) - model_bytes(
         shape(), WORK, on_disk, recompute=True
     )
