@@ -182,11 +182,8 @@ class Stored(nn.Module):
 
 
 def straight_through(rounded: Tensor, value: Tensor) -> Tensor:
-    """Return ``rounded`` with the gradient of ``value``.
-
-    The sum is exact: the difference of two numbers within a factor of two has no rounding error.
-    """
-    return value + (rounded - value).detach()
+    """Return ``rounded``, bit for bit, with the gradient of ``value``, which is finite."""
+    return rounded.detach() + (value - value.detach())
 
 
 def dequantized(

@@ -198,7 +198,7 @@ class Tuning(LightningModule):
                 kind, rate = 0, latent[id(parameter)]
             elif id(parameter) in transforming:
                 kind, rate = 3, self.rates.transformations
-            elif "bias" in name.split("."):
+            elif any(part.endswith("bias") for part in name.split(".")):  # also linear attention's dt_bias
                 kind, rate = 2, self.rates.biases
             else:
                 kind, rate = 1, self.rates.others

@@ -92,3 +92,16 @@ def test_soft_integers_stand_on_the_same_grid(name: str) -> None:
         hard = made(latent)
     assert torch.equal(hard[:, 1::2], start.weight()[:, 1::2])
     assert bool(((hard - soft).abs() > 0.1 * scale)[:, ::2].all())
+
+
+@pytest.mark.parametrize("name", [name for name, kind in TYPES.items() if kind.scales != (1, 1)])
+def test_scale_that_would_fall_to_0_is_stored_as_1(name: str) -> None:
+    """One that is 0 would never change again, and the end-to-end tuning would divide by it."""
+    W, start = stored(name)
+    made = TypedStraightThrough(start, W)
+    a = made.get_parameter("a")
+    with torch.no_grad():
+        a.copy_(-0.5 / start.kind.scales[1] * torch.rand_like(a))
+    found = made.quantized(start.integers.float())
+    assert found.sub_scale is not None
+    assert torch.equal(found.sub_scale, torch.ones_like(found.sub_scale))
