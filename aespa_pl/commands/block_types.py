@@ -58,16 +58,15 @@ def check_format(settings: QuantizationSettings) -> None:
         )
 
 
-def check_tokenizer(settings: QuantizationSettings, folder: Path) -> None:
-    """Raise UserError where a format of GGUF is chosen and llama.cpp has no tokenizer like the model's.
+def tokenizer_in_words(settings: QuantizationSettings, folder: Path) -> str | None:
+    """Return what GGUF lacks for a model's tokenizer where a format of GGUF is chosen; None: nothing.
 
     A folder may have none yet: it is wanted when the run is exported.
     """
     there = settings.format != UNIFORM and (folder / "tokenizer.json").is_file()
-    if there and (lacking := unsupported_tokenizer(folder)) is not None:
-        raise UserError(
-            f"quantization.format is {settings.format}, but {lacking}: set quantization.format uniform"
-        )
+    if not there or (lacking := unsupported_tokenizer(folder)) is None:
+        return None
+    return f"this run can be exported as hf, but not as gguf: {lacking}"
 
 
 def with_head(settings: QuantizationSettings, config: PreTrainedConfig) -> QuantizationSettings:

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 import aespa_pl
-from aespa_pl.commands.block_types import types_in_words
+from aespa_pl.commands.block_types import tokenizer_in_words, types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, model_sizes
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_tuning
@@ -62,6 +62,8 @@ def fit(
             progress.say(forecast(job.quantization, job.shape, job.config))
         if job.quantization.types:
             progress.say(types_in_words(job.quantization))
+        if words := tokenizer_in_words(job.quantization, job.pretrained.folder):
+            progress.say(words)
         if words := few_tokens(len(tokens), job.segment_length, job.shape.widest_input):
             progress.say(words)
         before = sum(phase_seconds(run).values())

@@ -14,7 +14,7 @@ from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.refit import rounded_rows
 from aespa_pl.block.quantized import grid_format, nearest_weight
 from aespa_pl.commands import limits
-from aespa_pl.commands.block_types import block_types, check_format, check_tokenizer, with_head
+from aespa_pl.commands.block_types import block_types, check_format, with_head
 from aespa_pl.data.texts import short_names
 from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.errors import UserError
@@ -101,7 +101,6 @@ class Job(Checked):
         folder = find_model(settings, device, weights=True)
         pretrained = PretrainedFolder.open(folder, cache_folder(settings.data.cache))
         fitting = checked(settings, device, pretrained.config, pretrained.dtype)
-        check_tokenizer(settings.quantization, folder)
         return cls(**vars(fitting), pretrained=pretrained)
 
     def stream(self, pretrained: PretrainedFolder) -> StreamedModel:

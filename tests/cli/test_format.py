@@ -1,5 +1,6 @@
 """quantization.format chooses block types of llama.cpp before the work, and refuses what doesn't go."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, MixtralConfig, OPTConfig, PreTrainedConfig
 from aespa_pl.commands.block_types import (
     block_types,
     check_format,
-    check_tokenizer,
+    tokenizer_in_words,
     types_in_words,
     with_head,
 )
@@ -122,12 +123,13 @@ def test_what_does_not_go_is_refused(
         block_types(settings, config)
 
 
-def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused_before_the_run(tmp_path: Path) -> None:
-    check_tokenizer(QuantizationSettings(format="Q4_0"), tmp_path)  # whose tokenizer comes later
+def test_a_tokenizer_that_llama_cpp_does_not_have_is_named_before_the_run(tmp_path: Path) -> None:
+    typed = QuantizationSettings(format="Q4_0")
+    assert tokenizer_in_words(typed, tmp_path) is None  # it comes later
     Tokenizer(WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
-    check_tokenizer(QuantizationSettings(), tmp_path)
-    with pytest.raises(UserError, match=r"format is Q4_0, but .* only BPE is supported: set .* uniform$"):
-        check_tokenizer(QuantizationSettings(format="Q4_0"), tmp_path)
+    assert tokenizer_in_words(QuantizationSettings(), tmp_path) is None
+    said = tokenizer_in_words(typed, tmp_path)
+    assert re.search(r"^this run .* as hf, but not as gguf: .* only BPE is supported$", str(said))
 
 
 def test_bits_follow_the_format() -> None:
