@@ -15,6 +15,7 @@ from aespa_pl.algorithm.quantizer import Grid, dequantize, joined
 from aespa_pl.algorithm.refit import refit
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, Rows
 from aespa_pl.distributed.processes import World
+from aespa_pl.measure import release_memory
 
 REFITS = 2
 """Times that a block type's grid is fitted to the integers, which are found once more on it: each lowers the
@@ -64,6 +65,7 @@ def polish(block: QuantizedBlock, passes: int, world: World) -> None:
         _polish_coupled([p for p in coupled if p.grid.form == form], passes, world)
     for p in projections:
         if p.other_side is None:
+            release_memory()  # ever fewer rows are under way, whose tensors fit ever smaller free pieces
             each, alone = p.rows(p.share(world)), len(p.hessian) > 1
             _take(p, [descend_rows(rows, passes, heads_alone=alone) for rows in each], world)
 
