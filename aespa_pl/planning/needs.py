@@ -9,7 +9,7 @@ from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.calibration.collector import chunk_rows
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
-from aespa_pl.planning.partition import WHOLE, Partition
+from aespa_pl.planning.partition import WHOLE, Divisible, Partition, learning_portions
 from aespa_pl.planning.shape import FLOAT, Setup, Shape, Work
 from aespa_pl.settings import QuantizationSettings
 
@@ -136,15 +136,6 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # V's Hessians are factored as many at once as a chunk holds
     chunk = max(1, (optq.ACCELERATOR_CHUNK if accelerator else optq.CPU_CHUNK) // shape.hidden**2)
     factored = max(widest, min(_heads(shape, afterwards), chunk) * shape.hidden**2)
-    learning = sum(m.size for m in shape.learned(settings))
-    at_once = min(learning, partition.weights or learning)
-    # beside integers, the weights; of those learned later W', which the learning begins with
-    learned = LEARNED_BYTES * at_once + KEPT_BYTES * (weights - at_once)
-    learned += FLOAT * (learning - at_once) + (WORKSPACE_BYTES[accelerator] * largest if learning else 0)
-    together = replace(afterwards, heads=partition.heads)
-    learned += (hessians := _hessians_of(shape, settings, together, at_once))
-    if settings.products == "bfloat16":
-        learned += hessians // 2 if accelerator else hessians  # a CPU rounds a copy in float32
     corrected = steady + shifted + FLOAT * (weights + 3 * widest + 2 * largest)
     polished = POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0
     rounded = (FLOAT + 1) * weights  # with their integers
@@ -154,7 +145,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
         "correction": corrected if settings.input_correction else 0,
         "grid": steady + rounded + _search_bytes(shape, settings, accelerator=accelerator),
         "OPTQ": steady + rounded + FLOAT * weights + OPTQ_BYTES * largest + FACTORED * FLOAT * factored,
-        "rounding": block + learned,
+        "rounding": block + _learning_bytes(shape, settings, partition, accelerator=accelerator),
         "polish": steady + rounded + FLOAT * weights + polished,
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
         "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=recompute)
@@ -163,6 +154,34 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     if accelerator or shape.layout.mixture is None:
         return needs
     return {phase: round(FRAGMENTED * size) for phase, size in needs.items()}
+
+
+def _learning_bytes(
+    shape: Shape, settings: QuantizationSettings, partition: Partition, *, accelerator: bool
+) -> int:
+    """Return the bytes of the portion of the learning that needs most, beside the block's own."""
+    layout, learned = shape.layout, shape.learned(settings)
+    heads = {Role.QUERY: layout.heads, Role.OTHER: 1}
+    apart = partition.heads is not None and value_bytes(shape, settings) > 0  # H_V are on disk
+    divisible = [
+        Divisible(str(i), heads.get(m.role, layout.key_value_heads), m.size, apart and m.role is Role.VALUE)
+        for i, m in enumerate(learned)
+    ]
+    afterwards = replace(partition, heads=partition.heads and 1, experts=partition.experts and 1)
+    one = value_bytes(shape, settings) if apart else 0
+    most = KEPT_BYTES * shape.weights + hessian_bytes(shape, settings, afterwards)
+    later, largest = sum(m.size for m in learned), max(m.size for m in shape.matrices)
+    for portion in learning_portions(divisible, partition):
+        weights = sum(round(learned[int(p.name)].size * (p.end - p.first) / p.heads) for p in portion)
+        values = sum(p.end - p.first for p in portion if divisible[int(p.name)].on_disk)
+        hessians = _hessians_of(shape, settings, afterwards, weights) + (values - 1) * one
+        if settings.products == "bfloat16":
+            hessians += hessians // 2 if accelerator else hessians  # a CPU rounds a copy in float32
+        later -= weights
+        # beside integers, the weights; of those learned later W', which the learning begins with
+        needed = LEARNED_BYTES * weights + KEPT_BYTES * (shape.weights - weights) + FLOAT * later + hessians
+        most = max(most, needed + WORKSPACE_BYTES[accelerator] * largest)
+    return most
 
 
 def _hessians_of(shape: Shape, settings: QuantizationSettings, partition: Partition, weights: int) -> int:
