@@ -39,7 +39,8 @@ class Hessian:
         """Take the matrices over, undamped, wherever they lie."""
         self._matrices = matrices
         heads = (matrices[h : h + 1] for h in range(len(matrices)))
-        self._undamped = torch.cat([head.diagonal(dim1=-2, dim2=-1) for head in heads])
+        # copies: a view of each would keep all matrices in memory at once
+        self._undamped = torch.cat([head.diagonal(dim1=-2, dim2=-1).clone() for head in heads])
         self._diagonal = self._undamped
 
     @property

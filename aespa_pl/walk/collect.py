@@ -61,6 +61,7 @@ def collect(context: Context, index: int, module: nn.Module, streams: Streams) -
         statistics = _run_through(context, index, module, streams, part, first=first, last=last)
         _refuse_not_finite(context, index, statistics)
         divided.add(statistics)
+        del statistics  # and with it the memory of its heads, before that of the next ones is taken
     return divided.joined()
 
 

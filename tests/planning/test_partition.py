@@ -66,6 +66,21 @@ def test_nothing_to_divide_is_one_portion_of_whole_projections() -> None:
     assert learning_portions([], WHOLE) == []
 
 
+def test_heads_on_disk_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view of each head's diagonal would keep the matrices of all in memory."""
+    kept: list[int] = []
+    cat = torch.cat
+
+    def seen(tensors: list[torch.Tensor]) -> torch.Tensor:
+        kept.extend(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return cat(tensors)
+
+    stored = MatricesOnDisk(BatchesOnDisk(tmp_path), torch.device("cpu")).append(torch.randn(5, 3, 3))
+    monkeypatch.setattr(torch, "cat", seen)
+    Hessian(stored)
+    assert kept == [3 * 4] * 5
+
+
 def test_heads_on_disk_read_like_a_tensor(tmp_path: Path) -> None:
     matrices = torch.randn(5, 3, 3)
     stored = MatricesOnDisk(BatchesOnDisk(tmp_path), torch.device("cpu"))
