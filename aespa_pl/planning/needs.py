@@ -138,7 +138,8 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     factored = max(widest, min(_heads(shape, afterwards), chunk) * shape.hidden**2)
     corrected = steady + shifted + FLOAT * (weights + 3 * widest + 2 * largest)
     polished = POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0
-    rounded = (FLOAT + 1) * weights  # with their integers
+    rounded = (FLOAT + 1) * weights  # with their integers; OPTQ's W' is gone where the rounding was learned
+    learned = sum(m.size for m in shape.learned(settings))
     needs = {
         "embedding and head": (shape.stem_weights + hidden) * work.dtype_bytes + logits,
         "statistics": collected + batch_bytes(shape, work, settings),
@@ -146,7 +147,7 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
         "grid": steady + rounded + _search_bytes(shape, settings, accelerator=accelerator),
         "OPTQ": steady + rounded + FLOAT * weights + OPTQ_BYTES * largest + FACTORED * FLOAT * factored,
         "rounding": block + _learning_bytes(shape, settings, partition, accelerator=accelerator),
-        "polish": steady + rounded + FLOAT * weights + polished,
+        "polish": steady + rounded + FLOAT * (weights - learned) + polished,
         "tuning of blocks": tuning.block_bytes(shape, work, settings),
         "tuning of the model": tuning.model_bytes(shape, work, settings, recompute=recompute)
         + (0 if accelerator else tuning.streaming_bytes(shape, work, settings)),
