@@ -85,6 +85,7 @@ def shown_by(program: str, words: list[str]) -> str:
     run: Callable[..., object] = partial(runpy.run_module, "aespa_pl")
     if program in SCRIPTS:
         run = partial(runpy.run_path, str(ROOT / program))
+    sys.modules.pop("aespa_pl.__main__", None)  # runpy warns where a script has imported it
     path = [str(ROOT / "benchmarks"), *sys.path]  # a script's own folder comes first
     with (
         patch.object(sys, "argv", words),
