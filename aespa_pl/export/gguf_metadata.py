@@ -139,7 +139,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
     """Write tokens, merges, special tokens and template of a tokenizer that llama.cpp has."""
     content = read_tokenizer(folder)
     model = content["model"]
-    added = {token["content"]: token for token in content["added_tokens"]}
+    added = {token["content"]: token for token in content.get("added_tokens", [])}
     vocabulary = {**model["vocab"], **{text: token["id"] for text, token in added.items()}}
     kinds = {True: TokenType.CONTROL, False: TokenType.USER_DEFINED}
     types = {text: kinds[token["special"]] for text, token in added.items()}

@@ -29,7 +29,7 @@ def unsupported_tokenizer(folder: Path) -> str | None:
     Raises UserError where tokenizer.json can't be read.
     """
     content = read_tokenizer(folder)
-    kind, path = content["model"]["type"], folder / "tokenizer.json"
+    kind, path = content["model"].get("type"), folder / "tokenizer.json"
     if kind != "BPE":
         return f"{path} is a tokenizer of the type {kind}, only BPE is supported"
     if not content["model"].get("byte_fallback"):
@@ -55,7 +55,7 @@ def steps_before_merges(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the steps that come before a tokenizer's merges."""
     steps: list[dict[str, Any]] = []
     for part, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-        stated = content[part] or {inner: []}
+        stated = content.get(part) or {inner: []}
         steps += stated.get(inner, [stated])
     return steps
 
@@ -76,19 +76,21 @@ def splitting_rule(content: dict[str, Any]) -> str | None:
 
 
 def _rules(content: dict[str, Any]) -> list[dict[str, Any]]:
-    stated = content["pre_tokenizer"] or {}
+    stated = content.get("pre_tokenizer") or {}
     rules: list[dict[str, Any]] = stated.get("pretokenizers", [stated])
     return rules
 
 
 def read_tokenizer(folder: Path) -> dict[str, Any]:
     """Return the content of tokenizer.json. Raises UserError where it can't be read."""
-    path = folder / "tokenizer.json"
+    path, content, cause = folder / "tokenizer.json", None, None
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        cause = error
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise UserError(
             f"a GGUF file has the tokenizer, but {path} cannot be read: make it with "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        ) from error
+        ) from cause
     return content

@@ -100,7 +100,10 @@ def test_other_kinds_of_tokenizers_are_refused(tmp_path: Path) -> None:
     assert "of the type WordLevel, only BPE is supported" in str(unsupported_tokenizer(tmp_path))
 
 
-def test_folder_without_tokenizer_json_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"model": 1, "added_tokens": []}'])
+def test_folder_without_a_tokenizer_json_is_refused(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=r"tokenizer.json cannot be read: make it with AutoTokenizer"):
         unsupported_tokenizer(tmp_path)
 
