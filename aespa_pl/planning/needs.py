@@ -136,7 +136,9 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     # V's Hessians are factored as many at once as a chunk holds
     chunk = max(1, (optq.ACCELERATOR_CHUNK if accelerator else optq.CPU_CHUNK) // shape.hidden**2)
     factored = max(widest, min(_heads(shape, afterwards), chunk) * shape.hidden**2)
-    corrected = steady + shifted + FLOAT * (weights + 3 * widest + 2 * largest)
+    # factor and its copy; shift, solution and its copy; a shift of outputs is there already
+    solved = max(2 * m.columns**2 + (2 if m.adds_to_residual else 3) * m.size for m in shape.matrices)
+    corrected = steady + shifted + FLOAT * (weights + solved)
     polished = POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0
     rounded = (FLOAT + 1) * weights  # with their integers; OPTQ's W' is gone where the rounding was learned
     learned = sum(m.size for m in shape.learned(settings))

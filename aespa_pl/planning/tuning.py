@@ -23,6 +23,10 @@ peaks of whole runs have beside them (docs/memory.md)."""
 CHECKPOINT_BYTES = 4 * FLOAT
 """Bytes in a checkpoint of a weight whose latent value is learned: the value, two moments and the best epoch.
 The checkpoint is there twice while one replaces another."""
+MOVING_BYTES = {False: 2 * FLOAT + 2, True: 3 * FLOAT}
+"""Bytes of a weight of the block that was read from disk, where its integers move: the latent value, the
+gradient, and the offset of the next step; where a mini-batch has more segments than one (True) gradients add
+up, so they are there beside the weights of a forward pass."""
 OFFSET_BYTES, MOVED_BYTES = 2, 4 * 2
 """Bytes of an offset from the integer of the start, in float16, and on disk of a weight whose integer moves
 there: its offset, of the step under way and the one before, of the last checkpoint and of the best epoch."""
@@ -60,10 +64,12 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
         return 0
     on_disk, tokens = tuning.blocks == "disk", int(tuning.batch_size) * work.length
     running = work.length if on_disk else tokens
-    of_weight = MODEL_BYTES
-    if tuning.integer_rate:  # on disk there are no moments, but the gradient of a segment and their sum
-        of_weight = MODEL_BYTES + 2 * FLOAT if on_disk else MODEL_BYTES_LEARNED
-    of_block = running * _activations(shape, work) + FLOAT * shape.weights
+    of_weight, in_forward = MODEL_BYTES, FLOAT
+    if tuning.integer_rate and on_disk:
+        of_weight, in_forward = MOVING_BYTES[int(tuning.batch_size) > 1], 0
+    elif tuning.integer_rate:
+        of_weight = MODEL_BYTES_LEARNED
+    of_block = running * _activations(shape, work) + in_forward * shape.weights
     of_blocks = shape.blocks * of_block
     if on_disk or recompute:
         of_blocks = of_block + (PASSING if on_disk else shape.blocks) * FLOAT * tokens * shape.hidden
@@ -78,12 +84,13 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
 
 
 def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int:
-    """Return the bytes in host memory beside blocks on disk: inputs, next integers, two blocks' offsets."""
+    """Return the bytes in host memory beside blocks on disk: inputs, the next block, and offsets of this."""
     tuning = settings.tuning.model
     if not tuning.enabled or tuning.blocks != "disk":
         return 0
     inputs = shape.blocks * FLOAT * int(tuning.batch_size) * work.length * shape.hidden
-    return inputs + (1 + 2 * OFFSET_BYTES if tuning.integer_rate else 1) * shape.weights
+    offsets = OFFSET_BYTES if tuning.integer_rate else 0
+    return inputs + (offsets + (1 + offsets if shape.blocks > 1 else 0)) * shape.weights
 
 
 def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: float) -> bool:

@@ -130,15 +130,18 @@ def test_the_model_is_on_disk_where_it_does_not_fit_in_memory() -> None:
 def test_segments_of_a_mini_batch_run_one_by_one_where_blocks_are_on_disk() -> None:
     """A segment more takes its hidden states, and the inputs of the blocks that wait in host memory.
 
-    There are also the integers of the next block, in a byte each, and the offsets of two in float16.
+    There are also the integers of the next block, in a byte each, and the offsets of two in float16. Where
+    segments add up their gradients, these are there beside the weights, in place of the next offsets.
     """
     one, two = (changed({"tuning.model.blocks": "disk", "tuning.model.batch_size": n}, MODEL) for n in (1, 2))
     large = replace(shape(), vocabulary=10_000)
     hidden = 4 * LENGTH * large.hidden
     more = model_bytes(large, WORK, two, recompute=True) - model_bytes(large, WORK, one, recompute=True)
-    assert hidden <= more < LENGTH * large.vocabulary  # no logits
+    assert hidden + 2 * large.weights <= more < LENGTH * large.vocabulary  # no logits
     inputs = 2 * large.blocks * hidden
     assert streaming_bytes(large, WORK, two) == inputs + (1 + 2 * 2) * large.weights
+    alone = replace(large, blocks=1, of_blocks=large.of_blocks[:1])
+    assert streaming_bytes(alone, WORK, two) == 2 * hidden + 2 * large.weights  # none to read ahead
     scales = changed({"tuning.model.integer_rate": 0.0}, two)
     assert streaming_bytes(large, WORK, scales) == inputs + large.weights
     assert streaming_bytes(large, WORK, MODEL) == 0
