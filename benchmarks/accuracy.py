@@ -1,4 +1,4 @@
-"""Measure a model's perplexity after quantization, on stored token ids: the table of ``docs/results.md``.
+"""Measure a model's perplexity after quantization, on stored token ids: the table of ``docs/toys.md``.
 
 python benchmarks/accuracy.py MODEL EVAL.safetensors '[CALIB_0.safetensors, CALIB_1.safetensors]'
 

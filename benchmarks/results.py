@@ -1,9 +1,9 @@
-"""Write the tables of ``docs/results.md`` and README, and README's picture of sizes, from stored results.
+"""Write the tables of docs/results.md, docs/toys.md and README, and README's picture of sizes, from files.
 
 python benchmarks/results.py
 
 ``compared/MODEL/NAME.csv`` in this folder is the ``compare.csv`` of one comparison, and
-``docs/results.md`` has the commands that make it. A comparison in two runs, which have other bits and seeds,
+the pages have the commands that make it. A comparison in two runs, which have other bits and seeds,
 is ``NAME.csv`` and ``NAME_more.csv``. ``files.csv`` is what ``peer_llama_cpp.py`` measures of GGUF files. A
 table stands between ``<!-- KIND ARGUMENT -->`` and ``<!-- end -->``; all other text of the pages stays.
 """
@@ -22,9 +22,9 @@ from aespa_pl.methods import METHODS
 from aespa_pl.report.picture import HALF, MARKERS, SERIES, saved, style
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
-PAGE = HERE.parent / "docs" / "results.md"
-PICTURES = HERE.parent / "docs" / "pictures"
+DOCS = HERE.parent / "docs"
+PAGES = (DOCS / "results.md", DOCS / "toys.md", HERE.parent / "README.md")
+PICTURES = DOCS / "pictures"
 COMPARED = HERE / "compared"
 PAPER = HERE / "paper_opt125m.csv"
 """Perplexities of OPT-125M on WikiText-2 as the paper prints them: three of its tables, by bit width."""
@@ -54,7 +54,7 @@ Row = dict[str, str]
 
 def main() -> None:
     """Write the tables of the pages and the pictures anew."""
-    for page in (PAGE, README):
+    for page in PAGES:
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
     for file in COMPARED.glob("*/files.csv"):
         picture = sizes_picture(file.parent.name)

@@ -1,4 +1,4 @@
-"""Measure what quantization.target gains: the table of ``docs/results.md``.
+"""Measure what quantization.target gains: the table of ``docs/toys.md``.
 
 python benchmarks/size.py MODEL EVAL CALIBRATION --method aespa-fast
 

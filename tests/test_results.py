@@ -1,4 +1,4 @@
-"""The tables of docs/results.md: made from the stored comparisons, with the right numbers in them."""
+"""The tables of the documents: made from the stored comparisons, with the right numbers in them."""
 
 import importlib.util
 import math
@@ -37,8 +37,8 @@ def store(folder: Path, name: str, cells: list[Cell]) -> None:
     (folder / f"{name}.csv").write_text(cells_csv(cells))
 
 
-def test_the_page_has_the_tables_of_the_stored_comparisons(results: ModuleType) -> None:
-    pages = [file.read_text(encoding="utf-8") for file in (results.PAGE, results.README)]
+def test_the_pages_have_the_tables_of_the_stored_comparisons(results: ModuleType) -> None:
+    pages = [file.read_text(encoding="utf-8") for file in results.PAGES]
     assert [results.filled(page) for page in pages] == pages
     page = pages[0]
     shown = {match[3] for match in results.PLACE.finditer(page) if match[2] == "model"}

@@ -23,20 +23,33 @@ ACCELERATOR_CHUNK = 2**28
 """The same number on an accelerator, where four matrices of that size, 1 GB each, exist meanwhile."""
 
 
+@dataclass(frozen=True)
+class FactoredColumns:
+    """Holds the order in which columns are visited, and the factor that compensates their errors."""
+
+    order: Int[Tensor, "heads d_in"]
+    upper: Float[Tensor, "heads d_in d_in"]
+    """U with ``U^T U = H^-1``, of H in this order."""
+    added: Float[Tensor, " heads"]
+    """Extra damping that the factorization took."""
+
+
 def update_weights(
-    W: Float[Tensor, "heads rows d_in"], H: Float[Tensor, "#heads d_in d_in"], grid: Grid
+    W: Float[Tensor, "heads rows d_in"],
+    H: Float[Tensor, "#heads d_in d_in"],
+    grid: Grid,
+    factored: FactoredColumns | None = None,
 ) -> tuple[Float[Tensor, "heads rows d_in"], Float[Tensor, "heads rows d_in"], Float[Tensor, " problems"]]:
     """Visit the columns in order of decreasing ``H_jj``, round each, compensate in those to come.
 
     It returns the value that each weight had when it was about to be rounded, the integer that it was rounded
-    to, and the extra damping that the factorization of each H took (0: none).
+    to, and the extra damping that the factorization of each H took (0: none). Some heads are factored at a
+    time, unless all are ``factored`` already.
     """
-    elements = chunk_elements(W, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK)
-    size = max(1, elements // W.shape[-1] ** 2) if H.shape[0] > 1 else W.shape[0]
+    size = W.shape[0] if factored is not None or len(H) == 1 else _heads_at_once(H)
     parts = []
     for i in range(0, W.shape[0], size):
-        own = H if H.shape[0] == 1 else H[i : i + size]
-        columns = factor_columns(own)
+        columns = factored or factor_columns(H if len(H) == 1 else H[i : i + size])
         parts.append((*round_columns(W[i : i + size], columns, grid.heads(i, size)), columns.added))
     visited, integers, added = zip(*parts, strict=True)
     return torch.cat(visited), torch.cat(integers), torch.cat(added)
@@ -73,22 +86,21 @@ def update_rows(
     return visited, integers, torch.maximum(columns.added, added.max())
 
 
-@dataclass(frozen=True)
-class FactoredColumns:
-    """Holds the order in which columns are visited, and the factor that compensates their errors."""
-
-    order: Int[Tensor, "heads d_in"]
-    upper: Float[Tensor, "heads d_in d_in"]
-    """U with ``U^T U = H^-1``, of H in this order."""
-    added: Float[Tensor, " heads"]
-    """Extra damping that the factorization took."""
-
-
 def factor_columns(H: Float[Tensor, "heads d_in d_in"]) -> FactoredColumns:
     """Order the columns by decreasing ``H_jj``, and factor the inverse."""
     order = H.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
     by_row = order[:, :, None].expand(H.shape)
     return FactoredColumns(order, *inverse_factor(H.gather(1, by_row).gather(2, by_row.transpose(1, 2))))
+
+
+def factored_for_all(H: Float[Tensor, "heads d_in d_in"]) -> FactoredColumns | None:
+    """Return the factors of all heads, to be used again; None where they are too large to keep."""
+    return factor_columns(H) if len(H) <= _heads_at_once(H) else None
+
+
+def _heads_at_once(H: Tensor) -> int:
+    """Return how many heads are factored together."""
+    return max(1, chunk_elements(H, cpu=CPU_CHUNK, accelerator=ACCELERATOR_CHUNK) // H.shape[-1] ** 2)
 
 
 def round_columns(
@@ -112,14 +124,19 @@ def round_columns(
 def _round_lazily(
     pending: Tensor, step: Tensor, zero: Tensor, U: Tensor, largest: int
 ) -> tuple[Tensor, Tensor]:
-    """Compensate within these columns, in place; return their integers and the errors to compensate."""
-    integers, errors = torch.empty_like(pending), torch.empty_like(pending)
-    whole, rest = split_zero(zero)
-    for j in range(pending.shape[-1]):
-        w, s, z = pending[..., j], step[..., j], zero[..., j]
-        q = torch.clamp(torch.round(w / s + rest[..., j]) + whole[..., j], 0, largest)
-        error = (w - s * (q - z)) / U[:, j, j, None]
+    """Compensate within these columns, in place; return their integers and the errors to compensate.
+
+    Columns lie one after the other in memory meanwhile: a column of a wide matrix touches a page for each of
+    its rows.
+    """
+    w, s, z = (x.mT.contiguous() for x in (pending, step, zero))
+    integers, errors = torch.empty_like(w), torch.empty_like(w)
+    whole, rest = split_zero(z)
+    for j in range(w.shape[1]):
+        q = torch.clamp(torch.round(w[:, j] / s[:, j] + rest[:, j]) + whole[:, j], 0, largest)
+        error = (w[:, j] - s[:, j] * (q - z[:, j])) / U[:, j, j, None]
         # Column j itself must stay as it was about to be rounded.
-        pending[..., j + 1 :] -= error[..., None] * U[:, None, j, j + 1 :]
-        errors[..., j], integers[..., j] = error, q
-    return integers, errors
+        w[:, j + 1 :] -= U[:, j, j + 1 :, None] * error[:, None]
+        errors[:, j], integers[:, j] = error, q
+    pending.copy_(w.mT)
+    return integers.mT, errors.mT.contiguous()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aespa_pl.algorithm.descent import Descent, descend
 from aespa_pl.algorithm.objectives import keep_better, reconstruction_loss
-from aespa_pl.algorithm.optq import update_rows, update_weights
+from aespa_pl.algorithm.optq import factored_for_all, update_rows, update_weights
 from aespa_pl.algorithm.quantizer import Grid, dequantize, joined
 from aespa_pl.algorithm.refit import refit
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection, Rows
@@ -43,7 +43,11 @@ def update(block: QuantizedBlock, world: World, *, rows: bool = False) -> None:
 def updated_rows(part: Rows, *, rows: bool = False) -> tuple[Tensor, Tensor, Grid, Tensor]:
     """Return W', integers, grid and extra damping; a block type's grid follows the integers, and these it."""
     W, H, G, grid = part.weight, part.hessian, part.other_side, part.grid
-    update_on = partial(update_rows, W, H, G) if rows and G is not None else partial(update_weights, W, H)
+    if rows and G is not None:
+        update_on = partial(update_rows, W, H, G)
+    else:  # the factors do not depend on the grid
+        factored = None if grid.factors is None else factored_for_all(H)
+        update_on = partial(update_weights, W, H, factored=factored)
     updated, integers, added = update_on(grid)
     for _ in range(REFITS if grid.factors is not None else 0):
         grid = refit(integers, W, grid, H, G, row_factor=part.row_factor)

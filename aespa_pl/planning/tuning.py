@@ -50,7 +50,7 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
         return 0
     weights = BLOCK_BYTES[str(tuning.parametrization)] * shape.weights
     weights += max(_scale_bytes(shape, settings, block) for block in range(shape.blocks))
-    return weights + int(tuning.batch_size) * work.length * _activations(shape, work) + _transient(shape)
+    return weights + int(tuning.batch_size) * work.length * _activations(shape, work) + _largest(shape)
 
 
 def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, recompute: bool) -> int:
@@ -64,9 +64,9 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
         return 0
     on_disk, tokens = tuning.blocks == "disk", int(tuning.batch_size) * work.length
     running = work.length if on_disk else tokens
-    of_weight, in_forward = MODEL_BYTES, FLOAT
-    if tuning.integer_rate and on_disk:
-        of_weight, in_forward = MOVING_BYTES[int(tuning.batch_size) > 1], 0
+    of_weight, in_forward, at_once = MODEL_BYTES, FLOAT, 1
+    if tuning.integer_rate and on_disk:  # a gradient, its normalized form and the offset at once
+        of_weight, in_forward, at_once = MOVING_BYTES[int(tuning.batch_size) > 1], 0, 3
     elif tuning.integer_rate:
         of_weight = MODEL_BYTES_LEARNED
     of_block = running * _activations(shape, work) + in_forward * shape.weights
@@ -79,7 +79,7 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
         + of_blocks
         + (FLOAT + work.dtype_bytes) * shape.stem_weights  # also the original's head
         + LOGITS * FLOAT * running * shape.vocabulary
-        + _transient(shape)
+        + at_once * _largest(shape)
     )
 
 
@@ -117,6 +117,6 @@ def _scale_bytes(shape: Shape, settings: QuantizationSettings, block: int) -> in
     return round((2 if clipped else 1) * SCALE_BYTES * numbers)
 
 
-def _transient(shape: Shape) -> int:
-    """Return the bytes of the largest weight's gradient, and of what the grid makes of it on its way."""
-    return 5 * FLOAT * max(m.size for m in shape.matrices)
+def _largest(shape: Shape) -> int:
+    """Return the bytes of the largest matrix: its gradient, on the way to what is learned of it."""
+    return FLOAT * max(m.size for m in shape.matrices)

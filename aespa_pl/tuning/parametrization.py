@@ -24,11 +24,15 @@ from torch.nn.utils.parametrize import ParametrizationList
 from aespa_pl.algorithm.adaround import penalty_exponent, rectified_sigmoid, rounding_variables
 from aespa_pl.algorithm.grid_types import round_to_half
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight, scaled_steps
+from aespa_pl.algorithm.workspace import chunk_elements
 
 MARGIN = 0.49
 """Largest distance of a latent value from its integer at the start: it rounds to that integer."""
 FIRST_SHARPNESS, LAST_SHARPNESS = 4.0, 400.0
 """Sharpness k at the first step, and after ``SHARP`` of the steps; its logarithm rises evenly."""
+CPU_CHUNK = 2**17
+"""Numbers that a CPU works on at once where a gradient needs several of the weight's size: they stay in the
+cache, and no memory of the weight's size is asked for and given back."""
 SHARP = 0.95
 """Share of the steps, after which k stays."""
 
@@ -216,14 +220,18 @@ class _Dequantized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         v, scale, zero_point = ctx.saved_tensors
-        gradient = gradients[0].unflatten(1, (scale.shape[1], -1))
-        nearest = v.round()
-        q = nearest.clamp(0, ctx.largest)
-        steps = q.unflatten(1, (scale.shape[1], -1)) - zero_point[..., None]
-        to_scale = (gradient * steps).sum(-1)
-        if not ctx.needs_input_grad[0]:
-            return None, to_scale, None, None
-        to_v = (gradient * scale[..., None]).flatten(1).mul_(nearest == q)
+        to_v, to_scale = torch.empty_like(v) if ctx.needs_input_grad[0] else None, torch.empty_like(scale)
+        rows = max(1, chunk_elements(v, cpu=CPU_CHUNK, accelerator=v.numel()) // v.shape[1])
+        for first in range(0, len(v), rows):
+            part = slice(first, first + rows)
+            gradient = gradients[0][part].unflatten(1, (scale.shape[1], -1))
+            nearest = v[part].round()
+            q = nearest.clamp(0, ctx.largest)
+            steps = q.unflatten(1, (scale.shape[1], -1)) - zero_point[part, :, None]
+            to_scale[part] = steps.mul_(gradient).sum(-1)
+            if to_v is not None:
+                product = torch.mul(gradient, scale[part, :, None], out=steps).flatten(1)
+                torch.mul(product, nearest == q, out=to_v[part])
         return to_v, to_scale, None, None
 
 
