@@ -168,8 +168,8 @@ def test_a_column_of_optq_takes_few_kernels(monkeypatch: pytest.MonkeyPatch) -> 
             update_weights(given.W, given.H, given.grid)
         columns = given.W.shape[-1]
         assert found.count / columns < 17
-        # 128 columns at most are touched after each, half of them in the mean, and read twice; weights, steps,
-        # zero points and errors are copied, 128 columns at a time
+        # 128 columns at most are touched after each, half of them in the mean, and read twice; weights,
+        # steps, zero points and errors are copied, 128 columns at a time
         assert found.bytes / columns < 4 * given.W.shape[1] * (4 * 128 + 16)
         assert found.waits.total() == 1
         few = problem(device, rows=4)  # they are visited one after the other
