@@ -67,8 +67,8 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     of_weight, in_forward, at_once = MODEL_BYTES, FLOAT, 1
     if tuning.integer_rate and on_disk:  # a gradient, its normalized form and the offset at once
         of_weight, in_forward, at_once = MOVING_BYTES[int(tuning.batch_size) > 1], 0, 3
-    elif tuning.integer_rate:
-        of_weight = MODEL_BYTES_LEARNED
+    elif tuning.integer_rate:  # five matrices agree with whole runs
+        of_weight, at_once = MODEL_BYTES_LEARNED, 5
     of_block = running * _activations(shape, work) + in_forward * shape.weights
     of_blocks = shape.blocks * of_block
     if on_disk or recompute:
