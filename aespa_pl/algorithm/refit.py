@@ -69,7 +69,6 @@ def refit(
     found = factors.merged(torch.clone)
     # integers of a byte have no negative numbers
     x, R = (integers.to(W.dtype) - factors.kind.offset) * grid.zeta, times(dW, H)
-
     if G is None:
         one = torch.ones_like(R[..., :1])
         _Rows(found, x, grid.zeta, H, one, R, R, row_factor[..., None]).visit()

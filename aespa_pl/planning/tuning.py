@@ -30,6 +30,10 @@ up, so they are there beside the weights of a forward pass."""
 OFFSET_BYTES, MOVED_BYTES = 2, 4 * 2
 """Bytes of an offset from the integer of the start, in float16, and on disk of a weight whose integer moves
 there: its offset, of the step under way and the one before, of the last checkpoint and of the best epoch."""
+AT_ONCE = 5
+"""Tensors of the largest matrix's size on the way from its gradient to what is learned. Where the gradient of
+straight-through rounding is computed in parts there is the gradient alone; peaks of whole models that learn
+integers in memory have all the same so much beside the rest (docs/memory.md)."""
 SCALE_BYTES = 6 * FLOAT
 """Bytes of a scale, or of another number that a block type has beside integers: its logarithm with gradient,
 two moments and best epoch, and itself; two strengths in place of the logarithm take the same twice."""
@@ -50,7 +54,9 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
         return 0
     weights = BLOCK_BYTES[str(tuning.parametrization)] * shape.weights
     weights += max(_scale_bytes(shape, settings, block) for block in range(shape.blocks))
-    return weights + int(tuning.batch_size) * work.length * _activations(shape, work) + _largest(shape)
+    at_once = 1 if tuning.parametrization == "straight-through" else AT_ONCE
+    activations = int(tuning.batch_size) * work.length * _activations(shape, work)
+    return weights + activations + at_once * _largest(shape)
 
 
 def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, recompute: bool) -> int:
@@ -67,8 +73,8 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     of_weight, in_forward, at_once = MODEL_BYTES, FLOAT, 1
     if tuning.integer_rate and on_disk:  # a gradient, its normalized form and the offset at once
         of_weight, in_forward, at_once = MOVING_BYTES[int(tuning.batch_size) > 1], 0, 3
-    elif tuning.integer_rate:  # five matrices agree with whole runs
-        of_weight, at_once = MODEL_BYTES_LEARNED, 5
+    elif tuning.integer_rate:
+        of_weight, at_once = MODEL_BYTES_LEARNED, AT_ONCE
     of_block = running * _activations(shape, work) + in_forward * shape.weights
     of_blocks = shape.blocks * of_block
     if on_disk or recompute:
@@ -118,5 +124,5 @@ def _scale_bytes(shape: Shape, settings: QuantizationSettings, block: int) -> in
 
 
 def _largest(shape: Shape) -> int:
-    """Return the bytes of the largest matrix: its gradient, on the way to what is learned of it."""
+    """Return the bytes of a tensor of the largest matrix's size."""
     return FLOAT * max(m.size for m in shape.matrices)

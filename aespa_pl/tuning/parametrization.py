@@ -31,8 +31,8 @@ MARGIN = 0.49
 FIRST_SHARPNESS, LAST_SHARPNESS = 4.0, 400.0
 """Sharpness k at the first step, and after ``SHARP`` of the steps; its logarithm rises evenly."""
 CPU_CHUNK = 2**17
-"""Numbers that a CPU works on at once where a gradient needs several of the weight's size: they stay in the
-cache, and no memory of the weight's size is asked for and given back."""
+"""Numbers that a thread of a CPU works on at once where a gradient needs several tensors of the weight's
+size: they stay in the cache, and no memory of that size is asked for and given back."""
 SHARP = 0.95
 """Share of the steps, after which k stays."""
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from aespa_pl.algorithm import optq
 from aespa_pl.algorithm.grid import search_grid
 from aespa_pl.algorithm.objectives import reconstruction_loss
-from aespa_pl.algorithm.optq import update_weights
+from aespa_pl.algorithm.optq import factored_for_all, update_weights
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from tests import reference
 
@@ -46,6 +46,24 @@ def test_heads_with_a_shared_hessian_equal_heads_with_a_copy() -> None:
     copied = update_weights(W, H[:1].repeat(2, 1, 1), grid)
     torch.testing.assert_close(shared[0], copied[0])
     assert torch.equal(shared[1], copied[1])
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_factors_that_are_used_again_give_the_same_update(heads: int) -> None:
+    W, H, grid = problem(heads)
+    for found, expected in zip(
+        update_weights(W, H, grid, factored_for_all(H)), update_weights(W, H, grid), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_factors_of_many_heads_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    W, H, grid = problem(heads=3)
+    whole = update_weights(W, H, grid)
+    monkeypatch.setattr(optq, "CPU_CHUNK", 100)  # one Hessian
+    assert factored_for_all(H[:1]) is not None
+    assert factored_for_all(H) is None
+    assert torch.equal(update_weights(W, H, grid)[1], whole[1])
 
 
 def test_integers_are_the_rounding_of_the_updated_weights() -> None:

@@ -49,7 +49,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
             inside += any((bench.runs / name).glob(CHECKPOINT))
         check(bench, name, outcome, whole)
         number += 1
-    assert inside >= KILLS // 6
+    assert inside > KILLS / 5  # kills while a block was under way that had a checkpoint
 
 
 MOMENTS = [

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from aespa_pl.tuning import parametrization
 from aespa_pl.tuning.parametrization import FixedIntegers, Stored, StraightThrough
 from tests.tuning.tuned import quantize
 
@@ -26,11 +27,11 @@ def test_both_parametrizations_start_at_the_quantized_weight_bit_for_bit(bits: i
     step = start.scale.repeat_interleave(COLUMNS // groups, 1)
     zero = start.zero_point.repeat_interleave(COLUMNS // groups, 1)
     expected = step * (start.integers.float() - zero)
-    for parametrization in (StraightThrough(start, W), FixedIntegers(start, start.weight())):
+    for made in (StraightThrough(start, W), FixedIntegers(start, start.weight())):
         linear = layer(W.clone())
-        parametrize.register_parametrization(linear, "weight", parametrization)
+        parametrize.register_parametrization(linear, "weight", made)
         assert torch.equal(linear.weight, expected)
-        again = parametrization.quantized(linear.get_parameter("parametrizations.weight.original").detach())
+        again = made.quantized(linear.get_parameter("parametrizations.weight.original").detach())
         assert torch.equal(again.integers, start.integers)
         assert torch.equal(again.scale, start.scale)
         assert torch.equal(again.zero_point, start.zero_point)
@@ -47,8 +48,10 @@ def test_latent_values_are_as_near_to_the_next_integer_as_the_target() -> None:
     assert torch.allclose(latent.double()[near], exact[near], atol=1e-5)  # float32 of about 3
 
 
+@pytest.mark.parametrize("chunk", [1, 2 * COLUMNS, 2**17])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_gradients_equal_the_formula(groups: int) -> None:
+def test_gradients_equal_the_formula(groups: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parametrization, "CPU_CHUNK", chunk)
     W = torch.randn(ROWS, COLUMNS)
     start = quantize(W, 2, groups)
     made = StraightThrough(start, W)
