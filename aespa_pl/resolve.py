@@ -23,8 +23,10 @@ BLOCK_RATES: dict[Parametrization, tuple[float, float]] = {
 """Learning rates of integers and of scales in the tuning of blocks, by what is learned of a weight."""
 # what learns latent values in distances of two integers, whatever the grid
 MOVING: tuple[Parametrization, ...] = ("straight-through", "annealed")
-TYPE_SCALE_RATES = {2: 0.003}  # of scales of block types in the tuning of blocks by bits; 0.001 with more
 MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003  # of the end-to-end tuning at 2 bits
+TYPE_BLOCK_RATES = (0.0025, 0.001)
+"""Those of block types; the sub-scale of a group is an integer, which a long step moves in vain."""
+TYPE_MODEL_INTEGER_RATE, TYPE_MODEL_SCALE_RATE, LARGEST_TYPE_SCALE_RATE = 0.015, 0.0025, 0.001
 
 
 def resolved(
@@ -134,17 +136,21 @@ def _rates(
     narrow = min(1.0, max(LEAST_FACTOR, RATE_WIDTH / width))
     step = 3 / (2.0**settings.bits - 1)  # distance of two integers beside that at 2 bits, of the same range
     error = step**2  # rounding's error beside that at 2 bits
-    integers, scales = BLOCK_RATES[learned]
-    if settings.format != "uniform":
-        scales = TYPE_SCALE_RATES.get(settings.bits, 0.001)
+    model = settings.tuning.model
+    if settings.format == "uniform":
+        integers, scales = BLOCK_RATES[learned]
+        of_model, model_scales = MODEL_INTEGER_RATE * error, MODEL_SCALE_RATE * min(error, narrow)
+    else:
+        integers, scales = TYPE_BLOCK_RATES
+        of_model = TYPE_MODEL_INTEGER_RATE * error
+        model_scales = min(LARGEST_TYPE_SCALE_RATE, TYPE_MODEL_SCALE_RATE * step) * narrow
     if learned in MOVING:  # rows of more weights move further in each step
         integers = step * integers * narrow
-    model, of_model = settings.tuning.model, MODEL_INTEGER_RATE * error
     # Adam's steps are about as long as the rate, whose mean is half of the largest; an integer is half a step
     # from the next one
     if segments is not None and model.epochs * segments // model.batch_size * of_model < 1:
         of_model = 0.0
     return {
         "blocks": {"integer_rate": integers, "scale_rate": scales},
-        "model": {"integer_rate": of_model, "scale_rate": MODEL_SCALE_RATE * min(error, narrow)},
+        "model": {"integer_rate": of_model, "scale_rate": model_scales},
     }

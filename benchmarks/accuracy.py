@@ -31,6 +31,7 @@ from aespa_pl.commands.output import quiet
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
+from aespa_pl.resolve import resolved
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training
 from aespa_pl.run.journal import Run
@@ -133,7 +134,7 @@ def main(
     settings = Settings(ModelSettings(model), data, quantization, OutputSettings())
     job = Job.prepare(settings, torch.device("cpu"))
     if partial:
-        job = replace(job, quantization=replace(job.quantization, types={}))
+        job = replace(job, quantization=_of_one_type(job, quantization))
     sets = [calibration_ids(job, name)[:segments] for name in calibration]
     ids = evaluation_ids(job, evaluation)
     bars = {}
@@ -151,6 +152,15 @@ def main(
             row = {"label": label, "command": sys.argv[1:], "perplexity": values, **bars}
             row |= {"seconds": phases, "losses": results[0].losses}
             file.write(json.dumps(row) + "\n")
+
+
+def _of_one_type(job: Job, given: QuantizationSettings) -> QuantizationSettings:
+    """Return a job's settings with the format's own type everywhere, and its learning rates."""
+    width, segments = job.config.get_text_config().hidden_size, job.data.calibration.segments
+    wanted = resolved(given, job.device.type, width, segments)
+    of_model = replace(wanted.tuning.model, blocks=job.quantization.tuning.model.blocks)
+    tuning = replace(wanted.tuning, model=of_model)
+    return replace(job.quantization, types={}, bits=wanted.bits, tuning=tuning)
 
 
 def calibration_ids(job: Job, name: str) -> Tensor:

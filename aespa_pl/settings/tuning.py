@@ -33,10 +33,10 @@ class BlockTuningSettings:
     integer_rate: FinitePositive | None = None
     """Largest learning rate of the latent values of integers, in distances of two integers, or of the
     rounding variables. null: 0.4 with rounding; 0.005 with straight-through and annealed, less with more than
-    2 bits or in models wider than 192 (docs/tuning.md)."""
+    2 bits, in models wider than 192, or with block types (docs/tuning.md)."""
     scale_rate: FinitePositive | None = None
     """Largest learning rate of the logarithms of scales, and of the weights of norms, or of the clipping
-    strengths. null: 0.003, with block types of more than 2 bits 0.001; 0.01 with clipping and affine."""
+    strengths. null: 0.003, with block types 0.001; 0.01 with clipping and affine."""
     bias_rate: FinitePositive = 0.0003
     """Largest learning rate of biases."""
     transformation_rate: FinitePositive = 0.005
@@ -69,7 +69,7 @@ class ModelTuningSettings:
     the integers stay, which takes about a sixth of the memory."""
     scale_rate: FinitePositive | None = None
     """Largest learning rate of the logarithms of scales, and of the weights of norms; null:
-    0.003 at 2 bits, and less with more or in models wider than 192 (docs/tuning.md)."""
+    0.003 at 2 bits, and less with more, in models wider than 192, or with block types (docs/tuning.md)."""
     bias_rate: FinitePositive = 0.0003
     """Largest learning rate of biases."""
 

@@ -139,6 +139,23 @@ def test_the_end_to_end_tuning_learns_more_bits_and_wider_models_at_lower_rates(
     assert resolved(kept).tuning.model.integer_rate == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "width", "blocks", "model"),
+    [
+        ("Q2_K", 192, (0.0025, 0.001), (0.015, 0.001)),
+        ("Q3_K_M", 192, (0.0025 * 3 / 7, 0.001), (0.015 * 9 / 49, 0.001)),
+        ("Q4_K", 192, (0.0025 / 5, 0.001), (0.015 / 25, 0.0005)),
+        ("Q4_K", 384, (0.0025 / 10, 0.001), (0.015 / 25, 0.00025)),
+    ],
+)
+def test_block_types_are_tuned_at_lower_rates(
+    name: str, width: int, blocks: tuple[float, float], model: tuple[float, float]
+) -> None:
+    found = resolved(QuantizationSettings(format=name), width=width).tuning
+    assert (found.blocks.integer_rate, found.blocks.scale_rate) == pytest.approx(blocks)
+    assert (found.model.integer_rate, found.model.scale_rate) == pytest.approx(model)
+
+
 @pytest.mark.parametrize("field", OVERRIDES)
 def test_what_the_user_sets_goes_before_the_method(field: str) -> None:
     key, value = OVERRIDES[field]
