@@ -16,10 +16,9 @@ affine: instead of gradient, moments and best epoch, what autograd keeps of the 
 transformation, rounded and clamped."""
 MODEL_BYTES = FLOAT + 1
 """Bytes of a weight of a model whose integers stay: ``q - z`` in float32, and the integer in uint8."""
-MODEL_BYTES_LEARNED = 8 * FLOAT + 1
+MODEL_BYTES_LEARNED = 6 * FLOAT + 1
 """Bytes per weight of a model whose integers are learned: latent value with gradient, two moments and best
-epoch in float32 (twice while one replaces another), the integer in uint8, and two numbers in float32 that
-peaks of whole runs have beside them (docs/memory.md)."""
+epoch in float32 (twice while one replaces another), and the integer in uint8."""
 CHECKPOINT_BYTES = 4 * FLOAT
 """Bytes in a checkpoint of a weight whose latent value is learned: the value, two moments and the best epoch.
 The checkpoint is there twice while one replaces another."""
@@ -32,8 +31,7 @@ OFFSET_BYTES, MOVED_BYTES = 2, 4 * 2
 there: its offset, of the step under way and the one before, of the last checkpoint and of the best epoch."""
 AT_ONCE = 5
 """Tensors of the largest matrix's size on the way from its gradient to what is learned. Where the gradient of
-straight-through rounding is computed in parts there is the gradient alone; peaks of whole models that learn
-integers in memory have all the same so much beside the rest (docs/memory.md)."""
+straight-through rounding is computed in parts there is the gradient alone."""
 SCALE_BYTES = 6 * FLOAT
 """Bytes of a scale, or of another number that a block type has beside integers: its logarithm with gradient,
 two moments and best epoch, and itself; two strengths in place of the logarithm take the same twice."""
@@ -74,7 +72,7 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     if tuning.integer_rate and on_disk:  # a gradient, its normalized form and the offset at once
         of_weight, in_forward, at_once = MOVING_BYTES[int(tuning.batch_size) > 1], 0, 3
     elif tuning.integer_rate:
-        of_weight, at_once = MODEL_BYTES_LEARNED, AT_ONCE
+        of_weight = MODEL_BYTES_LEARNED
     of_block = running * _activations(shape, work) + in_forward * shape.weights
     of_blocks = shape.blocks * of_block
     if on_disk or recompute:
