@@ -58,6 +58,11 @@ class GridType:
         of_group = (self.scales != (1, 1)) + (self.minimums[1] > 1)
         return of_block / self.block + of_group / self.group
 
+    @property
+    def has_integers(self) -> bool:
+        """Return whether a group has integers a or c of its own."""
+        return any(low != high for low, high in (self.scales, self.minimums))
+
     def each_group(self, value: Float[Tensor, "*rows blocks"], groups: int) -> Tensor:
         """Return a number of each block for each of its groups, of which a row has so many."""
         return value.repeat_interleave(self.groups, -1)[..., :groups]

@@ -105,8 +105,9 @@ class _Rows:
         kind, d_in = self.factors.kind, self.x.shape[-1]
         for block, start in enumerate(range(0, d_in, kind.block)):
             stop = min(start + kind.block, d_in)
-            for first in range(start, stop, kind.group):
-                self._move_group(slice(first, first + kind.group), block, first // kind.group)
+            if kind.has_integers:  # otherwise a group has nothing of its own
+                for first in range(start, stop, kind.group):
+                    self._move_group(slice(first, first + kind.group), block, first // kind.group)
             self._move_block(slice(start, stop), block)
 
     def _move_group(self, columns: slice, block: int, group: int) -> None:
@@ -117,7 +118,9 @@ class _Rows:
         tried = torch.arange(f.kind.scales[0], f.kind.scales[1] + 1, device=a.device)
         tried = tried[tried != 0].to(a.dtype)
         dS = (tried - a) * d
-        beside = (c + change.lowest_minimum(dS) / d_min).round_().clamp_(*f.kind.minimums)
+        beside = c.expand_as(dS)
+        if f.kind.minimums != (0, 0):
+            beside = (c + change.lowest_minimum(dS) / d_min).round_().clamp_(*f.kind.minimums)
         best = change.at(dS, (beside - c) * d_min).argmin(-1, keepdim=True)
         dS, beside = dS.gather(-1, best), beside.gather(-1, best)
         self._move(columns, dS * self.x[..., columns] - (beside - c) * d_min * y)
@@ -142,9 +145,14 @@ class _Rows:
     def _change(self, x: Tensor, y: Tensor, columns: slice) -> Parabola:
         """Return how moves along x and y change the objective, for each row ``[heads, rows, 1]``."""
         H, P = self.H[:, columns, columns], self.P[..., columns]
-        xH, yH = times(x, H), times(y, H)
-        products = self.g * (xH * x), self.g * (xH * y), self.g * (yH * y), -P * x, -P * y
-        return Parabola(*(product.sum(-1, keepdim=True) for product in products))
+        xH = times(x, H)
+        of_x = (self.g * (xH * x)).sum(-1, keepdim=True), (-P * x).sum(-1, keepdim=True)
+        if self.factors.kind.minimums == (0, 0):
+            none = torch.zeros_like(of_x[0])
+            return Parabola(of_x[0], none, none, of_x[1], none)
+        products = self.g * (xH * y), self.g * (times(y, H) * y), -P * y
+        B, C, E = (product.sum(-1, keepdim=True) for product in products)
+        return Parabola(of_x[0], B, C, of_x[1], E)
 
     def _move(self, columns: slice, delta: Tensor) -> None:
         change = times(delta, self.H[:, columns])
