@@ -16,9 +16,9 @@ affine: instead of gradient, moments and best epoch, what autograd keeps of the 
 transformation, rounded and clamped."""
 MODEL_BYTES = FLOAT + 1
 """Bytes of a weight of a model whose integers stay: ``q - z`` in float32, and the integer in uint8."""
-MODEL_BYTES_LEARNED = 6 * FLOAT + 1
+MODEL_BYTES_LEARNED = 5 * FLOAT + 1
 """Bytes per weight of a model whose integers are learned: latent value with gradient, two moments and best
-epoch in float32 (twice while one replaces another), and the integer in uint8."""
+epoch in float32, and the integer in uint8."""
 CHECKPOINT_BYTES = 4 * FLOAT
 """Bytes in a checkpoint of a weight whose latent value is learned: the value, two moments and the best epoch.
 The checkpoint is there twice while one replaces another."""

@@ -233,12 +233,20 @@ class Tuning(LightningModule):
             self.start_error = error
         if epoch == 0 or error < self.best_error:
             self.best_error, self.best_epoch = error, epoch
-            # in host memory: the device may have none left
-            self._best = {name: p.detach().to("cpu", copy=True) for name, p in self._trained()}
+            self._keep()
         if not math.isfinite(error):
             self.finite = False
             self.trainer.should_stop = True
         return error
+
+    @torch.inference_mode()  # validation's own mode, whose tensors can't be written to outside of it
+    def _keep(self) -> None:
+        """Keep the parameters in host memory, where the best ones so far lie: a device may have no room."""
+        for name, parameter in self._trained():
+            if name in self._best:
+                self._best[name].copy_(parameter)
+            else:
+                self._best[name] = parameter.to("cpu", copy=True)
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
