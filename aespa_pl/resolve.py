@@ -25,8 +25,10 @@ BLOCK_RATES: dict[Parametrization, tuple[float, float]] = {
 MOVING: tuple[Parametrization, ...] = ("straight-through", "annealed")
 MODEL_INTEGER_RATE, MODEL_SCALE_RATE = 0.02, 0.003  # of the end-to-end tuning at 2 bits
 TYPE_BLOCK_RATES = (0.0025, 0.001)
-"""Those of block types; the sub-scale of a group is an integer, which a long step moves in vain."""
-TYPE_MODEL_INTEGER_RATE, TYPE_MODEL_SCALE_RATE, LARGEST_TYPE_SCALE_RATE = 0.015, 0.0025, 0.001
+"""Rates of integers and of scales with block types, in the tuning of blocks: their grids are finer, and a
+group's scale is an integer of few bits, which long steps move back and forth (docs/tuning.md)."""
+TYPE_MODEL_INTEGER_RATE, TYPE_MODEL_SCALE_RATE = 0.015, 0.0025  # of the end-to-end tuning at 2 bits
+LARGEST_TYPE_SCALE_RATE = 0.001  # of the end-to-end tuning, whatever the bits
 
 
 def resolved(

@@ -7,8 +7,8 @@ python benchmarks/memory.py --hidden 512 --intermediate 256 --experts 64        
 
 Each run is a process of its own under Linux, which resets its peak when a phase begins. *plan* is what
 ``aespa_pl/planning/needs.py`` says of the phase, with the process and the hidden states in memory; *nothing*
-is what the process has between phases, and *all* the largest. The clip search tries 2 ratios instead of 100:
-that changes seconds, not memory.
+is what the process has between phases, and *all* the largest. The clip search tries 2 ratios instead of 100
+(``--ratios``): that changes seconds, not memory.
 """
 
 import json
@@ -64,6 +64,7 @@ def main(
     segments: int = 8,
     length: int = 512,
     iterations: int = 2,
+    ratios: int = 2,
     dtype: str = "bfloat16",
     threads: int = 1,
     methods: tuple[MethodName, ...] = ("aespa",),
@@ -83,6 +84,7 @@ def main(
         segments: Calibration segments.
         length: Tokens in each.
         iterations: Of the rounding.
+        ratios: Clipping ratios that a search of the grid tries.
         dtype: Of the weights and of the blocks while they run.
         threads: Threads of torch.
         methods: As quantization.method, one after the other.
@@ -115,7 +117,7 @@ def main(
         words = [f"--{key}={value}" for key, value in arguments.items()]
         for method in methods:
             more = [f"--quantization.method={method}", *(options or [])]
-            for row in _run([*words, *more], Path(folder) / "phases.json", threads):
+            for row in _run([*words, *more], Path(folder) / "phases.json", threads, ratios):
                 planned = row["planned"]
                 cells = (
                     ["", ""] if planned is None else [f"{planned / 1e9:.2f}", f"{row['peak'] / planned:.2f}"]
@@ -124,10 +126,10 @@ def main(
                 report.row([method, row["phase"], *cells], method=method, **row)
 
 
-def _run(arguments: list[str], result: Path, threads: int) -> list[dict[str, Any]]:
+def _run(arguments: list[str], result: Path, threads: int, ratios: int) -> list[dict[str, Any]]:
     """Return what a process has measured; its failure ends the benchmark."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, __file__, CHILD, str(result), "fit", *arguments]
+    command = [sys.executable, __file__, CHILD, str(result), str(ratios), "fit", *arguments]
     status = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
     if status:
         sys.exit(f"aespa-pl ended with status {status}")
@@ -205,10 +207,10 @@ class Phases:
         ]
 
 
-def _child(result: str, arguments: list[str]) -> None:
+def _child(result: str, ratios: int, arguments: list[str]) -> None:
     """Run ``aespa-pl`` with arguments, and write what was measured to a file."""
     set_threads()
-    grid.CLIP_RATIOS = 2
+    grid.CLIP_RATIOS = ratios
     phases = Phases()
     with phases.watching():
         aespa_pl(arguments)
@@ -243,6 +245,6 @@ def _make_model(model: PreTrainedConfig, folder: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [CHILD]:
-        _child(sys.argv[2], sys.argv[3:])
+        _child(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
     else:
         auto_cli(main)

@@ -65,8 +65,8 @@ class ModelTuningSettings:
     where that fits, else disk."""
     integer_rate: FiniteNonNegative | None = None
     """Largest learning rate of the latent values of integers, in distances of two integers; null: 0.02 at
-    2 bits, and less with more, or 0 where too few steps would follow to move an integer (docs/tuning.md). 0:
-    the integers stay, which takes about a sixth of the memory."""
+    2 bits, 0.015 with block types, and less with more bits, or 0 where too few steps would follow to move an
+    integer (docs/tuning.md). 0: the integers stay, which takes about a quarter of the memory."""
     scale_rate: FinitePositive | None = None
     """Largest learning rate of the logarithms of scales, and of the weights of norms; null:
     0.003 at 2 bits, and less with more, in models wider than 192, or with block types (docs/tuning.md)."""
