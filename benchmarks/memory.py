@@ -4,10 +4,12 @@ python benchmarks/memory.py --shape smollm2-135m --methods '[aespa, aespa-tuned]
 python benchmarks/memory.py --shape llama-7b --methods '[aespa]' --iterations 10      # one block, 20 GB
 python benchmarks/memory.py --blocks 24 --vocabulary 32000                            # a narrow model
 python benchmarks/memory.py --hidden 512 --intermediate 256 --experts 64              # Qwen3-MoE
+python benchmarks/memory.py --shape llama-7b --accelerator gpu                        # memory of the GPU
 
 Each run is a process of its own under Linux, which resets its peak when a phase begins. *plan* is what
-``aespa_pl/planning/needs.py`` says of the phase, with the process and the hidden states in memory; *nothing*
-is what the process has between phases, and *all* the largest. The clip search tries 2 ratios instead of 100
+``aespa_pl/planning/needs.py`` says of the phase, on a CPU with the process and the hidden states in memory;
+*nothing* is what the process has between phases, and *all* the largest. On a GPU the peak is that of the
+tensors that torch has there. The clip search tries 2 ratios instead of 100
 (``--ratios``): that changes seconds, not memory.
 """
 
@@ -22,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -67,6 +69,7 @@ def main(
     ratios: int = 2,
     dtype: str = "bfloat16",
     threads: int = 1,
+    accelerator: Literal["cpu", "gpu"] = "cpu",
     methods: tuple[MethodName, ...] = ("aespa",),
     options: list[str] | None = None,
     output: Path | None = None,
@@ -87,6 +90,7 @@ def main(
         ratios: Clipping ratios that a search of the grid tries.
         dtype: Of the weights and of the blocks while they run.
         threads: Threads of torch.
+        accelerator: As trainer.accelerator.
         methods: As quantization.method, one after the other.
         options: More options of aespa-pl fit, such as ``--quantization.group_size=64``.
         output: File that JSON lines are appended to.
@@ -111,7 +115,7 @@ def main(
             "quantization.rounding.iterations": iterations,
             "quantization.grid.zfold": "false",
             "output.folder": f"{folder}/runs",
-            "trainer.accelerator": "cpu",
+            "trainer.accelerator": accelerator,
             "trainer.logger": "false",
         }
         words = [f"--{key}={value}" for key, value in arguments.items()]
@@ -149,6 +153,10 @@ class Phases:
     def take(self) -> None:
         """Add the peak since the last call to the phase that is under way."""
         phase = self.under_way[-1]
+        if self.setup is not None and self.setup.device.type == "cuda":
+            self.peaks[phase] = max(self.peaks[phase], torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            return
         status = Path("/proc/self/status").read_text()
         peak = 1024 * int(re.findall(r"VmHWM:\s+(\d+)", status)[0])
         self.peaks[phase] = max(self.peaks[phase], peak)
@@ -192,7 +200,7 @@ class Phases:
         if setup is None or context is None:
             raise ValueError("nothing was quantized")
         planned = device_bytes(setup, context.partition, recompute=context.recompute)
-        always = PROCESS_BYTES
+        always = 0 if setup.device.type == "cuda" else PROCESS_BYTES
         if setup.data.hidden_states != "disk":
             always += hidden_bytes(setup.shape, setup.work, setup.quantization)
         seconds = context.stopwatch.seconds

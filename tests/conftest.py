@@ -16,6 +16,17 @@ from tests.forks import Forks, started
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let ``pytest --gpu tests/device/test_gpu.py`` see the GPU."""
+    parser.addoption("--gpu", action="store_true", help="let the tests see the GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs: Lightning would take one by itself, where a test holds its tensors on the CPU."""
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 # Flushing to the disk is against power failures, which no test has; it takes 12 ms a file.
 os.fsync = lambda fd: None
 

@@ -30,6 +30,7 @@ MESSAGES = (  # warnings of other libraries that a walk would repeat for each bl
     ".*exists and is not empty.*",  # of a continued block
     ".*smaller than the logging interval.*",  # of tuning
     ".*LeafSpec.*",
+    ".*GPU available but not used.*",  # trainer.accelerator says so
 )
 
 

@@ -10,7 +10,7 @@ from aespa_pl.algorithm.quantizer import GridFormat
 
 BITS: dict[Precision, int] = {"float32": 24, "bfloat16": 8}
 ALL = tuple(BITS)
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: its matrix units")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU (its matrix units) and --gpu")
 
 
 @pytest.mark.parametrize("precision", ALL)

@@ -245,7 +245,9 @@ def test_states_hold_no_graph(tmp_path: Path) -> None:
     "device",
     [
         "cpu",
-        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and --gpu")
+        ),
     ],
 )
 @pytest.mark.parametrize("count", [0, 1, 5])
