@@ -23,9 +23,9 @@ from aespa_pl.models.observed import Attention
 
 ATTENDED, ATTENDED_SHIFT, GATE = "attended", "attended shift", "gate"
 KEYS, QUERIES, QUERY_GAIN, KEY_GAIN = "keys", "queries", "query gain", "key gain"
-CHUNKS, CHUNK_ROWS = 8, 128
+CHUNKS, CHUNK_ROWS = 16, 128
 """Rows of the attention probabilities A are in so many chunks, each without the columns behind its last row,
-because all models are causal. That leaves out 7 of 16 products, and never more than one chunk of one head's
+because all models are causal. That leaves out 15 of 32 products, and never more than one chunk of one head's
 is in memory. No chunk has fewer rows than this: with 32 all of it took up to half as long again (512 and 2048
 tokens, one thread of a CPU)."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -107,7 +108,8 @@ def _refuse_unsound(config: PreTrainedConfig) -> None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             "model.pretrained: transformers can't run the model that config.json describes "
-            f"({reason}): copy config.json from the model's origin"
+            f"({reason}): copy config.json from the model's origin, or install a transformers that is newer "
+            f"than {transformers.__version__}"
         ) from error
 
 

@@ -3,11 +3,19 @@
 import pytest
 import torch
 
-from aespa_pl.algorithm.second_moments import STRIPES, add_gram, computed_fraction, mirror
+from aespa_pl.algorithm.second_moments import (
+    HALVED,
+    HALVINGS,
+    STRIPED,
+    STRIPES,
+    add_gram,
+    computed_fraction,
+    mirror,
+)
 from tests import reference
 
-NARROW, WIDE = min(STRIPES), max(STRIPES)
-WIDTHS = [1, 5, NARROW - 1, NARROW, NARROW + 3, WIDE + 5]
+NARROW = STRIPED
+WIDTHS = [1, 5, NARROW - 1, NARROW, NARROW + 3, HALVED + 5]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -50,5 +58,5 @@ def test_share_is_that_of_what_is_not_zero(width: int) -> None:
 
 def test_wide_products_leave_out_what_is_below_the_blocks() -> None:
     assert computed_fraction(NARROW - 1) == 1
-    for least, stripes in STRIPES.items():
-        assert computed_fraction(least) == (stripes + 1) / (2 * stripes)
+    assert computed_fraction(NARROW) == (STRIPES + 1) / (2 * STRIPES)
+    assert computed_fraction(HALVED) == (1 + 1 / 2**HALVINGS) / 2

@@ -95,8 +95,8 @@ def test_one_chunk_of_one_value_head_is_computed_at_a_time(monkeypatch: pytest.M
     assert sizes == [(SEGMENTS, 2, 4, 4), (SEGMENTS, 2, 4, 8), (SEGMENTS, 2, 4, 12), (SEGMENTS, 2, 2, 14)]
 
 
-@pytest.mark.parametrize(("length", "rows"), [(1, 128), (512, 128), (1024, 128), (2048, 256), (2049, 257)])
-def test_chunks_are_an_eighth_and_not_too_small(length: int, rows: int) -> None:
+@pytest.mark.parametrize(("length", "rows"), [(1, 128), (512, 128), (2048, 128), (4096, 256), (4097, 257)])
+def test_chunks_are_a_sixteenth_and_not_too_small(length: int, rows: int) -> None:
     assert chunk_rows(length) == rows
 
 
