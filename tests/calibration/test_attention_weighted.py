@@ -61,6 +61,15 @@ def test_chunks_are_the_full_product(
         assert AX.dtype == torch.float32
 
 
+def test_a_wide_product_is_that_of_each_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, X = make(9), torch.randn(SEGMENTS, 9, WIDTH)
+    for least in (WIDTH, WIDTH + 1):
+        monkeypatch.setattr(collector, "WIDE", least)
+        (AX,) = attention_weighted_inputs(attention, X, LAYOUT, range(1, 2))
+        expected = explicit(attention)[:, 2:] @ X.double()[:, None]
+        torch.testing.assert_close(AX.double(), expected.flatten(0, -2), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["plain", "window", "alibi"])
 def test_probabilities_of_some_heads_and_rows_are_those_of_all(kind: str) -> None:
     attention = make(9, kind)
@@ -95,8 +104,8 @@ def test_one_chunk_of_one_value_head_is_computed_at_a_time(monkeypatch: pytest.M
     assert sizes == [(SEGMENTS, 2, 4, 4), (SEGMENTS, 2, 4, 8), (SEGMENTS, 2, 4, 12), (SEGMENTS, 2, 2, 14)]
 
 
-@pytest.mark.parametrize(("length", "rows"), [(1, 128), (512, 128), (2048, 128), (4096, 256), (4097, 257)])
-def test_chunks_are_a_sixteenth_and_not_too_small(length: int, rows: int) -> None:
+@pytest.mark.parametrize(("length", "rows"), [(1, 128), (512, 128), (1024, 128), (2048, 256), (2049, 257)])
+def test_chunks_are_an_eighth_and_not_too_small(length: int, rows: int) -> None:
     assert chunk_rows(length) == rows
 
 

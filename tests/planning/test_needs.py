@@ -37,10 +37,10 @@ def test_memory_of_a_batch_is_that_of_one_heads_chunk() -> None:
     all_heads = 4 * layout.heads * long.length**2
     assert batch_bytes(s, long, PAPER) < 0.5 * all_heads
     assert batch_bytes(shape("bloom"), long, PAPER) > 3 * all_heads
-    # a sixteenth of the rows of one head, scores and probabilities, and all else grows with L
+    # an eighth of the rows of one head, scores and probabilities, and all else grows with L
     twice = replace(long, length=2 * long.length)
     square = batch_bytes(s, twice, PAPER) - 2 * batch_bytes(s, long, PAPER)
-    assert square == 4 * 2 * (twice.length**2 // 16 - 2 * (long.length**2 // 16))
+    assert square == 4 * 2 * (twice.length**2 // 8 - 2 * (long.length**2 // 8))
     d = s.hidden
     # shifts of the attention's output, the original's inputs and residual streams, what is added to both
     both = batch_bytes(s, long, resolved(QuantizationSettings(method="aespa"))) - batch_bytes(s, long, PAPER)
