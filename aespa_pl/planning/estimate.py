@@ -1,9 +1,10 @@
 """Estimate bytes and seconds of a run, and make a table of them for people.
 
 Products of matrices count as their operations. Work on single weights counts as the operations of a product
-that takes as long: the constants below are from one thread of a CPU, and an accelerator's are others.
+that takes as long: these constants are from one thread of a CPU. An accelerator also waits for small kernels.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ SEARCHES = 4
 """Searches without zeta that those of Z-Fold take as long as; 2 to 7 were seen."""
 LATER_PASSES = 0.4
 """Mean time of a pass of the descent beside that of the first: less and less moves."""
+OF_HEAD, OF_COLUMN = 2.5e-3, {"OPTQ": 2e-4, "polish": 4e-4}
+"""Seconds that an accelerator takes to start kernels, whatever its rate: the statistics for each value head
+and batch, others for each column. Measured on an H200; polish: 2.5e-4 at width 576, 5.5e-4 at 4,096."""
 MEASURED_WEIGHTS = 2**22
 """Weights of the largest matrix that the rate is measured on."""
 
@@ -75,6 +79,16 @@ def block_flops(
         "tuning of blocks": epochs(of_blocks.epochs or 0, units * forward) if of_blocks.enabled else 0.0,
         "tuning of the model": epochs(of_model.epochs, forward + 2 * head) if of_model.enabled else 0.0,
     }
+
+
+def block_waits(shape: Shape, work: Work, settings: QuantizationSettings) -> dict[str, float]:
+    """Return the seconds of one block that an accelerator starts kernels, by phase."""
+    columns = sum(matrix.columns for matrix in shape.matrices)
+    waits = {phase: seconds * columns for phase, seconds in OF_COLUMN.items()}
+    if settings.objective.value == "attention":
+        batches = math.ceil(work.segments / work.batch_size)
+        waits["statistics"] = OF_HEAD * shape.layout.key_value_heads * batches
+    return waits
 
 
 def product_rate(device: torch.device, columns: int, seconds: float = 1.0) -> float:
@@ -128,7 +142,11 @@ def needs_of(setup: Setup, *, stored_bytes: int, rate: float) -> Needs:
     if setup.on_cpu:  # processes of a host divide its processors
         rate /= devices.of_host
     flops = block_flops(shape, work, settings, partition, devices.count)
-    seconds = {phase: shape.blocks * count / rate for phase, count in flops.items()}
+    waits = {} if setup.on_cpu else block_waits(shape, work.of_device(devices.count), settings)
+    seconds = {
+        phase: count and shape.blocks * (count / rate + waits.get(phase, 0.0))
+        for phase, count in flops.items()
+    }
     return Needs(setup, device, host, disk, waiting, seconds, partition, space, rate)
 
 

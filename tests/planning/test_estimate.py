@@ -1,11 +1,12 @@
 """The time of each phase follows from its settings, and from a rate that is measured."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from aespa_pl.planning.estimate import LEARNED, block_flops, needs_of, product_rate
+from aespa_pl.planning.estimate import LEARNED, OF_COLUMN, OF_HEAD, block_flops, needs_of, product_rate
 from aespa_pl.planning.needs import disk_bytes
 from aespa_pl.planning.partition import WHOLE, Partition
 from aespa_pl.planning.shape import Setup
@@ -55,7 +56,7 @@ def test_one_rate_makes_seconds_of_all_phases() -> None:
     flops = block_flops(s, WORK, fast)
     assert min(flops[phase] for phase in ("forward", "statistics", "grid", "OPTQ", "polish")) > 0
     needs = needs_of(Setup(s, WORK, DATA, fast, torch.device("cpu")), stored_bytes=2, rate=1e6)
-    assert needs.seconds == {phase: s.blocks * count / 1e6 for phase, count in flops.items()}
+    assert needs.seconds == pytest.approx({phase: s.blocks * count / 1e6 for phase, count in flops.items()})
     assert product_rate(torch.device("cpu"), 64, seconds=0.01) > 1e5
 
 
@@ -67,3 +68,18 @@ def test_devices_divide_rows_and_segments_but_not_the_factors_of_all_rows() -> N
     assert two["OPTQ"] - shared == pytest.approx((one["OPTQ"] - shared) / 2)
     segments = WORK.of_device(2).segments
     assert two["forward"] == pytest.approx(one["forward"] * segments / WORK.segments)
+
+
+def test_an_accelerator_waits_for_columns_and_heads_however_fast_it_is() -> None:
+    s, settings = shape(), replace(PAPER, polish=replace(PAPER.polish, enabled=False))
+    cpu, gpu = (
+        needs_of(Setup(s, WORK, DATA, settings, torch.device(name)), stored_bytes=2, rate=1e30).seconds
+        for name in ("cpu", "cuda")
+    )
+    assert max(cpu.values()) < 1e-9
+    columns = sum(matrix.columns for matrix in s.matrices)
+    assert gpu["OPTQ"] == pytest.approx(OF_COLUMN["OPTQ"] * columns * s.blocks)
+    batches = math.ceil(WORK.segments / WORK.batch_size)
+    heads = s.layout.key_value_heads
+    assert gpu["statistics"] == pytest.approx(OF_HEAD * heads * batches * s.blocks)
+    assert gpu["polish"] == 0
