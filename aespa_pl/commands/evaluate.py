@@ -74,7 +74,8 @@ def test(
     if tasks.tasks and world.is_first:  # before the perplexities, which may take hours
         refuse_too_large(job.pretrained.folder, job.device, job.dtype)
         chosen = find_tasks(tasks)
-    kinds = ["original", *(["nearest"] if tasks.tasks else []), "quantized"]
+    nearest = ["nearest"] if tasks.tasks and job.data.evaluation.round_to_nearest else []
+    kinds = ["original", *nearest, "quantized"]
     metrics: dict[str, Any] = {"size": model_sizes(job, run, kinds)}
     if texts:
         metrics["perplexity"] = compare_perplexities(job, model, texts, kinds, progress=progress, world=world)

@@ -78,7 +78,7 @@ class EvaluationSettings:
     max_segments: PositiveInt | None = None
     """Evaluate only the first so many segments of each text; null: all of them (c4: 256)."""
     round_to_nearest: bool = True
-    """fit: measure round-to-nearest as well, for comparison; it costs one more pass."""
+    """fit, and test with tasks: measure round-to-nearest as well, for comparison; it costs one more pass."""
 
     @property
     def names(self) -> list[str]:

@@ -84,6 +84,27 @@ def test_results_that_cannot_be_stored_are_printed_all_the_same(
     assert f"printed but not stored: cannot write to {run}" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("asked", "kinds"), [("true", ["original", "nearest", "quantized"]), ("false", ["original", "quantized"])]
+)
+def test_tasks_measure_round_to_nearest_where_it_is_asked_for(
+    asked: str,
+    kinds: list[str],
+    aespa: CommandLine,
+    model: Path,
+    finished: Done,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finished.copied()
+    measured: list[list[str]] = []
+    monkeypatch.setattr(evaluate, "find_tasks", lambda tasks: tasks)
+    monkeypatch.setattr(evaluate, "refuse_too_large", lambda *_: None)
+    monkeypatch.setattr(evaluate, "_compare_tasks", lambda *given: measured.append(given[-1]) or {})
+    words = ("--tasks", "[piqa]", "--data.evaluation.round_to_nearest", asked)
+    status, _, err = aespa("test", *small(model), *NO_TEXTS, *words)
+    assert (status, measured) == (0, [kinds]), err
+
+
 def test_a_model_too_large_for_tasks_is_refused_before_anything_is_measured(
     aespa: CommandLine, model: Path, finished: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
