@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,12 @@ def test_tasks_measure_round_to_nearest_where_it_is_asked_for(
     measured: list[list[str]] = []
     monkeypatch.setattr(evaluate, "find_tasks", lambda tasks: tasks)
     monkeypatch.setattr(evaluate, "refuse_too_large", lambda *_: None)
-    monkeypatch.setattr(evaluate, "_compare_tasks", lambda *given: measured.append(given[-1]) or {})
+
+    def compare(*given: Any) -> dict[str, Any]:
+        measured.append(given[-1])
+        return {}
+
+    monkeypatch.setattr(evaluate, "_compare_tasks", compare)
     words = ("--tasks", "[piqa]", "--data.evaluation.round_to_nearest", asked)
     status, _, err = aespa("test", *small(model), *NO_TEXTS, *words)
     assert (status, measured) == (0, [kinds]), err
