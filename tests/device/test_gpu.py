@@ -72,7 +72,8 @@ def test_a_killed_run_ends_with_the_same_bytes(run: str, tmp_path: Path) -> None
             for _ in waiting():
                 if any(killed.glob(f"run/version_0/blocks/{block}*")) or process.poll() is not None:
                     break
-            os.killpg(process.pid, signal.SIGKILL)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     subprocess.run([*command(killed, "llama", run, "gpu"), "--ckpt_path=last"], check=True)
     assert bytes_of(killed) == bytes_of(whole)
 
