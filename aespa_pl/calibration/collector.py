@@ -28,8 +28,6 @@ CHUNKS, CHUNK_ROWS = 8, 128
 because all models are causal. That leaves out 7 of 16 products, and never more than one chunk of one head's
 is in memory. No chunk has fewer rows than this: with 32 all of it took up to half as long again (512 and 2048
 tokens, one thread of a CPU)."""
-WIDE = 2048
-"""Columns of X from which on a CPU multiplies segment by segment."""
 
 
 class StatisticsCollector:
@@ -222,16 +220,9 @@ def attention_weighted_inputs(
             with multiplying_in("float32"):  # an error of a score is one of all that it weights
                 A = attention.probabilities(query_heads, chunk).float()  # [B, shared, rows, stop]
             # Side by side, because a product with X for each query head would copy X for each.
-            product = _batched_product(operand(A.flatten(1, 2)), X[:, : chunk.stop])
+            product = operand(A.flatten(1, 2)) @ X[:, : chunk.stop]
             AX[:, :, chunk] = product.unflatten(1, (shared, -1))
         yield AX.flatten(0, -2)
-
-
-def _batched_product(A: Tensor, X: Tensor) -> Tensor:
-    """Return A X of each segment. A CPU's batched product of wide X takes 1.3 to 1.5 times as long."""
-    if X.device.type == "cpu" and X.shape[-1] >= WIDE:
-        return torch.stack([a @ x for a, x in zip(A, X, strict=True)])
-    return A @ X
 
 
 def chunk_rows(length: int) -> int:

@@ -61,15 +61,6 @@ def test_chunks_are_the_full_product(
         assert AX.dtype == torch.float32
 
 
-def test_a_wide_product_is_that_of_each_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention, X = make(9), torch.randn(SEGMENTS, 9, WIDTH)
-    for least in (WIDTH, WIDTH + 1):
-        monkeypatch.setattr(collector, "WIDE", least)
-        (AX,) = attention_weighted_inputs(attention, X, LAYOUT, range(1, 2))
-        expected = explicit(attention)[:, 2:] @ X.double()[:, None]
-        torch.testing.assert_close(AX.double(), expected.flatten(0, -2), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["plain", "window", "alibi"])
 def test_probabilities_of_some_heads_and_rows_are_those_of_all(kind: str) -> None:
     attention = make(9, kind)
