@@ -41,8 +41,6 @@ class StatisticsOptions(Options):
     """Number of segments in a batch."""
     length: int = 2048
     """Number of tokens in each segment."""
-    plain: bool = True
-    """Also measure what one einsum for each statistic takes."""
     batches: int = 16
     """Number of batches that are summed up; a run with 64 segments has 64 of them, or fewer larger ones."""
 
@@ -58,12 +56,11 @@ def main(options: StatisticsOptions) -> None:
     hidden = torch.randn(segments, length, whole.config.hidden_size, device=where)
     works = [
         partial(work, whole, family, block, [hidden] * options.batches)
-        for work in (_ours, _forward, _corrected, *([_plain] if options.plain else []))
+        for work in (_ours, _plain, _forward, _corrected)
     ]
     with torch.inference_mode():
         seconds = [s / options.batches for s in median_of_each(works, options.repeats, where)]
-    ours, forward, corrected = seconds[:3]
-    plain = seconds[3] if options.plain else float("nan")
+    ours, plain, forward, corrected = seconds
     report.row(
         [
             options.model, f"{segments} x {length}", f"{ours:.3f}", f"{plain:.3f}", f"{plain / ours:.2f}",
@@ -72,7 +69,7 @@ def main(options: StatisticsOptions) -> None:
         segments=segments,
         length=length,
         batches=options.batches,
-        **dict(zip(("ours", "forward", "corrected", "plain"), seconds, strict=False)),
+        **dict(zip(("ours", "plain", "forward", "corrected"), seconds, strict=True)),
     )  # fmt: skip
 
 
