@@ -8,7 +8,7 @@ from typing import Any
 from aespa_pl.errors import UserError
 from aespa_pl.methods import METHODS, Parametrization
 from aespa_pl.settings import QuantizationSettings
-from aespa_pl.settings.quantization import KEPT
+from aespa_pl.settings.quantization import KEPT, bits_of_type
 
 RATE_WIDTH, LEAST_FACTOR = 192, 0.2
 """Hidden size up to which two learning rates hold, and the factor that is left of them at five times that
@@ -53,8 +53,8 @@ def resolved(
                 f"quantization.tuning.blocks.parametrization {learned} (method {settings.method}) can't "
                 "learn: choose straight-through or annealed, or another method"
             )
-        known = Counter(int(kind[1]) for key, kind in settings.types.items() if "." in key)
-        bits = settings.bits if settings.format == "auto" else int(settings.format[1])
+        known = Counter(bits_of_type(kind) for key, kind in settings.types.items() if "." in key)
+        bits = settings.bits if settings.format == "auto" else bits_of_type(settings.format)
         if known:  # learning rates are for the bits of most projections
             bits = known.most_common(1)[0][0]
         settings = replace(settings, bits=bits, bits_of={})

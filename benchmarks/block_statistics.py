@@ -1,14 +1,16 @@
-"""Measure the statistics of one block for some batches of segments, beside the block's own forward passes.
+"""Measure the statistics of one block for one more batch of segments, beside the block's own forward passes.
 
 python benchmarks/block_statistics.py --model opt-125m --length 512
 
 A block of random weights on random hidden states. *forward* is the block alone; *plain* the block and
 the same statistics with one einsum over all heads for each, ``A X`` of all of them in memory at once.
 *corrected* also runs the original model's hidden states through the block, and collects the shifts that the
-correction of earlier errors needs; it stands beside two forward passes. Seconds are those of one batch;
-the sums are begun and made whole once for all of them. Medians.
+correction of earlier errors needs; it stands beside two forward passes. A batch before the measured ones
+begins the sums. They are made whole once, after all batches of a run: *finish* has the seconds of that with
+the correction. Medians.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +31,7 @@ from aespa_pl.models.observed import Attention
 
 COLUMNS = [
     "model", "batch", "ours, s", "plain, s", "ratio", "forward, s", "ours / forward",
-    "corrected, s", "corrected / 2 forward",
+    "corrected, s", "corrected / 2 forward", "finish, s",
 ]  # fmt: skip
 
 
@@ -41,8 +43,6 @@ class StatisticsOptions(Options):
     """Number of segments in a batch."""
     length: int = 2048
     """Number of tokens in each segment."""
-    batches: int = 16
-    """Number of batches that are summed up; a run with 64 segments has 64 of them, or fewer larger ones."""
 
 
 def main(options: StatisticsOptions) -> None:
@@ -54,22 +54,31 @@ def main(options: StatisticsOptions) -> None:
     whole = AutoModelForCausalLM.from_config(settings).eval().to(where)
     block = whole.get_submodule(family.blocks_path)[0]
     hidden = torch.randn(segments, length, whole.config.hidden_size, device=where)
+    collectors = [StatisticsCollector(family.layout(settings), value=True, query_key=True) for _ in range(2)]
     works = [
-        partial(work, whole, family, block, [hidden] * options.batches)
-        for work in (_ours, _plain, _forward, _corrected)
+        partial(_ours, whole, family, block, hidden, collectors[0]),
+        partial(_plain, whole, family, block, hidden, []),
+        partial(_run, whole, family, block, hidden),
+        partial(_corrected, whole, family, block, hidden, collectors[1]),
     ]
     with torch.inference_mode():
-        seconds = [s / options.batches for s in median_of_each(works, options.repeats, where)]
-    ours, plain, forward, corrected = seconds
+        ours, plain, forward, corrected = median_of_each(works, options.repeats, where)
+        began = time.perf_counter()
+        collectors[1].finish()
+        finish = time.perf_counter() - began
     report.row(
         [
             options.model, f"{segments} x {length}", f"{ours:.3f}", f"{plain:.3f}", f"{plain / ours:.2f}",
             f"{forward:.3f}", f"{ours / forward:.2f}", f"{corrected:.3f}", f"{corrected / forward / 2:.2f}",
+            f"{finish:.3f}",
         ],
         segments=segments,
         length=length,
-        batches=options.batches,
-        **dict(zip(("ours", "plain", "forward", "corrected"), seconds, strict=True)),
+        ours=ours,
+        plain=plain,
+        forward=forward,
+        corrected=corrected,
+        finish=finish,
     )  # fmt: skip
 
 
@@ -77,38 +86,31 @@ def _run(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tenso
     family.run_block(block, hidden, family.arguments(model, hidden))
 
 
-def _forward(model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]) -> None:
-    for hidden in batches:
+def _ours(
+    model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor, collector: StatisticsCollector
+) -> None:
+    attention = partial(family.observe_attention, model, block)
+    with observing(block, collector.layout.groups, attention=attention) as seen:
         _run(model, family, block, hidden)
+    collector.add(seen)
 
 
-def _ours(model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]) -> None:
-    collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
+def _corrected(
+    model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor, collector: StatisticsCollector
+) -> None:
     attention = partial(family.observe_attention, model, block)
-    for hidden in batches:
-        with observing(block, collector.layout.groups, attention=attention) as seen:
-            _run(model, family, block, hidden)
-        collector.add(seen)
-    collector.finish()
+    with observing(block, collector.layout.groups, residuals=True) as original:
+        _run(model, family, block, hidden)
+    with observing(block, collector.layout.groups, residuals=True, attention=attention) as seen:
+        _run(model, family, block, 1.1 * hidden)
+    collector.add(seen, original)
 
 
-def _corrected(model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]) -> None:
-    collector = StatisticsCollector(family.layout(model.config), value=True, query_key=True)
-    attention = partial(family.observe_attention, model, block)
-    for hidden in batches:
-        with observing(block, collector.layout.groups, residuals=True) as original:
-            _run(model, family, block, hidden)
-        with observing(block, collector.layout.groups, residuals=True, attention=attention) as seen:
-            _run(model, family, block, 1.1 * hidden)
-        collector.add(seen, original)
-    collector.finish()
-
-
-def _plain(model: PreTrainedModel, family: Family, block: nn.Module, batches: list[Tensor]) -> None:
-    sums: list[Tensor] = []
-    for hidden in batches:
-        found = _plain_batch(model, family, block, hidden)
-        sums = [total + part for total, part in zip(sums, found, strict=True)] if sums else found
+def _plain(
+    model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor, sums: list[Tensor]
+) -> None:
+    found = _plain_batch(model, family, block, hidden)
+    sums[:] = [total + part for total, part in zip(sums, found, strict=True)] if sums else found
 
 
 def _plain_batch(model: PreTrainedModel, family: Family, block: nn.Module, hidden: Tensor) -> list[Tensor]:

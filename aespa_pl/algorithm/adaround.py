@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from aespa_pl.algorithm.grid_types import neighbours
 from aespa_pl.algorithm.objectives import error_product, multiply, operand
 from aespa_pl.algorithm.quantizer import Grid, split_zero
 from aespa_pl.algorithm.workspace import Workspace, fused
@@ -40,12 +41,14 @@ class SoftRounding:
     base: Float[Tensor, "heads rows d_in"]
     """Error of the weight at h = 0, against the original weight W."""
     gain: Float[Tensor, "heads rows d_in"] | None
-    """Step of the weight, or 0. None on an accelerator: there a kernel makes it of ``lower`` and the two
-    factors of the step, because reading it would take longer."""
+    """Step from the lower integer to the one above, or 0. None on an accelerator: there a kernel makes it of
+    ``lower`` and the two factors of the step, because reading it would take longer."""
     scale: Float[Tensor, "heads rows groups"]
     zeta: Float[Tensor, " d_in"]
     """The step of a weight is the scale of its group times the zeta of its column."""
     largest: int
+    above: Float[Tensor, "heads rows d_in"] | None = None
+    """Integer above each weight, where it isn't ``lower + 1``; there is a gain then."""
 
     def kernel_arguments(self) -> dict[str, Any]:
         """Return what the two kernels make the gain of."""
@@ -74,13 +77,21 @@ def start(
     step, zero = grid.step(), grid.zero()
     whole, rest = split_zero(zero)
     ratio = updated / step + rest
-    below = ratio.floor()
-    lower = (below + whole).clamp_(-1, grid.largest)
+    if grid.levels is None:
+        below, above = ratio.floor(), None
+        lower, fraction = (below + whole).clamp_(-1, grid.largest), ratio - below
+    else:
+        value = ratio + whole
+        lower, above = neighbours(value, grid.levels)
+        fraction = ((value - lower) / (above - lower)).clamp_(0, 1)
     base = step * (lower.clamp(0, grid.largest) - zero) - W
-    lower = lower.to(torch.int16)
     fixed = (grid.scale, grid.zeta, grid.largest)
-    gain = weight_gain(lower, *fixed) if W.device.type == "cpu" else None
-    return SoftRounding(lower, base, gain, *fixed), rounding_variables(ratio - below)
+    gain = None
+    if above is not None:
+        gain = weight_gain(lower, *fixed) * (above - lower)
+    elif W.device.type == "cpu":
+        gain = weight_gain(lower, *fixed)
+    return SoftRounding(lower.to(torch.int16), base, gain, *fixed, above), rounding_variables(fraction)
 
 
 def rounding_variables(fraction: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -242,4 +253,6 @@ def soft_gradient(
 
 def decide(B: Float[Tensor, "heads rows d_in"], rounding: SoftRounding) -> UInt8[Tensor, "heads rows d_in"]:
     """Return the integers: h(B) rounded to 0 or 1, and h is 0.5 at 0."""
-    return (rounding.lower + (B >= 0)).clamp_(0, rounding.largest).to(torch.uint8)
+    lower, above = rounding.lower, rounding.above
+    chosen = lower + (B >= 0) if above is None else torch.where(B >= 0, above, lower)
+    return chosen.clamp_(0, rounding.largest).to(torch.uint8)

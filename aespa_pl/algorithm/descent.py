@@ -2,7 +2,7 @@
 
 With ``dW = step (q - zero) - W`` and ``P = G dW H``, changing integer ``q_ij`` by m changes the
 objective ``tr(G dW H dW^T)`` by ``2 m s_ij P_ij + m^2 s_ij^2 G_ii H_jj`` and P by
-``m s_ij G[:, i] H[j, :]``. So the best integer is ``q_ij + round(-P_ij / (G_ii H_jj s_ij))``, clipped.
+``m s_ij G[:, i] H[j, :]``. So the best integer is the grid's nearest to ``q_ij - P_ij / (G_ii H_jj s_ij)``.
 Rounding takes a half to 0 and clipping makes a move smaller, so a move that is not 0 always lowers
 the objective. The descent nears a minimum of each integer alone, and ends where a pass gains little.
 
@@ -75,7 +75,7 @@ def descend(
         if G is not None:
             curvature = curvature * _diagonal(G)[..., None]
         q, newton, groups = integers.to(W.dtype, copy=True), -1 / (step * curvature), _groups(H, grid, G)
-        units = _Units(q, errors, step, newton, times(errors, H), H, groups, G, grid.largest)
+        units = _Units(q, errors, step, newton, times(errors, H), H, groups, G, grid)
         if G is None and H.shape[0] == 1 and not heads_alone:
             units = units.changed(lambda x: x.flatten(0, 1)[:, None], H, units.groups, None)  # each row
         before = units.loss()  # [units, separable]
@@ -135,7 +135,8 @@ class _Units:
     H: Float[Tensor, "#units d_in d_in"]
     groups: list[list[Columns]]
     G: Float[Tensor, "units rows rows"] | None
-    largest: int
+    grid: Grid
+    """Tells the integers that there are."""
 
     def some(self, chosen: Int[Tensor, " some"]) -> "_Units":
         if len(chosen) == len(self.errors):
@@ -151,7 +152,7 @@ class _Units:
     ) -> "_Units":
         """Return other units, with the fields changed that have a number for each weight."""
         q, errors, step, newton, R = map(change, (self.integers, self.errors, self.step, self.newton, self.R))
-        return _Units(q, errors, step, newton, R, H, groups, G, self.largest)
+        return _Units(q, errors, step, newton, R, H, groups, G, self.grid)
 
     def loss(self) -> Float[Tensor, "units separable"]:
         """Return the objective of each unit in its independent parts: rows, or with G the head."""
@@ -198,7 +199,7 @@ class _Units:
     def _tile(self, rows: slice, columns: slice, P: Tensor) -> Tile:
         here = (slice(None), rows, columns)
         down = -self.integers[here]
-        return Tile(P * self.newton[here], down, down + self.largest)
+        return Tile(P * self.newton[here], down, down + self.grid.largest, self.grid.levels)
 
     def _move(self, rows: slice, columns: slice, moves: Tensor) -> Tensor:
         """Change a tile's integers and errors; return the change of its weights."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from aespa_pl.algorithm.candidates import ACCELERATOR_CHUNK, THOROUGH, Candidates, Effort, best_grids
-from aespa_pl.algorithm.grid_types import Factors, GridType, round_to_half
+from aespa_pl.algorithm.grid_types import Factors, GridType, nearest_to, round_to_half
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
 from aespa_pl.algorithm.workspace import chunk_elements
@@ -200,7 +200,7 @@ def _parabola(V: Tensor, grid: tuple[Tensor, Tensor], VH: Tensor, H: Tensor, kin
     """Return the losses ``[groups, rows]`` of the integers that are nearest for a scale and a minimum."""
     scale, minimum = grid
     steps = (V + minimum[..., None]) / torch.where(scale == 0, TINY, scale)[..., None]
-    q = steps.round_().clamp_(-kind.offset, kind.largest - kind.offset)
+    q = nearest_to(steps, (kind.offset, 0), kind.integers).sub_(kind.offset)
     qH = q @ H
     C = H.sum((1, 2))[:, None].expand(qH.shape[:2])
     return Parabola((qH * q).sum(-1), qH.sum(-1), C, (VH * q).sum(-1), VH.sum(-1))
@@ -215,7 +215,7 @@ def _starts(V: Tensor, kind: GridType) -> Iterator[tuple[Tensor, Tensor]]:
         none = torch.zeros_like(largest)
         farthest = max(kind.zero_point, kind.largest - kind.zero_point)
         sign = -1 if kind.zero_point == farthest else 1
-        yield from ((sign * largest / (farthest + x), none) for x in SIGNED_STARTS)
+        yield from ((sign * largest / (farthest + x * kind.distance), none) for x in SIGNED_STARTS)
 
 
 def _rounded(parabola: Parabola, scale: Tensor, minimum: Tensor, kind: GridType) -> Factors:

@@ -6,13 +6,15 @@ columns of it with small integers a and c of their own. The weight is
     d a q - d_min c                 where a type stores minimums
     d a (q - zero_point)            where its zero point is fixed
 
-A type without sub-scales has one group a block, and a = c = 1.
+A type without sub-scales has one group a block, and a = c = 1. The integers q of most types are all of
+``0 .. largest``; those of IQ4_NL and IQ4_XS are 16 *levels* among them, closer to each other in the middle.
 
 Source: ``ggml-common.h``, ``ggml-quants.h`` and ``dequantize_row_*`` in ``ggml-quants.c`` of llama.cpp.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import cast
 
 import torch
@@ -26,7 +28,7 @@ class GridType:
 
     name: str
     bits: int
-    """Bits of an integer q, which is ``0 .. 2^bits - 1``."""
+    """Bits that an integer q takes in a file."""
     group: int
     block: int
     zero_point: int | None
@@ -35,11 +37,23 @@ class GridType:
     """Least and largest a."""
     minimums: tuple[int, int] = (0, 0)
     """Least and largest c."""
+    levels: tuple[int, ...] | None = None
+    """The integers q, in rising order from 0; None: ``0 .. 2^bits - 1``."""
 
     @property
     def largest(self) -> int:
         """Return the largest integer q."""
-        return int(2**self.bits - 1)
+        return int(2**self.bits - 1) if self.levels is None else self.levels[-1]
+
+    @property
+    def distance(self) -> int:
+        """Return the mean distance of two neighbouring integers q."""
+        return self.largest // int(2**self.bits - 1)
+
+    @property
+    def integers(self) -> "Integers":
+        """Return the integers q."""
+        return self.levels or self.largest
 
     @property
     def offset(self) -> int:
@@ -77,6 +91,9 @@ class GridType:
         return columns % self.block == 0
 
 
+LEVELS = (0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240)
+"""Levels of IQ4_NL and IQ4_XS: the values of ``kvalues_iq4nl``, -127 to 113, plus 127."""
+
 TYPES: dict[str, GridType] = {
     kind.name: kind
     for kind in (
@@ -88,6 +105,8 @@ TYPES: dict[str, GridType] = {
         GridType("Q2_0", 2, 64, 64, 1),
         GridType("Q4_0", 4, 32, 32, 8),
         GridType("Q4_1", 4, 32, 32, None, minimums=(1, 1)),
+        GridType("IQ4_NL", 4, 32, 32, 127, levels=LEVELS),
+        GridType("IQ4_XS", 4, 32, 256, 127, (-32, 31), levels=LEVELS),
         GridType("Q5_0", 5, 32, 32, 16),
         GridType("Q5_1", 5, 32, 32, None, minimums=(1, 1)),
         GridType("Q8_0", 8, 32, 32, 128),
@@ -105,7 +124,7 @@ class TypedWeight:
     """
 
     integers: UInt8[Tensor, "rows d_in"]
-    """q, ``0 .. 2^bits - 1``; a type that stores q - zero_point is packed from it."""
+    """q; a type that stores q - zero_point, or the number of a level, is packed from it."""
     d: Float16[Tensor, "rows blocks"]
     """Factor of the scales; negative in some blocks of types with a fixed zero point."""
     d_min: Float16[Tensor, "rows blocks"] | None = None
@@ -151,6 +170,11 @@ class TypedWeight:
         columns = [x.repeat_interleave(self.kind.group, 1)[:, : q.shape[1]] for x in self.grid()]
         return columns[0] * q - columns[1]
 
+    def moved(self, steps: Float[Tensor, "rows d_in"]) -> "TypedWeight":
+        """Return the weight with integers that are nearest after so many steps, of their mean distance."""
+        q = nearest(self.integers + steps.float() * self.kind.distance, self.kind.integers)
+        return replace(self, integers=q.to(torch.uint8))
+
     def rows(self, order: Tensor) -> "TypedWeight":
         """Return some rows of the weight, or all of them in another order."""
         return TypedWeight(**{k: v[order] for k, v in self.tensors().items()}, kind=self.kind)
@@ -195,6 +219,50 @@ class Factors:
             c.to(torch.uint8) if low < high else None,
             kind=kind,
         )
+
+
+Integers = int | tuple[int, ...]
+"""The integers that a grid has: the largest of ``0 .. largest``, or levels."""
+
+
+def nearest(value: Float[Tensor, "*any"], integers: Integers) -> Float[Tensor, "*any"]:
+    """Return the nearest integers of a grid; halves go to the even neighbour, or to the higher level.
+
+    Without levels a NaN stays one; among levels it becomes any of them.
+    """
+    if isinstance(integers, int):
+        return value.round().clamp_(0, integers)
+    # the level nearest to a number depends on the half-open interval of length 1/2 that it is in
+    interval = (value * 2).floor_().clamp_(0, 2 * integers[-1]).nan_to_num_().to(torch.int32)
+    table = _nearest_levels(integers, value.device, value.dtype)
+    return table.index_select(0, interval.flatten()).view(value.shape)
+
+
+def nearest_to(
+    steps: Float[Tensor, "*any"], zero: tuple[Tensor | int, Tensor | int], integers: Integers
+) -> Float[Tensor, "*any"]:
+    """Return the nearest integers to weights in steps of the grid; ``zero`` as of ``split_zero``."""
+    whole, rest = zero
+    if isinstance(integers, int):
+        return (steps + rest).round_().add_(whole).clamp_(0, integers)
+    return nearest(steps + whole, integers)  # all have one zero point, which is whole
+
+
+def neighbours(
+    value: Float[Tensor, "*any"], levels: tuple[int, ...]
+) -> tuple[Float[Tensor, "*any"], Float[Tensor, "*any"]]:
+    """Return the largest level that is not above a value, or -1, and the next, or ``largest + 1``."""
+    each = value.new_tensor((-1, *levels, levels[-1] + 1))
+    index = torch.bucketize(value, each[1:-1], right=True)
+    return each[index], each[index + 1]
+
+
+@cache
+def _nearest_levels(levels: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the nearest level for ``k/2 <= value < (k + 1)/2``, for all k."""
+    ends = torch.tensor(levels, dtype=dtype)
+    middle = torch.arange(2 * levels[-1] + 1, dtype=dtype) / 2 + 0.25
+    return ends[(middle[:, None] - ends).abs().argmin(1)].to(device)
 
 
 def round_to_half(scale: Tensor) -> Tensor:

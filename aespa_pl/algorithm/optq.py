@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from aespa_pl.algorithm.grid_types import Integers, nearest_to
 from aespa_pl.algorithm.hessian import inverse_factor
 from aespa_pl.algorithm.quantizer import Grid, dequantize, split_zero
 from aespa_pl.algorithm.workspace import chunk_elements
@@ -115,14 +116,14 @@ def round_columns(
     for start in range(0, d_in, LAZY_COLUMNS):
         here, later = slice(start, start + LAZY_COLUMNS), slice(start + LAZY_COLUMNS, None)
         parts = (pending[..., here], step[..., here], zero[..., here], U[:, here, here])
-        integers[..., here], errors = _round_lazily(*parts, grid.largest)
+        integers[..., here], errors = _round_lazily(*parts, grid.integers)
         pending[..., later] -= errors @ U[:, here, later]
     back = factored.order.argsort(-1)[:, None].expand(heads, rows, d_in)
     return pending.gather(2, back), integers.gather(2, back)
 
 
 def _round_lazily(
-    pending: Tensor, step: Tensor, zero: Tensor, U: Tensor, largest: int
+    pending: Tensor, step: Tensor, zero: Tensor, U: Tensor, allowed: Integers
 ) -> tuple[Tensor, Tensor]:
     """Compensate within these columns, in place; return their integers and the errors to compensate.
 
@@ -133,7 +134,7 @@ def _round_lazily(
     integers, errors = torch.empty_like(w), torch.empty_like(w)
     whole, rest = split_zero(z)
     for j in range(w.shape[1]):
-        q = torch.clamp(torch.round(w[:, j] / s[:, j] + rest[:, j]) + whole[:, j], 0, largest)
+        q = nearest_to(w[:, j] / s[:, j], (whole[:, j], rest[:, j]), allowed)
         error = (w[:, j] - s[:, j] * (q - z[:, j])) / U[:, j, j, None]
         # Column j itself must stay as it was about to be rounded.
         w[:, j + 1 :] -= U[:, j, j + 1 :, None] * error[:, None]

@@ -12,7 +12,15 @@ import torch
 from jaxtyping import Float, Real, UInt8
 from torch import Tensor
 
-from aespa_pl.algorithm.grid_types import Factors, GridType, TypedWeight, round_to_half
+from aespa_pl.algorithm.grid_types import (
+    Factors,
+    GridType,
+    Integers,
+    TypedWeight,
+    nearest,
+    nearest_to,
+    round_to_half,
+)
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,19 @@ class Grid:
         return cls(scale, minimum / scale, zeta, factors.kind.bits, factors)
 
     @property
+    def levels(self) -> tuple[int, ...] | None:
+        """Return the integers that weights can have, where they are not all of ``0 .. largest``."""
+        return None if self.factors is None else self.factors.kind.levels
+
+    @property
     def largest(self) -> int:
         """Return the largest integer."""
-        return int(2**self.bits - 1)
+        return int(2**self.bits - 1) if self.levels is None else self.levels[-1]
+
+    @property
+    def integers(self) -> Integers:
+        """Return the integers that weights can have."""
+        return self.levels or self.largest
 
     @property
     def form(self) -> tuple[int, GridType | None]:
@@ -113,8 +131,7 @@ def joined(grids: Sequence[Grid]) -> Grid:
 
 def quantize(W: Float[Tensor, "heads rows d_in"], grid: Grid) -> Float[Tensor, "heads rows d_in"]:
     """Return the nearest integers (round-to-nearest; halves go to the even neighbour)."""
-    whole, rest = split_zero(grid.zero())
-    return torch.clamp(torch.round(W / grid.step() + rest) + whole, 0, grid.largest)
+    return nearest_to(W / grid.step(), split_zero(grid.zero()), grid.integers)
 
 
 def split_zero(zero: Float[Tensor, "..."]) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
@@ -156,6 +173,11 @@ class QuantizedWeight:
     def weight(self) -> Float[Tensor, "rows d_in"]:
         """Return the weight in float32, where every product is exact, because it has 20 bits at most."""
         return scaled_steps(self.integers, self.scale.float(), self.zero_point.float())
+
+    def moved(self, steps: Float[Tensor, "rows d_in"]) -> "QuantizedWeight":
+        """Return the weight with the integers that are nearest after so many steps."""
+        q = nearest(self.integers + steps.float(), 2**self.bits - 1)
+        return replace(self, integers=q.to(torch.uint8))
 
     def rows(self, order: Tensor) -> "QuantizedWeight":
         """Return some rows of the weight, or all of them in another order."""

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from aespa_pl.algorithm.grid_types import nearest
+
 ROUNDS, COUPLED_ROUNDS = 4, 8
 """Rounds of a visit that doesn't ask, without G and with it; two at least, to tell what is settled."""
 CPU_COUPLED_ROUNDS = 16
@@ -32,13 +34,18 @@ class Tile:
     down: Float[Tensor, "units rows columns"]
     up: Float[Tensor, "units rows columns"]
     """The least and the largest moves that stay in the range."""
+    levels: tuple[int, ...] | None = None
+    """The integers of the grid, where they are not all."""
 
     def some(self, chosen: Int[Tensor, " some"]) -> "Tile":
         """Return the tile of some units."""
-        return Tile(*(x.index_select(0, chosen) for x in (self.wanted, self.down, self.up)))
+        wanted, down, up = (x.index_select(0, chosen) for x in (self.wanted, self.down, self.up))
+        return Tile(wanted, down, up, self.levels)
 
     def possible(self, wanted: Float[Tensor, "units rows columns"]) -> Tensor:
-        """Return the integers nearest to what is wanted that stay in the range, in its memory."""
+        """Return the moves nearest to what is wanted that end at an integer of the grid, in its memory."""
+        if self.levels is not None:
+            return nearest(wanted.sub_(self.down), self.levels).add_(self.down)
         moves = wanted.round_()
         # a clamp with tensors would take four times as long
         return torch.minimum(torch.maximum(moves, self.down, out=moves), self.up, out=moves)

@@ -79,7 +79,8 @@ def with_head(settings: QuantizationSettings, config: PreTrainedConfig) -> Quant
     if settings.format != UNIFORM or bits == KEPT:
         return replace(settings, bits_of=bits_of)
     columns = Shape.of(config, family_of(config).layouts(config)).hidden
-    fitting = {int(kind[1]): kind for kind in sorted(TYPES) if TYPES[kind].fits(columns)}  # a K type is last
+    # of several types with so many bits, a K type, or else the one with minimums
+    fitting = {TYPES[kind].bits: kind for kind in sorted(TYPES) if TYPES[kind].fits(columns)}
     if config.tie_word_embeddings:
         raise UserError(
             f"quantization.bits_of has {LM_HEAD}, which is the embedding in this model: give it a block "

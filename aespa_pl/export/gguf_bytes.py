@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aespa_pl.algorithm.grid_types import TYPES, GridType, TypedWeight
+from aespa_pl.algorithm.grid_types import LEVELS, TYPES, GridType, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight
 
 Bytes = npt.NDArray[Any]
@@ -158,14 +158,33 @@ def _q2_k(p: Parts) -> list[Bytes]:
     return [p.sub_scale | (p.sub_min << 4), _quarters(p.integers), _half(p.d), _half(p.d_min)]
 
 
+def _numbers(levels: Bytes) -> Bytes:
+    """Return the number of each level."""
+    return np.searchsorted(LEVELS, levels).astype(np.uint8)
+
+
+def _iq4_nl(p: Parts) -> list[Bytes]:
+    return [_half(p.d), _nibbles(_numbers(p.integers))]
+
+
+def _iq4_xs(p: Parts) -> list[Bytes]:
+    factors = (p.sub_scale + 32).astype(np.uint8)  # eight, of 6 bits
+    high = np.bitwise_or.reduce((factors >> 4).astype("<u2") << (2 * np.arange(8, dtype="<u2")), axis=-1)
+    low = _spread(np.swapaxes(_cut(factors & 15, 4, 2), -1, -2), 4)
+    integers = _cut(_nibbles(_cut(_numbers(p.integers), 8, 32)), 128)  # columns at distance 16 share a byte
+    return [_half(p.d), high[..., None].view(np.uint8), low, integers]
+
+
 BLOCK_TYPES = {
     kind.name: kind
     for kind in (
         BlockType(TYPES["Q2_0"], 42, 41, 18, _q2_0),
         BlockType(TYPES["Q2_K"], 10, 10, 84, _q2_k),
         BlockType(TYPES["Q3_K"], 11, 11, 110, _q3_k),
+        BlockType(TYPES["IQ4_XS"], 23, 30, 136, _iq4_xs),
         BlockType(TYPES["Q4_K"], 12, 14, 144, _q4_k),
         BlockType(TYPES["Q4_0"], 2, 2, 18, lambda p: [_half(p.d), _nibbles(p.integers)]),
+        BlockType(TYPES["IQ4_NL"], 20, 25, 18, _iq4_nl),
         BlockType(TYPES["Q4_1"], 3, 3, 20, lambda p: [_half(p.d), _half(-p.d_min), _nibbles(p.integers)]),
         BlockType(TYPES["Q5_K"], 13, 16, 176, _q5_k),
         BlockType(TYPES["Q5_0"], 6, 8, 22, _q5_0),
@@ -211,6 +230,8 @@ def as_typed(kind: GridType, matrix: QuantizedWeight) -> TypedWeight:
 
 def _holds(kind: GridType, largest: int, zero: int) -> bool:
     """Return whether a type holds the numbers ``-zero .. largest - zero`` times a scale."""
+    if kind.levels is not None:
+        return False
     if kind.zero_point is None:
         return kind.groups > 1 and largest <= kind.largest
     return _fits(kind, largest, zero) or _fits(kind, largest, largest - zero)

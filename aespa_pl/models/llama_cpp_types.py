@@ -1,8 +1,8 @@
 """Tell which block type each matrix of a model gets in one of llama.cpp's mixtures, such as Q4_K_M.
 
 A mixture is a type for most matrices and larger ones for those that suffer most. Rows that are no whole
-blocks of the type take one of 32 columns. llama.cpp then stores IQ4_NL in place of Q2_K and Q3_K; we store
-Q4_0, which is as large and has a grid.
+blocks of the type take one of 32 columns. In place of Q2_K and Q3_K llama.cpp then stores Q4_0; we store
+IQ4_NL, which is as large and loses less.
 
 Source: ``llama-quant.cpp`` of llama.cpp v0.5.0 with an importance matrix; the tests compare with its files.
 """
@@ -18,6 +18,7 @@ from aespa_pl.models.family import BlockLayout, Projection, Role
 MIXTURES = {
     "Q2_K_S": "Q2_K", "Q2_K": "Q2_K", "Q3_K_S": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_L": "Q3_K",
     "Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K", "Q5_K_S": "Q5_K", "Q5_K_M": "Q5_K", "Q6_K": "Q6_K",
+    "IQ4_XS": "IQ4_XS", "IQ4_NL": "IQ4_NL",
     "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_1": "Q5_1", "Q8_0": "Q8_0",
 }  # fmt: skip
 """The type of most matrices, by the name of the mixture. Of two meanings of a name (Q2_K) it is llama.cpp's
@@ -25,9 +26,13 @@ file: the mixture."""
 FILE_TYPES = {
     "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12,
     "Q3_K_L": 13, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K_M": 17, "Q6_K": 18, "Q2_K_S": 21,
+    "IQ4_NL": 25, "IQ4_XS": 30,
 }  # fmt: skip
 """Numbers of the mixtures in ``llama_ftype``."""
-NARROW = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "Q2_0": "Q4_0"}
+NARROW = {
+    "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
+    "Q2_0": "Q4_0",
+}  # fmt: skip
 """The types of 32 columns, for rows that are no multiple of a larger block."""
 MANY_QUERIES = 4
 """Query heads for each key/value head from which on values are small enough for a larger type."""
@@ -117,6 +122,8 @@ def _larger(name: str, matrix: Matrix, block: int, model: MixtureModel) -> str |
         "Q4_K_S": ("Q5_K" if block < 4 else None, "Q5_K" if first_eighth else None, None),
         "Q4_K_M": ("Q6_K" if often else None, "Q6_K" if often else None, None),
         "Q5_K_M": ("Q6_K" if often else None, "Q6_K" if often else None, None),
+        "IQ4_XS": ("Q5_K" if many_queries else None, None, None),
+        "IQ4_NL": ("Q5_K" if many_queries else None, None, None),
         "Q4_0": (None, "Q4_1" if first_eighth else None, None),
         "Q5_0": (None, "Q5_1" if first_eighth else None, None),
     }

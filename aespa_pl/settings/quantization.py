@@ -21,6 +21,11 @@ from aespa_pl.settings.types import (
 KEPT = 16  # bits in ``bits_of`` of a projection that stays as it is
 
 
+def bits_of_type(name: str) -> int:
+    """Return the bits of the integers of a block type, or of most types of a mixture, by its name."""
+    return next(int(letter) for letter in name if letter.isdigit())  # Q4_K_M, IQ4_NL
+
+
 @dataclass(frozen=True)
 class GridSettings:
     """Step 2: scale, zero point and column factor of each projection."""
@@ -165,8 +170,8 @@ class QuantizationSettings:
 
     def bits_for(self, block: int, projection: str) -> int:
         """Return the bits of a projection of a block."""
-        kind = self.type_for(block, projection)  # Q4_K
-        return self._uniform_bits(block, projection) if kind is None else int(kind[1])
+        kind = self.type_for(block, projection)
+        return self._uniform_bits(block, projection) if kind is None else bits_of_type(kind)
 
     def keeps(self, block: int, projection: str) -> bool:
         """Return whether a projection of a block stays as it is."""

@@ -22,8 +22,8 @@ from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 
-WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
-NARROW = ("Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+NARROW = ("Q2_0", "IQ4_NL", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Candidates for rows that are whole blocks of 256 columns, and for others."""
 BITS = tuple(str(bits) for bits in range(2, 9))
 ENDS = ("embedding", "head")

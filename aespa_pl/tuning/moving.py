@@ -10,7 +10,6 @@ over steps.
 
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,7 +55,8 @@ class Moves:
         """Give a block that was read from disk the latent values that it has learned."""
         for path, made in latents(block).items():
             latent = made.original.data
-            latent.round_()  # to the integers exactly: it is computed from the weight
+            # to the integers exactly: it is computed from the weight
+            latent.copy_(cast(WeightParametrization, made[0]).nearest(latent))
             if offsets:
                 latent += offsets[path].to(latent.device)
 
@@ -154,8 +154,6 @@ def moved(
     """Return the weights of a block, by projection, with the integers that they have moved to."""
     found: dict[str, StoredWeight] = {}
     for p in layout.projections:
-        old, offset = weights[p.name], projection_rows(offsets[p.module], layout, p).flatten(0, 1)
-        latent = old.integers + offset.float()
-        integers = latent.round_().clamp_(0, 2**old.bits - 1).to(torch.uint8)
-        found[p.name] = replace(old, integers=integers)
+        offset = projection_rows(offsets[p.module], layout, p).flatten(0, 1)
+        found[p.name] = weights[p.name].moved(offset)
     return found

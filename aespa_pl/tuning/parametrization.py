@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from aespa_pl.algorithm.adaround import penalty_exponent, rectified_sigmoid, rounding_variables
-from aespa_pl.algorithm.grid_types import round_to_half
+from aespa_pl.algorithm.grid_types import nearest, round_to_half
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight, scaled_steps
 from aespa_pl.algorithm.workspace import chunk_elements
 
@@ -49,14 +49,21 @@ class WeightParametrization(nn.Module, ABC):
     bits: int
     """Bits of the integers."""
     sharpness: float | None = None
-    """How sharply latent values are rounded where a gradient is wanted (``softly_rounded``); None: to the
-    nearest integer, with the gradient of the identity."""
+    """How sharply latent values are rounded where a gradient is wanted (``softly_rounded``); None, and for
+    levels at several distances: to the nearest, with the gradient of the identity."""
+    levels: tuple[int, ...] | None = None
+    """The integers that there are, where they are not all of ``0 .. 2^bits - 1``; latent values are in their
+    mean distances then."""
     _start: Tensor
     """Latent values at the start; empty once torch has registered them, because once is enough in memory."""
 
     @abstractmethod
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight ``[rows, d_in]``."""
+
+    def nearest(self, latent: Tensor) -> Tensor:
+        """Return the latent values of the nearest integers."""
+        return nearest(latent, 2**self.bits - 1)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return the latent values at the start of the training; ``weight`` tells type and device."""
@@ -66,6 +73,16 @@ class WeightParametrization(nn.Module, ABC):
     @abstractmethod
     def quantized(self, latent: Tensor) -> StoredWeight:
         """Return the integers and the grid that the weight stands for."""
+
+    def dequantized(self, v: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Return ``s (q - z)`` of the nearest q, where rounding has the gradient of the identity.
+
+        With a sharpness rounding is soft where a gradient is wanted.
+        """
+        if self.sharpness is not None and self.levels is None and torch.is_grad_enabled():
+            return scaled_steps(softly_rounded(v, self.sharpness, 2**self.bits - 1), scale, zero_point)
+        weight: Tensor = _Dequantized.apply(v, scale, zero_point, self)  # type: ignore[no-untyped-call]
+        return weight
 
 
 class OnGrid(WeightParametrization):
@@ -97,12 +114,12 @@ class StraightThrough(OnGrid):
 
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight of the nearest integers; autograd knows it as differentiable."""
-        return dequantized(latent, self._scale(), self.zero_point, 2**self.bits - 1, self.sharpness)
+        return self.dequantized(latent, self._scale(), self.zero_point)
 
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> QuantizedWeight:
         """Return the nearest integers and the scales."""
-        integers = latent.round().clamp_(0, 2**self.bits - 1).to(torch.uint8)
+        integers = self.nearest(latent).to(torch.uint8)
         return QuantizedWeight(integers, self._scale(), self.zero_point, self.bits)
 
 
@@ -190,31 +207,19 @@ def straight_through(rounded: Tensor, value: Tensor) -> Tensor:
     return rounded.detach() + (value - value.detach())
 
 
-def dequantized(
-    v: Tensor, scale: Tensor, zero_point: Tensor, largest: int, sharpness: float | None = None
-) -> Tensor:
-    """Return ``s (clamp(round(v), 0, largest) - z)``, where rounding has the gradient of the identity.
-
-    With a sharpness rounding is soft where a gradient is wanted.
-    """
-    if sharpness is not None and torch.is_grad_enabled():
-        return scaled_steps(softly_rounded(v, sharpness, largest), scale, zero_point)
-    weight: Tensor = _Dequantized.apply(v, scale, zero_point, largest)  # type: ignore[no-untyped-call]
-    return weight
-
-
 class _Dequantized(torch.autograd.Function):
-    """Computes ``s (clamp(round(v), 0, largest) - z)``, where rounding has the gradient of the identity.
+    """Computes ``s (nearest(v) - z)``, where rounding has the gradient of the identity within the range.
 
     One function, because autograd would keep five tensors of the weight's size for the way back.
     """
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, scale: Tensor, zero_point: Tensor, largest: int) -> Tensor:
-        ctx.largest = largest
+    def forward(
+        ctx: Any, v: Tensor, scale: Tensor, zero_point: Tensor, made: WeightParametrization
+    ) -> Tensor:
+        ctx.made = made
         ctx.save_for_backward(v, scale, zero_point)
-        q = v.round().clamp_(0, largest)
-        steps: Tensor = q.unflatten(1, (scale.shape[1], -1))
+        steps: Tensor = made.nearest(v).unflatten(1, (scale.shape[1], -1))
         return steps.sub_(zero_point[..., None]).mul_(scale[..., None]).flatten(1)
 
     @staticmethod
@@ -225,13 +230,13 @@ class _Dequantized(torch.autograd.Function):
         for first in range(0, len(v), rows):
             part = slice(first, first + rows)
             gradient = gradients[0][part].unflatten(1, (scale.shape[1], -1))
-            nearest = v[part].round()
-            q = nearest.clamp(0, ctx.largest)
+            q = ctx.made.nearest(v[part])
             steps = q.unflatten(1, (scale.shape[1], -1)) - zero_point[part, :, None]
             to_scale[part] = steps.mul_(gradient).sum(-1)
             if to_v is not None:
                 product = torch.mul(gradient, scale[part, :, None], out=steps).flatten(1)
-                torch.mul(product, nearest == q, out=to_v[part])
+                inside = (v[part] >= -0.5) & (v[part] < 2**ctx.made.bits - 0.5)
+                torch.mul(product, inside, out=to_v[part])
         return to_v, to_scale, None, None
 
 

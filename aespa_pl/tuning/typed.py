@@ -2,7 +2,8 @@
 
 A weight is ``d a (q - zero_point) - d_min c`` (``algorithm/grid_types.py``). d and d_min have logarithms as
 parameters, because their signs stay; a and c are learned as fractions of their largest values. All are
-rounded to what the type stores in every forward pass, with straight-through gradients.
+rounded to what the type stores in every forward pass, with straight-through gradients. Latent values are in
+mean distances of two integers, so that learning rates do not depend on a type's levels.
 """
 
 from typing import Any, cast
@@ -10,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from aespa_pl.algorithm.grid_types import TypedWeight, round_to_half
-from aespa_pl.tuning.parametrization import MARGIN, WeightParametrization, dequantized, straight_through
+from aespa_pl.algorithm.grid_types import TypedWeight, nearest, round_to_half
+from aespa_pl.tuning.parametrization import MARGIN, WeightParametrization, straight_through
 
 
 class TypedStraightThrough(WeightParametrization):
@@ -22,10 +23,12 @@ class TypedStraightThrough(WeightParametrization):
     def __init__(self, start: TypedWeight, target: Tensor) -> None:
         """Start at a stored weight, which stands for ``target [rows, d_in]``."""
         super().__init__()
-        self.kind, self.bits = start.kind, start.bits
+        self.kind, self.bits, self.levels = start.kind, start.bits, start.kind.levels
         scale, minimum = (x.repeat_interleave(self.kind.group, 1) for x in start.grid())
-        offset = (target.float() + minimum) / scale - start.integers
-        self._start = start.integers + offset.clamp_(-MARGIN, MARGIN)
+        q = start.integers / self.kind.distance
+        offset = (target.float() + minimum) / scale / self.kind.distance - q
+        latent = q + offset.clamp_(-MARGIN, MARGIN)
+        self._start = torch.where(self.nearest(latent) == q, latent, q)  # levels may be closer to each other
         self.groups, none = scale.shape[1] // self.kind.group, start.d.new_zeros(())
         for name, factor in (("d", start.d), ("d_min", start.d_min)):
             value = (none if factor is None else factor).float()
@@ -40,20 +43,24 @@ class TypedStraightThrough(WeightParametrization):
 
     def forward(self, latent: Tensor) -> Tensor:
         """Return the weight of the nearest numbers that are stored."""
-        scale = self._product("d", "a", self.kind.scales)
-        zero_point = torch.full_like(scale, self.kind.offset)
-        weight = dequantized(latent, scale, zero_point, self.kind.largest, self.sharpness)
+        scale = self._product("d", "a", self.kind.scales) * self.kind.distance
+        zero_point = torch.full_like(scale, self.kind.offset / self.kind.distance)
+        weight = self.dequantized(latent, scale, zero_point)
         if self.kind.minimums == (0, 0):
             return weight
         minimum = self._product("d_min", "c", self.kind.minimums)[..., None]
         shifted: Tensor = weight.unflatten(1, (self.groups, -1)) - minimum
         return shifted.flatten(1)
 
+    def nearest(self, latent: Tensor) -> Tensor:
+        """Return the latent values of the nearest integers."""
+        return nearest(latent * self.kind.distance, self.kind.integers) / self.kind.distance
+
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> TypedWeight:
         """Return the numbers that are stored."""
         kind, minimums = self.kind, self.kind.minimums
-        integers = latent.round().clamp_(0, kind.largest).to(torch.uint8)
+        integers = (self.nearest(latent) * kind.distance).to(torch.uint8)
         a, c = self._integers("a", kind.scales), self._integers("c", minimums)
         return TypedWeight(
             integers,

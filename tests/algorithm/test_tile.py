@@ -79,7 +79,8 @@ def on_a_cpu(given: Given, *, coupled: bool) -> Tensor:
     tile = given.tile
     if coupled:
         return find_coupled_moves(tile, given.both(), given.below(), asks=True)
-    rows = Tile(*(x.flatten(0, 1)[:, None] for x in (tile.wanted, tile.down, tile.up)))
+    wanted, down, up = (x.flatten(0, 1)[:, None] for x in (tile.wanted, tile.down, tile.up))
+    rows = Tile(wanted, down, up)
     return find_moves(rows, given.effects().triu(1)[None], asks=True).view_as(tile.wanted)
 
 

@@ -74,7 +74,7 @@ def test_bits_that_no_block_type_of_the_head_has_are_refused() -> None:
 
 def test_rows_that_are_no_whole_blocks_take_the_type_of_32() -> None:
     types = block_types(QuantizationSettings(format="Q3_K_S"), llama(192, 512))
-    assert types["0.q_proj"] == "Q4_0"
+    assert types["0.q_proj"] == "IQ4_NL"
     assert types["0.down_proj"] == "Q3_K"
 
 

@@ -33,8 +33,9 @@ def random_matrix(kind: GridType) -> TypedWeight:
         return torch.randn(5, COLUMNS // kind.block, generator=generator).half()
 
     minimums, groups = kind.zero_point is None, COLUMNS // kind.group
+    integers = torch.tensor(kind.levels or range(kind.largest + 1), dtype=torch.uint8)
     return TypedWeight(
-        between(0, kind.largest, COLUMNS),
+        integers[between(0, len(integers) - 1, COLUMNS).int()],
         halves(),
         halves() if minimums else None,
         between(*kind.scales, groups) if kind.groups > 1 else None,
@@ -65,7 +66,7 @@ def in_c(name: str, data: Bytes, columns: int) -> Tensor:
     library = ctypes.CDLL(import_module("xllamacpp").xllamacpp.__file__)
     result = np.zeros((len(data), columns), np.float32)
     data = np.ascontiguousarray(data)
-    getattr(library, f"dequantize_row_{name.replace('Q', 'q')}")(
+    getattr(library, f"dequantize_row_{name.lower() if name[0] == 'I' else name.replace('Q', 'q')}")(
         data.ctypes.data_as(ctypes.c_void_p),
         result.ctypes.data_as(ctypes.c_void_p),
         ctypes.c_int64(result.size),

@@ -73,8 +73,8 @@ def test_all_experts_of_a_block_get_the_same_bits() -> None:
 
 
 def test_rows_of_whole_large_blocks_have_types_of_llama_cpp_with_sub_scales() -> None:
-    assert fitting_types(512)[0] == "Q2_K"
-    assert fitting_types(192) == ("Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+    assert fitting_types(512) == ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+    assert fitting_types(192) == ("Q2_0", "IQ4_NL", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
     assert "Q2_0" not in fitting_types(96)
     assert fitting_types(40) == ()
 
