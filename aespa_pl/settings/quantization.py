@@ -118,7 +118,7 @@ class QuantizationSettings:
     aespa-fast and trains blocks and model; the others are what the paper compares with."""
     format: str = "uniform"
     """Grids of the weights: uniform (bits, group_size and symmetric below), or what llama.cpp stores: a
-    mixture (Q2_K, Q3_K_M, Q4_K_M ...), a block type (Q3_K, Q4_0 ...) or auto, the types that target
+    mixture (Q2_K, Q4_K_M, IQ4_XS ...), a block type (Q3_K, Q4_0 ...) or auto, the types that target
     chooses; all of these go before those three."""
     target: float | str | None = None
     """Size that the model may have: of the whole file (3.5 GB, 300 MB), or mean bits of a quantized weight
