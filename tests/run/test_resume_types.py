@@ -13,7 +13,7 @@ from tests.walks import save_with_words, shortened
 
 TYPES = (
     "--quantization.format=Q2_K",
-    "--quantization.types={embedding: Q3_K}",
+    "--quantization.types={embedding: Q3_K, 1.v_proj: IQ4_XS}",
     "--quantization.method=aespa-fast",
     "--quantization.tuning.blocks.enabled=true",
     "--quantization.tuning.blocks.epochs=1",

@@ -67,6 +67,18 @@ def test_a_step_lowers_the_error_and_what_is_stored_is_the_weight(name: str) -> 
         assert not bool((found.sub_scale == 0).any())
 
 
+@pytest.mark.parametrize("name", TYPES)
+def test_integers_that_move_on_disk_are_those_of_the_latent_values(name: str) -> None:
+    W, start = stored(name)
+    made = TypedStraightThrough(start, W)
+    steps = torch.randn(ROWS, COLUMNS)
+    latent = start.integers / TYPES[name].distance
+    assert torch.equal(made.nearest(latent), latent)
+    moved = start.moved(steps)
+    assert torch.equal(moved.integers, made.quantized(latent + steps).integers)
+    assert 0.2 < float((moved.integers != start.integers).float().mean()) < 0.9
+
+
 def test_integers_stay_where_only_the_rest_is_learned() -> None:
     _, start = stored("Q3_K")
     made = TypedFixedIntegers(start, start.weight())
