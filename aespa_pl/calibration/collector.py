@@ -212,7 +212,7 @@ def attention_weighted_inputs(
     X = operand(X.float())
     B, L, d = X.shape
     shared, step = layout.heads // layout.key_value_heads, chunk_rows(L)
-    AX = X.new_empty(B, shared, L, d)
+    AX, memory = X.new_empty(B, shared, L, d), X.new_empty(B, shared * step, d)
     for head in heads:
         query_heads = slice(head * shared, (head + 1) * shared)
         for start in range(0, L, step):
@@ -220,7 +220,8 @@ def attention_weighted_inputs(
             with multiplying_in("float32"):  # an error of a score is one of all that it weights
                 A = attention.probabilities(query_heads, chunk).float()  # [B, shared, rows, stop]
             # Side by side, because a product with X for each query head would copy X for each.
-            product = operand(A.flatten(1, 2)) @ X[:, : chunk.stop]
+            A = operand(A.flatten(1, 2))
+            product = torch.bmm(A, X[:, : chunk.stop], out=memory[:, : A.shape[1]])
             AX[:, :, chunk] = product.unflatten(1, (shared, -1))
         yield AX.flatten(0, -2)
 
