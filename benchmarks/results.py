@@ -211,7 +211,7 @@ def sizes_table(model: str) -> TextTable:
                 for key, digits in (("perplexity", 2), ("kl", 3))
             ]
         lines.append(cells)
-    of = ("llama.cpp, imatrix", "ours, the same types", "ours, types chosen for the size")
+    of = ("llama.cpp, imatrix", "ours, the same name", "ours, types chosen for the size")
     return TextTable(["file", *(f"{who}: {what}" for who in of for what in ("perplexity", "KL"))], lines)
 
 
