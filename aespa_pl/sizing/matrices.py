@@ -13,7 +13,7 @@ from aespa_pl.algorithm.end_loss import predicted, uncompensated
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.hessian import damping_for
 from aespa_pl.algorithm.quantizer import GridFormat
-from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, end_loss
+from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, end_loss
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.size import SCALE_BITS
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, padded
@@ -139,8 +139,8 @@ def predicted_losses(
             if seen.inputs is None:  # of an embedding, which is rounded without compensation
                 D = torch.ones(seen.weight.shape[1], device=seen.weight.device)
             elif seen.inputs is not inputs:
-                share = damping_for(settings.damping, 0, 0)  # a run has more tokens than are used here
-                D = uncompensated(seen.inputs, TIED_DAMPING if seen.block is None and tied else share)
+                # a run has more tokens than are used here; what a tied head is damped by counts as embedding
+                D = uncompensated(seen.inputs, damping_for(settings.damping, 0, 0))
             inputs = seen.inputs
             gradients = seen.gradients if seen.gradients.dim() > 1 else seen.gradients[:, None]
             for kind in of_key[key]:
