@@ -47,8 +47,8 @@ class SoftRounding:
     zeta: Float[Tensor, " d_in"]
     """The step of a weight is the scale of its group times the zeta of its column."""
     largest: int
-    above: Float[Tensor, "heads rows d_in"] | None = None
-    """Integer above each weight, where it isn't ``lower + 1``; there is a gain then."""
+    above: Int[Tensor, "heads rows d_in"] | None = None
+    """Integer above each weight, int16, where it isn't ``lower + 1``; there is a gain then."""
 
     def kernel_arguments(self) -> dict[str, Any]:
         """Return what the two kernels make the gain of."""
@@ -89,6 +89,7 @@ def start(
     gain = None
     if above is not None:
         gain = weight_gain(lower, *fixed) * (above - lower)
+        above = above.to(torch.int16)
     elif W.device.type == "cpu":
         gain = weight_gain(lower, *fixed)
     return SoftRounding(lower.to(torch.int16), base, gain, *fixed, above), rounding_variables(fraction)

@@ -54,7 +54,9 @@ class TypedStraightThrough(WeightParametrization):
 
     def nearest(self, latent: Tensor) -> Tensor:
         """Return the latent values of the nearest integers."""
-        return nearest(latent * self.kind.distance, self.kind.integers) / self.kind.distance
+        if self.levels is None:
+            return super().nearest(latent)
+        return nearest(latent * self.kind.distance, self.levels) / self.kind.distance
 
     @torch.no_grad()
     def quantized(self, latent: Tensor) -> TypedWeight:

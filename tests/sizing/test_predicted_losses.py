@@ -1,0 +1,46 @@
+"""The predicted loss of a tied matrix is that of the head and that of the embedding, each once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from aespa_pl.algorithm.end_loss import predicted, uncompensated
+from aespa_pl.algorithm.grid_types import TYPES
+from aespa_pl.algorithm.hessian import damping_for
+from aespa_pl.algorithm.quantizer import GridFormat
+from aespa_pl.calibration.end_loss import end_loss
+from aespa_pl.models import family_of
+from aespa_pl.models.pretrained import PretrainedFolder
+from aespa_pl.models.streamed import StreamedModel
+from aespa_pl.planning.shape import Shape
+from aespa_pl.settings import QuantizationSettings
+from aespa_pl.sizing.matrices import ROWS, SEED, predicted_losses, typed_matrices
+from tests.export.configurations import llama
+from tests.models.examples import make_ids, save
+
+TYPE = "Q4_0"
+
+
+def test_a_tied_matrix_has_the_losses_of_head_and_embedding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(llama(hidden_size=64, tie_word_embeddings=True)).eval()
+    settings, family, ids = QuantizationSettings(), family_of(model.config), make_ids()
+    pretrained = PretrainedFolder.open(save(model, tmp_path))
+    source = StreamedModel.open(pretrained, family, torch.device("cpu"), torch.float32)
+    layouts = family.layouts(model.config)
+    shape = Shape.of(model.config, layouts)
+    matrices = typed_matrices(layouts, shape, {}, tied=True, candidates=lambda _: (TYPE,))
+    assert matrices[0].keys == ("embedding",)
+    found = predicted_losses(source, ids, matrices, settings)[0][TYPE]
+    losses, form = {}, GridFormat.of(TYPES[TYPE])
+    for seen in end_loss(source, ids, seed=SEED):
+        if seen.name == "head" and seen.inputs is not None:
+            D = uncompensated(seen.inputs, damping_for(settings.damping, 0, 0))
+            losses["head"] = predicted(seen.weight, seen.gradients[:, None], D, form, ROWS)
+        elif seen.name == "embedding":
+            ones = torch.ones(seen.weight.shape[1])
+            losses["embedding"] = predicted(seen.weight, seen.gradients, ones, form, ROWS)
+    assert min(losses.values()) > 0
+    assert found == pytest.approx(losses["head"] + losses["embedding"], rel=1e-4)
