@@ -33,6 +33,26 @@ def uncompensated(H: Float[Tensor, "d_in d_in"], damping: float) -> Float[Tensor
     return torch.empty_like(variances).index_copy_(0, columns.order[0], variances)
 
 
+def uncorrected(
+    W: Float[Tensor, "rows d"], counts: Int[Tensor, " rows"], damping: float, correction: float
+) -> Float[Tensor, " rows"]:
+    """Return the share of the loss by each row's errors that is left after the next block's correction.
+
+    The rows are an embedding's, and ``counts`` says how often the text has each one's token. With P their
+    diagonal and ``H = W^T P W``, damped, a regression on the rows removes the share ``h``, the diagonal of
+    ``P W H^-1 W^T`` (leverage). A block that makes up for the part ``correction`` of what it could leaves
+    ``1 - h + (1 - correction)^2 h``.
+    """
+    seen = counts > 0
+    rows, left = W[seen].float(), torch.ones(len(W), device=W.device)
+    weighted = rows * counts[seen, None]
+    H = rows.T @ weighted
+    H.diagonal().copy_(damp(H.diagonal()[None], damping)[0])
+    leverage = (torch.cholesky_solve(weighted.T, torch.linalg.cholesky(H)).T * rows).sum(1)
+    left[seen] -= correction * (2 - correction) * leverage
+    return left
+
+
 def row_losses(
     W: Float[Tensor, "rows d_in"], D: Float[Tensor, " d_in"], form: GridFormat
 ) -> Float[Tensor, "rows d_in"]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.end_loss import predicted, uncompensated
+from aespa_pl.algorithm.end_loss import predicted, uncompensated, uncorrected
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.hessian import damping_for
 from aespa_pl.algorithm.quantizer import GridFormat
@@ -143,6 +143,11 @@ def predicted_losses(
                 D = uncompensated(seen.inputs, damping_for(settings.damping, 0, 0))
             inputs = seen.inputs
             gradients = seen.gradients if seen.gradients.dim() > 1 else seen.gradients[:, None]
+            if inputs is None:
+                damping = damping_for(settings.damping, seen.weight.shape[1], tokens.numel())
+                counts = torch.bincount(tokens.flatten(), minlength=len(seen.weight)).to(seen.weight.device)
+                left = uncorrected(seen.weight, counts, damping, settings.input_correction or 0.0)
+                gradients = gradients * left[:, None]
             for kind in of_key[key]:
                 if kind in TYPES:
                     form = GridFormat.of(TYPES[kind])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.end_loss import predicted, row_losses, sampled_rows, uncompensated
+from aespa_pl.algorithm.end_loss import predicted, row_losses, sampled_rows, uncompensated, uncorrected
 from aespa_pl.algorithm.grid import search_grid
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.optq import update_weights
@@ -64,3 +64,21 @@ def test_few_rows_predict_nearly_what_all_do() -> None:
 def test_a_matrix_without_influence_costs_nothing() -> None:
     W, D = torch.randn(40, 32), torch.ones(32)
     assert predicted(W, torch.zeros(40, 1), D, GridFormat(2), 10) == 0
+
+
+def test_of_an_embeddings_errors_is_left_what_a_regression_on_its_rows_leaves() -> None:
+    W, counts = torch.randn(40, 8), torch.randint(1, 30, (40,))
+    root = counts.sqrt()[:, None]
+    errors = torch.eye(40)  # each column has the error of one row
+    fit = torch.linalg.lstsq(root * W, root * errors).solution
+    residual = (root * (errors - W @ fit)).square().sum(0)
+    left = uncorrected(W, counts, 1e-9, 1.0)
+    torch.testing.assert_close(residual, left * counts, rtol=1e-4, atol=1e-4)
+    quarter = uncorrected(W, counts, 1e-9, 0.5)  # half of an error is a quarter of its square
+    torch.testing.assert_close(1 - quarter, 0.75 * (1 - left))
+
+
+def test_without_a_correction_or_its_token_an_error_is_left_whole() -> None:
+    W, counts = torch.randn(6, 3), torch.tensor([5, 0, 9, 1, 0, 2])
+    assert bool((uncorrected(W, counts, 0.01, 0.0) == 1).all())
+    assert torch.equal(uncorrected(W, counts, 0.01, 0.5) == 1, counts == 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from aespa_pl.algorithm.end_loss import predicted, uncompensated
+from aespa_pl.algorithm.end_loss import predicted, uncompensated, uncorrected
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.hessian import damping_for
 from aespa_pl.algorithm.quantizer import GridFormat
@@ -23,10 +23,15 @@ from tests.models.examples import make_ids, save
 TYPE = "Q4_0"
 
 
-def test_a_tied_matrix_has_the_losses_of_head_and_embedding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("correction", [0.0, 0.5])
+def test_a_tied_matrix_has_the_losses_of_head_and_embedding(tmp_path: Path, correction: float) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama(hidden_size=64, tie_word_embeddings=True)).eval()
-    settings, family, ids = QuantizationSettings(), family_of(model.config), make_ids()
+    settings, family, ids = (
+        QuantizationSettings(input_correction=correction),
+        family_of(model.config),
+        make_ids(),
+    )
     pretrained = PretrainedFolder.open(save(model, tmp_path))
     source = StreamedModel.open(pretrained, family, torch.device("cpu"), torch.float32)
     layouts = family.layouts(model.config)
@@ -41,6 +46,10 @@ def test_a_tied_matrix_has_the_losses_of_head_and_embedding(tmp_path: Path) -> N
             losses["head"] = predicted(seen.weight, seen.gradients[:, None], D, form, ROWS)
         elif seen.name == "embedding":
             ones = torch.ones(seen.weight.shape[1])
-            losses["embedding"] = predicted(seen.weight, seen.gradients, ones, form, ROWS)
+            damping = damping_for(settings.damping, 64, ids.numel())
+            left = uncorrected(
+                seen.weight, ids.flatten().bincount(minlength=len(seen.weight)), damping, correction
+            )
+            losses["embedding"] = predicted(seen.weight, seen.gradients * left[:, None], ones, form, ROWS)
     assert min(losses.values()) > 0
     assert found == pytest.approx(losses["head"] + losses["embedding"], rel=1e-4)
