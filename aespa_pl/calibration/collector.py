@@ -7,14 +7,15 @@ attention block, ``[d, N]``, and ``A X`` that of a value head, weighted by its a
 Source: docs/algorithm.md, step 1; Eq. 17 to 22 of the paper.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import Precision, multiplying_in, operand
-from aespa_pl.algorithm.second_moments import add_gram, mirror, rotate_back, through_norm
+from aespa_pl.algorithm.second_moments import mirror, rotate_back, through_norm
+from aespa_pl.calibration.attended import AttendedInputs
 from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.observe import Observation
 from aespa_pl.calibration.statistics import BlockStatistics, Hessian, Shifts, Sums, output_shift, rows
@@ -23,11 +24,6 @@ from aespa_pl.models.observed import Attention
 
 ATTENDED, ATTENDED_SHIFT, GATE = "attended", "attended shift", "gate"
 KEYS, QUERIES, QUERY_GAIN, KEY_GAIN = "keys", "queries", "query gain", "key gain"
-CHUNKS, CHUNK_ROWS = 8, 128
-"""Rows of the attention probabilities A are in so many chunks, each without the columns behind its last row,
-because all models are causal. That leaves out 7 of 16 products, and never more than one chunk of one head's
-is in memory. No chunk has fewer rows than this: with 32 all of it took up to half as long again (512 and 2048
-tokens, one thread of a CPU)."""
 
 
 class StatisticsCollector:
@@ -143,28 +139,25 @@ class StatisticsCollector:
         attention = cast(Attention, seen.attention)  # observed, because H_V was asked for
         X = seen.inputs[self.layout.groups[0].name]
         gates = None
-        if attention.gate is not None:  # what multiplies the outputs, [n_kv, B * query heads * L, d_h]
-            by_value = attention.gate.float().unflatten(1, (self.layout.key_value_heads, -1))
-            gates = by_value.transpose(0, 1).flatten(1, 3)
-        for i, AX in enumerate(attention_weighted_inputs(attention, X, self.layout, self.heads)):
-            shift = None if outputs is None else outputs[self.heads[i]]
+        if attention.gate is not None:  # what multiplies the outputs, [n_kv, B, query heads, L, d_h]
+            gates = attention.gate.float().unflatten(1, (self.layout.key_value_heads, -1)).transpose(0, 1)
+        attended, count, d = AttendedInputs(attention, X, self.layout), len(self.heads), X.shape[-1]
+        for i, head in enumerate(self.heads):
+            shift = None if outputs is None else outputs[head]
+            root = shifts = None
             if gates is not None:
-                gate = gates[self.heads[i]]
-                root = gate.square().mean(1, keepdim=True).sqrt()
-                AX.mul_(root)
-                self._sums.of(GATE, AX, len(self.heads), gate.shape[1])[i].add_(gate.square().sum(0))
+                gate = gates[head]
+                root = gate.square().mean(-1, keepdim=True).sqrt()
+                self._sums.of(GATE, X, count, gate.shape[-1])[i].add_(gate.square().sum((0, 1, 2)))
                 if shift is not None:
                     shift = shift * gate / root.clamp(min=torch.finfo(torch.float32).tiny)
-            factor = operand(AX)
-            d = AX.shape[1]
-            add_gram(self._sums.of(ATTENDED, AX, len(self.heads), d, d)[i], factor, factor=mean)
             if shift is not None:
-                shift = operand(shift)
-                total = self._sums.of(ATTENDED_SHIFT, AX, len(self.heads), shift.shape[1], d)
-                total[i].addmm_(shift.T, factor, alpha=mean)
+                shifts = self._sums.of(ATTENDED_SHIFT, X, count, shift.shape[-1], d)[i]
+            total = self._sums.of(ATTENDED, X, count, d, d)[i]
+            attended.add(head, total, mean, root=root, shift=shift, shifts=shifts)
 
     def _attention_shifts(self, seen: Observation, original: Observation) -> Tensor:
-        """Return ``Y_fp - Y`` of the attention's outputs, ``[n_kv, B * query heads * L, d_h]``.
+        """Return ``Y_fp - Y`` of the attention's outputs, ``[n_kv, B, query heads that share it, L, d_h]``.
 
         The bias of V is in both, as the probabilities add up to 1.
         """
@@ -173,7 +166,7 @@ class StatisticsCollector:
         shift = original.inputs[name].float() - seen.inputs[name].float()
         B, L = seen.inputs[layout.groups[0].name].shape[:2]
         shift = shift.reshape(B, L, layout.key_value_heads, -1, layout.head_dim)  # [B, L, n_kv, shared, d_h]
-        return shift.permute(2, 0, 3, 1, 4).flatten(1, 3)
+        return shift.permute(2, 0, 3, 1, 4)
 
     def _add_scores(self, attention: Attention) -> None:
         shared = self.layout.heads // self.layout.key_value_heads
@@ -200,32 +193,3 @@ class StatisticsCollector:
         if G is not None and norm_weights is not None:
             G = through_norm(G, norm_weights[norm].float(), sums[gain])
         return G
-
-
-def attention_weighted_inputs(
-    attention: Attention, X: Tensor, layout: BlockLayout, heads: range
-) -> Iterator[Tensor]:
-    """Yield ``A X`` for some value heads, ``[B * query heads that share it * L, d]``, in float32.
-
-    X is ``[B, L, d]``. All lie in the same memory: each is the caller's only until the next is asked for.
-    """
-    X = operand(X.float())
-    B, L, d = X.shape
-    shared, step = layout.heads // layout.key_value_heads, chunk_rows(L)
-    AX, memory = X.new_empty(B, shared, L, d), X.new_empty(B, shared * step, d)
-    for head in heads:
-        query_heads = slice(head * shared, (head + 1) * shared)
-        for start in range(0, L, step):
-            chunk = slice(start, min(L, start + step))
-            with multiplying_in("float32"):  # an error of a score is one of all that it weights
-                A = attention.probabilities(query_heads, chunk).float()  # [B, shared, rows, stop]
-            # Side by side, because a product with X for each query head would copy X for each.
-            A = operand(A.flatten(1, 2))
-            product = torch.bmm(A, X[:, : chunk.stop], out=memory[:, : A.shape[1]])
-            AX[:, :, chunk] = product.unflatten(1, (shared, -1))
-        yield AX.flatten(0, -2)
-
-
-def chunk_rows(length: int) -> int:
-    """Return of how many rows A is computed at once in segments of ``length`` tokens."""
-    return max(CHUNK_ROWS, -(-length // CHUNKS))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from aespa_pl.algorithm import candidates, optq
 from aespa_pl.algorithm.grid import CLIP_RATIOS
-from aespa_pl.calibration.collector import chunk_rows
+from aespa_pl.calibration.attended import chunks, over_tokens
 from aespa_pl.models.family import Role
 from aespa_pl.planning import tuning
 from aespa_pl.planning.partition import WHOLE, Divisible, Partition, learning_portions
@@ -97,15 +97,19 @@ def batch_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
         activations += int(routed) + shape.hidden
         in_group = max(in_group, (2 + 4 * original) * shape.hidden + 3 * shape.widest_input)
     in_group *= work.tokens
-    # queries and keys, X and A X of a value head, and for a chunk of it scores, A and A X;
+    # queries and keys, X and A X of a value head (or A^T A and its product with X), scores and A of a chunk;
     in_attention = 0
     if not shape.attends:
         in_attention = LINEAR_ATTENTION * work.tokens * shape.linear_rows
     elif value_bytes(shape, settings):
-        rows = min(work.length, chunk_rows(work.length))
-        in_attention = work.tokens * (heads + (1 + shared) * shape.hidden)
+        rows = max(chunk.stop - chunk.start for chunk in chunks(work.length))
+        in_attention = work.tokens * (heads + shape.hidden)
+        if over_tokens(shared, work.length, shape.hidden):
+            in_attention += work.tokens * work.length + work.length * shape.hidden
+        else:
+            in_attention += work.tokens * shared * shape.hidden
         in_attention += 3 * original * work.tokens * layout.heads * layout.head_dim
-        in_attention += work.batch_size * shared * rows * (2 * work.length + shape.hidden)
+        in_attention += work.batch_size * shared * rows * 2 * work.length
     # scores, scores with the mask, and A, where they are formed for all heads.
     formed = 3 * work.batch_size * layout.heads * work.length**2 if shape.forms_probabilities else 0
     return work.tokens * activations * work.dtype_bytes + FLOAT * max(in_group, in_attention, formed)

@@ -1,4 +1,4 @@
-"""A X in causal chunks is the product with all probabilities."""
+"""Sums over A X in causal chunks, in either order, are those with all probabilities."""
 
 from dataclasses import replace
 
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm.objectives import multiplying_in
-from aespa_pl.calibration import collector
-from aespa_pl.calibration.collector import attention_weighted_inputs, chunk_rows
+from aespa_pl.algorithm.second_moments import mirror
+from aespa_pl.calibration import attended
+from aespa_pl.calibration.attended import AttendedInputs, chunks, over_tokens
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.observed import Attention
 
@@ -45,20 +46,58 @@ def explicit(attention: Attention) -> Tensor:
     return A
 
 
+def added(
+    attention: Attention, X: Tensor, heads: range = range(KEY_HEADS), **each: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of ``AttendedInputs``, ``[heads, d, d]`` and ``[heads, d_h, d]``."""
+    sums, totals, shifts = AttendedInputs(attention, X, LAYOUT), [], []
+    for head in heads:
+        totals.append(torch.zeros(WIDTH, WIDTH))
+        shifts.append(torch.zeros(HEAD_SIZE, WIDTH))
+        of_head = {name: values[head] for name, values in each.items()}
+        sums.add(head, totals[-1], 0.5, shifts=shifts[-1], **of_head)
+        mirror(totals[-1])
+    return torch.stack(totals), torch.stack(shifts)
+
+
+@pytest.fixture(params=[False, True], ids=["each query head", "over tokens"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take one of the two ways, whichever has fewer operations."""
+    monkeypatch.setattr(attended, "over_tokens", lambda *_: request.param)
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("kind", ["plain", "window", "alibi"])
 @pytest.mark.parametrize(("length", "least"), [(1, 4), (3, 4), (4, 4), (16, 4), (17, 4), (19, 1)])
-def test_chunks_are_the_full_product(
-    length: int, least: int, kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gated", [False, True])
+def test_sums_are_those_of_all_probabilities(
+    length: int, least: int, kind: str, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collector, "CHUNK_ROWS", least)
+    monkeypatch.setattr(attended, "CHUNK_ROWS", least)
     attention, X = make(length, kind), torch.randn(SEGMENTS, length, WIDTH)
-    A = explicit(attention).unflatten(1, (KEY_HEADS, -1))
-    heads = range(KEY_HEADS)
-    found = attention_weighted_inputs(attention, X, LAYOUT, heads)
-    for head, AX in zip(heads, found, strict=True):
-        expected = A[:, head] @ X.double()[:, None]
-        torch.testing.assert_close(AX.double(), expected.flatten(0, -2), rtol=1e-5, atol=1e-5)
-        assert AX.dtype == torch.float32
+    of_heads = (KEY_HEADS, SEGMENTS, HEADS // KEY_HEADS, length)
+    shift, root = torch.randn(*of_heads, HEAD_SIZE), torch.rand(*of_heads, 1) if gated else torch.ones(1)
+    AX = explicit(attention).unflatten(1, (KEY_HEADS, -1)).transpose(0, 1) @ X.double()[:, None] * root
+    gates = {"root": root} if gated else {}
+    totals, shifts = added(attention, X, shift=shift, **gates)
+    rows = AX.flatten(1, 3)
+    torch.testing.assert_close(totals.double(), 0.5 * rows.mT @ rows, rtol=1e-5, atol=1e-5)
+    expected = 0.5 * shift.double().flatten(1, 3).mT @ rows
+    torch.testing.assert_close(shifts.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shared", "length", "d", "chosen"),
+    [
+        (1, 2048, 4096, False),  # LLaMA-7B
+        (4, 2048, 4096, True),  # Llama 3 8B
+        (8, 2048, 2048, True),  # TinyLlama
+        (3, 512, 576, True),  # SmolLM2-135M
+        (3, 2048, 576, False),
+    ],
+)
+def test_the_way_with_fewer_operations_is_taken(shared: int, length: int, d: int, chosen: bool) -> None:
+    assert over_tokens(shared, length, d) is chosen
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "alibi"])
@@ -73,16 +112,18 @@ def test_probabilities_of_some_heads_and_rows_are_those_of_all(kind: str) -> Non
         assert not A[:, heads, rows, rows.stop :].any()
 
 
+@pytest.mark.usefixtures("path")
 def test_heads_are_the_same_bits_in_whatever_groups() -> None:
     attention, X = make(20), torch.randn(SEGMENTS, 20, WIDTH)
-    together = [AX.clone() for AX in attention_weighted_inputs(attention, X, LAYOUT, range(2))]
+    together, _ = added(attention, X)
     for head, expected in enumerate(together):
-        (alone,) = attention_weighted_inputs(attention, X, LAYOUT, range(head, head + 1))
+        (alone,), _ = added(attention, X, range(head, head + 1))
         assert torch.equal(alone, expected)
 
 
+@pytest.mark.usefixtures("path")
 def test_one_chunk_of_one_value_head_is_computed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(attended, "CHUNK_ROWS", 4)
     sizes: list[torch.Size] = []
     compute = Attention.probabilities
 
@@ -91,13 +132,13 @@ def test_one_chunk_of_one_value_head_is_computed_at_a_time(monkeypatch: pytest.M
         return compute(self, heads, rows)
 
     monkeypatch.setattr(Attention, "probabilities", note)
-    list(attention_weighted_inputs(make(14), torch.randn(SEGMENTS, 14, WIDTH), LAYOUT, range(1, 2)))
+    added(make(14), torch.randn(SEGMENTS, 14, WIDTH), range(1, 2))
     assert sizes == [(SEGMENTS, 2, 4, 4), (SEGMENTS, 2, 4, 8), (SEGMENTS, 2, 4, 12), (SEGMENTS, 2, 2, 14)]
 
 
 @pytest.mark.parametrize(("length", "rows"), [(1, 128), (512, 128), (1024, 128), (2048, 256), (2049, 257)])
 def test_chunks_are_an_eighth_and_not_too_small(length: int, rows: int) -> None:
-    assert chunk_rows(length) == rows
+    assert max(chunk.stop - chunk.start for chunk in chunks(length)) == min(rows, length)
 
 
 def test_probabilities_are_exact_whatever_the_products_are() -> None:
@@ -111,6 +152,6 @@ def test_probabilities_are_exact_whatever_the_products_are() -> None:
     watched = Watched(attention.query, attention.key, attention.scaling)
     with multiplying_in("tf32"):
         outside = torch.get_float32_matmul_precision()
-        list(attention_weighted_inputs(watched, torch.randn(SEGMENTS, 5, WIDTH), LAYOUT, range(2)))
+        added(watched, torch.randn(SEGMENTS, 5, WIDTH))
     assert outside == "high"
     assert set(seen) == {"highest"}

@@ -1,0 +1,115 @@
+"""Sum up what the attention of a value head makes of its inputs, over the query heads that share it.
+
+With the probabilities A_q of a query head and the inputs X of the attention block, ``[L, d]`` here, the
+values have the inputs ``A_q X``. The sum of ``(A_q X)^T A_q X`` over the query heads is also
+``X^T (sum_q A_q^T A_q) X``: one product with X for all of them. Where many query heads share a value head and
+segments are not much longer than d, that takes fewer operations.
+
+Source: docs/algorithm.md, step 1; Eq. 17 to 22 of the paper.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from aespa_pl.algorithm.objectives import multiplying_in, operand
+from aespa_pl.algorithm.second_moments import add_gram, add_symmetric, computed_fraction, mirror
+from aespa_pl.models.family import BlockLayout
+from aespa_pl.models.observed import Attention
+
+CHUNKS, CHUNK_ROWS = 8, 128
+"""Rows of the attention probabilities A are in so many chunks, each without the columns behind its last row,
+because all models are causal. That leaves out 7 of 16 products, and never more than one chunk of one head's
+is in memory. No chunk has fewer rows than this: with 32 all of it took up to half as long again (512 and 2048
+tokens, one thread of a CPU)."""
+
+
+def chunks(length: int) -> list[slice]:
+    """Return the rows of A that are computed at once in segments of ``length`` tokens."""
+    step = max(CHUNK_ROWS, -(-length // CHUNKS))
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def over_tokens(shared: int, length: int, d: int) -> bool:
+    """Tell whether ``sum_q A_q^T A_q`` takes fewer operations than A X of each of ``shared`` query heads."""
+    gram = length * d * d * computed_fraction(d)
+    inputs = squares = 0.0
+    for chunk in chunks(length):
+        rows = chunk.stop - chunk.start
+        inputs += rows * chunk.stop * d
+        squares += rows * chunk.stop**2 * computed_fraction(chunk.stop)
+    return shared * squares + length**2 * d + gram < shared * (inputs + gram)
+
+
+class AttendedInputs:
+    """Adds up the inputs of value heads in one batch, in memory that all heads use."""
+
+    def __init__(self, attention: Attention, X: Tensor, layout: BlockLayout) -> None:
+        """Begin a batch with X ``[B, L, d]``."""
+        B, L, d = X.shape
+        self._attention, self._X = attention, operand(X.float())
+        self._shared = layout.heads // layout.key_value_heads
+        self._over_tokens = over_tokens(self._shared, L, d)
+        shape = (B, L, L) if self._over_tokens else (B, self._shared, L, d)
+        self._memory = self._X.new_empty(shape, dtype=torch.float32)
+        self._product = self._X.new_empty(L, d, dtype=torch.float32) if self._over_tokens else None
+
+    def add(
+        self,
+        head: int,
+        total: Tensor,
+        factor: float,
+        *,
+        root: Tensor | None = None,
+        shift: Tensor | None = None,
+        shifts: Tensor | None = None,
+    ) -> None:
+        """Add ``factor (A X)^T A X`` of a value head to ``total`` ``[d, d]``, above the diagonal alone.
+
+        Rows of A X are multiplied by ``root`` ``[B, query heads that share the head, L, 1]``. ``shifts``
+        ``[d_h, d]`` gets ``factor shift^T A X``, with the outputs' ``shift`` ``[B, query heads, L, d_h]``.
+        """
+        products = self._over_tokens_of if self._over_tokens else self._inputs_of
+        for left, right, shifted in products(head, root, shift):
+            add_symmetric(total, left, right, factor=factor)
+            if shifts is not None and shifted is not None:
+                shifts.addmm_(operand(shifted).T, left, alpha=factor)
+
+    def _chunks(self, head: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows and their A, ``[B, query heads, rows, end of rows]`` in float32."""
+        query_heads = slice(head * self._shared, (head + 1) * self._shared)
+        for chunk in chunks(self._X.shape[1]):
+            with multiplying_in("float32"):  # an error of a score is one of all that it weights
+                A = self._attention.probabilities(query_heads, chunk).float()
+            yield chunk, A
+
+    def _inputs_of(
+        self, head: int, root: Tensor | None, shift: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yield A X twice, and the shift, of all query heads and segments as rows."""
+        AX = self._memory
+        for chunk, A in self._chunks(head):
+            for i in range(self._shared):  # one product for all would copy X for each query head
+                torch.bmm(operand(A[:, i]), self._X[:, : chunk.stop], out=AX[:, i, chunk])
+        if root is not None:
+            AX.mul_(root)
+        rows = operand(AX.flatten(0, 2))
+        yield rows, rows, None if shift is None else shift.flatten(0, 2)
+
+    def _over_tokens_of(
+        self, head: int, root: Tensor | None, shift: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yield X, ``sum_q A_q^T A_q X`` and ``sum_q A_q^T shift_q`` of each segment."""
+        squares = self._memory.zero_()  # the sum of A^T A, [B, L, L]
+        shifted = None if shift is None else shift.new_zeros(len(shift), *shift.shape[2:])  # [B, L, d_h]
+        for chunk, A in self._chunks(head):
+            weighted = operand((A if root is None else A * root[:, :, chunk]).flatten(1, 2))
+            for b, rows in enumerate(weighted):
+                add_gram(squares[b, : chunk.stop, : chunk.stop], rows)
+                if shift is not None and shifted is not None:
+                    shifted[b, : chunk.stop].addmm_(rows.T, operand(shift[b, :, chunk].flatten(0, 1)))
+        for b, X in enumerate(self._X):
+            mirror(squares[b])
+            product = torch.mm(operand(squares[b]), X, out=self._product)
+            yield X, operand(product), None if shifted is None else shifted[b]
