@@ -46,12 +46,10 @@ def explicit(attention: Attention) -> Tensor:
     return A
 
 
-def added(
-    attention: Attention, X: Tensor, heads: range = range(KEY_HEADS), **each: Tensor
-) -> tuple[Tensor, Tensor]:
+def added(attention: Attention, X: Tensor, *heads: int, **each: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums of ``AttendedInputs``, ``[heads, d, d]`` and ``[heads, d_h, d]``."""
     sums, totals, shifts = AttendedInputs(attention, X, LAYOUT), [], []
-    for head in heads:
+    for head in heads or range(KEY_HEADS):
         totals.append(torch.zeros(WIDTH, WIDTH))
         shifts.append(torch.zeros(HEAD_SIZE, WIDTH))
         of_head = {name: values[head] for name, values in each.items()}
@@ -78,8 +76,7 @@ def test_sums_are_those_of_all_probabilities(
     of_heads = (KEY_HEADS, SEGMENTS, HEADS // KEY_HEADS, length)
     shift, root = torch.randn(*of_heads, HEAD_SIZE), torch.rand(*of_heads, 1) if gated else torch.ones(1)
     AX = explicit(attention).unflatten(1, (KEY_HEADS, -1)).transpose(0, 1) @ X.double()[:, None] * root
-    gates = {"root": root} if gated else {}
-    totals, shifts = added(attention, X, shift=shift, **gates)
+    totals, shifts = added(attention, X, shift=shift, **({"root": root} if gated else {}))
     rows = AX.flatten(1, 3)
     torch.testing.assert_close(totals.double(), 0.5 * rows.mT @ rows, rtol=1e-5, atol=1e-5)
     expected = 0.5 * shift.double().flatten(1, 3).mT @ rows
@@ -117,7 +114,7 @@ def test_heads_are_the_same_bits_in_whatever_groups() -> None:
     attention, X = make(20), torch.randn(SEGMENTS, 20, WIDTH)
     together, _ = added(attention, X)
     for head, expected in enumerate(together):
-        (alone,), _ = added(attention, X, range(head, head + 1))
+        (alone,), _ = added(attention, X, head)
         assert torch.equal(alone, expected)
 
 
@@ -132,7 +129,7 @@ def test_one_chunk_of_one_value_head_is_computed_at_a_time(monkeypatch: pytest.M
         return compute(self, heads, rows)
 
     monkeypatch.setattr(Attention, "probabilities", note)
-    added(make(14), torch.randn(SEGMENTS, 14, WIDTH), range(1, 2))
+    added(make(14), torch.randn(SEGMENTS, 14, WIDTH), 1)
     assert sizes == [(SEGMENTS, 2, 4, 4), (SEGMENTS, 2, 4, 8), (SEGMENTS, 2, 4, 12), (SEGMENTS, 2, 2, 14)]
 
 
