@@ -179,9 +179,7 @@ def walk(
     ids = make_ids(SEGMENTS) if ids is None else ids
     settings = resolved(changed(changes or {}))
     pretrained = PretrainedFolder.open(save(model, folder / "original"))
-    source = StreamedModel.open(
-        pretrained, family_of(pretrained.config), device, dtype, hidden_folder=hidden_folder
-    )
+    source = StreamedModel.open(pretrained, device, dtype, hidden_folder=hidden_folder)
     run = run or Run.create(folder / "runs", {})
     said = io.StringIO()
     context = Context(

@@ -31,15 +31,21 @@ def chunks(length: int) -> list[slice]:
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
-def over_tokens(shared: int, length: int, d: int) -> bool:
-    """Tell whether ``sum_q A_q^T A_q`` takes fewer operations than A X of each of ``shared`` query heads."""
+def multiplications(shared: int, length: int, d: int) -> tuple[float, float]:
+    """Return those of a segment and a value head: by A X of each ``shared`` query head, by sums of A^T A."""
     gram = length * d * d * computed_fraction(d)
     inputs = squares = 0.0
     for chunk in chunks(length):
         rows = chunk.stop - chunk.start
         inputs += rows * chunk.stop * d
         squares += rows * chunk.stop**2 * computed_fraction(chunk.stop)
-    return shared * squares + length**2 * d + gram < shared * (inputs + gram)
+    return shared * (inputs + gram), shared * squares + length**2 * d + gram
+
+
+def over_tokens(shared: int, length: int, d: int) -> bool:
+    """Tell whether sums of A^T A over the query heads take fewer multiplications."""
+    each, over = multiplications(shared, length, d)
+    return over < each
 
 
 class AttendedInputs:

@@ -127,7 +127,7 @@ def _start(
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
     if earlier is None:
-        if words := job.pretrained.unused(job.family):
+        if words := job.pretrained.unused():
             progress.say(words)
         progress.begin("Checking weights, tensors", len(job.pretrained.tensors))
         for name in job.pretrained.tensors:  # all: a NaN in the last block is noticed before hours of work

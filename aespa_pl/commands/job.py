@@ -108,7 +108,7 @@ class Job(Checked):
         place = self.data.hidden_states
         folder, on_device = self.runs_folder if place == "disk" else None, place == "device"
         return StreamedModel.open(
-            pretrained, self.family, self.device, self.dtype, hidden_folder=folder, hidden_on_device=on_device
+            pretrained, self.device, self.dtype, hidden_folder=folder, hidden_on_device=on_device
         )
 
     @property

@@ -147,7 +147,7 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
 def beside_original(model: QuantizedModel, logits: Tensor, tokens: Tensor) -> str:
     """Say how far logits ``[L, V]`` of tokens ``[L]`` are from the original model's, as llama.cpp does."""
     pretrained = PretrainedFolder.open(model.original, model.cache)
-    source = StreamedModel.open(pretrained, model.family, torch.device("cpu"), torch.float32)
+    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
     with source.stem():
         hidden = last_hidden(source, tokens[None], 1)
         original = model.family.head(source.model, hidden[0])[0]
@@ -179,7 +179,7 @@ def reference_logits(
             if rounded is not None:
                 module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
 
-    source = StreamedModel.open(model.pretrained, model.family, torch.device("cpu"), torch.float32)
+    source = StreamedModel.open(model.pretrained, torch.device("cpu"), torch.float32)
     with source.stem():
         for name in {*model.parts.values()}.intersection(model.stem_names()):
             value = chosen.expected(model, name, value_of(model.stem(name)))

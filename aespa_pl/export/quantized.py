@@ -151,11 +151,11 @@ class QuantizedModel:
 
     def stem_names(self) -> tuple[str, ...]:
         """Return the names of what lies outside the blocks; of tied names, the first only."""
-        return self.pretrained.stem_names(self.family)
+        return self.pretrained.stem_names()
 
     def block_names(self, index: int) -> tuple[str, ...]:
         """Return the names of a block's tensors."""
-        return self.pretrained.block_names(self.family, index)
+        return self.pretrained.block_names(index)
 
     def names(self) -> dict[str, int | None]:
         """Return all names, first those outside the blocks, each with its block (None there)."""

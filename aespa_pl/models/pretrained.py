@@ -7,6 +7,7 @@ that are not finite.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -66,10 +67,15 @@ class PretrainedFolder:
         used = {tensor.name for tensor in tensors.values()}
         return cls(folder, config, tensors, tuple(sorted(stored.keys() - used)))
 
+    @cached_property
+    def family(self) -> Family:
+        """Return the adapter of the model's family."""
+        return family_of(self.config)
+
     @property
     def dtype(self) -> torch.dtype:
         """Return the type in which the first matrix of the blocks is stored; a few models mix types."""
-        path = family_of(self.config).blocks_path
+        path = self.family.blocks_path
         matrices = (t for name, t in self.tensors.items() if name.startswith(path) and len(t.shape) > 1)
         return DTYPES[next(matrices).dtype]
 
@@ -91,12 +97,12 @@ class PretrainedFolder:
         """
         return self._read([name], torch.device("cpu"), dtype or DTYPES[self.tensors[name].dtype])[name]
 
-    def unused(self, family: Family) -> str | None:
+    def unused(self) -> str | None:
         """Say which tensors in the files the model has no place for; None if there are none."""
         if not self.extra:
             return None
         blocks = self.config.num_hidden_layers
-        block = re.compile(rf"(?:^|\.){family.blocks_path.rpartition('.')[2]}\.(\d+)\.")
+        block = re.compile(rf"(?:^|\.){self.family.blocks_path.rpartition('.')[2]}\.(\d+)\.")
         stored = 1 + max((int(match[1]) for name in self.extra if (match := block.search(name))), default=-1)
         if stored > blocks:
             return (
@@ -109,29 +115,29 @@ class PretrainedFolder:
             f"{len(self.extra)} ({shown})"
         )
 
-    def stem_names(self, family: Family) -> tuple[str, ...]:
+    def stem_names(self) -> tuple[str, ...]:
         """Return the names of what lies outside the blocks; of tied names, the first only."""
         names: dict[StoredTensor, str] = {}
         for name, stored in self.tensors.items():
-            if not name.startswith(f"{family.blocks_path}."):
+            if not name.startswith(f"{self.family.blocks_path}."):
                 names.setdefault(stored, name)
         return tuple(names.values())
 
-    def block_names(self, family: Family, index: int) -> tuple[str, ...]:
+    def block_names(self, index: int) -> tuple[str, ...]:
         """Return the names of a block's tensors, as in the model's ``state_dict``."""
-        prefix = family.block_prefix(index)
+        prefix = self.family.block_prefix(index)
         return tuple(name for name in self.tensors if name.startswith(prefix))
 
-    def with_block(self, family: Family, index: int, files: Sequence[Path]) -> "PretrainedFolder":
+    def with_block(self, index: int, files: Sequence[Path]) -> "PretrainedFolder":
         """Return the folder with the tensors of a block in other files."""
         stored = _headers(files)
-        places = {name: family.places(name)[0] for name in self.block_names(family, index)}
+        places = {name: self.family.places(name)[0] for name in self.block_names(index)}
         moved = {name: stored[place].taken(part) for name, (place, part) in places.items()}
         return replace(self, tensors={**self.tensors, **moved})
 
-    def with_stem(self, family: Family, files: Sequence[Path]) -> "PretrainedFolder":
+    def with_stem(self, files: Sequence[Path]) -> "PretrainedFolder":
         """Return the folder with what lies outside the blocks in other files."""
-        names = {self.tensors[name]: name for name in self.stem_names(family)}
+        names = {self.tensors[name]: name for name in self.stem_names()}
         stored = _headers(files)
         moved = {name: stored[names[old]] for name, old in self.tensors.items() if old in names}
         return replace(self, tensors={**self.tensors, **moved})
@@ -152,28 +158,26 @@ class PretrainedFolder:
         """Return the model without weights: all on the meta device, in evaluation mode."""
         return skeleton(self.config)
 
-    def load_stem(
-        self, model: PreTrainedModel, family: Family, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def load_stem(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         """Load all weights outside the blocks into a skeleton; raise UserError where one is not finite."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = head.weight is embedding.weight
-        tensors = self._read(self.stem_names(family), device, dtype)
+        tensors = self._read(self.stem_names(), device, dtype)
         model.load_state_dict(tensors, assign=True, strict=False)
         # The files may hold another head although the configuration ties it to the embedding;
         # transformers then runs with that head.
         if tied and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
             head.weight = embedding.weight
-        family.restore_buffers(model, device)
+        self.family.restore_buffers(model, device)
 
-    def release_stem(self, model: PreTrainedModel, family: Family) -> None:
+    def release_stem(self, model: PreTrainedModel) -> None:
         """Put everything outside the blocks back on the meta device, but for buffers."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = head.weight is embedding.weight
         empty = {
             name: torch.empty(stored.shape, dtype=head.weight.dtype, device="meta")
             for name, stored in self.tensors.items()
-            if not name.startswith(f"{family.blocks_path}.")
+            if not name.startswith(f"{self.family.blocks_path}.")
         }
         model.load_state_dict(empty, assign=True, strict=False)
         if tied:
@@ -182,7 +186,6 @@ class PretrainedFolder:
     def load_block(
         self,
         model: PreTrainedModel,
-        family: Family,
         index: int,
         device: torch.device,
         dtype: torch.dtype,
@@ -194,9 +197,9 @@ class PretrainedFolder:
         The tensors of ``unread``, named as in the block, get memory and no values. Raises UserError where a
         tensor has NaN or infinite values.
         """
-        prefix = family.block_prefix(index)
+        prefix = self.family.block_prefix(index)
         block = cast(nn.Module, model.get_submodule(prefix.removesuffix(".")))
-        names = [n for n in self.block_names(family, index) if n.removeprefix(prefix) not in unread]
+        names = [n for n in self.block_names(index) if n.removeprefix(prefix) not in unread]
         read = self._read(names, device, dtype)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in read.items()}
         for name in unread:
@@ -204,9 +207,9 @@ class PretrainedFolder:
         block.load_state_dict(tensors, assign=True)
         return block
 
-    def release_block(self, model: PreTrainedModel, family: Family, index: int) -> None:
+    def release_block(self, model: PreTrainedModel, index: int) -> None:
         """Put a block back on the meta device; its memory is free unless others refer to it."""
-        block = model.get_submodule(family.block_prefix(index).removesuffix("."))
+        block = model.get_submodule(self.family.block_prefix(index).removesuffix("."))
         empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in block.state_dict().items()}
         block.load_state_dict(empty, assign=True)
 

@@ -23,7 +23,6 @@ class StreamedModel:
     """Reads each block of a model from its folder when it is needed, and runs hidden states through it."""
 
     pretrained: PretrainedFolder
-    family: Family
     model: PreTrainedModel
     """The model on the meta device; its buffers and the block or stem in use are on ``device``."""
     device: torch.device
@@ -37,7 +36,6 @@ class StreamedModel:
     def open(
         cls,
         pretrained: PretrainedFolder,
-        family: Family,
         device: torch.device,
         dtype: torch.dtype,
         hidden_folder: Path | None = None,
@@ -46,8 +44,13 @@ class StreamedModel:
     ) -> "StreamedModel":
         """Make the skeleton; no weight is read."""
         model = pretrained.skeleton()
-        family.restore_buffers(model, device)
-        return cls(pretrained, family, model, device, dtype, hidden_folder, hidden_on_device)
+        pretrained.family.restore_buffers(model, device)
+        return cls(pretrained, model, device, dtype, hidden_folder, hidden_on_device)
+
+    @property
+    def family(self) -> Family:
+        """Return the adapter of the model's family."""
+        return self.pretrained.family
 
     @property
     def block_count(self) -> int:
@@ -58,20 +61,20 @@ class StreamedModel:
     def block(self, index: int, pretrained: PretrainedFolder | None = None) -> Iterator[nn.Module]:
         """Hold a block, of the model's own folder or another, in memory for the time of this context."""
         pretrained = pretrained or self.pretrained
-        block = pretrained.load_block(self.model, self.family, index, self.device, self.dtype)
+        block = pretrained.load_block(self.model, index, self.device, self.dtype)
         try:
             yield block
         finally:
-            pretrained.release_block(self.model, self.family, index)
+            pretrained.release_block(self.model, index)
 
     @contextmanager
     def stem(self) -> Iterator[None]:
         """Hold what lies outside the blocks in memory for the time of this context."""
-        self.pretrained.load_stem(self.model, self.family, self.device, self.dtype)
+        self.pretrained.load_stem(self.model, self.device, self.dtype)
         try:
             yield
         finally:
-            self.pretrained.release_stem(self.model, self.family)
+            self.pretrained.release_stem(self.model)
 
     def blocks(self) -> Iterator[nn.Module]:
         """Yield the blocks, first to last, each in memory only until the next is asked for."""

@@ -14,6 +14,7 @@ import torch
 from aespa_pl.algorithm.candidates import leading_rank
 from aespa_pl.algorithm.grid import CLIP_RATIOS
 from aespa_pl.algorithm.second_moments import computed_fraction
+from aespa_pl.calibration.attended import multiplications
 from aespa_pl.measure import duration, human
 from aespa_pl.planning.budget import Room, partition_for, portions_in_words, room
 from aespa_pl.planning.needs import device_bytes, disk_bytes, host_bytes, waiting_bytes
@@ -51,8 +52,9 @@ def block_flops(
     passes = (2 if settings.two_streams else 1) * len(partition.passes(heads, shape.experts))
     moments = sum(shares[name] * computed_fraction(c) * c**2 for name, c in shape.inputs.items())
     moments *= 2 if settings.input_correction else 1  # as many for the shifts
-    if settings.objective.value == "attention":  # A X of each head, with half of A, and its moments
-        moments += layout.heads * d * (work.length / 2 + computed_fraction(d) * d)
+    if settings.objective.value == "attention":
+        of_head = multiplications(layout.heads // layout.key_value_heads, work.length, d)
+        moments += layout.key_value_heads * min(of_head) / work.length
     product = sum(2 * m.size * m.columns for m in shape.matrices)  # dW H of all projections
     factors = sum(3 * columns**3 for columns in shape.inputs.values())
     widths = [(m.size, min(m.columns, settings.group_size or m.columns)) for m in shape.matrices]

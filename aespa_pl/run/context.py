@@ -68,9 +68,9 @@ class Context:
         """Return the model with the run's own embedding and head, once they are written."""
         if not {"embedding", "head"} & self.settings.types.keys():
             return self.source
-        pretrained, family = self.source.pretrained, self.source.family
+        pretrained = self.source.pretrained
         files = ModelWriter(self.run.model_folder, self.source.block_count).stem_files
-        return replace(self.source, pretrained=pretrained.with_stem(family, files))
+        return replace(self.source, pretrained=pretrained.with_stem(files))
 
     def types(self, block: int) -> dict[str, str | None]:
         """Return the block types of a block's projections; None where the grid is uniform."""

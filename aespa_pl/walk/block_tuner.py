@@ -224,7 +224,7 @@ def replace_weights(block: QuantizedBlock, module: nn.Module, source: StreamedMo
 def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:
     """Return the types that the parameters of a block are stored in, by their names in the block."""
     prefix, tensors = source.family.block_prefix(index), source.pretrained.tensors
-    names = source.pretrained.block_names(source.family, index)
+    names = source.pretrained.block_names(index)
     return {name.removeprefix(prefix): DTYPES[tensors[name].dtype] for name in names}
 
 

@@ -72,7 +72,7 @@ class ModelTuner:
         # in float32, on the device, without its blocks
         pretrained = context.quantized_stem.pretrained
         model = pretrained.skeleton()
-        pretrained.load_stem(model, source.family, context.device, torch.float32)
+        pretrained.load_stem(model, context.device, torch.float32)
         rates = tuning.LearningRates(
             cast(float, settings.integer_rate),
             cast(float, settings.scale_rate),
@@ -166,9 +166,9 @@ class ModelTuner:
         """Load a quantized block, whose file holds what is ``stored``, into a model, in float32."""
         source, device, layout = self.context.source, self.context.device, self.context.layout(index)
         unread = {f"{p.module}.weight" for p in layout.projections}  # the integers say all of these
-        pretrained = source.pretrained.with_block(source.family, index, self.writer.block_files(index))
+        pretrained = source.pretrained.with_block(index, self.writer.block_files(index))
         return TunableBlock(
-            pretrained.load_block(model, source.family, index, device, torch.float32, unread=unread),
+            pretrained.load_block(model, index, device, torch.float32, unread=unread),
             layout,
             self._weights(index, {name: tensor.to(device) for name, tensor in stored.items()}),
             stored_types(source, index),
@@ -194,8 +194,8 @@ class ModelTuner:
         """Replace the files of a block by new ones, all at once."""
         run, layout, source = self.context.run, self.context.layout(index), self.context.source
         family, file, shards = source.family, run.block_file(index), self.writer.block_files(index)
-        tensors, complete = load_file(file), source.pretrained.with_block(family, index, shards)
-        shard = {name: complete.tensor(name) for name in complete.block_names(family, index)}
+        tensors, complete = load_file(file), source.pretrained.with_block(index, shards)
+        shard = {name: complete.tensor(name) for name in complete.block_names(index)}
         tensors |= {name: learned[key] for name in tensors if (key := _key(index, name)) in learned}
         quantized = self._weights(index, tensors)
         if distances := offsets(run, index):

@@ -55,7 +55,7 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
 def stem_tensors(context: Context) -> dict[str, Tensor]:
     """Return what the run's model has outside its blocks, rounded to the types of the original's file."""
     pretrained = context.source.pretrained
-    tensors = {n: pretrained.tensor(n) for n in pretrained.stem_names(context.source.family)}
+    tensors = {n: pretrained.tensor(n) for n in pretrained.stem_names()}
     if types := _types(context):
         stored = load_file(context.run.stem_file)
         for name, kind in types.items():

@@ -103,7 +103,7 @@ class Walk:
         """Run both streams, or the original one only, through a block that is complete."""
         source, measure = self.context.source, self.context.measure
         if quantized:
-            complete = source.pretrained.with_block(source.family, index, self.writer.block_files(index))
+            complete = source.pretrained.with_block(index, self.writer.block_files(index))
             with source.block(index, complete) as module, measure("forward"):
                 source.advance(module, streams.quantized)
         if streams.original:

@@ -20,7 +20,7 @@ SEED = 3
 def seen(model: PreTrainedModel, ids: Tensor, folder: Path) -> dict[str, Seen]:
     """Return all matrices; their weights are copied, because the next one takes their place."""
     pretrained = PretrainedFolder.open(save(model, folder))
-    source = StreamedModel.open(pretrained, family_of(model.config), torch.device("cpu"), torch.float32)
+    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
     found = end_loss(source, ids, seed=SEED)
     return {f"{s.block}.{s.name}": s for s in found}
 

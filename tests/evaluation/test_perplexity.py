@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from aespa_pl.errors import UserError
 from aespa_pl.evaluation.perplexity import perplexity, refuse_diverged, whole_perplexity
 from aespa_pl.models import family_of
-from aespa_pl.models.family import Family
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from tests.models.examples import EXAMPLES, VOCABULARY, make_ids, make_model, save
@@ -28,8 +27,7 @@ CLOSE = 1e-4
 
 def open_stream(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
     pretrained = PretrainedFolder.open(folder)
-    family = family_of(pretrained.config)
-    return StreamedModel.open(pretrained, family, torch.device("cpu"), dtype)
+    return StreamedModel.open(pretrained, torch.device("cpu"), dtype)
 
 
 def make(name: str, folder: Path) -> tuple[PreTrainedModel, StreamedModel]:
@@ -97,11 +95,9 @@ def test_blocks_are_read_once_for_each_text_and_the_stem_once(
     read: list[int | str] = []
     load, load_stem = PretrainedFolder.load_block, PretrainedFolder.load_stem
 
-    def counted(
-        self: PretrainedFolder, model: PreTrainedModel, family: Family, index: int, *rest: Any
-    ) -> nn.Module:
+    def counted(self: PretrainedFolder, model: PreTrainedModel, index: int, *rest: Any) -> nn.Module:
         read.append(index)
-        return load(self, model, family, index, *rest)
+        return load(self, model, index, *rest)
 
     def counted_stem(self: PretrainedFolder, *rest: Any) -> None:
         read.append("stem")

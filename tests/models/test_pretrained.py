@@ -26,12 +26,12 @@ def stream(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Ten
     pretrained = PretrainedFolder.open(folder)
     family = family_of(pretrained.config)
     model = pretrained.skeleton()
-    pretrained.load_stem(model, family, CPU, dtype)
+    pretrained.load_stem(model, CPU, dtype)
     hidden, _ = family.embed(model, ids)
     for index in range(pretrained.config.num_hidden_layers):
-        block = pretrained.load_block(model, family, index, CPU, dtype)
+        block = pretrained.load_block(model, index, CPU, dtype)
         hidden = family.run_block(block, hidden, family.arguments(model, hidden))
-        pretrained.release_block(model, family, index)
+        pretrained.release_block(model, index)
     return family.head(model, hidden)
 
 
@@ -54,7 +54,7 @@ def test_base_model_without_prefix_and_head_is_read(name: str, tmp_path: Path) -
     prefix = f"{model.base_model_prefix}."
     save_file({name.removeprefix(prefix): t for name, t in load_file(path).items()}, path)
     torch.testing.assert_close(stream(tmp_path, ids), model(ids, use_cache=False).logits)
-    names = PretrainedFolder.open(tmp_path).stem_names(family_of(model.config))
+    names = PretrainedFolder.open(tmp_path).stem_names()
     assert all(name.startswith(prefix) for name in names)
 
 
@@ -86,7 +86,7 @@ def test_stored_head_counts_in_spite_of_a_configuration_that_ties(differs: bool,
     torch.testing.assert_close(stream(tmp_path, ids), logits, rtol=1e-5, atol=1e-5)
     pretrained = PretrainedFolder.open(tmp_path)
     loaded = pretrained.skeleton()
-    pretrained.load_stem(loaded, family_of(loaded.config), CPU, torch.float32)
+    pretrained.load_stem(loaded, CPU, torch.float32)
     tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     assert tied != differs
 
@@ -96,8 +96,8 @@ def test_names_are_those_of_the_state_dict(name: str, tmp_path: Path) -> None:
     model = make_model(name, torch.float32)
     pretrained = PretrainedFolder.open(save(model, tmp_path, SHARD))
     family = family_of(model.config)
-    stem = pretrained.stem_names(family)
-    blocks = [name for i in range(3) for name in pretrained.block_names(family, i)]
+    stem = pretrained.stem_names()
+    blocks = [name for i in range(3) for name in pretrained.block_names(i)]
     expected = set(model.state_dict())
     if model.config.tie_word_embeddings:
         expected -= {"lm_head.weight"}
@@ -113,9 +113,9 @@ def test_block_ten_is_not_block_one(tmp_path: Path) -> None:
     settings = EXAMPLES["opt"]()
     settings.num_hidden_layers = 11
     pretrained = PretrainedFolder.open(save(AutoModelForCausalLM.from_config(settings), tmp_path))
-    first = pretrained.block_names(family_of(settings), 1)
+    first = pretrained.block_names(1)
     assert len(first) == 16
-    assert not set(first) & set(pretrained.block_names(family_of(settings), 10))
+    assert not set(first) & set(pretrained.block_names(10))
 
 
 def test_skeleton_has_no_weights(tmp_path: Path) -> None:
@@ -134,15 +134,15 @@ def test_only_the_block_in_use_is_real(tmp_path: Path) -> None:
     model = pretrained.skeleton()
     family = family_of(model.config)
     blocks: list[torch.nn.Module] = list(model.get_submodule(family.blocks_path))
-    pretrained.load_stem(model, family, CPU, torch.float32)
+    pretrained.load_stem(model, CPU, torch.float32)
     stem = {name for name, p in model.named_parameters() if not p.is_meta}
-    assert stem == set(pretrained.stem_names(family))
+    assert stem == set(pretrained.stem_names())
     assert not any(buffer.is_meta for buffer in model.buffers())
-    assert pretrained.load_block(model, family, 1, CPU, torch.float32) is blocks[1]
+    assert pretrained.load_block(model, 1, CPU, torch.float32) is blocks[1]
     assert not any(parameter.is_meta for parameter in blocks[1].parameters())
     assert not any(parameter.requires_grad for parameter in model.parameters())
     weight = weakref.ref(next(blocks[1].parameters()))
-    pretrained.release_block(model, family, 1)
+    pretrained.release_block(model, 1)
     gc.collect()
     assert weight() is None
     assert {name for name, p in model.named_parameters() if not p.is_meta} == stem
@@ -152,10 +152,9 @@ def test_block_loaded_in_inference_mode_can_be_released_outside(tmp_path: Path) 
     """A generator that is abandoned in the middle of an evaluation does so."""
     pretrained = PretrainedFolder.open(save(make_model("opt", torch.float32), tmp_path))
     model = pretrained.skeleton()
-    family = family_of(model.config)
     with torch.inference_mode():
-        block = pretrained.load_block(model, family, 0, CPU, torch.float32)
-    pretrained.release_block(model, family, 0)
+        block = pretrained.load_block(model, 0, CPU, torch.float32)
+    pretrained.release_block(model, 0)
     assert all(parameter.is_meta for parameter in block.parameters())
 
 
@@ -163,10 +162,9 @@ def test_loaded_weights_are_free_of_the_file(tmp_path: Path) -> None:
     """The weights are changed in place, and the file may go."""
     pretrained = PretrainedFolder.open(save(make_model("opt", torch.float32), tmp_path))
     model = pretrained.skeleton()
-    family = family_of(model.config)
-    block = pretrained.load_block(model, family, 0, CPU, torch.float32)
+    block = pretrained.load_block(model, 0, CPU, torch.float32)
     next(block.parameters()).zero_()
-    again = pretrained.load_block(pretrained.skeleton(), family, 0, CPU, torch.float32)
+    again = pretrained.load_block(pretrained.skeleton(), 0, CPU, torch.float32)
     assert bool(next(again.parameters()).any())
     mapped = Path("/proc/self/maps")
     if mapped.exists():
@@ -181,8 +179,7 @@ def test_type_is_the_one_that_is_stored(stored: torch.dtype, tmp_path: Path) -> 
     assert pretrained.dtype == stored
     name = "model.layers.0.mlp.up_proj.weight"
     assert pretrained.tensor(name).dtype == stored
-    family = family_of(model.config)
-    block = pretrained.load_block(pretrained.skeleton(), family, 0, CPU, torch.float32)
+    block = pretrained.load_block(pretrained.skeleton(), 0, CPU, torch.float32)
     weight = block.get_parameter("mlp.up_proj.weight")
     assert torch.equal(weight, model.state_dict()[name].float())
     assert weight.dtype == torch.float32
@@ -191,7 +188,7 @@ def test_type_is_the_one_that_is_stored(stored: torch.dtype, tmp_path: Path) -> 
 def test_frequencies_stay_in_single_precision(tmp_path: Path) -> None:
     pretrained = PretrainedFolder.open(save(make_model("llama", torch.bfloat16), tmp_path))
     model = pretrained.skeleton()
-    pretrained.load_stem(model, family_of(model.config), CPU, torch.bfloat16)
+    pretrained.load_stem(model, CPU, torch.bfloat16)
     expected = 10000.0 ** -(torch.arange(3) / 3)
     torch.testing.assert_close(model.get_submodule("model.rotary_emb").inv_freq, expected)
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
@@ -214,12 +211,12 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     spoil(model, "model.decoder.layers.1.fc1.weight", torch.nan)
     spoil(model, "model.decoder.embed_positions.weight", torch.inf)
     pretrained = PretrainedFolder.open(save(model, tmp_path))
-    family, skeleton = family_of(model.config), pretrained.skeleton()
-    pretrained.load_block(skeleton, family, 0, CPU, torch.float32)
+    skeleton = pretrained.skeleton()
+    pretrained.load_block(skeleton, 0, CPU, torch.float32)
     with pytest.raises(UserError, match=r"layers.1.fc1.weight in .*model.safetensors has NaN"):
-        pretrained.load_block(skeleton, family, 1, CPU, torch.float32)
+        pretrained.load_block(skeleton, 1, CPU, torch.float32)
     with pytest.raises(UserError, match=r"embed_positions.weight in .*model.safetensors has NaN"):
-        pretrained.load_stem(skeleton, family, CPU, torch.float32)
+        pretrained.load_stem(skeleton, CPU, torch.float32)
 
 
 def test_values_beyond_float16_are_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -227,7 +224,7 @@ def test_values_beyond_float16_are_refused_with_the_remedy(tmp_path: Path) -> No
     spoil(model, "model.decoder.layers.0.fc1.weight", 1e5)
     pretrained = PretrainedFolder.open(save(model, tmp_path))
     with pytest.raises(UserError, match=r"model.dtype: tensor .*fc1.weight .* torch.float16: set"):
-        pretrained.load_block(pretrained.skeleton(), family_of(model.config), 0, CPU, torch.float16)
+        pretrained.load_block(pretrained.skeleton(), 0, CPU, torch.float16)
 
 
 @pytest.mark.parametrize("value", [1e5, -7e4])
@@ -246,7 +243,7 @@ def test_a_tensor_beyond_float16_is_found_by_reading_it_in_that_type(value: floa
 def test_a_good_folder_has_nothing_left_over(name: str, tmp_path: Path) -> None:
     pretrained = PretrainedFolder.open(save(make_model(name, torch.float32), tmp_path))
     assert pretrained.extra == ()
-    assert pretrained.unused(family_of(pretrained.config)) is None
+    assert pretrained.unused() is None
 
 
 @pytest.mark.parametrize("prefix", [True, False], ids=["causal-LM", "base model"])
@@ -259,7 +256,7 @@ def test_fewer_blocks_in_the_configuration_are_said(name: str, prefix: bool, tmp
     model.config.num_hidden_layers = 1
     model.config.save_pretrained(tmp_path)
     pretrained = PretrainedFolder.open(tmp_path)
-    assert pretrained.unused(family_of(pretrained.config)) == (
+    assert pretrained.unused() == (
         f"config.json has 1 blocks, the files in {tmp_path} have 3: the others are left out"
     )
 
@@ -270,7 +267,7 @@ def test_tensors_without_a_place_are_said(tmp_path: Path) -> None:
     save_file({**load_file(path), **extra}, path)
     pretrained = PretrainedFolder.open(tmp_path)
     assert pretrained.extra == tuple(extra)
-    assert str(pretrained.unused(family_of(pretrained.config))).endswith(
+    assert str(pretrained.unused()).endswith(
         "are left out: 4 (layers.0.adapter.a, layers.0.adapter.b, layers.0.adapter.c ...)"
     )
 
@@ -288,5 +285,5 @@ def test_matrices_of_experts_are_contiguous_however_they_are_stored(tmp_path: Pa
     """Products with other strides round in another way, and a continued run would end with other bits."""
     folder = save(make_model("gpt-oss", torch.float32), tmp_path)
     pretrained = PretrainedFolder.open(folder)
-    for name in pretrained.block_names(family_of(pretrained.config), 0):
+    for name in pretrained.block_names(0):
         assert pretrained.tensor(name).is_contiguous()

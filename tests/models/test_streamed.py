@@ -25,8 +25,7 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 def open_stream(folder: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
     pretrained = PretrainedFolder.open(folder)
-    family = family_of(pretrained.config)
-    return StreamedModel.open(pretrained, family, torch.device("cpu"), dtype)
+    return StreamedModel.open(pretrained, torch.device("cpu"), dtype)
 
 
 def make(

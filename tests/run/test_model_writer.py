@@ -27,9 +27,9 @@ def export(source: Path, folder: Path, change: Callable[[Tensor], Tensor] = lamb
     family = family_of(pretrained.config)
     count = int(pretrained.config.num_hidden_layers)
     writer = ModelWriter(folder, count)
-    writer.write_stem({name: pretrained.tensor(name) for name in pretrained.stem_names(family)})
+    writer.write_stem({name: pretrained.tensor(name) for name in pretrained.stem_names()})
     for index in range(count):
-        names = pretrained.block_names(family, index)
+        names = pretrained.block_names(index)
         writer.write_block(index, family.as_stored({n: change(pretrained.tensor(n)) for n in names}))
         assert all(file.is_file() for file in writer.block_files(index))
     assert not (folder / "model.safetensors.index.json").exists()  # not yet a model
@@ -106,7 +106,7 @@ def test_block_file_holds_its_block_only(tmp_path: Path) -> None:
     for index in range(3):
         (path,) = writer.block_files(index)
         with safe_open(path, framework="pt") as file:
-            assert set(file.keys()) == set(pretrained.block_names(family_of(pretrained.config), index))
+            assert set(file.keys()) == set(pretrained.block_names(index))
             assert file.metadata() == {"format": "pt"}
 
 

@@ -33,7 +33,7 @@ def test_a_tied_matrix_has_the_losses_of_head_and_embedding(tmp_path: Path, corr
         make_ids(),
     )
     pretrained = PretrainedFolder.open(save(model, tmp_path))
-    source = StreamedModel.open(pretrained, family, torch.device("cpu"), torch.float32)
+    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
     layouts = family.layouts(model.config)
     shape = Shape.of(model.config, layouts)
     matrices = typed_matrices(layouts, shape, {}, tied=True, candidates=lambda _: (TYPE,))
