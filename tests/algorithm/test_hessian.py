@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from aespa_pl.algorithm.hessian import corrected_weights, damp, damping_for, inverse_factor
+from aespa_pl.algorithm.hessian import (
+    corrected_weights,
+    damp,
+    damping_for,
+    inverse_factor,
+    remaining_variances,
+)
 from aespa_pl.errors import NumericalError
 
 
@@ -115,3 +121,21 @@ def test_a_head_that_cannot_be_factored_leaves_the_heads_beside_it_alone() -> No
         assert added[head] == also_added[head] == 0
         assert torch.equal(U[head], inverse_factor(alone)[0][0])
         torch.testing.assert_close(solved[head] @ H[head], B[head])
+
+
+def test_remaining_variances_are_those_of_a_regression_on_later_inputs() -> None:
+    H = hessian()[0]
+    expected = [1 / torch.linalg.inv(H[j:, j:])[0, 0] for j in range(len(H))]
+    torch.testing.assert_close(remaining_variances(H), torch.stack(expected))
+    U, _ = inverse_factor(H[None])
+    torch.testing.assert_close(remaining_variances(H), U[0].diagonal() ** -2)
+
+
+def test_remaining_variances_of_a_singular_hessian_are_damped() -> None:
+    x = torch.ones(5, 1)
+    torch.testing.assert_close(
+        remaining_variances(x @ x.T - 1e-3 * torch.eye(5)),
+        remaining_variances(x @ x.T + (0.01 * 0.999 - 1e-3) * torch.eye(5)),
+    )
+    with pytest.raises(NumericalError, match="cannot be factored"):
+        remaining_variances(torch.full((3, 3), torch.nan))
