@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.commands.job import Job, block_dtype, held_out_texts
 from aespa_pl.commands.limits import check_length, evaluation_length
 from aespa_pl.commands.output import store
@@ -112,7 +113,7 @@ def model_sizes(job: Job, run: Run, kinds: list[str]) -> dict[str, dict[str, flo
         names = {name: part for part, name in job.pretrained.embeddings().items()}
         stem = {name: tensor.shape for name, tensor in read_header(run.stem_file).items()}
         weights += projection_weights(stem)
-        total += packed_bits(stem, lambda name: int(settings.types[names[name]][1]))
+        total += packed_bits(stem, lambda name: TYPES[settings.types[names[name]]].bits)
     small = packed_bytes(original, weights, int(bits), total)
     own, others = {"bits_per_weight": bits, "bytes": original}, {"bits_per_weight": packed, "bytes": small}
     return {kind: own if kind == "original" else others for kind in kinds}
