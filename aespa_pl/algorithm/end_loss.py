@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from aespa_pl.algorithm.grid import search_grid
-from aespa_pl.algorithm.hessian import damp, remaining_variances
+from aespa_pl.algorithm.hessian import corrected_weights, damp, remaining_variances
 from aespa_pl.algorithm.quantizer import GridFormat, dequantize, quantize
 
 
@@ -47,8 +47,8 @@ def uncorrected(
     weighted = rows * counts[seen, None]
     H = rows.T @ weighted
     H.diagonal().copy_(damp(H.diagonal()[None], damping)[0])
-    leverage = (torch.cholesky_solve(weighted.T, torch.linalg.cholesky(H)).T * rows).sum(1)
-    left[seen] -= correction * (2 - correction) * leverage
+    solved, _ = corrected_weights(torch.zeros_like(rows)[None], weighted[None], H[None], 1.0)
+    left[seen] -= correction * (2 - correction) * (solved[0] * rows).sum(1)
     return left
 
 

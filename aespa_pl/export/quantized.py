@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.grid_types import TENSORS, TYPES, TypedWeight
 from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.errors import UserError
-from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family, Projection, layout_of
 from aespa_pl.models.headers import DTYPES, opened
 from aespa_pl.models.hub import resolve
@@ -118,7 +117,7 @@ class QuantizedModel:
     @property
     def family(self) -> Family:
         """Return the model's family."""
-        return family_of(self.pretrained.config)
+        return self.pretrained.family
 
     def layout(self, index: int = 0) -> BlockLayout:
         """Return the layout of a block."""

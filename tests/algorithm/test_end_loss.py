@@ -82,3 +82,10 @@ def test_without_a_correction_or_its_token_an_error_is_left_whole() -> None:
     W, counts = torch.randn(6, 3), torch.tensor([5, 0, 9, 1, 0, 2])
     assert bool((uncorrected(W, counts, 0.01, 0.0) == 1).all())
     assert torch.equal(uncorrected(W, counts, 0.01, 0.5) == 1, counts == 0)
+
+
+def test_fewer_tokens_than_columns_need_no_damping_of_the_users() -> None:
+    left = uncorrected(torch.randn(3, 8), torch.tensor([4, 1, 2]), 0.0, 1.0)
+    assert bool(
+        ((left >= 0) & (left < 0.5)).all()
+    )  # three points are fitted but for the damping that is added
