@@ -35,6 +35,7 @@ class Run(RunFolder):
     portions: list[schema.LearnedFile] = field(default_factory=list)  # of the block under way, learned before
     damping: dict[int, int | float] = field(default_factory=dict)  # of blocks whose first attempt diverged
     tuned: schema.TunedModelRecord | None = None  # end to end; a block's record says if its files have it
+    stem: str = ""  # checksum of the numbers of embedding and head, once they are written
     model: dict[str, str] = field(default_factory=dict)  # checksums of what lies beside the blocks at the end
     writes: bool = True  # whether this process writes files; otherwise all notes stay in its memory
 
@@ -147,6 +148,16 @@ class Run(RunFolder):
         """Change fields of a complete block's record, whose values are known later than the block is."""
         self.blocks[index] = self.blocks[index].model_copy(update=fields)
         self.save()
+
+    def finish_stem(self) -> None:
+        """Note that the numbers of embedding and head are written."""
+        self.stem = checksum(self.stem_file)
+        self.save()
+
+    @property
+    def has_stem(self) -> bool:
+        """Tell whether the numbers of embedding and head are there, and whole."""
+        return self.is_whole(self._name(self.stem_file), self.stem)
 
     def finish_model(self) -> None:
         """Note that the model folder is complete: what lies there beside the blocks is whole."""

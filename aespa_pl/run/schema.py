@@ -77,6 +77,7 @@ class JournalContent(Strict):
     portions: list[LearnedFile]
     damping: dict[int, int | float]
     tuned: TunedModelRecord | None = None
+    stem: str = ""  # SHA-256 of the numbers of embedding and head, where they have block types
     model: dict[FileName, str]  # SHA-256 of the model folder's other files, once all are written
 
 

@@ -29,10 +29,10 @@ end loss from 0.014 to 0.002 nats in Q5_1; in Q8_0 the whole is 0.0003."""
 
 
 def quantize_stem(context: Context, tokens: Tensor) -> None:
-    """Write the numbers of embedding and head to their file, where they have types and it isn't there."""
+    """Write the numbers of embedding and head to their file, where they have types and it isn't whole."""
     # the blocks are quantized after this embedding; the calibration segments ``[segments, L]`` are the head's
     types, parts = _types(context), context.source.pretrained.embeddings()
-    if not types or context.run.stem_file.is_file():
+    if not types or context.run.has_stem:
         return
     head, tied = parts.get("head", parts["embedding"]), "head" not in parts
     numbers: dict[str, Tensor] = {}
@@ -50,6 +50,7 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
         parts_of = [part.tensors() for part in found]
         numbers |= {f"{name}.{field}": torch.cat([part[field] for part in parts_of]) for field in parts_of[0]}
     write_tensors(context.run.stem_file, numbers, {})
+    context.run.finish_stem()
 
 
 def stem_tensors(context: Context) -> dict[str, Tensor]:

@@ -86,3 +86,14 @@ def test_a_run_that_goes_on_sees_the_original_with_its_own_embedding(tmp_path: P
     assert {name: tensor.tolist() for name, tensor in again.file(1).items()} == {
         name: tensor.tolist() for name, tensor in expected.items()
     }
+
+
+def test_a_run_that_goes_on_makes_a_damaged_file_of_the_embedding_again(tmp_path: Path) -> None:
+    found = quantized(tmp_path, "rtn", tied=True)
+    file, journal = found.run.stem_file, found.journal
+    whole = file.read_bytes()
+    del journal["blocks"]["1"]
+    found.run.journal_file.write_text(json.dumps(journal | {"model": {}}))
+    file.write_bytes(whole[:-100] + bytes(100))
+    quantized(tmp_path, "rtn", tied=True, run=Run.open(found.run.folder))
+    assert file.read_bytes() == whole
