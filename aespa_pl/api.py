@@ -28,9 +28,8 @@ from aespa_pl.paths import expanded
 from aespa_pl.processors import threads
 from aespa_pl.progress import PlainConsole
 from aespa_pl.run.interruption import Interruption, RunInterrupted
-from aespa_pl.run.journal import checksum
 from aespa_pl.settings import SECTIONS, DataSettings, OutputSettings, QuantizationSettings
-from aespa_pl.storage.files import disk_errors, write_json, write_tensors, write_text
+from aespa_pl.storage.files import checksum, disk_errors, write_json, write_tensors, write_text
 
 OF_QUANTIZATION = tuple(each.name for each in fields(QuantizationSettings))
 OF_MODEL = ("revision", "dtype")

@@ -1,7 +1,7 @@
 """List the methods of quantization; ``METHODS`` has them by name.
 
 What a method decides can be set to something else with the setting of that meaning;
-:func:`aespa_pl.resolve.resolved` brings both together.
+:func:`aespa_pl.resolve.resolved` brings both together. docs/methods.md has the paper of each.
 """
 
 from dataclasses import dataclass, replace
@@ -22,8 +22,6 @@ class Method:
 
     name: str
     """Value of quantization.method."""
-    source: str
-    """Paper that the method is from."""
     search: bool = False
     """Step 2: search the clip of each grid for the least loss; off: the smallest to the largest weight."""
     zfold: bool = False
@@ -59,45 +57,34 @@ class Method:
 
 
 # nearest rounding on min-max grids takes no step at all
-_RTN = Method(name="rtn", source="Section 4.2 of the aespa paper")
+_RTN = Method(name="rtn")
 # columns are rounded in turn, and the later ones make up for the error; grids are searched with the Hessian,
 # as in the aespa paper's comparison (the OPTQ paper's min-max grids: quantization.grid.search false)
-_OPTQ = Method(name="optq", source="arXiv 2210.17323", search=True, optq=True)
+_OPTQ = Method(name="optq", search=True, optq=True)
 # grids with a column factor that is folded away, then OPTQ's integers; with quantization.objective.value
 # attention the value projection takes its attention-wise Hessian
-_ZFOLD = replace(_OPTQ, name="zfold", source="EMNLP 2023 main 892", zfold=True)
+_ZFOLD = replace(_OPTQ, name="zfold", zfold=True)
 # columns with large inputs are rounded more finely, by a factor that is folded away, and then clipped; the
 # grids are searched with the Hessian, where the AWQ paper searches the clip alone, and not for Q and K
-_AWQ = Method(name="awq", source="arXiv 2306.00978", search=True, awq=True)
+_AWQ = Method(name="awq", search=True, awq=True)
 # the rounding of each layer is learned, for the error of the layer's own output
-_ADAROUND = Method(name="adaround", source="arXiv 2004.10568", search=True, learn="all")
+_ADAROUND = Method(name="adaround", search=True, learn="all")
 # up or down is learned by forward passes of a whole sublayer: first attention, then the feed-forward network
 _BRECQ = Method(
-    name="brecq",
-    source="arXiv 2102.05426",
-    search=True,
-    tune_blocks=True,
-    parametrization="rounding",
-    unit="sublayer",
-    epochs=24,
+    name="brecq", search=True, tune_blocks=True, parametrization="rounding", unit="sublayer", epochs=24
 )
 # the range of each grid and a factor of each column are learned; every integer is the nearest one
-_OMNIQUANT = Method(
-    name="omniquant", source="arXiv 2308.13137", tune_blocks=True, parametrization="clipping", epochs=10
-)
+_OMNIQUANT = Method(name="omniquant", tune_blocks=True, parametrization="clipping", epochs=10)
 # an invertible matrix stands in place of OmniQuant's factors between values and output
-_AFFINEQUANT = replace(_OMNIQUANT, name="affinequant", source="arXiv 2403.12544", parametrization="affine")
+_AFFINEQUANT = replace(_OMNIQUANT, name="affinequant", parametrization="affine")
 # OPTQ that knows the attention scores, so that rows of a head make up for each other; the output projection's
 # share in the paper's loss of V, which couples its rows, is left out as in aespa's
-_BOA = replace(
-    _OPTQ, name="boa", source="arXiv 2406.13474", optq_rows=True, query_key="attention", value="attention"
-)
+_BOA = replace(_OPTQ, name="boa", optq_rows=True, query_key="attention", value="attention")
 # grids, start and learned rounding know the attention; three additions are ours (keep_best, polish and
 # input_correction), and configs/paper.yaml switches them off
 _AESPA = replace(
     _ZFOLD,
     name="aespa",
-    source="NeurIPS 2024, Towards Next-Level Post-Training Quantization of Hyper-Scale Transformers",
     query_key="attention",
     value="attention",
     learn="all",

@@ -26,11 +26,11 @@ LEAST_ERRORS = 400
 ACCELERATOR_CHUNK = 2**26
 """Number of errors that an accelerator holds at once, in tensors of 256 MB."""
 LEAST_RANK = 16
-"""Smallest number of columns of A; 8 to 64 were tried (docs/performance.md)."""
+"""Smallest number of columns of A; 8 to 64 were tried."""
 COLUMNS_PER_RANK = 24
 """Columns of H for each column of A in wide matrices."""
 NARROW_RANK = 128
-"""Up to so many columns, A has one for each 12 of H; some projections need them (docs/performance.md)."""
+"""Up to so many columns, A has one for each 12 of H; some projections need them."""
 ITERATIONS = 2
 """Products with H that turn the columns of A into its leading directions."""
 

@@ -4,7 +4,6 @@ The json reader of ``datasets`` turns a missing field into None, and a number in
 """
 
 import gzip
-import hashlib
 import json
 import stat
 import zlib
@@ -18,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationEr
 
 from aespa_pl.errors import UserError
 from aespa_pl.paths import expanded
+from aespa_pl.storage.files import checksum
 
 Document = str | list[dict[str, Any]]
 """A text, or the messages of a conversation, each with ``role`` and ``content``."""
@@ -97,8 +97,8 @@ class TextFile:
 
     def checksum(self) -> str:
         """Return the SHA-256 of the file as it lies on the disk."""
-        with self._errors(), self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with self._errors():
+            return checksum(self.path)
 
     def rows(self) -> list[Document]:
         """Return the file's text: one string for a plain text, a document for each row of a .json or .jsonl.

@@ -4,7 +4,6 @@ A pickle can run code when it is read. Only ``weights_only`` is used, which make
 everything else, so a file that can't be read that way is refused.
 """
 
-import hashlib
 import logging
 import shutil
 import zipfile
@@ -18,7 +17,7 @@ from torch import Tensor
 from aespa_pl.errors import UserError, first_line
 from aespa_pl.measure import human
 from aespa_pl.storage.cache import alone_in
-from aespa_pl.storage.files import write_tensors
+from aespa_pl.storage.files import checksum, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +31,7 @@ def converted(path: Path, cache: Path) -> Path:
     the cache can't be written to.
     """
     try:
-        with path.open("rb") as file:
-            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+        fingerprint = checksum(path)
     except OSError as error:
         raise UserError(
             f"model.pretrained: {path} cannot be read ({error.strerror or error}): correct its "

@@ -13,7 +13,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.run import schema
 from aespa_pl.run.find import GIVE, JOURNAL
 from aespa_pl.run.folder import RunFolder, Training, how_to_continue, next_version
-from aespa_pl.storage.files import move_whole, write_json
+from aespa_pl.storage.files import checksum, move_whole, write_json
 
 log = logging.getLogger(__name__)
 
@@ -255,12 +255,6 @@ def _is_about(record: schema.LearnedFile, training: Training) -> bool:
 def _kept(journal: schema.JournalContent | Run) -> dict[str, Any]:
     """Return what the journal stores of a run, beside its own format."""
     return {key: getattr(journal, key) for key in schema.JournalContent.model_fields if key != "format"}
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def model_fingerprint(files: Iterable[Path]) -> str:

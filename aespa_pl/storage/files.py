@@ -4,6 +4,7 @@ A file is written under a temporary name in its folder, flushed to the disk and 
 that is there is complete.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,12 @@ def disk_errors(folder: Path, advice: str = MEND) -> Iterator[None]:
     except (OSError, SafetensorError) as error:  # safetensors' has the system's words
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write to {folder}: {reason}: {advice}") from error
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def existing(folder: Path) -> Path:

@@ -63,7 +63,7 @@ def value_of(settings: QuantizationSettings, key: str) -> object:
 
 
 def test_every_field_of_a_declaration_has_its_setting() -> None:
-    assert {field.name for field in fields(Method)} == {"name", "source", *OVERRIDES}
+    assert {field.name for field in fields(Method)} == {"name", *OVERRIDES}
 
 
 @pytest.mark.parametrize("name", METHODS)
