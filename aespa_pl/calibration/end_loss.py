@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from aespa_pl.algorithm.second_moments import add_gram, mirror
+from aespa_pl.calibration.statistics import refuse_not_finite
 from aespa_pl.models.family import BlockLayout, Projection
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import projection_rows, projection_weight
@@ -125,6 +126,7 @@ def _through_head(source: StreamedModel, hidden: Batches, seed: int) -> tuple[li
         inputs = hidden[i].to(source.device).clone().requires_grad_()  # tensors of inference mode can't
         with torch.enable_grad(), _watching({"head": module}) as seen:
             logits = source.family.head(source.model, inputs).float()
+            refuse_not_finite(logits.detach(), "the original's logits have", source.dtype)
             probabilities = logits[0].detach().softmax(-1).cpu()
             drawn = torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)  # [L]
             loss = nn.functional.cross_entropy(logits[0], drawn, reduction="sum")
@@ -151,6 +153,7 @@ def _through_block(
             wanted = [inputs, *(of_module for _, of_module in seen.values())]
             gradients[i], *of_outputs = torch.autograd.grad(output, wanted, gradients[i])
         for name, value in zip(seen, of_outputs, strict=True):
+            refuse_not_finite(value, f"{name}: its gradients have", source.dtype)
             moments.add_outputs(name, value)
         for name, (p, *_) in _inputs(layout):
             if p.module in seen and seen[p.module][0].numel():  # an expert may have got no token

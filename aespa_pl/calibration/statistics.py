@@ -24,6 +24,7 @@ from aespa_pl.algorithm.massive import token_weights
 from aespa_pl.algorithm.objectives import operand
 from aespa_pl.algorithm.second_moments import add_gram
 from aespa_pl.calibration.observe import Observation
+from aespa_pl.errors import UserError
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.storage.batches import BatchesOnDisk, Matrices, MatricesOnDisk, NamedMatrices
 
@@ -219,6 +220,19 @@ class Sums(dict[str, Tensor]):
 def rows(X: Tensor) -> Tensor:
     """Return ``[B, L, d]`` of any type as ``[B * L, d]`` in float32."""
     return X.flatten(0, -2).float()
+
+
+def refuse_not_finite(values: Tensor, what: str, dtype: torch.dtype) -> None:
+    """Raise UserError where values have NaN or infinity; ``what`` begins the message.
+
+    ``dtype`` is the one that blocks run in.
+    """
+    if bool(torch.isfinite(values).all()):
+        return
+    name, advice = str(dtype).removeprefix("torch."), "check model.pretrained"
+    if dtype != torch.float32:
+        advice = "continue with --model.dtype bfloat16, or float32 where that is not enough"
+    raise UserError(f"{what} NaN or infinite values, so the model's activations overflow in {name}: {advice}")
 
 
 def output_shift(

@@ -1,5 +1,6 @@
 """Choose block types or bits for ``quantization.target``, before a run begins."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,22 +33,41 @@ def for_target(
 ) -> tuple[Job, Mixture | None]:
     """Return the job with what is chosen for its target, and the choice where it is made now.
 
-    A job without a target, or with one that something was chosen for before, has its types or bits already;
-    a run that is continued (``resume`` as ``--ckpt_path``) keeps its own. Those of the job follow from the
-    user's settings, ``given``. Raises UserError where the model can't have this size.
+    A job without a target, or whose settings name all types or bits, has them already; a run that is
+    continued (``resume`` as ``--ckpt_path``) keeps its own. Those of the job follow from the user's settings,
+    ``given``. Raises UserError where the model can't have this size, or what is named is larger.
     """
-    quantization = given.quantization
-    named = quantization.types.keys() | quantization.bits_of.keys()
-    if quantization.target is None or _keys(job) <= named:
+    if given.quantization.target is None:
         return job, None
-    runs, name = expanded(job.output.folder), job.output.name
+    fixed, runs, name = _fixed(job, given), expanded(job.output.folder), job.output.name
     if resume is not None and (resume != LAST or last_run(runs, name) is not None):
         stored = stored_quantization(Run.open(find_run(resume, runs, name)))
-        uniform = stored.format == UNIFORM
-        return _with_choice(job, given, stored.bits_of if uniform else stored.types), None
+        of_run = stored.bits_of if stored.format == UNIFORM else stored.types
+        # what the user names anew is a change, which the run refuses
+        return _with_choice(job, given, {**of_run, **fixed}), None
+    if fixed.keys() == _keys(job):
+        progress.say(_size_in_words(job, given))
+        return job, None
     mixture = world.from_first(lambda: _choose(job, given, progress))
     progress.say(mixture.words)
     return _with_choice(job, given, mixture.chosen), mixture
+
+
+def _size_in_words(job: Job, given: Settings) -> str:
+    """Say the size of a job whose types or bits are all named. Raises UserError where the target is less."""
+    matrices, target = _matrices(job, given), Target.of(given.quantization.target or "")
+    choices = Choices.of(matrices, [dict.fromkeys(m.costs, 0.0) for m in matrices])
+    in_matrices = sum(min(m.costs.values()) for m in matrices)  # each has one candidate
+    size = in_matrices + _other_bytes(job, choices)
+    bits = 8 * in_matrices / sum(m.weights for m in matrices)
+    key = "bits_of" if job.quantization.format == UNIFORM else "types"
+    words = f"quantization.{key} names all matrices: a file of {size / 1e6:.2f} MB, {bits:.3f} bits a weight"
+    if size > (target.bytes or math.inf) or bits > (target.bits or math.inf):
+        raise UserError(
+            f"quantization.target is {given.quantization.target}, but {words}; remove {key} from the "
+            "configuration, and it is chosen for this size"
+        )
+    return f"{words}; nothing is chosen"
 
 
 def _choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:
@@ -83,15 +103,21 @@ def _with_choice(job: Job, given: Settings, chosen: Mapping[str, Any]) -> Job:
 
 def _matrices(job: Job, given: Settings) -> list[SizedMatrix]:
     """Return what there is to choose for; what the user names has one candidate."""
+    settings, fixed = job.quantization, _fixed(job, given)
+    if settings.format == UNIFORM:
+        return uniform_matrices(job.layouts, job.shape, settings, fixed)
+    return typed_matrices(job.layouts, job.shape, fixed, tied=bool(job.config.tie_word_embeddings))
+
+
+def _fixed(job: Job, given: Settings) -> dict[str, str]:
+    """Return the types or bits of the matrices that the user names, by their keys."""
     settings, uniform = job.quantization, job.quantization.format == UNIFORM
     named = [*(given.quantization.bits_of if uniform else given.quantization.types)]
-    fixed = [key for key in _keys(job) if any(is_named(name, key) for name in named)]
-    if uniform:
-        parts = {key: key.partition(".") for key in fixed}
-        bits = {key: str(settings.bits_for(int(block), name)) for key, (block, _, name) in parts.items()}
-        return uniform_matrices(job.layouts, job.shape, settings, bits)
-    types = {key: settings.types[key] for key in fixed}
-    return typed_matrices(job.layouts, job.shape, types, tied=bool(job.config.tie_word_embeddings))
+    fixed = sorted(key for key in _keys(job) if any(is_named(name, key) for name in named))
+    if not uniform:
+        return {key: settings.types[key] for key in fixed}
+    parts = {key: key.partition(".") for key in fixed}
+    return {key: str(settings.bits_for(int(block), name)) for key, (block, _, name) in parts.items()}
 
 
 def _keys(job: Job) -> set[str]:

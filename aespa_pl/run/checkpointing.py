@@ -45,7 +45,7 @@ class JournaledCheckpointIO(TorchCheckpointIO):
 
         write_whole(path, write)
         if path.is_relative_to(self.run.checkpoint_folder(self.training.block)):
-            self.run.note_checkpoint(self.training, path)
+            self.run.note_checkpoint(self.training, path, checkpoint["global_step"])
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, *_: Any, **__: Any) -> Any:
         """Read a checkpoint (``read_checkpoint``), to the CPU, not to the device of its process."""

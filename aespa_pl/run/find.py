@@ -43,7 +43,8 @@ def last_run(runs: Path, name: str | None = None) -> Path | None:
 
     Its journal was written last, even if others were begun later; at the same time, its version is highest.
     """
-    journals = (runs / name if name else runs).glob(f"{'' if name else '*/'}version_*/{JOURNAL}")
+    pattern = f"version_*/{JOURNAL}"
+    journals = (runs / name).glob(pattern) if name else runs.rglob(pattern)
     last = max(journals, key=lambda j: (j.stat().st_mtime, version_number(j.parent)), default=None)
     return None if last is None else last.parent
 

@@ -184,9 +184,9 @@ class Run(RunFolder):
                 f"the run {self.folder} is damaged ({damage}): mend it with {how_to_continue(self.folder)}"
             )
 
-    def note_checkpoint(self, training: Training, file: Path) -> None:
-        """Note that Lightning's checkpoint of a portion is on the disk."""
-        self.checkpoint = self._learned(training, file)
+    def note_checkpoint(self, training: Training, file: Path, step: int = 0) -> None:
+        """Note that Lightning's checkpoint of a portion, after so many optimizer steps, is on the disk."""
+        self.checkpoint = self._learned(training, file, step)
         self.save()
 
     def checkpoint_to_continue(self, training: Training) -> Path | None:
@@ -201,8 +201,11 @@ class Run(RunFolder):
         """Remove the checkpoints, also what an interrupted removal has left."""
         self.checkpoint = None
         self.save()
-        if self.writes:
-            shutil.rmtree(self.checkpoints_folder, ignore_errors=True)
+        if self.writes:  # a ModelCheckpoint of the user's has its files beside them
+            for folder in self.checkpoints_folder.glob("block_*"):
+                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                self.checkpoints_folder.rmdir()
 
     def note_portion(self, training: Training, file: Path) -> None:
         """Note that a portion of the block under way is learned."""
@@ -231,9 +234,9 @@ class Run(RunFolder):
         """Return the checksums of files by their names in the run; nothing where this process writes none."""
         return {self._name(file): checksum(file) for file in files} if self.writes else {}
 
-    def _learned(self, training: Training, file: Path) -> schema.LearnedFile:
+    def _learned(self, training: Training, file: Path, step: int = 0) -> schema.LearnedFile:
         block, key, name = training.block, training.key, self._name(file)
-        return schema.LearnedFile(block=block, key=key, file=name, checksum=checksum(file))
+        return schema.LearnedFile(block=block, key=key, file=name, checksum=checksum(file), step=step)
 
     def is_whole(self, name: str, expected: str) -> bool:
         """Tell whether a file of the run is there, with the expected checksum."""

@@ -65,6 +65,7 @@ class LearnedFile(Strict):
     key: str = ""  # name of the training; only the same one can go on with the file
     file: FileName
     checksum: str
+    step: int = 0  # optimizer steps of a checkpoint
 
 
 class JournalContent(Strict):

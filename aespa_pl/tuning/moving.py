@@ -35,10 +35,21 @@ LARGEST = 3.0
 class Moves:
     """Reads the offsets of a block, and writes them in a new file for each optimizer step."""
 
-    def __init__(self, folder: Path, rate: Callable[[int], float], world: World = ALONE) -> None:
-        """Begin in a folder; ``rate`` returns the largest learning rate of weights with so many bits."""
+    def __init__(
+        self,
+        folder: Path,
+        rate: Callable[[int], float],
+        world: World = ALONE,
+        saved: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """Begin in a folder.
+
+        ``rate`` returns the largest learning rate of weights with so many bits, ``saved`` the optimizer steps
+        of the checkpoint that the training would be resumed from.
+        """
         self.folder = folder
         self.rate = rate
+        self.saved = saved
         self.world = world
         self.step = 0  # optimizer steps that have been taken; before the first one nothing has moved
         self.share = 0.0  # learning rate of the next step, relative to the largest
@@ -94,14 +105,17 @@ class MovingTuning(Tuning):
     def __init__(self, moves: Moves, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.moves = moves
-        self._needed: set[int] = set()
+        self._best_of: dict[int, int] = {}  # step of the best epoch, by the step of each checkpoint
 
     def on_train_batch_start(self, batch: Pair, batch_idx: int) -> None:
         """Follow the schedule, and remove the files that nothing needs: a checkpoint is complete."""
         super().on_train_batch_start(batch, batch_idx)
         group = cast(torch.optim.Optimizer, self.optimizers()).param_groups[0]
         self.moves.share = group["lr"] / group["max_lr"]
-        self.moves.keep({self.moves.step, self._best_step, *self._needed})
+        # callbacks of the user's save checkpoints as well, from which nothing is resumed
+        saved = self.moves.saved()
+        resumed = () if saved not in self._best_of else (saved, self._best_of[saved])
+        self.moves.keep({self.moves.step, self._best_step, *resumed})
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:
         """Take the step of the other parameters; the backward pass has moved the integers."""
@@ -111,13 +125,13 @@ class MovingTuning(Tuning):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Note which files go with the checkpoint."""
         super().on_save_checkpoint(checkpoint)
-        self._needed = {self.moves.step, self._best_step}
+        self._best_of[self.moves.step] = self._best_step
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on from the files that go with the checkpoint."""
         super().on_load_checkpoint(checkpoint)
         self.moves.step = self.visited_steps
-        self._needed = {self.moves.step, self._best_step}
+        self._best_of = {self.moves.step: self._best_step}
 
     def restore_best(self) -> None:
         """Go back to the best epoch; the checkpoint counts until its result is written, so all files stay."""

@@ -16,7 +16,7 @@ from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
 from aespa_pl.measure import release_memory
-from aespa_pl.models.family import InputGroup
+from aespa_pl.models.family import BlockLayout, InputGroup
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.models.weights import fold, set_projection_weight
@@ -209,16 +209,23 @@ def vectors(module: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def replace_weights(block: QuantizedBlock, module: nn.Module, source: StreamedModel) -> None:
     """Turn the module into the quantized block: zeta is folded, the weights are the integers'."""
-    # all others become float32, so that they are rounded once, to the type that they are stored in
-    prefix = source.family.block_prefix(block.index)
-    weights = {f"{p.module}.weight" for p in block.layout.projections}
-    for name in stored_types(source, block.index):
-        if name not in weights and source.dtype != torch.float32:
-            exact = source.pretrained.tensor(prefix + name, torch.float32)
-            module.get_parameter(name).data = exact.to(source.device)
+    restore(module, source, block.index, block.layout)
     fold(module, block.layout, block.zetas())
     for p in block.projections.values():
         set_projection_weight(module, block.layout, p.projection, p.stored().weight())
+
+
+def restore(module: nn.Module, source: StreamedModel, index: int, layout: BlockLayout) -> None:
+    """Give a block what it has beside its projections as the original's file has it, in float32.
+
+    So these values are rounded once, to the type that they are stored in, whatever type the block runs in.
+    """
+    prefix = source.family.block_prefix(index)
+    weights = {f"{p.module}.weight" for p in layout.projections}
+    for name in stored_types(source, index):
+        if name not in weights and source.dtype != torch.float32:
+            exact = source.pretrained.tensor(prefix + name, torch.float32)
+            module.get_parameter(name).data = exact.to(source.device)
 
 
 def stored_types(source: StreamedModel, index: int) -> dict[str, torch.dtype]:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.experts import ExpertSums
 from aespa_pl.calibration.observe import observing
-from aespa_pl.calibration.statistics import BlockStatistics, DividedStatistics
-from aespa_pl.errors import UserError
+from aespa_pl.calibration.statistics import BlockStatistics, DividedStatistics, refuse_not_finite
 from aespa_pl.run.context import Context
 from aespa_pl.storage.batches import Batches, in_turn, sending_back
 
@@ -129,12 +128,4 @@ def _complete(
 
 def _refuse_not_finite(context: Context, index: int, statistics: BlockStatistics) -> None:
     for name, tensor in statistics.named_tensors():
-        if not bool(torch.isfinite(tensor).all()):
-            dtype = str(context.source.dtype).removeprefix("torch.")
-            advice = "check model.pretrained"
-            if dtype != "float32":
-                advice = "continue with --model.dtype bfloat16, or float32 where that is not enough"
-            raise UserError(
-                f"block {index}: the statistic {name} has NaN or infinite values, so the model's "
-                f"activations overflow in {dtype}: {advice}"
-            )
+        refuse_not_finite(tensor, f"block {index}: the statistic {name} has", context.source.dtype)

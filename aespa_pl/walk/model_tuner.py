@@ -90,7 +90,7 @@ class ModelTuner:
             )
             checksums: dict[str, str] = {}
             if streamed:
-                moves = Moves(context.run.moved_folder, rates.of_latent, world)
+                moves = Moves(context.run.moved_folder, rates.of_latent, world, self._saved)
                 found, learned = self._tune_streamed(model, train, moves if rates.latent else None)
                 if rates.latent and moves.step:
                     checksums = context.run.checksums(map(moves.file, range(count)))
@@ -103,6 +103,11 @@ class ModelTuner:
         if world.is_first:
             write_tensors(context.run.tuned_file, learned, checksums)
         return found
+
+    def _saved(self) -> int | None:
+        """Return the optimizer steps of the checkpoint that the run has."""
+        checkpoint = self.context.run.checkpoint
+        return None if checkpoint is None else checkpoint.step
 
     def _tune_in_memory(self, model: PreTrainedModel, train: Train) -> Found:
         """Tune all blocks at once."""

@@ -21,7 +21,7 @@ from aespa_pl.storage.files import remove_leftovers, write_tensors
 from aespa_pl.tuning import Tuned
 from aespa_pl.tuning.weights import merged
 from aespa_pl.walk import record
-from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, stored_types
+from aespa_pl.walk.block_tuner import BlockTuner, replace_weights, restore, stored_types
 from aespa_pl.walk.collect import Streams, collect
 from aespa_pl.walk.model_tuner import ModelTuner
 from aespa_pl.walk.stem import quantize_stem, stem_tensors
@@ -151,6 +151,7 @@ class Walk:
             if streams.original:
                 with context.measure("forward"):
                     context.source.advance(module, streams.original)
+            restore(module, context.source, index, context.layout(index))
             return Quantized({}, {}, {}, None)
         if self.block_tuner is not None:
             with context.measure("tuning"):

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy, log_softmax
 from transformers import PreTrainedModel
 
 from aespa_pl.calibration.end_loss import Seen, end_loss
+from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
@@ -113,3 +114,15 @@ def test_prediction_is_near_the_divergence_of_a_model_with_that_error(key: str, 
             measured = float((expected.exp() * (expected - got)).sum(-1).mean())
             ratios.append(measured / predicted)
     assert sum(ratios) / len(ratios) == pytest.approx(1.1, abs=0.5)
+
+
+def test_activations_that_overflow_are_named_with_what_to_do(tmp_path: Path) -> None:
+    model = make_model("llama", torch.float32)
+    with torch.no_grad():
+        for name, factor in (("down_proj", 4e4), ("up_proj", 30)):  # within the range of float16
+            for block in range(len(model.model.layers)):
+                model.get_parameter(f"model.layers.{block}.mlp.{name}.weight").mul_(factor)
+    pretrained = PretrainedFolder.open(save(model, tmp_path))
+    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float16)
+    with pytest.raises(UserError, match=r"overflow in float16: continue with --model\.dtype bfloat16"):
+        list(end_loss(source, make_ids(2), seed=SEED))

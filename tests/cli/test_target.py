@@ -62,6 +62,22 @@ def test_uniform_grids_get_bits_for_a_mean(aespa: CommandLine) -> None:
     assert "--container_bits" in err
 
 
+@pytest.mark.parametrize("form", [TYPED, ()])
+def test_the_configuration_of_a_run_has_its_size_and_is_refused_for_a_smaller_one(
+    aespa: CommandLine, form: tuple[str, ...]
+) -> None:
+    target, less = ("400 kB", "390 kB") if form else (4, 3.5)
+    status, out, _ = aespa("fit", *BASE, *form, "--quantization.target", target)
+    assert status == 0
+    config = Path(out.splitlines()[-1]) / "config.yaml"
+    status, out, err = aespa("fit", "--config", config)
+    assert (status, err) == (0, "")
+    assert "nothing is chosen" in out
+    status, _, err = aespa("fit", "--config", config, "--quantization.target", less)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "from the configuration, and it is chosen for this size" in err
+
+
 def test_plan_shows_the_types_of_each_projection(aespa: CommandLine) -> None:
     status, out, err = aespa("plan", *BASE, *TYPED, "--quantization.target", "400 kB")
     assert (status, err) == (0, "")
@@ -114,9 +130,11 @@ def test_a_killed_run_goes_on_with_the_types_that_were_chosen(aespa: CommandLine
         yaml.safe_load(before)["quantization"]
         == (yaml.safe_load((run / "config.yaml").read_text())["quantization"])
     )
-    status, _, err = aespa("fit", *words, *method, "--quantization.target", 5, "--ckpt_path", "last")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "target" in err
+    for key, value in (("target", 5), ("types", "{0.q_proj: Q8_0}")):
+        other = (f"--quantization.{key}", value)
+        status, _, err = aespa("fit", *words, *method, *other, "--ckpt_path", "last")
+        assert (status, err.count("\n")) == (2, 1)
+        assert f"quantization.{key}" in err
 
 
 def test_round_to_nearest_has_the_types_of_the_run_in_all_matrices(aespa: CommandLine) -> None:

@@ -83,7 +83,7 @@ def test_saving_takes_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pyt
 def test_checksum_made_while_writing_is_that_of_the_file(tmp_path: Path) -> None:
     run, portion = Run.create(tmp_path, {}), whole_block(0)
     path = run.checkpoint_folder(0) / "step_1.ckpt"
-    content: dict[str, Any] = {"a": torch.randn(1000), "b": {"c": 3}}
+    content: dict[str, Any] = {"global_step": 1, "a": torch.randn(1000), "b": {"c": 3}}
     JournaledCheckpointIO(run, portion).save_checkpoint(content, path)
     assert run.checkpoint is not None
     assert run.checkpoint.checksum == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -94,10 +94,10 @@ def test_checkpoint_is_named_after_it_is_written(tmp_path: Path, monkeypatch: py
     """If the disk fills on the way, the journal keeps the one before, which is still there."""
     run, portion = Run.create(tmp_path, {}), whole_block(0)
     writer, folder = JournaledCheckpointIO(run, portion), run.checkpoint_folder(0)
-    writer.save_checkpoint({"a": 1}, folder / "step_1.ckpt")
+    writer.save_checkpoint({"global_step": 0, "a": 1}, folder / "step_1.ckpt")
     monkeypatch.setattr(torch, "save", full)
     with refused(folder):
-        writer.save_checkpoint({"a": 2}, folder / "step_2.ckpt")
+        writer.save_checkpoint({"global_step": 0, "a": 2}, folder / "step_2.ckpt")
     assert Run.open(run.folder).checkpoint_to_continue(portion) == folder / "step_1.ckpt"
     assert files(folder) == ["step_1.ckpt"]
 

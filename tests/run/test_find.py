@@ -26,6 +26,8 @@ def test_a_run_is_named_by_its_folder_a_file_in_it_its_name_or_as_the_last(tmp_p
     assert find_run(str(tmp_path / "a"), nowhere) == second
     assert find_run("last", tmp_path) == other
     assert find_run("last", tmp_path, "a") == second
+    deeper = run_of(tmp_path / "c" / "d", 4000)  # --output.name c/d
+    assert find_run("last", tmp_path) == deeper
 
 
 def test_without_any_run_the_user_reads_what_to_do(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aespa_pl.run.journal import Run, checksum
+from aespa_pl.run.journal import Run
+from aespa_pl.storage.files import checksum
 from tests.run.bench import ITERATIONS, LAST, Bench, check, copied, flip, remove, results, truncate
 from tests.walks import BLOCKS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aespa_pl.run.journal import checksum
+from aespa_pl.storage.files import checksum
 from tests.run.bench import LAST, Bench, check, copied, flip, results
 from tests.walks import BLOCKS
 
@@ -133,6 +133,21 @@ def test_killed_while_blocks_are_on_disk_it_goes_on_to_the_same_bytes(
         assert stopped.status in (128 + signal.SIGTERM, -signal.SIGKILL), stopped.text
     check(bench, f"{name}_killed", bench.fit(f"{name}_killed", *LAST, *TUNED, *given), whole)
     assert not (bench.run_of(f"{name}_killed") / "moved").exists()
+
+
+def test_checkpoints_of_the_users_own_do_not_disturb_and_stay(bench: Bench) -> None:
+    """They are newer than the run's, which it goes on from while its integers move on disk."""
+    given = [f"--quantization.tuning.model.{option}" for option in ("blocks=disk", "epochs=6")]
+    given += ["--output.checkpoint_iterations=5", "--trainer.callbacks=ModelCheckpoint"]
+    given += ["--trainer.callbacks.every_n_train_steps=1"]
+    killed = bench.fit("own", *TUNED, *given, number=signal.SIGKILL, when="*/moved/step_9/*")
+    assert killed.status == -signal.SIGKILL, killed.text
+    assert bench.journal("own")["checkpoint"]["step"] == 5
+    outcome = bench.fit("own", *LAST, *TUNED, *given)
+    assert outcome.status == 0, outcome.text
+    left = bench.run_of("own") / "checkpoints"
+    assert list(left.glob("*.ckpt"))
+    assert not list(left.glob("block_*"))
 
 
 def test_killed_in_memory_it_goes_on_with_the_blocks_on_disk(bench: Bench) -> None:

@@ -119,3 +119,12 @@ def test_a_projection_of_16_bits_keeps_its_weights(name: str, method: str, tmp_p
             assert kept == (p.name not in stored)
             if p.fused == (0, 1):
                 assert kept == torch.equal(state[weight], original[weight])
+
+
+def test_a_block_that_is_kept_is_the_originals_whatever_type_blocks_run_in(tmp_path: Path) -> None:
+    changes = {"bits_of": {"1": 16}, "bits": 3, "method": "rtn"}
+    found = walk("llama", tmp_path, changes, dtype=torch.bfloat16)
+    state = found.exported().state_dict()
+    for name, original in found.original.state_dict().items():
+        if f"{found.blocks_path}.1." in name:
+            assert torch.equal(state[name], original), name

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from aespa_pl.errors import UserError
-from aespa_pl.run.journal import Run, checksum
+from aespa_pl.run.journal import Run
+from aespa_pl.storage.files import checksum
 from aespa_pl.walk.model_tuner import offsets
 
 
