@@ -22,7 +22,7 @@ from aespa_pl.commands.keys import nearest, refuse_mistakes, refuse_other_method
 from aespa_pl.commands.output import quiet
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.data.tokens import TENSOR
-from aespa_pl.errors import UserError
+from aespa_pl.errors import UserError, one_line
 from aespa_pl.models.headers import read_header
 from aespa_pl.paths import expanded
 from aespa_pl.processors import threads
@@ -63,7 +63,7 @@ class QuantizedRun:
         ``format`` (hf, compressed-tensors, awq, gptq, gguf) and ``options`` (verify, container_bits ...) are
         those of ``aespa-pl export``; ``output`` is the folder to write, by default its own.
         """
-        target = Path(output or self.folder / "export" / format)
+        target = expanded(output or self.folder / "export" / format)
         export(str(self.folder), format=format, output=str(target), **options)  # type: ignore[arg-type]
         return target
 
@@ -155,6 +155,8 @@ def _texts(inputs: Path, name: str, key: str, given: Any) -> list[Option]:
     names = get_type_hints(get_type_hints(DataSettings)[name]).keys()
     known = dict(given) if isinstance(given, Mapping) and given.keys() <= names else {key: given}
     texts = known.get(key, "")
+    if isinstance(texts, str) and "\n" in texts:
+        raise UserError(f"{name} is a text with several lines: give texts in memory as a list of them")
     if not _are_names(texts):
         if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
             file = f"{name}.jsonl"
@@ -195,6 +197,9 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
             run, metrics = application.quantize(parsed, interruption, console)
     except UserError as error:
         raise UserError(f"{error}{_then(interruption)}") from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise UserError(one_line(f"{where}{error.strerror or error}{_then(interruption)}")) from error
     except RunInterrupted as stop:  # it ends as a process ends that does not watch signals
         if stop.number != signal.SIGINT:
             signal.raise_signal(stop.number)

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from aespa_pl.commands import evaluate, fit
 from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.job import Job, checked, find_model
 from aespa_pl.commands.keys import PLAN_DEVICE
-from aespa_pl.commands.limits import shortages, tuning_shortages
+from aespa_pl.commands.limits import check_space, shortages, tuning_shortages
 from aespa_pl.commands.output import print_results, quiet
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.commands.target import for_target
@@ -76,12 +77,20 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
     with WalkProgress(console) as progress:
         if smoke:
             progress.say("smoke test (trainer.fast_dev_run): one block, few segments and steps, no model")
+        if job.quantization.target is not None:
+            world.from_first(partial(_check_inputs, job))
         job, mixture = for_target(job, settings, resume, progress, world)
         saved = parsed.text(job.quantization)
         trainers = BlockTrainers(parsed, saved, trainer, interruption, progress, world, mixture)
         run, metrics = fit.fit(job, resume, trainers, one_block=smoke)
     trainers.show_result(asdict(job.quantization), metrics)
     return run, metrics
+
+
+def _check_inputs(job: Job) -> None:
+    """Notice before a choice, which takes minutes, what a run would refuse after it."""
+    job.evaluation()
+    check_space(job.runs_folder, 0, "--output.folder")
 
 
 def _continued(settings: Settings, resume: str | None) -> Settings:

@@ -46,6 +46,8 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
                     f"quantization.{key} is {value}, which goes before the bits of the cells: name the "
                     f"formats to compare, such as --{SECTION}.formats '[Q4_K_M]' (auto with a target)"
                 )
+    elif AUTO in chosen.formats and shared.setting("quantization.target", "null") == "null":
+        check_format(QuantizationSettings(format=AUTO))  # which needs a target
     interruption.how_to_continue = shlex.join(["aespa-pl", *words])
     console = PlainConsole()
     folder = compare(chosen, shared, partial(in_process, interruption), console)
@@ -158,6 +160,7 @@ def _words(given: Arguments, folder: Path, cell: Cell) -> list[str]:
     return given.then(
         Option("quantization.method", cell.method),
         Option(f"quantization.{'bits' if isinstance(cell.grids, int) else 'format'}", str(cell.grids)),
+        *([] if cell.grids == AUTO else [Option("quantization.target", "null")]),
         Option("data.calibration.seed", str(cell.seed)),
         Option("output.folder", str(folder)),
         Option("output.name", cell.name),

@@ -1,7 +1,7 @@
 """Choose block types or bits for ``quantization.target``, before a run begins."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from aespa_pl.run.find import LAST, find_run, last_run
 from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_quantization
 from aespa_pl.settings import Settings
-from aespa_pl.sizing.choose import Choices, Mixture, Target, limit_of
+from aespa_pl.sizing.choose import Choices, Mixture, Target, bytes_of, limit_of
 from aespa_pl.sizing.matrices import SizedMatrix, predicted_losses, typed_matrices, uniform_matrices
 
 ATTEMPTS = 3
@@ -55,10 +55,9 @@ def for_target(
 
 def _size_in_words(job: Job, given: Settings) -> str:
     """Say the size of a job whose types or bits are all named. Raises UserError where the target is less."""
-    matrices, target = _matrices(job, given), Target.of(given.quantization.target or "")
-    choices = Choices.of(matrices, [dict.fromkeys(m.costs, 0.0) for m in matrices])
+    matrices, target = _matrices(job, given), Target.of(str(given.quantization.target))
     in_matrices = sum(min(m.costs.values()) for m in matrices)  # each has one candidate
-    size = in_matrices + _other_bytes(job, choices)
+    size = in_matrices + _other_bytes(job, matrices)
     bits = 8 * in_matrices / sum(m.weights for m in matrices)
     key = "bits_of" if job.quantization.format == UNIFORM else "types"
     words = f"quantization.{key} names all matrices: a file of {size / 1e6:.2f} MB, {bits:.3f} bits a weight"
@@ -72,8 +71,14 @@ def _size_in_words(job: Job, given: Settings) -> str:
 
 def _choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:
     """Return the types or bits of least predicted loss."""
-    target, candidate = Target.of(given.quantization.target or ""), job
     matrices = _matrices(job, given)
+
+    def limit(other: int) -> float:
+        size = given.quantization.target
+        return limit_of(Target.of(str(size)), size, matrices, other)
+
+    candidate, other = job, _other_bytes(job, matrices)
+    limit(other)  # a size that can't be is refused before the work
     total = 2 + sum(len(layout.projections) for layout in job.layouts)
     progress.begin("Choosing for the target, matrices", total)
     losses = predicted_losses(
@@ -81,12 +86,11 @@ def _choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:
     )
     choices = Choices.of(matrices, losses)
     for _ in range(ATTEMPTS):
-        other = _other_bytes(candidate, choices)
-        chosen = choices.best(limit_of(target, given.quantization.target, choices, other))
+        chosen = choices.best(limit(other))
         candidate = _with_choice(job, given, chosen)
-        if _other_bytes(candidate, choices) <= other:
+        before, other = other, _other_bytes(candidate, matrices)
+        if other <= before:
             break
-    other = _other_bytes(candidate, choices)
     size, others = other + choices.bytes(chosen), _llama_cpp(job, given, choices, other)
     return Mixture(chosen, choices.loss(chosen), size, choices.curve(other), others)
 
@@ -127,7 +131,7 @@ def _keys(job: Job) -> set[str]:
     return {f"{i}.{p.name}" for i, layout in enumerate(job.layouts) for p in layout.projections}
 
 
-def _other_bytes(job: Job, choices: Choices) -> int:
+def _other_bytes(job: Job, matrices: Sequence[SizedMatrix]) -> int:
     """Return the bytes of the file that belong to none of the matrices."""
     settings = job.quantization
     if settings.format == UNIFORM:
@@ -136,7 +140,7 @@ def _other_bytes(job: Job, choices: Choices) -> int:
         # types are of embedding and head
         weights = job.shape.vocabulary * job.shape.hidden
         size = weights * sum(BLOCK_TYPES[kind].bits for kind in settings.types.values())
-        weights = sum(m.weights for m in choices.matrices) + weights * len(settings.types)
+        weights = sum(m.weights for m in matrices) + weights * len(settings.types)
         return packed_bytes(original, weights, 8 * job.pretrained.dtype.itemsize, size)
     try:
         from aespa_pl.export.gguf import file_bytes  # noqa: PLC0415 - its library is of an extra
@@ -149,7 +153,7 @@ def _other_bytes(job: Job, choices: Choices) -> int:
     model = QuantizedModel(
         run, job, job.pretrained.folder, job.cache, job.pretrained, job.pretrained.embeddings()
     )
-    return file_bytes(model) - choices.bytes(settings.types)
+    return file_bytes(model) - bytes_of(matrices, settings.types)
 
 
 def _llama_cpp(job: Job, given: Settings, choices: Choices, other: int) -> dict[str, tuple[int, float]]:

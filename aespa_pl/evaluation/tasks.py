@@ -156,6 +156,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
+    except ImportError as error:
+        raise UserError(
+            f"model.pretrained: transformers cannot load {folder} ({first_line(error)}): install what it "
+            "names, or test the run, or an export of it as compressed-tensors"
+        ) from error
     except Exception as error:  # what transformers raises depends on the file and its format
         raise UserError(
             f"model.pretrained: transformers cannot load {folder} ({first_line(error)}): copy "

@@ -102,8 +102,9 @@ class Awq(PackedFormat):
 
     def obstacles(self, model: QuantizedModel) -> Iterator[tuple[str, str]]:
         """Yield other bits than 4, and rows that do not fill an int32."""
-        if model.bits > AWQ_BITS:
-            yield "it has 4 bits", "Use --format compressed-tensors"
+        if model.bits > AWQ_BITS and model.quantization.format == "uniform":
+            several = " --container_bits 8" if len(model.matrix_bits) > 1 else ""
+            yield "it has 4 bits", f"Use --format compressed-tensors{several}"
         yield from super().obstacles(model)
         if self.bits(model) != AWQ_BITS:
             other = f"use --format compressed-tensors, which packs {model.bits} bits"

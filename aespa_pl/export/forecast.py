@@ -33,6 +33,11 @@ def _in_gguf(settings: QuantizationSettings, shape: Shape, config: PreTrainedCon
     other = _types(settings, shape, size, symmetric=True)
     better = other and (types is None or _mean(other) < _mean(types))
     advice = f" (symmetric groups of {size} would be {_words(other)})" if other and better else ""
+    if types is not None and settings.bits == 2 and not settings.symmetric:
+        # most searched grids have no other zero points
+        fewer = _types(settings, shape, settings.group_size, symmetric=True)
+        if fewer is not None and _mean(fewer) < _mean(types):
+            advice = f" (down to {_words(fewer)}, where the zero points of a matrix are 1 and 2)"
     if types is None:
         return f"no GGUF file, because no type of llama.cpp holds this grid{advice}"
     own = MIXTURE.get(settings.bits)

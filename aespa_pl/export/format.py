@@ -76,6 +76,11 @@ def make_format(
     name: FormatName, container_bits: int | None, embedding: Literal["keep", "q8_0"] | None
 ) -> Format:
     """Return a format. Raises UserError where its library is missing, or a choice is another format's."""
+    # the command line's parser refuses other values, and Python's callers have none
+    known = {"format": (*CLASSES,), "container_bits": (None, 4, 8), "embedding": (None, "keep", "q8_0")}
+    for option, value in {"format": name, "container_bits": container_bits, "embedding": embedding}.items():
+        if value not in known[option]:
+            raise UserError(f"--{option} is {value!r}: expected one of {known[option]}")
     module, _, kind = CLASSES[name].partition(":")
     if module != "folder" and find_spec(module) is None:
         raise UserError(

@@ -5,7 +5,6 @@ import logging
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import quote
 
@@ -58,7 +57,7 @@ def model_card(
     parts = [
         f"---\n{header.to_yaml()}\n---",
         f"# {name}, {model.granularity}, {chosen.name}",
-        f"{base} quantized with aespa_pl {version('aespa-pl')}.",
+        f"{base} quantized with aespa_pl {model.run.fingerprint.get('version of aespa-pl')}.",
         f"Licence of the base model: {markdown(licence or stated)}.",
         f"## Method\n\n{_method(model, chosen)}",
         f"## Perplexity\n\n{_perplexities(model.run)}",

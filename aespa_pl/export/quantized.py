@@ -17,8 +17,9 @@ from aespa_pl.algorithm.quantizer import QuantizedWeight, StoredWeight
 from aespa_pl.errors import UserError
 from aespa_pl.models.family import BlockLayout, Family, Projection, layout_of
 from aespa_pl.models.headers import DTYPES, opened
-from aespa_pl.models.hub import resolve
+from aespa_pl.models.hub import EMBEDDED, resolve
 from aespa_pl.models.pretrained import PretrainedFolder
+from aespa_pl.paths import expanded
 from aespa_pl.run.folder import how_to_continue
 from aespa_pl.run.journal import Run, model_fingerprint
 from aespa_pl.run.stored_settings import stored_settings
@@ -32,6 +33,20 @@ UNIFORM = ("integers", "scale", "zero_point")
 
 StoredTensor = Tensor | StoredWeight
 """Tensor as a run stores it: quantized, or as it is."""
+
+
+def _original(given: str | None, settings: Settings) -> Path:
+    """Return the folder of the model that was quantized, or of the one that is given in its place."""
+    name, revision = given or settings.model.pretrained, None if given else settings.model.revision
+    try:
+        if given and not given.startswith(EMBEDDED) and not expanded(given).is_dir():
+            raise UserError(f"there is no folder {given}")
+        return resolve(name, revision)
+    except UserError as error:
+        reason = str(error).removeprefix("model.pretrained: ").partition(": give ")[0]
+        raise UserError(
+            f"--original: the model that was quantized is not to be had ({reason}): give its folder"
+        ) from error
 
 
 def value_of(stored: StoredTensor) -> Tensor:
@@ -70,7 +85,7 @@ class QuantizedModel:
         run.refuse_damaged()
         pretrained = PretrainedFolder.open(run.model_folder)
         place = cache_folder(settings.data.cache if trusts_places else None)
-        source = resolve(original or settings.model.pretrained, settings.model.revision)
+        source = _original(original, settings)
         weights = {tensor.file for tensor in PretrainedFolder.open(source, place).tensors.values()}
         if model_fingerprint({source / "config.json", *weights}) != run.fingerprint["model"]:
             raise UserError(

@@ -122,8 +122,8 @@ class QuantizationSettings:
     chooses; all of these go before those three."""
     target: float | str | None = None
     """Size that the model may have: of the whole file (3.5 GB, 300 MB), or mean bits of a quantized weight
-    (2.75). Types (format auto) or bits_of (uniform) are chosen for it, so that the end loss suffers least;
-    those that types and bits_of name stay. null: nothing is chosen."""
+    (2.75). Types (format auto: the GGUF file has the size) or bits_of (uniform: packed integers) are chosen
+    for it, so that the end loss suffers least; those that types and bits_of name stay. null: nothing is."""
     types: dict[str, str] = field(default_factory=dict)
     """Block types of some projections by name, block and pattern (v_proj: Q4_K, 0.*: Q6_K), where the format
     is none that is uniform, and of embedding and head, which uniform formats otherwise leave as they are."""

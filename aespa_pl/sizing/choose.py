@@ -31,12 +31,15 @@ class Target:
         if isinstance(given, str) and (size := SIZE.fullmatch(given.strip())):
             return cls(float(size[1]) * UNITS[size[2].lower()], None)
         try:
-            return cls(None, float(given))
-        except ValueError as error:
+            bits = float(given)
+        except ValueError:
+            bits = math.nan
+        if not 0 < bits < math.inf:
             raise UserError(
                 f"quantization.target is {given}: expected a size such as 3.5 GB or 300 MB, or bits a "
                 "weight such as 2.75"
-            ) from error
+            )
+        return cls(None, bits)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Choices:
 
     def bytes(self, chosen: Mapping[str, str]) -> int:
         """Return the bytes of the matrices."""
-        return sum(m.costs[chosen[m.keys[0]]] for m in self.matrices)
+        return bytes_of(self.matrices, chosen)
 
     def loss(self, chosen: Mapping[str, str]) -> float:
         """Return the predicted rise of the end loss, in nats per token."""
@@ -79,14 +82,19 @@ class Choices:
         return [(other + a.least + p * a.step, float(a.losses[p])) for p in places]
 
 
-def limit_of(target: Target, given: object, choices: Choices, other: int) -> float:
+def bytes_of(matrices: Sequence[SizedMatrix], chosen: Mapping[str, str]) -> int:
+    """Return the bytes of matrices with a candidate for each key."""
+    return sum(m.costs[chosen[m.keys[0]]] for m in matrices)
+
+
+def limit_of(target: Target, given: object, matrices: Sequence[SizedMatrix], other: int) -> float:
     """Return the bytes that a target, ``given`` by the user, leaves to the matrices of a file.
 
     ``other`` bytes are no matrices. Raises UserError where the model can't be so small, or needs no choice.
     """
-    least, most = (sum(limit(m.costs.values()) for m in choices.matrices) for limit in (min, max))
+    least, most = (sum(limit(m.costs.values()) for m in matrices) for limit in (min, max))
     if target.bits is not None:
-        unit, words, digits, beside = sum(m.weights for m in choices.matrices) / 8, "bits a weight", 2, 0
+        unit, words, digits, beside = sum(m.weights for m in matrices) / 8, "bits a weight", 2, 0
         limit = target.bits * unit
     else:
         unit, words, digits, beside = 1e6, "MB", 3, other
@@ -121,7 +129,10 @@ class Mixture:
     def words(self) -> str:
         """Return types, size and prediction in words."""
         size, loss = f"{self.bytes / 1e6:.2f} MB", f"{self.predicted:.3g} nats per token"
-        return f"{counted(self.chosen)}: a file of {size}, predicted KL divergence {loss}"
+        whole = f"a file of {size}"
+        if all(chosen.isdigit() for chosen in self.chosen.values()):  # no engine's file has just these
+            whole = f"{size} with packed integers (for a GGUF file of a size: --quantization.format auto)"
+        return f"{counted(self.chosen)}: {whole}, predicted KL divergence {loss}"
 
     def lines(self) -> list[str]:
         """Return the choice in words, a line for each projection: types with their blocks."""

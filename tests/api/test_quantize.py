@@ -139,6 +139,8 @@ def test_a_model_that_differs_in_one_weight_is_another(tmp_path: Path) -> None:
         ({"rounding": {"iteration": 9}}, r"rounding\.iteration is unknown: did you mean quantiz"),
         ({"tokenizer": None}, r"tokenizer is missing: give the tokenizer"),
         ({"calibration": torch.zeros(3)}, r"calibration has the shape \[3\] and the type torch\.fl"),
+        ({"calibration": "One line.\nAnother."}, r"give texts in memory as a list of them"),
+        ({"calibration": {"source": "a long text " * 99, "segment_length": 9}}, r"File name too long"),
         ({"calibration": object()}, r"calibration is a object: expected the name of a text"),
         ({"calibration": tokens() + WORDS}, r"token id \d+, but the model's vocabulary has 1024"),
         ({"calibration": tokens()[:, :1]}, r"segment_length is 1: expected 2 or more"),

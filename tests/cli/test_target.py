@@ -148,3 +148,16 @@ def test_round_to_nearest_has_the_types_of_the_run_in_all_matrices(aespa: Comman
     assert found["nearest"] == pytest.approx(found["quantized"], rel=0.02)
     assert found["original"] < 0.8 * found["nearest"]
     assert metrics["size"]["quantized"]["bytes"] < 0.2 * metrics["size"]["original"]["bytes"]
+
+
+@pytest.mark.parametrize("form", ["hf", "compressed-tensors"])
+def test_transformers_gives_the_logits_of_a_bloom_run(form: str, aespa: CommandLine) -> None:
+    """Last bits of its products differ with their length, so the run answers on as many tokens."""
+    words = (
+        *BASE, "--model.pretrained", "embedded:bloom",
+        "--quantization.bits", 4, "--quantization.group_size", 32,
+    )  # fmt: skip
+    assert aespa("fit", *words)[::2] == (0, "")
+    status, out, err = aespa("export", "last", "--format", form)
+    assert (status, err) == (0, "")
+    assert "logits equal" in out

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from aespa_pl.cli import main
-from aespa_pl.commands.arguments import Arguments
+from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.compare import compare, failure
 from aespa_pl.errors import EndedError, UserError
 from aespa_pl.report.comparison import Cell, figure, summary
@@ -119,13 +119,15 @@ def test_formats_take_the_place_of_bits(tmp_path: Path) -> None:
     def run(words: Sequence[str]) -> str:
         chosen.append((value(words, "output.name"), value(words, "quantization.format")))
         assert not [word for word in words if word.startswith("--quantization.bits")]
+        assert (value(words, "quantization.target") == "null") == (chosen[-1][1] != "auto")
         return "out of memory"
 
+    shared = given(tmp_path).then(Option("quantization.target", "3 MB"))
     with pytest.raises(EndedError):
-        compare(replace(SETTINGS, formats=["Q2_K", "Q4_0"], seeds=[0]), given(tmp_path), run, silent())
-    assert chosen == [(f"{m}_{f}_s0", f) for f in ("Q2_K", "Q4_0") for m in ("rtn", "optq")]
+        compare(replace(SETTINGS, formats=["Q2_K", "auto"], seeds=[0]), shared, run, silent())
+    assert chosen == [(f"{m}_{f}_s0", f) for f in ("Q2_K", "auto") for m in ("rtn", "optq")]
     rows = list(csv.DictReader((tmp_path / "compare" / "compare.csv").read_text().splitlines()))
-    assert [row["bits"] for row in rows] == ["Q2_K", "Q2_K", "Q4_0", "Q4_0"]
+    assert [row["bits"] for row in rows] == ["Q2_K", "Q2_K", "auto", "auto"]
 
 
 def test_finished_cells_are_not_run_again_and_others_are(tmp_path: Path) -> None:
@@ -234,6 +236,7 @@ def test_failure_is_the_last_line_of_the_run(status: int, said: str, expected: s
         ),
         (["--quantization.format=Q2_K"], r"format is Q2_K, which goes before .* --compare\.formats '\["),
         (["--quantization.target=2.75"], r"target is 2\.75, which goes before the bits of the cells"),
+        (["--compare.formats=[Q4_0, auto]"], "format is auto, .*: set quantization.target"),
         (["--compare.formats=[Q4_0, Q9_K]"], "format is Q9_K: expected one of uniform, auto, Q2_K_S"),
     ],
 )

@@ -252,7 +252,8 @@ def write_run(
     paths = {f.relative_to(folder).as_posix(): f for f in target.iterdir()}
     sums = {path: sha(f) for path, f in paths.items() if path not in of_blocks}
     journal = {
-        "format": 2, "fingerprint": {"model": fingerprint(original)}, "blocks": records,
+        "format": 2, "blocks": records,
+        "fingerprint": {"model": fingerprint(original), "version of aespa-pl": "1.2.3"},
         "checkpoint": None, "portions": [], "damping": {}, "model": sums,
     }  # fmt: skip
     (folder / "journal.json").write_text(json.dumps(journal))

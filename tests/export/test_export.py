@@ -109,6 +109,9 @@ def test_empty_output_is_used(fresh: Known, tmp_path: Path) -> None:
     [
         ({"format": "hf", "embedding": "q8_0"}, "--embedding q8_0 is of --format gguf only"),
         ({"format": "gguf", "container_bits": 4}, "--container_bits is of compressed-tensors, awq"),
+        ({"format": "ggul"}, "--format is 'ggul': expected one of .*gguf"),
+        ({"format": "gptq", "container_bits": 5}, "--container_bits is 5: expected one of"),
+        ({"format": "gguf", "embedding": "q4"}, "--embedding is 'q4': expected one of"),
         ({"format": "gguf", "verify": "vllm"}, "does not read --format gguf: choose llama.cpp or"),
     ],
 )

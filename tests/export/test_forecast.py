@@ -35,9 +35,9 @@ def words(width: int, intermediate: int, **options: object) -> str:
         ),
         (
             {"bits": 2, "group_size": 64},
-            "2 bits, asymmetric, groups of 64: Q4_0, 4.5 bits a weight in GGUF (symmetric groups of 64 would "
-            "be Q2_0, 2.25), or llama.cpp's own types by --quantization.format Q2_K; 2.28 in "
-            "compressed-tensors, 4 and more in vLLM's containers",
+            "2 bits, asymmetric, groups of 64: Q4_0, 4.5 bits a weight in GGUF (down to Q2_0, 2.25, where "
+            "the zero points of a matrix are 1 and 2), or llama.cpp's own types by --quantization.format "
+            "Q2_K; 2.28 in compressed-tensors, 4 and more in vLLM's containers",
         ),
         ({"bits": 8}, "no GGUF file, because no type of llama.cpp holds this grid (symmetric groups of 32"),
         # down_proj is a third of an MLP and has 256 columns: (4 + 3) * 1 / (4 + 9)

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from aespa_pl.commands.export import export
+from aespa_pl.run.journal import Run
 from tests.export.folders import card
 from tests.export.runs import Known
 
@@ -16,12 +17,13 @@ def test_model_card_says_what_it_is_and_how_it_was_made(fresh: Known, tmp_path: 
     (fresh.original / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
     export(str(fresh.folder), format="compressed-tensors", output=str(tmp_path / "out"))
     header, text = card(tmp_path / "out")
+    made_by = Run.open(fresh.folder).fingerprint["version of aespa-pl"]
     assert header["license"] == "apache-2.0"
     assert "base_model" not in header  # a folder of this machine means nothing to others
     assert str(tmp_path) not in text
     for part in (
         "# original, 4 bits, groups of 32, asymmetric, compressed-tensors",
-        "\noriginal quantized with aespa_pl ",
+        f"\noriginal quantized with aespa_pl {made_by}.",
         "Licence of the base model: apache-2.0.",
         "aespa: 4 bits, groups of 32, asymmetric; calibrated on 32 segments of 64 tokens of embedded",
         "| original | 25.730 |",

@@ -22,8 +22,10 @@ def test_sizes_and_bits_are_read(given: float | str, size: float | None, bits: f
     assert Target.of(given) == Target(size, bits)
 
 
-@pytest.mark.parametrize("given", ["big", "3 apples", "-3 GB", "GB", "", "3.5.1 GB"])
-def test_other_texts_are_refused(given: str) -> None:
+@pytest.mark.parametrize(
+    "given", ["big", "3 apples", "-3 GB", "GB", "", "3.5.1 GB", "0", 0, -1, "nan", "inf"]
+)
+def test_other_texts_are_refused(given: float | str) -> None:
     with pytest.raises(UserError, match=r"expected a size such as 3\.5 GB or 300 MB"):
         Target.of(given)
 
@@ -50,12 +52,12 @@ def test_projections_of_one_matrix_get_the_same_and_losses_add_up() -> None:
 
 def test_limits_are_named_with_what_else_the_file_holds() -> None:
     found = choices()
-    assert limit_of(Target(None, 4.0), 4.0, found, 0) == 60
-    assert limit_of(Target(100.0, None), "100 B", found, 40) == 60
+    assert limit_of(Target(None, 4.0), 4.0, found.matrices, 0) == 60
+    assert limit_of(Target(100.0, None), "100 B", found.matrices, 40) == 60
     with pytest.raises(UserError, match=r"target is 1.9, and this model can have 2.00 to 5.33 bits"):
-        limit_of(Target(None, 1.9), 1.9, found, 0)
+        limit_of(Target(None, 1.9), 1.9, found.matrices, 0)
     with pytest.raises(UserError, match=r"can have 2.001 to 2.000 MB"):
-        limit_of(Target(1e3, None), "1 kB", found, 2_000_000)
+        limit_of(Target(1e3, None), "1 kB", found.matrices, 2_000_000)
 
 
 def test_all_experts_of_a_block_get_the_same_bits() -> None:
