@@ -22,7 +22,8 @@ def forecast(settings: QuantizationSettings, shape: Shape, config: PreTrainedCon
     kind = "symmetric" if settings.symmetric else "asymmetric"
     groups = f"groups of {settings.group_size}" if settings.group_size else "per channel"
     files = f"{_in_gguf(settings, shape, config)}; {_in_folders(settings, shape)}"
-    return f"{settings.bits} bits, {kind}, {groups}: {files}"
+    least, *_, most = sorted(bits for bits, *_ in _matrices(settings, shape))
+    return f"{least if least == most else f'{least} to {most}'} bits, {kind}, {groups}: {files}"
 
 
 def _in_gguf(settings: QuantizationSettings, shape: Shape, config: PreTrainedConfig) -> str:
@@ -48,12 +49,15 @@ def _in_gguf(settings: QuantizationSettings, shape: Shape, config: PreTrainedCon
 def _in_folders(settings: QuantizationSettings, shape: Shape) -> str:
     if shape.layout.mixture is not None and not settings.symmetric:
         return "no compressed-tensors, which has no zero points of experts: set quantization.symmetric true"
-    weights = total = 0.0
-    for bits, columns, size in _matrices(settings, shape):
-        weights += size
-        total += size * (bits + (SCALE_BITS + bits) / (settings.group_size or columns))
-    container = "" if settings.bits >= CONTAINER else f", {CONTAINER} and more in vLLM's containers"
-    return f"{total / weights:.2f} in compressed-tensors{container}"
+    matrices = list(_matrices(settings, shape))
+    numbers, more = {bits for bits, *_ in matrices}, ""
+    if len(numbers) > 1:  # they are all stored with as many
+        least = CONTAINER if max(numbers) <= CONTAINER else 2 * CONTAINER
+        matrices, more = [(least, *rest) for _, *rest in matrices], f" with --container_bits {least}"
+    elif settings.bits < CONTAINER:
+        more = f", {CONTAINER} and more in vLLM's containers"
+    total = sum(n * (bits + (SCALE_BITS + bits) / (settings.group_size or c)) for bits, c, n in matrices)
+    return f"{total / sum(n for *_, n in matrices):.2f} in compressed-tensors{more}"
 
 
 def _matrices(settings: QuantizationSettings, shape: Shape) -> Iterator[tuple[int, int, int]]:

@@ -1,5 +1,7 @@
 """A run says before it begins what its integers become in each file."""
 
+import re
+
 import pytest
 from transformers import LlamaConfig, OPTConfig
 
@@ -57,7 +59,12 @@ def test_the_mean_is_over_all_weights() -> None:
 
 
 def test_several_bits_are_counted() -> None:
-    assert "Q4_0 and Q5_0" in words(96, 160, bits=3, bits_of={"down_proj": 4})
+    said = words(96, 160, bits=3, bits_of={"down_proj": 4})
+    assert "Q4_0 and Q5_0" in said
+    # 4 + (16 + 4) / columns: all take the container's bits
+    assert re.search(r"; 4\.1\d in compressed-tensors with --container_bits 4$", said)
+    assert said.startswith("3 to 4 bits, asymmetric")
+    assert words(96, 160, bits=3, bits_of={"down_proj": 5}).endswith("with --container_bits 8")
 
 
 def test_a_family_that_llama_cpp_lacks_has_no_gguf() -> None:
