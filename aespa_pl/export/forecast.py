@@ -53,7 +53,7 @@ def _in_folders(settings: QuantizationSettings, shape: Shape) -> str:
     numbers, more = {bits for bits, *_ in matrices}, ""
     if len(numbers) > 1:  # they are all stored with as many
         least = CONTAINER if max(numbers) <= CONTAINER else 2 * CONTAINER
-        matrices, more = [(least, *rest) for _, *rest in matrices], f" with --container_bits {least}"
+        matrices, more = [(least, c, n) for _, c, n in matrices], f" with --container_bits {least}"
     elif settings.bits < CONTAINER:
         more = f", {CONTAINER} and more in vLLM's containers"
     total = sum(n * (bits + (SCALE_BITS + bits) / (settings.group_size or c)) for bits, c, n in matrices)
