@@ -33,9 +33,9 @@ class CompressedTensors(PackedFormat):
     reader = "compressed-tensors"
 
     def pack(self, model: QuantizedModel, name: str, matrix: QuantizedWeight) -> dict[str, Tensor]:
-        """Return integers, scale, zero point and shape."""
-        bits = self.bits(model)
-        middle = 2 ** (bits - 1)
+        """Return integers, scale, shape, and zero point; a symmetric grid has none in any container."""
+        bits, symmetric = self.bits(model), model.quantization.symmetric
+        middle = 2 ** ((matrix.bits if symmetric else bits) - 1)
         integers = (matrix.integers.short() - middle).to(torch.int8)
         zero_point = (matrix.zero_point.short() - middle).to(torch.int8)
         packed = {
@@ -46,7 +46,7 @@ class CompressedTensors(PackedFormat):
             "weight_zero_point": pack_to_int32(zero_point, bits, packed_dim=0),
             "weight_shape": torch.tensor(matrix.integers.shape),
         }
-        if model.has_experts:
+        if symmetric:
             del packed["weight_zero_point"]  # it is 0
         return packed
 
@@ -82,7 +82,7 @@ class CompressedTensors(PackedFormat):
             "weights": {
                 "num_bits": self.bits(model),
                 "type": "int",
-                "symmetric": model.has_experts,
+                "symmetric": model.quantization.symmetric,
                 "strategy": "group" if model.quantization.group_size else "channel",
                 "group_size": model.quantization.group_size,
                 "dynamic": False,

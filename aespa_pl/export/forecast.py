@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 
 from transformers import PreTrainedConfig
 
-from aespa_pl.evaluation.size import SCALE_BITS
 from aespa_pl.export.gguf_bytes import BlockType, smallest_type, zero_points
 from aespa_pl.models.llama_cpp import unsupported_part
 from aespa_pl.planning.shape import Shape
@@ -13,6 +12,8 @@ from aespa_pl.settings import QuantizationSettings
 
 MIXTURE = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M"}
 """llama.cpp's usual mixture, by its bits."""
+FOLDER_SCALE_BITS = 32
+"""Bits of a scale in compressed-tensors."""
 CONTAINER = 4
 """Bits of the integers that vLLM has kernels for."""
 
@@ -56,8 +57,13 @@ def _in_folders(settings: QuantizationSettings, shape: Shape) -> str:
         matrices, more = [(least, c, n) for _, c, n in matrices], f" with --container_bits {least}"
     elif settings.bits < CONTAINER:
         more = f", {CONTAINER} and more in vLLM's containers"
-    total = sum(n * (bits + (SCALE_BITS + bits) / (settings.group_size or c)) for bits, c, n in matrices)
-    return f"{total / sum(n for *_, n in matrices):.2f} in compressed-tensors{more}"
+    zero = 0 if settings.symmetric else 1
+    total = sum(
+        size * (bits + (FOLDER_SCALE_BITS + zero * bits) / (settings.group_size or columns))
+        for bits, columns, size in matrices
+    )
+    mean = total / sum(size for *_, size in matrices)
+    return f"{mean:.2f} in compressed-tensors{more}"
 
 
 def _matrices(settings: QuantizationSettings, shape: Shape) -> Iterator[tuple[int, int, int]]:

@@ -115,7 +115,7 @@ class QuantizationSettings:
     method: MethodName = "aespa-tuned"
     """The method, which decides every setting that is left at null (docs/methods.md). aespa learns the
     rounding of all projections, aespa-hybrid of Q, K and V, aespa-fast of none; aespa-tuned begins as
-    aespa-fast and trains blocks and model; the others are what the paper compares with."""
+    aespa-fast and trains blocks and model; the others are those of other papers."""
     format: str = "uniform"
     """Grids of the weights: uniform (bits, group_size and symmetric below), or what llama.cpp stores: a
     mixture (Q2_K, Q4_K_M, IQ4_XS ...), a block type (Q3_K, Q4_0 ...) or auto, the types that target

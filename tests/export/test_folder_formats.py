@@ -99,9 +99,16 @@ def test_mixtures_of_experts_survive_compressed_tensors(name: str, known: MakeRu
     assert torch.equal(logits(load(tmp_path)), logits(run.model))
 
 
-def test_symmetric_grid_in_compressed_tensors(known: MakeRun, tmp_path: Path) -> None:
-    run = known("llama", 4, 32, symmetric=True)
-    write(run, CompressedTensors(), tmp_path)
+@pytest.mark.parametrize(("bits", "container"), [(4, None), (3, 4), (2, None)])
+def test_a_symmetric_grid_has_no_zero_points_in_compressed_tensors(
+    bits: int, container: int | None, known: MakeRun, tmp_path: Path
+) -> None:
+    """Engines have their fastest kernels for such files."""
+    run = known("llama", bits, 32, symmetric=True)
+    write(run, CompressedTensors(container), tmp_path)
+    assert not [name for f in tmp_path.glob("*.safetensors") for name in load_file(f) if "zero" in name]
+    scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert scheme["config_groups"]["group_0"]["weights"]["symmetric"]
     assert_runs_as_known(run, tmp_path)
 
 

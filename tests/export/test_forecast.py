@@ -24,11 +24,11 @@ def words(width: int, intermediate: int, **options: object) -> str:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # bits of the types: 4.5 = 18 bytes of 32 weights, 5.5 = 22 bytes; 4 + (16 + 4) / 64 = 4.3125
+        # bits of the types: 4.5 = 18 bytes of 32 weights, 5.5 = 22 bytes; 4 + (32 + 4) / 64 = 4.5625
         (
             {"bits": 4, "group_size": 64},
             "4 bits, asymmetric, groups of 64: Q5_0, 5.5 bits a weight in GGUF (symmetric groups of 32 would "
-            "be Q4_0, 4.5), or llama.cpp's own types by --quantization.format Q4_K_M; 4.31 in "
+            "be Q4_0, 4.5), or llama.cpp's own types by --quantization.format Q4_K_M; 4.56 in "
             "compressed-tensors",
         ),
         (
@@ -39,7 +39,7 @@ def words(width: int, intermediate: int, **options: object) -> str:
             {"bits": 2, "group_size": 64},
             "2 bits, asymmetric, groups of 64: Q4_0, 4.5 bits a weight in GGUF (down to Q2_0, 2.25, where "
             "the zero points of a matrix are 1 and 2), or llama.cpp's own types by --quantization.format "
-            "Q2_K; 2.28 in compressed-tensors, 4 and more in vLLM's containers",
+            "Q2_K; 2.53 in compressed-tensors, 4 and more in vLLM's containers",
         ),
         ({"bits": 8}, "no GGUF file, because no type of llama.cpp holds this grid (symmetric groups of 32"),
         # down_proj is a third of an MLP and has 256 columns: (4 + 3) * 1 / (4 + 9)
@@ -61,8 +61,8 @@ def test_the_mean_is_over_all_weights() -> None:
 def test_several_bits_are_counted() -> None:
     said = words(96, 160, bits=3, bits_of={"down_proj": 4})
     assert "Q4_0 and Q5_0" in said
-    # 4 + (16 + 4) / columns: all take the container's bits
-    assert re.search(r"; 4\.1\d in compressed-tensors with --container_bits 4$", said)
+    # 4 + (32 + 4) / columns: all take the container's bits
+    assert re.search(r"; 4\.3\d in compressed-tensors with --container_bits 4$", said)
     assert said.startswith("3 to 4 bits, asymmetric")
     assert words(96, 160, bits=3, bits_of={"down_proj": 5}).endswith("with --container_bits 8")
 
