@@ -111,7 +111,7 @@ def test_a_block_never_mixes_devices_and_finds_the_integers_of_the_cpu(
 
 def test_statistics_wait_for_nothing_but_the_check_at_their_end(counted: Counted) -> None:
     for found, most in zip(counted.phases["statistics"], (260, 430), strict=True):
-        assert not waits(found, "_refuse_not_finite")
+        assert not waits(found, "refuse_not_finite")
         assert found.count / BATCHES < most
 
 
