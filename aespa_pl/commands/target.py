@@ -59,8 +59,10 @@ def _size_in_words(job: Job, given: Settings) -> str:
     in_matrices = sum(min(m.costs.values()) for m in matrices)  # each has one candidate
     size = in_matrices + _other_bytes(job, matrices)
     bits = 8 * in_matrices / sum(m.weights for m in matrices)
-    key = "bits_of" if job.quantization.format == UNIFORM else "types"
-    words = f"quantization.{key} names all matrices: a file of {size / 1e6:.2f} MB, {bits:.3f} bits a weight"
+    key, whole = "types", f"a file of {size / 1e6:.2f} MB"
+    if job.quantization.format == UNIFORM:
+        key, whole = "bits_of", f"{size / 1e6:.2f} MB with packed integers"
+    words = f"quantization.{key} names all matrices: {whole}, {bits:.3f} bits a weight"
     if size > (target.bytes or math.inf) or bits > (target.bits or math.inf):
         raise UserError(
             f"quantization.target is {given.quantization.target}, but {words}; remove {key} from the "
@@ -71,11 +73,10 @@ def _size_in_words(job: Job, given: Settings) -> str:
 
 def _choose(job: Job, given: Settings, progress: WalkProgress) -> Mixture:
     """Return the types or bits of least predicted loss."""
-    matrices = _matrices(job, given)
+    matrices, target = _matrices(job, given), Target.of(str(given.quantization.target))
 
     def limit(other: int) -> float:
-        size = given.quantization.target
-        return limit_of(Target.of(str(size)), size, matrices, other)
+        return limit_of(target, given.quantization.target, matrices, other)
 
     candidate, other = job, _other_bytes(job, matrices)
     limit(other)  # a size that can't be is refused before the work

@@ -36,12 +36,13 @@ StoredTensor = Tensor | StoredWeight
 
 
 def _original(given: str | None, settings: Settings) -> Path:
-    """Return the folder of the model that was quantized, or of the one that is given in its place."""
-    name, revision = given or settings.model.pretrained, None if given else settings.model.revision
+    """Return the folder of the model that was quantized: the one that is given, or where the run found it."""
+    if given is not None:
+        if given.startswith(EMBEDDED) or expanded(given).is_dir():
+            return resolve(given)
+        raise UserError(f"--original: there is no folder {given}: give that of the model that was quantized")
     try:
-        if given and not given.startswith(EMBEDDED) and not expanded(given).is_dir():
-            raise UserError(f"there is no folder {given}")
-        return resolve(name, revision)
+        return resolve(settings.model.pretrained, settings.model.revision)
     except UserError as error:
         reason = str(error).removeprefix("model.pretrained: ").partition(": give ")[0]
         raise UserError(
