@@ -282,7 +282,7 @@ class RoundingHistograms(Callback):
             return
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         for name, projection in cast(BlockRounding, pl_module).named_projections():
-            if name in self.projections:
+            if name.partition("_heads_")[0] in self.projections:  # of one that is learned in portions
                 values = rectified_sigmoid(projection.variables.detach()).flatten()
                 for board in boards if trainer.is_global_zero else ():
                     board.experiment.add_histogram(tag(ROUNDING_VARIABLES, name), values, step)

@@ -93,6 +93,15 @@ def best_grids(
     return scale[..., 0], chosen.zero[..., 0], loss[..., 0]
 
 
+def best_weighted(
+    V: Float[Tensor, "groups rows columns"], D: Float[Tensor, "groups columns"], candidates: Candidates
+) -> tuple[Float[Tensor, "groups rows"], Float[Tensor, "groups rows"]]:
+    """Return the scale and the zero point with the least ``dv diag(D) dv^T`` for each row."""
+    nothing = torch.zeros_like(D)[..., None]
+    best = candidates.take(approximate_losses(V, nothing, D, candidates).argmin(-1, keepdim=True))
+    return best.scale[..., 0], best.zero[..., 0]
+
+
 def _shortlist(V: Tensor, H: Tensor, candidates: Candidates, effort: Effort, length: int) -> Candidates:
     """Return the candidates with the least approximate losses of those that are compared."""
     A, D = leading_part(H)

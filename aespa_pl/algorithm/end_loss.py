@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from aespa_pl.algorithm.grid import search_grid
+from aespa_pl.algorithm.grid import weighted_grid
 from aespa_pl.algorithm.hessian import corrected_weights, damp, remaining_variances
 from aespa_pl.algorithm.quantizer import GridFormat, dequantize, quantize
 
@@ -56,8 +56,7 @@ def row_losses(
     W: Float[Tensor, "rows d_in"], D: Float[Tensor, " d_in"], form: GridFormat
 ) -> Float[Tensor, "rows d_in"]:
     """Return ``D_j e_j^2`` of each weight, with the errors e of nearest rounding on good grids."""
-    ones = torch.ones_like(D)
-    grid = search_grid(W[None], torch.diag(D)[None], ones, form)[0]
+    grid = weighted_grid(W[None], D, torch.ones_like(D), form)
     errors = dequantize(quantize(W[None], grid), grid)[0] - W
     return errors.square_().mul_(D)
 

@@ -18,7 +18,14 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aespa_pl.algorithm.candidates import ACCELERATOR_CHUNK, THOROUGH, Candidates, Effort, best_grids
+from aespa_pl.algorithm.candidates import (
+    ACCELERATOR_CHUNK,
+    THOROUGH,
+    Candidates,
+    Effort,
+    best_grids,
+    best_weighted,
+)
 from aespa_pl.algorithm.grid_types import Factors, GridType, nearest_to, round_to_half
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, dequantize, quantize
@@ -43,8 +50,7 @@ def min_max_grid(
 ) -> Grid:
     """Return the grid from the smallest to the largest weight; of a block type, its fit where H is 1."""
     if grid_format.kind is not None:
-        H = torch.eye(W.shape[-1], dtype=W.dtype, device=W.device)
-        return search_grid(W, H[None], zeta, grid_format)[0]
+        return weighted_grid(W, torch.ones_like(zeta), zeta, grid_format)
     scale, zero_point = _range(_split(W / zeta, grid_format.group_size), grid_format)
     return Grid(scale, zero_point.round(), zeta, grid_format.bits)
 
@@ -93,6 +99,23 @@ def search_grid(
     return grid, reconstruction_loss(dequantize(quantize(W, grid), grid) - W, H).sum()
 
 
+def weighted_grid(
+    W: Float[Tensor, "heads rows d_in"],
+    D: Float[Tensor, " d_in"],
+    zeta: Float[Tensor, " d_in"],
+    grid_format: GridFormat,
+) -> Grid:
+    """Return the grid of ``search_grid`` where H is ``diag(D)``, without a product with H."""
+    V = _split(W / zeta, grid_format.group_size).flatten(0, 1).transpose(0, 1).contiguous()
+    weights = (D * zeta.square()).view(len(V), -1)
+    if grid_format.kind is None:
+        scale, zero_point = best_weighted(V, weights, _candidates(V, grid_format))
+        grid = Grid(scale.T[None], zero_point.T[None], zeta, grid_format.bits)
+    else:
+        grid = Grid.of(fit_factors(V, weights.diag_embed(), grid_format.kind), zeta)
+    return grid.merged(lambda x: x.reshape(*W.shape[:2], -1))
+
+
 def _split(V: Tensor, group_size: int | None) -> Tensor:
     """Return ``[..., d_in]`` as ``[..., groups, columns]``."""
     return V.reshape(*V.shape[:-1], -1, group_size or V.shape[-1])
@@ -101,8 +124,9 @@ def _split(V: Tensor, group_size: int | None) -> Tensor:
 def _blocks(H: Tensor, zeta: Tensor, group_size: int | None) -> Tensor:
     """Return the diagonal blocks ``[groups, columns, columns]`` of H, as weights over zeta meet it."""
     size = group_size or len(H)
-    blocks = (zeta[:, None] * H).mul_(zeta).view(-1, size, len(H) // size, size)
-    return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0).contiguous()
+    blocks = H.reshape(-1, size, len(H) // size, size).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    factors = zeta.view(-1, size)
+    return (factors[:, :, None] * blocks).mul_(factors[:, None]).contiguous()
 
 
 def _range(V: Tensor, grid_format: GridFormat) -> tuple[Tensor, Tensor]:
@@ -156,12 +180,12 @@ class Parabola:
         return (self.B * S - self.E) / self.C.clamp(min=TINY)
 
     def lowest(self) -> tuple[Tensor, Tensor]:
-        """Return scale and minimum of the lowest point; where there is no single one the minimum is 0."""
+        """Return scale and minimum of the lowest point; where there is no single one, one of them is 0."""
         determinant = self.A * self.C - self.B.square()
         scale = (self.C * self.D - self.B * self.E) / determinant.clamp(min=TINY)
         single = determinant > SINGULAR * self.A * self.C
         scale = torch.where(single, scale, self.lowest_scale())
-        return scale, torch.where(single, self.lowest_minimum(scale), 0)
+        return scale, torch.where(single | (self.A == 0), self.lowest_minimum(scale), 0)
 
 
 def fit_factors(
@@ -186,7 +210,7 @@ def _fit_rows(V: Tensor, H: Tensor, kind: GridType) -> Factors:
         parabola = _parabola(V, start, VH, H, kind)
         S, M = parabola.lowest()
         # where c is stored a minimum is at least 0, so that all groups of a block can have theirs
-        usable = (S > 0) & ((M > 0) | (kind.minimums == (1, 1))) & (kind.zero_point is None)
+        usable = (S >= 0) & ((M > 0) | (kind.minimums == (1, 1))) & (kind.zero_point is None)
         S, M = torch.where(usable, S, parabola.lowest_scale()), torch.where(usable, M, 0)
         loss = parabola.at(S, M)
         better = loss < best
@@ -208,7 +232,9 @@ def _parabola(V: Tensor, grid: tuple[Tensor, Tensor], VH: Tensor, H: Tensor, kin
 
 def _starts(V: Tensor, kind: GridType) -> Iterator[tuple[Tensor, Tensor]]:
     if kind.zero_point is None:
-        low, high = V.amin(-1).clamp(max=0), V.amax(-1).clamp(min=0)
+        low, high = V.amin(-1), V.amax(-1)
+        if kind.minimums != (1, 1):  # the minimum can't be negative
+            low = low.clamp(max=0)
         yield from (((high - low) / (kind.largest + x), -low) for x in STARTS)
     else:
         largest = V.gather(-1, V.abs().argmax(-1, keepdim=True))[..., 0]

@@ -12,7 +12,7 @@ they become the float16 numbers nearest to the lowest point. Groups and blocks a
 that G couples one after the other, as in a coordinate descent.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 import torch
@@ -30,14 +30,14 @@ REFITS = 2
 
 
 def rounded_rows(W: Float[Tensor, "rows d_in"], kind: GridType) -> TypedWeight:
-    """Return a matrix without statistics of its inputs, such as an embedding, in a type.
+    """Return a matrix without statistics of its inputs, such as an embedding, in a type that holds its rows.
 
     Each row is rounded by its own least squares. A row of an embedding has scales of its own, so how often
     its token occurs changes nothing.
     """
-    H = torch.eye(W.shape[1], device=W.device)[None]
-    zeta, factor = torch.ones(W.shape[1], device=W.device), torch.ones(1, len(W), device=W.device)
-    values = W[None].float()
+    values = W.reshape(1, -1, kind.block).float()  # blocks don't depend on each other
+    H = torch.eye(kind.block, device=W.device)[None]
+    zeta, factor = torch.ones_like(values[0, 0]), torch.ones_like(values[..., 0])
     grid: Grid = min_max_grid(values, zeta, GridFormat.of(kind)).in_half(factor)
     q = quantize(values, grid)
     for _ in range(REFITS):
@@ -45,7 +45,8 @@ def rounded_rows(W: Float[Tensor, "rows d_in"], kind: GridType) -> TypedWeight:
         q = quantize(values, grid)
     if grid.factors is None:
         raise ValueError(f"{kind.name} makes no grid")
-    return grid.factors.stored(q[0].to(torch.uint8))
+    stored = grid.factors.stored(q[0].to(torch.uint8))
+    return replace(stored, **{part: x.reshape(len(W), -1) for part, x in stored.tensors().items()})
 
 
 def refit(

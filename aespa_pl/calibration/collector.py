@@ -69,8 +69,8 @@ class StatisticsCollector:
         """Add one batch; shifts are collected where the ``original`` model has seen it too."""
         with multiplying_in(self.precision):
             for group in self.layout.groups if self.inputs else ():
-                for name, (first, *_) in group.inputs.items():
-                    if first.expert is None:
+                for name, projections in group.inputs.items():
+                    if projections[0].expert is None and not all(p.kept for p in projections):
                         self._add_inputs(name, seen, original)
             if self.experts is not None:
                 self.experts.add(seen, original)

@@ -107,7 +107,10 @@ def end_loss(source: StreamedModel, tokens: Tensor, *, seed: int) -> Iterator[Se
 
 @torch.no_grad()
 def head_input(source: StreamedModel, tokens: Tensor) -> Tensor:
-    """Return ``E[x x^T]`` ``[d, d]`` of the head's inputs in the original model; tokens ``[segments, L]``."""
+    """Return ``E[x x^T]`` ``[d, d]`` of the head's inputs in the original model; tokens ``[segments, L]``.
+
+    Raises UserError where it is not finite.
+    """
     hidden, moments = source.embed(tokens, 1), _Moments()
     for block in source.blocks():
         source.advance(block, hidden)
@@ -115,7 +118,9 @@ def head_input(source: StreamedModel, tokens: Tensor) -> Tensor:
         for i in range(len(hidden)):
             source.family.head(source.model, hidden[i].to(source.device))
             moments.add_inputs("head", seen["head"][0])
-    return moments.mean_input("head")
+    H = moments.mean_input("head")
+    refuse_not_finite(H, "the head's inputs have", source.dtype)
+    return H
 
 
 def _through_head(source: StreamedModel, hidden: Batches, seed: int) -> tuple[list[Tensor], _Moments]:
@@ -186,11 +191,13 @@ def _of_embedding(source: StreamedModel, tokens: Tensor, gradients: list[Tensor]
     weight = module.weight
     sums = torch.zeros(weight.shape, device=weight.device)
     module.sparse = weight.requires_grad = True  # a dense gradient would be as large as the weight
+    padding, module.padding_idx = module.padding_idx, None  # its row would get no gradient
     for ids, gradient in zip(tokens.to(source.device), gradients, strict=True):
         with torch.enable_grad():
             hidden, _ = source.family.embed(source.model, ids[None])
             (of_rows,) = torch.autograd.grad(hidden, [weight], gradient)
         of_rows = of_rows.coalesce()
         sums.index_add_(0, of_rows.indices()[0], of_rows.values().float().square())
-    module.sparse = weight.requires_grad = False
+    module.sparse, module.padding_idx = False, padding
+    weight.requires_grad = False
     return Seen(None, "embedding", weight.detach(), sums / tokens.numel(), None)

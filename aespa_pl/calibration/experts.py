@@ -37,7 +37,8 @@ class ExpertSums:
         self.inputs: dict[str, Projection] = {}  # first projection of each input that experts have
         self.all_tokens: list[str] = []  # names of the groups whose input all tokens are
         for group in layout.groups:
-            of_experts = {n: p[0] for n, p in group.inputs.items() if p[0].expert in experts}
+            inputs = {n: p for n, p in group.inputs.items() if not all(one.kept for one in p)}
+            of_experts = {n: p[0] for n, p in inputs.items() if p[0].expert in experts}
             self.inputs |= of_experts
             if 0 in experts and of_experts and group.name not in group.inputs:
                 self.all_tokens.append(group.name)

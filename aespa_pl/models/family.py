@@ -142,6 +142,12 @@ class BlockLayout:
         """Return the group whose input is the attention's output, heads side by side; None: no attention."""
         return next((group for group in self.groups if self.values_before(group) is not None), None)
 
+    @property
+    def quantizes_values(self) -> bool:
+        """Tell whether the block has attention whose value projection is quantized."""
+        before = None if self.attended_group is None else self.values_before(self.attended_group)
+        return before is not None and not before.kept
+
     def values_before(self, group: InputGroup) -> Projection | None:
         """Return the value projection whose rows, mixed over positions alone, a group sees; None for most.
 

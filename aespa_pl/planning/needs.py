@@ -48,8 +48,9 @@ accelerator (True) does all of it at once, a CPU most of it in chunks."""
 
 
 def value_bytes(shape: Shape, settings: QuantizationSettings) -> int:
-    """Return the bytes of H_V of one key/value head; 0 where the objective has none."""
-    return FLOAT * shape.hidden**2 if shape.attends and settings.objective.value == "attention" else 0
+    """Return the bytes of H_V of one key/value head; 0 where there is none."""
+    attended = shape.layout.quantizes_values and settings.objective.value == "attention"
+    return FLOAT * shape.hidden**2 if attended else 0
 
 
 def _of_inputs(shape: Shape, partition: Partition, numbers: Mapping[str, int]) -> int:

@@ -47,8 +47,8 @@ def collect(context: Context, index: int, module: nn.Module, streams: Streams) -
     statistic is not finite: activations overflow.
     """
     layout = context.layout(index)
-    attends = layout.attended_group is not None and context.settings.objective.value == "attention"
-    heads = layout.key_value_heads if attends else 0
+    attended = layout.quantizes_values and context.settings.objective.value == "attention"
+    heads = layout.key_value_heads if attended else 0
     experts = 0 if layout.mixture is None else layout.mixture.total
     passes = context.partition.passes(heads, experts)
     some, few = passes[0]

@@ -17,8 +17,10 @@ from aespa_pl.algorithm.hessian import damp, damping_for
 from aespa_pl.algorithm.quantizer import GridFormat, quantize
 from aespa_pl.algorithm.refit import rounded_rows
 from aespa_pl.block.integers import descend_rows, updated_rows
+from aespa_pl.block.quantize import ADVICE
 from aespa_pl.block.quantized import Rows
 from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, TIED_DAMPING, head_input
+from aespa_pl.errors import NumericalError, UserError
 from aespa_pl.run.context import Context
 from aespa_pl.storage.files import write_tensors
 
@@ -29,7 +31,10 @@ end loss from 0.014 to 0.002 nats in Q5_1; in Q8_0 the whole is 0.0003."""
 
 
 def quantize_stem(context: Context, tokens: Tensor) -> None:
-    """Write the numbers of embedding and head to their file, where they have types and it isn't whole."""
+    """Write the numbers of embedding and head to their file, where they have types and it isn't whole.
+
+    Raises UserError where activations overflow.
+    """
     # the blocks are quantized after this embedding; the calibration segments ``[segments, L]`` are the head's
     types, parts = _types(context), context.source.pretrained.embeddings()
     if not types or context.run.has_stem:
@@ -43,10 +48,13 @@ def quantize_stem(context: Context, tokens: Tensor) -> None:
             of_text = damping_for(context.settings.damping, W.shape[1], tokens[:SEGMENTS, :LENGTH].numel())
             share = TIED_DAMPING if tied else of_text
             H.diagonal(dim1=1, dim2=2).copy_(damp(H.diagonal(dim1=1, dim2=2), share))
-        found = [
-            rounded_rows(rows, kind) if H is None else _compensated(context, rows, H, kind)
-            for rows in W.split(ROWS)
-        ]
+        try:
+            found = [
+                rounded_rows(rows, kind) if H is None else _compensated(context, rows, H, kind)
+                for rows in W.split(ROWS)
+            ]
+        except NumericalError as error:
+            raise UserError(f"{name}: {error}; {ADVICE}") from error
         parts_of = [part.tensors() for part in found]
         numbers |= {f"{name}.{field}": torch.cat([part[field] for part in parts_of]) for field in parts_of[0]}
     write_tensors(context.run.stem_file, numbers, {})

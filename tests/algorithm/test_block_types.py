@@ -75,6 +75,20 @@ def test_zeros_stay_zeros(kind: GridType) -> None:
     assert float(weight[:, 0].abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.zero_point is None], ids=lambda kind: kind.name)
+def test_weights_of_one_sign_use_all_integers(kind: GridType, spread: float, sign: int) -> None:
+    W = sign * (1 + spread * torch.rand(1, ROWS, COLUMNS))
+    grid = min_max_grid(W, torch.ones(COLUMNS), GridFormat.of(kind)).in_half(torch.ones(1, ROWS))
+    error = float((dequantize(quantize(W, grid), grid) - W).abs().max())
+    of_integers, of_minimums = spread / kind.largest, 0.0  # distances
+    if kind.minimums != (1, 1):  # an integer times a factor of the block, which is subtracted
+        of_minimums = (1 + spread) / kind.minimums[1]
+        of_integers = of_integers if sign == -1 else (1 + spread) / kind.largest
+    assert error < 0.9 * of_integers + 0.6 * of_minimums + 2e-3  # of float16
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_search_beats_equal_weights_of_all_columns(kind: GridType) -> None:
     W, _ = problem()

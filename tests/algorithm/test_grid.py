@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aespa_pl.algorithm import candidates
-from aespa_pl.algorithm.grid import min_max_grid, search_grid
+from aespa_pl.algorithm.grid import min_max_grid, search_grid, weighted_grid
 from aespa_pl.algorithm.quantizer import Grid, GridFormat
 from tests import reference
 
@@ -62,6 +62,21 @@ def test_search_is_as_good_as_trying_every_candidate(bits: int, *, symmetric: bo
             loss = loss_on(W[head, row], H[head], zeta, scale, zero, bits)
             assert_as_good(loss, by_hand(W[head, row], H[head], zeta, bits, symmetric=symmetric))
             assert zero == 2 ** (bits - 1) or not symmetric
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_weighted_errors_need_no_matrix(group_size: int | None, *, symmetric: bool) -> None:
+    W, _, zeta = problem(heads=2)
+    D = torch.rand(8, dtype=torch.float64)
+    found = weighted_grid(W, D, zeta, GridFormat(3, symmetric=symmetric, group_size=group_size))
+    size = group_size or 8
+    for head in range(2):
+        for row in range(3):
+            for g, part in enumerate(slice(i, i + size) for i in range(0, 8, size)):
+                problem_of = W[head, row, part], D[part].diag(), zeta[part]
+                loss = loss_on(*problem_of, *grid_of(found, row, g, head), 3)
+                assert_as_good(loss, by_hand(*problem_of, 3, symmetric=symmetric))
 
 
 def test_groups_are_searched_on_their_own_columns() -> None:

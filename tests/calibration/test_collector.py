@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from aespa_pl.calibration.collector import StatisticsCollector
+from aespa_pl.models.family import layout_of
+from aespa_pl.settings import QuantizationSettings
 from tests.calibration.collected import (
     LENGTH,
     MODELS,
@@ -14,7 +17,10 @@ from tests.calibration.collected import (
     WIDTH,
     assert_close,
     collect,
+    first_block,
+    llama,
     make,
+    run_through,
     shared_by_all,
     tokens,
     whole,
@@ -47,6 +53,15 @@ def test_collectors_add_up(model_of: Callable[[], PreTrainedModel]) -> None:
     collect(model, ids[:2], 2, lambda collector: collector.add_up(add, counts=False))
     found, _, _ = collect(model, ids[2:], 2, lambda one: one.add_up(add, counts=True))
     assert_close(together, found)
+
+
+def test_an_input_of_kept_projections_has_no_statistics() -> None:
+    model = make(llama)
+    family, _, _ = first_block(model)
+    kept = QuantizationSettings(bits_of={"down_proj": 16, "q_proj": 16})
+    collector = StatisticsCollector(layout_of(family, model.config, kept, 0), value=True, query_key=True)
+    collector.add(run_through(model, tokens()))
+    assert set(collector.finish().inputs) == {"attention_input", "attention_output", "mlp_input"}
 
 
 @pytest.mark.parametrize("model_of", MODELS)

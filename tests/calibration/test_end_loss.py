@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
 from transformers import PreTrainedModel
 
-from aespa_pl.calibration.end_loss import Seen, end_loss
+from aespa_pl.calibration.end_loss import Seen, end_loss, head_input
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
@@ -126,3 +126,5 @@ def test_activations_that_overflow_are_named_with_what_to_do(tmp_path: Path) -> 
     source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float16)
     with pytest.raises(UserError, match=r"overflow in float16: continue with --model\.dtype bfloat16"):
         list(end_loss(source, make_ids(2), seed=SEED))
+    with pytest.raises(UserError, match="the head's inputs have NaN or infinite values"):
+        head_input(source, make_ids(2))

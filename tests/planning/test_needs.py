@@ -5,17 +5,20 @@ from typing import Literal
 
 import pytest
 
-from aespa_pl.models.family import Role
+from aespa_pl.models import family_of
+from aespa_pl.models.family import Role, layouts_of
 from aespa_pl.planning.estimate import block_flops
 from aespa_pl.planning.needs import batch_bytes, disk_bytes, hessian_bytes, host_bytes, shifts
-from aespa_pl.planning.shape import Work
+from aespa_pl.planning.shape import Shape, Work
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import ObjectiveSettings, QuantizationSettings
+from tests.models.examples import EXAMPLES
 from tests.planning.shapes import PAPER, WORK, device_bytes, setup, shape
 
 
 def test_statistics_are_counted_one_by_one() -> None:
     s = shape()  # 24 wide, 4 query and 2 key heads of 6, feed-forward of 20 or 32
+    config = EXAMPLES["llama-grouped"]()
     d, wide = s.hidden, s.inputs["mlp_hidden"]
     layout = s.layout
     plain = sum(c**2 for c in (d, layout.heads * layout.head_dim, d, wide))
@@ -24,6 +27,8 @@ def test_statistics_are_counted_one_by_one() -> None:
     assert hessian_bytes(s, PAPER) == 4 * (plain + G + H_V)
     layer = replace(PAPER, objective=ObjectiveSettings("layer", "layer"))
     assert hessian_bytes(s, layer) == 4 * plain
+    kept = Shape.of(config, layouts_of(family_of(config), config, replace(PAPER, bits_of={"v_proj": 16})))
+    assert hessian_bytes(kept, PAPER) == 4 * (plain + G)
     assert shifts(s, PAPER) == 0
     inputs, outputs = 2 * d**2, d * (layout.heads * layout.head_dim + wide)
     values = layout.key_value_heads * layout.head_dim * d
