@@ -12,7 +12,7 @@ they become the float16 numbers nearest to the lowest point. Groups and blocks a
 that G couples one after the other, as in a coordinate descent.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
@@ -46,7 +46,7 @@ def rounded_rows(W: Float[Tensor, "rows d_in"], kind: GridType) -> TypedWeight:
     if grid.factors is None:
         raise ValueError(f"{kind.name} makes no grid")
     stored = grid.factors.stored(q[0].to(torch.uint8))
-    return replace(stored, **{part: x.reshape(len(W), -1) for part, x in stored.tensors().items()})
+    return TypedWeight(**{n: x.reshape(len(W), -1) for n, x in stored.tensors().items()}, kind=kind)
 
 
 def refit(

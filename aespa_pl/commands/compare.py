@@ -20,6 +20,7 @@ from aespa_pl.commands.block_types import AUTO, UNIFORM, check_format
 from aespa_pl.commands.keys import refuse_other_methods
 from aespa_pl.commands.output import print_table
 from aespa_pl.errors import EndedError, UserError
+from aespa_pl.models.hub import here
 from aespa_pl.paths import expanded
 from aespa_pl.progress import PlainConsole
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
@@ -46,12 +47,27 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
                     f"quantization.{key} is {value}, which goes before the bits of the cells: name the "
                     f"formats to compare, such as --{SECTION}.formats '[Q4_K_M]' (auto with a target)"
                 )
-    elif AUTO in chosen.formats and shared.setting("quantization.target", "null") == "null":
-        check_format(QuantizationSettings(format=AUTO))  # which needs a target
+    else:
+        _refuse_beside_formats(given, chosen)
     interruption.how_to_continue = shlex.join(["aespa-pl", *words])
     console = PlainConsole()
     folder = compare(chosen, shared, partial(in_process, interruption), console)
     console.print(str(folder), soft_wrap=True)
+
+
+def _refuse_beside_formats(given: Arguments, chosen: CompareSettings) -> None:
+    """Raise UserError where a setting would say something of cells that have formats, and be ignored."""
+    auto = AUTO in chosen.formats
+    ignored = [f"{SECTION}.bits", "quantization.format", *([] if auto else ["quantization.target"])]
+    for key in ignored:
+        if (value := given.setting(key, "null")) not in ("null", UNIFORM):
+            needs = f" (a target needs {AUTO} among them)" if key.endswith("target") else ""
+            raise UserError(
+                f"{key} is {value}, but {SECTION}.formats says what the grids of all cells are{needs}: leave "
+                "one of them out"
+            )
+    if auto and given.setting("quantization.target", "null") == "null":
+        check_format(QuantizationSettings(format=AUTO))  # which needs a target
 
 
 def _chosen(given: Arguments) -> CompareSettings:
@@ -79,6 +95,8 @@ def compare(
     runs = given.setting("output.folder", OutputSettings().folder)
     folder = expanded(Path(runs, given.setting("output.name", SECTION)))
     _refuse_other(folder, given)
+    if pretrained := given.setting("model.pretrained", ""):
+        here(pretrained, given.setting("model.revision", "") or None)  # a wrong path fails once
     # all of them first: a process that is killed early leaves a table with every finished cell
     kinds: Sequence[int | str] = settings.formats or settings.bits
     every = product(kinds, settings.methods, settings.seeds)

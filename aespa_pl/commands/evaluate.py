@@ -71,6 +71,8 @@ def test(
     texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
         raise UserError("data.evaluation.texts is empty: name at least one text, or tasks with --tasks")
+    if tasks.kld and not texts:
+        raise UserError("--kld: data.evaluation.texts is empty: name at least one text to compare on")
     chosen = None
     if tasks.tasks and world.is_first:  # before the perplexities, which may take hours
         refuse_too_large(job.pretrained.folder, job.device, job.dtype)
@@ -80,7 +82,7 @@ def test(
     metrics: dict[str, Any] = {"size": model_sizes(job, run, kinds)}
     if texts:
         metrics["perplexity"] = compare_perplexities(job, model, texts, kinds, progress=progress, world=world)
-    if tasks.kld and texts:
+    if tasks.kld:
         blocks = job.pretrained.config.num_hidden_layers * len(texts)
         progress.begin("KL divergence, blocks of both models", 2 * blocks)
         original, quantized = map(job.stream, models)
@@ -98,7 +100,7 @@ def test(
 
 
 def model_sizes(job: Job, run: Run, kinds: list[str]) -> dict[str, dict[str, float]]:
-    """Return ``bits_per_weight`` of the blocks and ``bytes`` of each kind of model, with integers packed."""
+    """Return ``bits_per_weight`` (of quantized projections) and ``bytes`` of each kind of model, packed."""
     shapes = {
         f"{index}.{name}": tensor.shape
         for index in run.blocks
@@ -107,7 +109,7 @@ def model_sizes(job: Job, run: Run, kinds: list[str]) -> dict[str, dict[str, flo
     stored = {tensor.file: tensor.file.stat().st_size for tensor in job.pretrained.tensors.values()}
     original, bits = sum(stored.values()), 8.0 * job.pretrained.dtype.itemsize
     settings = job.quantization
-    packed = bits_per_weight(shapes, settings.bits_for)
+    packed = bits_per_weight(shapes, settings.bits_for, symmetric=settings.symmetric)
     weights, total = projection_weights(shapes), packed * projection_weights(shapes)
     if run.stem_file.is_file():
         names = {name: part for part, name in job.pretrained.embeddings().items()}

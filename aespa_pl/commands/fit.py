@@ -2,6 +2,7 @@
 
 import platform
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -55,16 +56,10 @@ def fit(
         run = replace(run, writes=world.is_first)
         if finished is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
+            if new := sorted(texts.keys() - finished["perplexity"].get("quantized", {}).keys()):
+                progress.say(f"not measured: {', '.join(new)} (aespa-pl test --ckpt_path {run.folder})")
             return run, finished
-        progress.say(method_in_words(job.quantization, job.shape.layout))
-        progress.say(f"run folder: {run.folder}")
-        if job.quantization.format == "uniform":
-            progress.say(forecast(job.quantization, job.shape, job.config))
-        if job.quantization.types:
-            progress.say(types_in_words(job.quantization))
-        if words := tokenizer_in_words(job.quantization, job.pretrained.folder):
-            progress.say(words)
-        if words := few_tokens(len(tokens), job.segment_length, job.shape.widest_input):
+        for words in _plans(job, run, len(tokens)):
             progress.say(words)
         before = sum(phase_seconds(run).values())
         # only now: a later cell of aespa-pl compare finds the tokens of the first one in the cache
@@ -99,6 +94,21 @@ def fit(
         if world.is_first:
             write_json(run.metrics_file, metrics)
     return run, metrics
+
+
+def _plans(job: Job, run: Run, segments: int) -> Iterator[str]:
+    """Yield what a run will do, and what the user should know before it does."""
+    yield method_in_words(job.quantization, job.shape.layout)
+    yield f"run folder: {run.folder}"
+    if job.quantization.format == "uniform":
+        yield forecast(job.quantization, job.shape, job.config)
+    if job.quantization.types:
+        yield types_in_words(job.quantization)
+    if words := tokenizer_in_words(job.quantization, job.pretrained.folder):
+        yield words
+    words = few_tokens(segments, job.segment_length, job.shape.widest_input)
+    if words and job.quantization.uses_inputs:
+        yield words
 
 
 def _start(

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.table import TextTable, result_table
+from aespa_pl.evaluation.table import TextTable, known, result_table, with_later
+from aespa_pl.run.schema import Measured
 from aespa_pl.storage.files import write_json, write_text
 
 log = logging.getLogger(__name__)
@@ -45,10 +46,18 @@ def print_results(console: Console, metrics: Mapping[str, Any], method: str) -> 
 
 
 def store(folder: Path, metrics: Mapping[str, Any], method: str) -> None:
-    """Write ``test.json`` and ``test.md``; a read-only folder costs a warning alone, as they are printed."""
+    """Write ``test.json`` and ``test.md``, with what an earlier test measured and this one did not.
+
+    A read-only folder costs a warning alone, as the results are printed.
+    """
+    notes: list[str] = []
+    earlier = known(Measured, folder / "test.json", notes, "it is written anew")
+    for note in notes:
+        log.warning("%s", note)
+    everything = with_later(earlier.model_dump(exclude_defaults=True) if earlier else {}, metrics)
     try:
-        write_json(folder / "test.json", metrics)
-        write_text(folder / "test.md", result_table(metrics, method).markdown())
+        write_json(folder / "test.json", everything)
+        write_text(folder / "test.md", result_table(everything, method).markdown())
     except UserError as error:
         log.warning("the results are printed but not stored: %s", error)
 

@@ -58,9 +58,11 @@ def report(
         raise UserError(
             f"the report needs {error.name}, which is not installed: pip install 'aespa-pl[report]'"
         ) from error
+    target = expanded(output) if output else folders[0] / "report"
+    if target.is_file():
+        raise UserError(f"--output: {target} is a file: name a folder")
     stored = [read_run(path) for path in folders]
     drawn = sections(stored)
-    target = expanded(output) if output else folders[0] / "report"
     with disk_errors(target):
         target.mkdir(parents=True, exist_ok=True)
     page = target / "report.html"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 SCALE_BITS = 16
-"""Scales are stored in float16; a zero point takes as many bits as a weight."""
+"""Scales are stored in float16; a zero point, which symmetric grids don't have, takes a weight's bits."""
 FACTOR_BITS = {2: 4, 6: 8}
 """Bits of the small factors of GGUF's block types by the bits of a weight; elsewhere 6."""
 KINDS = ("integers", "scale", "d", "d_min", "sub_scale", "sub_min")
@@ -16,7 +16,14 @@ def projection_weights(shapes: Mapping[str, Sequence[int]]) -> int:
     return sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(".integers"))
 
 
-def packed_bits(shapes: Mapping[str, Sequence[int]], bits: Callable[[str], int]) -> float:
+def scale_bits(bits: int, *, symmetric: bool) -> int:
+    """Return the bits that scale and zero point of a group of weights take."""
+    return SCALE_BITS + (0 if symmetric else bits)
+
+
+def packed_bits(
+    shapes: Mapping[str, Sequence[int]], bits: Callable[[str], int], *, symmetric: bool = False
+) -> float:
     """Return the bits that quantized matrices take, with their scales and zero points.
 
     ``shapes`` are those of their stored tensors by ``MATRIX.KIND``; ``bits`` returns a matrix's by its name.
@@ -27,13 +34,16 @@ def packed_bits(shapes: Mapping[str, Sequence[int]], bits: Callable[[str], int])
         if kind in KINDS:
             own = bits(matrix)
             factor = FACTOR_BITS.get(own, 6)
-            each = {"integers": own, "scale": SCALE_BITS + own, "sub_scale": factor, "sub_min": factor}
+            scale = scale_bits(own, symmetric=symmetric)
+            each = {"integers": own, "scale": scale, "sub_scale": factor, "sub_min": factor}
             total += math.prod(shape) * each.get(kind, SCALE_BITS)
     return total
 
 
-def bits_per_weight(shapes: Mapping[str, Sequence[int]], bits: Callable[[int, str], int]) -> float:
-    """Return the mean bits of a projection's weight, with its part of scales and zero points.
+def bits_per_weight(
+    shapes: Mapping[str, Sequence[int]], bits: Callable[[int, str], int], *, symmetric: bool = False
+) -> float:
+    """Return the mean bits of a quantized projection's weight, with its part of scales and zero points.
 
     ``shapes`` are those of the tensors in block files by ``BLOCK.PROJECTION.KIND``; ``bits`` returns the bits
     of an integer, given block and projection.
@@ -43,7 +53,7 @@ def bits_per_weight(shapes: Mapping[str, Sequence[int]], bits: Callable[[int, st
         block, _, projection = name.partition(".")
         return bits(int(block), projection)
 
-    return packed_bits(shapes, of_matrix) / projection_weights(shapes)
+    return packed_bits(shapes, of_matrix, symmetric=symmetric) / projection_weights(shapes)
 
 
 def packed_bytes(original: int, weights: int, original_bits: int, packed: float) -> int:

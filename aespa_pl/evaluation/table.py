@@ -1,7 +1,7 @@
 """Read what a run and ``aespa-pl test`` measured, and make one table for terminal, Markdown and report."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def _cells(section: str, values: Any) -> Iterator[tuple[str, str]]:
             yield f"{task}, %", f"{100 * score['value']:.1f}{error}"
     elif section == "size":
         if "bits_per_weight" in values:
-            yield "bits per weight", f"{values['bits_per_weight']:.2f}"
+            yield "bits per quantized weight", f"{values['bits_per_weight']:.2f}"
         yield "size", human(values["bytes"], "B")
     else:
         yield "seconds", f"{values:.0f}"
@@ -112,17 +112,24 @@ def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str
     """Return a run's ``metrics.json``, with what a later test measured (``test.json``) in its place.
 
     A text that was measured again is replaced for all kinds of model, because its segments may be others.
-    Where the original's perplexity is the same number they are not, and round-to-nearest, which was not
-    measured again, stays. Either may be empty.
+    Where the original's perplexity is the same number they are not, and what was not measured again stays.
+    Either may be empty.
     """
     before, after = metrics.get("perplexity", {}), later.get("perplexity", {})
     again = {text for values in after.values() for text in values}
     original = after.get("original", {}).items() & before.get("original", {}).items()
     replaced = again - {text for text, _ in original}
-    joined = {}
-    for kind in KINDS:
-        new = after.get(kind, {})
-        both = before.get(kind, {}) | new
-        if values := {text: x for text, x in both.items() if text in new or text not in replaced}:
-            joined[kind] = values
-    return {**metrics, **later, **({"perplexity": joined} if joined else {})}
+    joined = {**metrics, **later}
+    for section in ("perplexity", "divergence", "tasks"):
+        old, new = metrics.get(section, {}), later.get(section, {})
+        gone = set() if section == "tasks" else replaced
+        kinds = {kind: _joined(old.get(kind, {}), new.get(kind, {}), gone) for kind in KINDS}
+        if kinds := {kind: values for kind, values in kinds.items() if values}:
+            joined[section] = kinds
+        elif old:
+            del joined[section]
+    return joined
+
+
+def _joined(old: Mapping[str, Any], new: Mapping[str, Any], gone: Set[str]) -> dict[str, Any]:
+    return {name: value for name, value in {**old, **new}.items() if name in new or name not in gone}

@@ -147,12 +147,13 @@ def _block_bytes(setup: Setup, partition: Partition, *, recompute: bool) -> dict
     polished = POLISH_BYTES * max(largest, coupled) if settings.polish.enabled else 0
     rounded = (FLOAT + 1) * weights  # with their integers; OPTQ's W' is gone where the rounding was learned
     learned = sum(m.size for m in shape.learned(settings))
+    optq_bytes = steady + rounded + FLOAT * weights + OPTQ_BYTES * largest + FACTORED * FLOAT * factored
     needs = {
         "embedding and head": (shape.stem_weights + hidden) * work.dtype_bytes + logits,
         "statistics": collected + batch_bytes(shape, work, settings),
         "correction": corrected if settings.input_correction else 0,
         "grid": steady + rounded + _search_bytes(shape, settings, accelerator=accelerator),
-        "OPTQ": steady + rounded + FLOAT * weights + OPTQ_BYTES * largest + FACTORED * FLOAT * factored,
+        "OPTQ": optq_bytes if settings.optq.enabled else 0,
         "rounding": block + _learning_bytes(shape, settings, partition, accelerator=accelerator),
         "polish": steady + rounded + FLOAT * (weights - learned) + polished,
         "tuning of blocks": tuning.block_bytes(shape, work, settings),

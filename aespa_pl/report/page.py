@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from aespa_pl.measure import duration, human
 from aespa_pl.report import maps
 from aespa_pl.report.picture import HALF, PALETTE, WIDE, Picture, for_page, saved, style
 from aespa_pl.report.stored import StoredRun
+from aespa_pl.run.schema import TuningRecord
 
 SIZES = (
     (0.01, "is as good as the original to within 1 %"),
@@ -87,6 +89,7 @@ def render(runs: Sequence[StoredRun], drawn: Sequence[Section]) -> str:
         svg=lambda figure, name: Markup(for_page(figure, name)),  # noqa: S704 - matplotlib escapes
         verdict=verdict,
         where_lost=where_lost,
+        tunings=tunings,
         differences=differences(runs),
         results=result_table(runs),
         costs=replace(by_key(runs, [costs_of(run) for run in runs]), numbers=True),
@@ -134,7 +137,29 @@ def where_lost(run: StoredRun) -> str:
     names = ", ".join(maps.worst_first(maps.final_ratios(run))[:3])
     if not names:
         return "Where it was lost is not known: no block is finished."
-    return f"Most of nearest rounding's loss is left in {names}; 1 is nearest rounding's own."
+    most = "Before the trainings, most" if tunings(run) else "Most"
+    return f"{most} of nearest rounding's loss is left in {names}; 1 is nearest rounding's own."
+
+
+def tunings(run: StoredRun) -> str:
+    """Return what the trainings of blocks and model gained on held-back text, in a sentence; or nothing."""
+    said, journal = [], run.journal
+    ratios = [_gain(block.tuning) for block in journal.blocks.values() if block.tuning is not None]
+    if ratios:
+        said.append(
+            f"Training took the error of the blocks' outputs on held-back text to {min(ratios):.0%} to "
+            f"{max(ratios):.0%} of what it was, {median(ratios):.0%} in the median block."
+        )
+    if journal.tuned is not None and journal.tuned.start_error:
+        before, after = journal.tuned.start_error, journal.tuned.error or journal.tuned.start_error
+        said.append(f"Training end to end took the divergence there from {before:.4g} to {after:.4g}.")
+    return " ".join(said)
+
+
+def _gain(tuning: TuningRecord) -> float:
+    if not tuning.start_error or tuning.error is None:
+        return 1.0
+    return tuning.error / tuning.start_error
 
 
 def result_table(runs: Sequence[StoredRun]) -> TextTable:
@@ -159,9 +184,9 @@ def costs_of(run: StoredRun) -> dict[str, str]:
     blocks, tuned = run.journal.blocks.values(), run.journal.tuned
     costs = {"blocks finished": str(len(blocks))}
     if weights := run.shape.get("weights"):
-        costs["weights of these blocks"] = f"{weights:,.0f}"
+        costs["quantized weights of these blocks"] = f"{weights:,.0f}"
     if bits := run.shape.get("bits_per_weight"):
-        costs["bits per weight, with scales"] = f"{bits:.3f}"
+        costs["bits per quantized weight, with scales"] = f"{bits:.3f}"
     phases: dict[str, float] = {}
     for taken in (*(record.seconds for record in blocks), tuned.seconds if tuned else {}):
         for phase, seconds in taken.items():

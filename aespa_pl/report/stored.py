@@ -126,4 +126,5 @@ def _shape(run: Run, quantization: QuantizationSettings | None, notes: list[str]
     weights = projection_weights(shapes)
     if quantization is None:
         return {"weights": weights}
-    return {"weights": weights, "bits_per_weight": bits_per_weight(shapes, quantization.bits_for)}
+    bits = bits_per_weight(shapes, quantization.bits_for, symmetric=quantization.symmetric)
+    return {"weights": weights, "bits_per_weight": bits}

@@ -15,7 +15,7 @@ from aespa_pl.algorithm.hessian import damping_for
 from aespa_pl.algorithm.quantizer import GridFormat
 from aespa_pl.calibration.end_loss import LENGTH, SEGMENTS, end_loss
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.size import SCALE_BITS
+from aespa_pl.evaluation.size import scale_bits
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES, padded
 from aespa_pl.models.family import BlockLayout
 from aespa_pl.models.streamed import StreamedModel
@@ -80,7 +80,8 @@ def uniform_matrices(
     def sized(keys: tuple[str, ...], rows: int, columns: int) -> SizedMatrix:
         grids = rows * columns // (settings.group_size or columns)
         bits = _fixed(keys, fixed) or BITS
-        costs = {b: (rows * columns * int(b) + grids * (SCALE_BITS + int(b)) + 7) // 8 for b in bits}
+        each = {b: scale_bits(int(b), symmetric=settings.symmetric) for b in bits}
+        costs = {b: (rows * columns * int(b) + grids * each[b] + 7) // 8 for b in bits}
         return SizedMatrix(keys, rows * columns, costs)
 
     return [sized(*each) for each in _in_blocks(layouts, shape)]

@@ -237,6 +237,12 @@ def test_failure_is_the_last_line_of_the_run(status: int, said: str, expected: s
         (["--quantization.format=Q2_K"], r"format is Q2_K, which goes before .* --compare\.formats '\["),
         (["--quantization.target=2.75"], r"target is 2\.75, which goes before the bits of the cells"),
         (["--compare.formats=[Q4_0, auto]"], "format is auto, .*: set quantization.target"),
+        (
+            ["--compare.formats=[Q4_0]", "--compare.bits=[2]"],
+            r"compare\.bits is \[2\], but compare\.formats says what the grids",
+        ),
+        (["--compare.formats=[Q4_0]", "--quantization.format=Q8_0"], "format is Q8_0, but compare.formats"),
+        (["--compare.formats=[Q4_0]", "--quantization.target=2 GB"], "target is 2 GB, .* needs auto among"),
         (["--compare.formats=[Q4_0, Q9_K]"], "format is Q9_K: expected one of uniform, auto, Q2_K_S"),
     ],
 )

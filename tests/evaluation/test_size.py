@@ -17,6 +17,7 @@ SHAPES = {
 def test_scales_and_zero_points_are_shared_by_their_group() -> None:
     # groups of 32 weights of 3 bits, each with 16 bits of scale and 3 of zero point
     assert bits_per_weight(SHAPES, lambda *_: 3) == pytest.approx((32 * 3 + 16 + 3) / 32)
+    assert bits_per_weight(SHAPES, lambda *_: 3, symmetric=True) == pytest.approx((32 * 3 + 16) / 32)
     assert projection_weights(SHAPES) == 4 * 64 + 2 * 64
 
 

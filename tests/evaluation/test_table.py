@@ -44,6 +44,19 @@ def test_a_text_with_the_same_segments_keeps_nearest_rounding() -> None:
     }
 
 
+def test_divergence_goes_with_its_segments_and_tasks_are_joined_by_name() -> None:
+    first = {
+        "perplexity": {"original": {"a": 10.0, "b": 20.0}},
+        "divergence": {"quantized": {"a": {"mean": 0.1}, "b": {"mean": 0.2}}},
+        "tasks": {"quantized": {"piqa": {"value": 0.5}}},
+    }
+    later = {"perplexity": {"original": {"a": 11.0}}, "tasks": {"quantized": {"mine": {"value": 0.7}}}}
+    joined = with_later(first, later)
+    assert joined["divergence"] == {"quantized": {"b": {"mean": 0.2}}}
+    assert joined["tasks"] == {"quantized": {"piqa": {"value": 0.5}, "mine": {"value": 0.7}}}
+    assert "divergence" not in with_later(joined, {"perplexity": {"original": {"b": 21.0}}})
+
+
 def test_nothing_measured_stays_nothing() -> None:
     assert with_later({}, {}) == {}
     assert with_later({}, {"tasks": {}}) == {"tasks": {}}

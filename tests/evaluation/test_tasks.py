@@ -219,7 +219,7 @@ def test_one_table_holds_all_that_was_measured() -> None:
         "test_seconds": {"original": 3.0, "quantized": 4.0},
     }
     assert result_table(metrics).markdown() == (
-        "|  | perplexity, text | piqa, % | bits per weight | size | seconds |\n"
+        "|  | perplexity, text | piqa, % | bits per quantized weight | size | seconds |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: |\n"
         "| original | 10.000 | - | - | - | 3 |\n"
         "| quantized | 12.500 | 50.0 ± 1.2 | 2.25 | 1.5 GB | 4 |\n"

@@ -121,6 +121,22 @@ def test_the_worst_projection_is_named(tmp_path: Path) -> None:
     assert "v_proj of block 1 (1.50)" in page.where_lost(run)
 
 
+def test_what_trainings_gained_is_said(tmp_path: Path) -> None:
+    folder = simulate(tmp_path / "run/version_0", 3)
+    path = folder / "journal.json"
+    journal = json.loads(path.read_text())
+    for block, error in (("0", 0.5), ("1", 0.75), ("2", 1.0)):
+        found = {"start_error": 1.0, "error": error, "epoch": 2, "changed": 0.1, "finite": True}
+        journal["blocks"][block]["tuning"] = found
+    of_model = {"start_error": 0.04, "error": 0.03, "epoch": 1, "changed": 0.0, "finite": True}
+    journal["tuned"] = {**of_model, "file": "tuned.safetensors", "checksum": "0"}
+    path.write_text(json.dumps(journal))
+    run = read_run(folder)
+    assert "to 50% to 100% of what it was, 75% in the median block" in page.tunings(run)
+    assert "the divergence there from 0.04 to 0.03" in page.tunings(run)
+    assert page.where_lost(run).startswith("Before the trainings, most of nearest")
+
+
 def test_costs_are_the_journal_s(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "run/version_0", 2)
     path = folder / "journal.json"
