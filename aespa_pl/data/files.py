@@ -159,8 +159,10 @@ class TextFile:
                     yield from ((f"row {i}", value) for i, value in enumerate(array, 1))
                 elif line.strip():
                     yield f"line {number}", json.loads(line.rstrip())
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = "values are nested too deeply"
+        except UnicodeDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            reason = "values are nested too deeply" if isinstance(error, RecursionError) else str(error)
             if isinstance(error, json.JSONDecodeError):
                 number, reason = number + error.lineno - 1, error.msg
             where, expected = f"{self.path}, line {number}", "JSON lines, or one JSON array of objects"

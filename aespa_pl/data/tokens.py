@@ -30,13 +30,15 @@ log = logging.getLogger(__name__)
 
 TENSOR = "tokens"
 """Name of the tensor in a file of token ids, and of the folder in the cache."""
-VERSION = 2
+VERSION = 3
 """Number of the way in which tokens are made; a change of it makes older entries of the cache invisible."""
 TOKENS_PER_INPUT = 10
 """Calibration tokens for each input of a projection below which they are called few. OPTQ's INT2 perplexity
 on embedded:llama is 31.0 with 12 of them and with 23, 31.6 with 6, 34.0 with 3."""
 DATE = "26 Jul 2024"
-"""Date for chat templates of Llama 3, which would write today's: tokens then change daily."""
+"""Date for chat templates, which would write today's: tokens then change daily. Llama 3's read it."""
+CLOCK = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"
+"""Beginning of a chat template that gives the date to those that ask for the time."""
 
 
 def calibration_tokens(
@@ -122,7 +124,8 @@ def _stored(source: str, key: str, length: int, limit: int | None) -> Int64[Tens
             f"{key}: {source} can't be read ({error}): give a .safetensors file with the token ids of "
             f"segments, named {TENSOR}"
         ) from error
-    if tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] != length:
+    numbers = tokens.is_floating_point() or tokens.is_complex()
+    if tokens.dim() != 2 or numbers or tokens.shape[1] != length:
         raise UserError(
             f"{key}: {source} has {tokens.dtype} {[*tokens.shape]}: expected integers [segments, {length}], "
             f"because segment_length is {length}"
@@ -131,9 +134,10 @@ def _stored(source: str, key: str, length: int, limit: int | None) -> Int64[Tens
         raise UserError(
             f"{key}: {source} has {len(tokens)} segments: set the number of segments to {len(tokens)} or less"
         )
+    tokens = tokens[:limit].to(torch.int64)  # torch has no minimum of unsigned ones
     if int(tokens.min()) < 0:
         raise UserError(f"{key}: {source} has a token id below 0: ids begin at 0")
-    return tokens[:limit].to(torch.int64)
+    return tokens
 
 
 def few_tokens(segments: int, length: int, inputs: int) -> str | None:
@@ -179,7 +183,9 @@ def _document_tokens(
         )
     try:
         # the library runs the template, which comes with the model, in jinja2's sandbox
-        ids = tokenizer.apply_chat_template(document, return_dict=False, date_string=DATE)
+        ids = tokenizer.apply_chat_template(
+            document, chat_template=CLOCK + tokenizer.get_chat_template(), return_dict=False, date_string=DATE
+        )
     except Exception as error:  # what it raises is up to the template
         reason = first_line(error)
         raise UserError(

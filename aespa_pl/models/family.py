@@ -177,6 +177,11 @@ class Family(ABC):
 
     def check(self, config: PreTrainedConfig) -> None:
         """Raise UserError where the configuration of a model has parts that can't be quantized."""
+        if getattr(config, "is_causal", True) is False:
+            raise UserError(
+                "model.pretrained: is_causal in config.json is false, so each token sees those after it: "
+                "only models that predict the next token can be quantized"
+            )
         other = getattr(config, "quantization_config", None)
         if other is not None:
             method = other.get("quant_method") if isinstance(other, dict) else None

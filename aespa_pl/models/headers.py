@@ -104,6 +104,8 @@ def _refuse_unsound(config: PreTrainedConfig) -> None:
         )
     try:
         _try(config)
+    except UserError:
+        raise
     except Exception as error:  # the library's models raise whatever their parts raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
@@ -173,7 +175,8 @@ def shards(folder: Path) -> list[Path]:
     for whole in WEIGHTS:
         index = folder / f"{whole}.index.json"
         if index.is_file() or (folder / whole).is_file():
-            names = _names_in(index) if index.is_file() else [whole]
+            # where both are left from two savings, transformers takes the whole file
+            names = [whole] if (folder / whole).is_file() else _names_in(index)
             break
     else:
         names = [WEIGHTS[0]]

@@ -2,11 +2,19 @@
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download, scan_cache_dir, snapshot_download, try_to_load_from_cache
+from huggingface_hub import (
+    CachedRevisionInfo,
+    HfApi,
+    hf_hub_download,
+    scan_cache_dir,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     CacheNotFound,
     GatedRepoError,
@@ -137,7 +145,12 @@ def _best_weights(name: str, revision: str | None) -> tuple[str | None, tuple[st
 
 
 def _has(names: Iterable[str], patterns: tuple[str, ...]) -> bool:
-    return any(Path(name).match(patterns[0]) for name in names)
+    return any(fnmatch(name, patterns[0]) and "/" not in name for name in names)
+
+
+def _names(snapshot: CachedRevisionInfo) -> Iterator[str]:
+    """Yield the files of a downloaded snapshot, with their folders in it."""
+    yield from (file.file_path.relative_to(snapshot.snapshot_path).as_posix() for file in snapshot.files)
 
 
 def _cached(name: str, revision: str | None) -> Path | None:
@@ -154,6 +167,6 @@ def _cached(name: str, revision: str | None) -> Path | None:
         if revision is None or revision in snapshot.refs or revision == snapshot.commit_hash
     ]
     for patterns in (SAFETENSORS, PICKLES):
-        if fitting := [s for s in snapshots if _has((file.file_name for file in s.files), patterns)]:
+        if fitting := [s for s in snapshots if _has(_names(s), patterns)]:
             return max(fitting, key=lambda snapshot: snapshot.last_modified).snapshot_path
     return None

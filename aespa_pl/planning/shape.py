@@ -73,6 +73,7 @@ class Shape:
         found: Shape | None = None
         for attends in (False, True):
             kind = [i for i, layout in enumerate(layouts) if (layout.attended_group is not None) == attends]
+            kind = [i for i in kind if quantized[i] or not any(quantized)]  # the kept take little
             if not kind:
                 continue
             i = max(kind, key=lambda block: (quantized[block], in_blocks[block]))

@@ -1,5 +1,7 @@
 """Compute the memory of the tuning, of blocks as a whole and of the model end to end."""
 
+from dataclasses import replace
+
 from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.planning.shape import FLOAT, Shape, Work
 from aespa_pl.settings import QuantizationSettings
@@ -50,6 +52,8 @@ def block_bytes(shape: Shape, work: Work, settings: QuantizationSettings) -> int
     tuning = settings.tuning.blocks
     if not tuning.enabled:
         return 0
+    if shape.other is not None:
+        return max(block_bytes(one, work, settings) for one in _kinds(shape))
     weights = BLOCK_BYTES[str(tuning.parametrization)] * shape.weights
     weights += max(_scale_bytes(shape, settings, block) for block in range(shape.blocks))
     at_once = 1 if tuning.parametrization == "straight-through" else AT_ONCE
@@ -66,6 +70,8 @@ def model_bytes(shape: Shape, work: Work, settings: QuantizationSettings, *, rec
     tuning = settings.tuning.model
     if not tuning.enabled:
         return 0
+    if shape.other is not None:
+        return max(model_bytes(one, work, settings, recompute=recompute) for one in _kinds(shape))
     on_disk, tokens = tuning.blocks == "disk", int(tuning.batch_size) * work.length
     running = work.length if on_disk else tokens
     of_weight, in_forward, at_once = MODEL_BYTES, FLOAT, 1
@@ -92,6 +98,8 @@ def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) ->
     tuning = settings.tuning.model
     if not tuning.enabled or tuning.blocks != "disk":
         return 0
+    if shape.other is not None:
+        return max(streaming_bytes(one, work, settings) for one in _kinds(shape))
     inputs = shape.blocks * FLOAT * int(tuning.batch_size) * work.length * shape.hidden
     offsets = OFFSET_BYTES if tuning.integer_rate else 0
     return inputs + (offsets + (1 + offsets if shape.blocks > 1 else 0)) * shape.weights
@@ -100,6 +108,11 @@ def streaming_bytes(shape: Shape, work: Work, settings: QuantizationSettings) ->
 def recomputes(shape: Shape, work: Work, settings: QuantizationSettings, free: float) -> bool:
     """Return whether blocks run once more in the end-to-end tuning, which else takes over ``free`` bytes."""
     return model_bytes(shape, work, settings, recompute=False) > free
+
+
+def _kinds(shape: Shape) -> list[Shape]:
+    """Return the shape of each kind of block, as if all blocks were of it."""
+    return [replace(shape, other=None), *([] if shape.other is None else [shape.other])]
 
 
 def _activations(shape: Shape, work: Work) -> int:

@@ -78,6 +78,7 @@ def test_the_home_folder_may_be_written_as_tilde(tmp_path: Path, monkeypatch: py
         ('{"text": null}', "line 1: the field 'text' is missing or not a string of"),
         ('[{"text": "a"}, {"text": 3}]', "row 2: the field 'text' is missing or not a string of"),
         (r'{"text": "\ud800"}', "not a string of valid characters"),
+        ('{"text": "a", "n": ' + "1" * 5000 + "}", "line 1: .*expected JSON lines, or one JSON array"),
         ('"a"', "line 1: expected an object .* found str"),
         ('["a"]', "row 1: expected an object .* found str"),
         ('{"text": "a"}\n{"text": "b', "line 2: .*expected JSON lines, or one JSON array"),

@@ -46,14 +46,19 @@ def write_conversations(path: Path) -> CalibrationSettings:
     return CalibrationSettings(str(path), segments=3)
 
 
+@pytest.mark.parametrize(
+    "date",
+    ["date_string if date_string is defined else strftime_now('%d %b %Y')", "strftime_now('%d %b %Y')"],
+    ids=["llama", "others"],
+)
 def test_conversations_go_through_the_chat_template_without_other_special_tokens(
-    tokenizer_factory: Callable[..., PreTrainedTokenizerFast], cache: Path, tmp_path: Path
+    tokenizer_factory: Callable[..., PreTrainedTokenizerFast], cache: Path, tmp_path: Path, date: str
 ) -> None:
     settings = write_conversations(tmp_path / "chat.jsonl")
     tokenizer = tokenizer_factory(bos=True)  # would add <s>, which the template writes itself
     tokenizer.chat_template = (
         "{% for m in messages %}w{{ 100 if m.role == 'user' else 200 }} {{ m.content }} {% endfor %}"
-        "w{{ (date_string if date_string is defined else strftime_now('%d %b %Y'))[-2:] }}"
+        f"w{{{{ ({date})[-2:] }}}}"
     )
     whole = [100, 1, 2, 200, 3, 4, 5, 24]  # the year is never today's
     for segment in calibration_tokens(settings, tokenizer, 6, cache).tolist():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from aespa_pl.data import tokens
@@ -257,3 +258,13 @@ def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
     check_vocabulary(ids, 10)
     with pytest.raises(UserError, match=r"token id 9, but the model's vocabulary has 9 entries"):
         check_vocabulary(ids, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.int32])
+def test_stored_ids_may_be_of_any_integer_type(
+    tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    ids = torch.arange(20).view(2, 10)
+    save_file({"tokens": ids.to(dtype)}, tmp_path / "ids.safetensors")
+    settings = CalibrationSettings(str(tmp_path / "ids.safetensors"), segments=2)
+    assert torch.equal(calibration_tokens(settings, tokenizer, 10, cache), ids)

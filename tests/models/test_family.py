@@ -172,6 +172,13 @@ def test_attention_in_both_directions_is_refused() -> None:
         family_of(settings)
 
 
+def test_a_model_that_is_not_causal_is_refused() -> None:
+    settings: Any = EXAMPLES["llama"]()
+    settings.is_causal = False
+    with pytest.raises(UserError, match=r"is_causal in config\.json is false"):
+        family_of(settings)
+
+
 @pytest.mark.parametrize("name", ["opt", "bloom", "llama"])
 def test_quantized_checkpoint_is_refused(name: str) -> None:
     config: Any = EXAMPLES[name]()

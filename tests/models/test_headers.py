@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 def refused(folder: Path, message: str) -> None:
     with pytest.raises(UserError, match=message):
         PretrainedFolder.open(folder)
+
+
+def test_of_two_savings_the_whole_file_counts_as_in_transformers(folder: Path, tmp_path: Path) -> None:
+    other = save(make_model("opt", torch.float32), tmp_path / "other", "8KB")
+    for path in other.glob("model*"):
+        shutil.copy(path, folder)
+    assert headers.shards(folder) == [folder / "model.safetensors"]
 
 
 def test_no_config(folder: Path) -> None:
@@ -122,7 +130,7 @@ def test_unknown_model_type(folder: Path, model_type: str | None) -> None:
 
 def test_quantized_checkpoint(folder: Path) -> None:
     change_config(folder, quantization_config={"quant_method": "awq"})
-    refused(folder, r"already quantized \(awq")
+    refused(folder, r"^model\.pretrained: already quantized \(awq")
 
 
 def test_sentencepiece_is_named_where_it_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

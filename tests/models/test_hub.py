@@ -149,6 +149,12 @@ def test_pickles_are_downloaded_where_there_are_no_safetensors(hub: Hub, revisio
     assert not any(fits(download, name) for name in ["a.pt", "modeling.py", "tf_model.h5"])
 
 
+def test_safetensors_in_a_folder_of_a_repository_are_not_the_models(hub: Hub) -> None:
+    hub.files = {None: [*PICKLED, "onnx/model.safetensors"]}
+    resolve("org/name")
+    assert all(fits(hub.downloads[0], name) for name in PICKLED)
+
+
 def test_a_conversion_is_not_taken_instead_of_the_revision_of_the_user(hub: Hub) -> None:
     hub.files = {None: SAFE, "v2": PICKLED, "refs/pr/9": SAFE}
     hub.offers = ["refs/pr/9"]
@@ -194,7 +200,7 @@ def test_no_network(hub: Hub, error: Exception) -> None:
 def snapshot(path: str, files: list[str], refs: set[str], modified: float) -> Any:
     return SimpleNamespace(
         snapshot_path=Path(path),
-        files=[SimpleNamespace(file_name=name) for name in files],
+        files=[SimpleNamespace(file_path=Path(path, name)) for name in files],
         refs=refs,
         commit_hash=f"hash-of-{path}",
         last_modified=modified,

@@ -10,12 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from aespa_pl.commands.limits import refuse_tuning
 from aespa_pl.errors import UserError
 from aespa_pl.measure import human
+from aespa_pl.models import family_of
+from aespa_pl.models.family import layouts_of
 from aespa_pl.planning import budget
 from aespa_pl.planning.budget import RESERVE, resolved_place
 from aespa_pl.planning.estimate import block_flops, needs_of
 from aespa_pl.planning.needs import hidden_bytes
-from aespa_pl.planning.shape import Devices, Setup, Work
-from aespa_pl.planning.tuning import model_bytes, recomputes, streaming_bytes
+from aespa_pl.planning.shape import Devices, Setup, Shape, Work
+from aespa_pl.planning.tuning import block_bytes, model_bytes, recomputes, streaming_bytes
 from aespa_pl.resolve import resolved
 from aespa_pl.settings import (
     BlockTuningSettings,
@@ -24,7 +26,7 @@ from aespa_pl.settings import (
     QuantizationSettings,
     TuningSettings,
 )
-from tests.models.examples import LENGTH, make_ids, make_model
+from tests.models.examples import EXAMPLES, LENGTH, make_ids, make_model
 from tests.planning.shapes import PAPER, device_bytes, shape
 from tests.walks import changed
 
@@ -82,6 +84,23 @@ def test_a_block_needs_the_same_in_a_deeper_model_and_the_model_more() -> None:
         assert after - before >= 9 * shape().blocks * 4 * shape().weights
     kept, again = (model_bytes(deep, WORK, MODEL, recompute=r) for r in (False, True))
     assert again < kept
+
+
+def test_a_hybrid_needs_what_the_kind_of_block_with_the_most_needs() -> None:
+    hybrid = shape("qwen3-next")
+    assert hybrid.other is not None
+    kinds = [replace(hybrid, other=None), hybrid.other]
+    assert block_bytes(hybrid, WORK, BLOCKS) == max(block_bytes(kind, WORK, BLOCKS) for kind in kinds)
+    each = [model_bytes(kind, WORK, MODEL, recompute=True) for kind in kinds]
+    assert model_bytes(hybrid, WORK, MODEL, recompute=True) == max(each) > min(each)
+
+
+def test_a_hybrid_whose_blocks_of_one_kind_are_kept_has_needs() -> None:
+    config = EXAMPLES["qwen3-next"]()
+    kept = replace(BLOCKS, bits_of={"1": 16})  # its only block with linear attention
+    found = Shape.of(config, layouts_of(family_of(config), config, kept))
+    assert found.other is None
+    assert device_bytes(found, WORK, kept)["statistics"] > 0
 
 
 def test_types_of_llama_cpp_have_numbers_for_each_group_of_columns_to_learn() -> None:
