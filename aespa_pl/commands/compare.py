@@ -25,6 +25,7 @@ from aespa_pl.paths import expanded
 from aespa_pl.progress import PlainConsole
 from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.find import last_run
+from aespa_pl.run.folder import locked
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 from aespa_pl.run.journal import Run, differences
 from aespa_pl.settings import CompareSettings, OutputSettings, QuantizationSettings
@@ -97,6 +98,17 @@ def compare(
     _refuse_other(folder, given)
     if pretrained := given.setting("model.pretrained", ""):
         here(pretrained, given.setting("model.revision", "") or None)  # a wrong path fails once
+    with locked(folder, "give another --output.name"):
+        return _run_cells(folder, settings, given, run_cell, console)
+
+
+def _run_cells(
+    folder: Path,
+    settings: CompareSettings,
+    given: Arguments,
+    run_cell: Callable[[Sequence[str]], str],
+    console: Console,
+) -> Path:
     # all of them first: a process that is killed early leaves a table with every finished cell
     kinds: Sequence[int | str] = settings.formats or settings.bits
     every = product(kinds, settings.methods, settings.seeds)

@@ -157,7 +157,7 @@ def push(folder: Path, name: str) -> None:
 
 
 def _table(chosen: Format, folder: Path, sizes: Mapping[str, ClassSize]) -> Table:
-    table = Table(title=f"{chosen.name}: {folder.name}", title_justify="left")
+    table = Table(title=chosen.name, title_justify="left")
     for heading in ("tensors", "weights", "bits a weight", "size", "original"):
         table.add_column(heading, justify="left" if heading == "tensors" else "right")
     files = ClassSize(

@@ -67,7 +67,7 @@ def read_run(folder: Path) -> StoredRun:
     if not (folder / "metrics.json").is_file():
         notes.append(
             "This run has no metrics.json: it is still going, or it was stopped. "
-            f"{len(run.blocks)} blocks are finished. Continue it with: {how_to_continue(folder)}"
+            f"Blocks that are finished: {len(run.blocks)}. Continue it with: {how_to_continue(folder)}"
         )
     settings, quantization = _settings(folder, run.fingerprint, notes)
     metrics, of_metrics = measured(folder)

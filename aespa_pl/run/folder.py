@@ -78,16 +78,20 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes off this run. Raises UserError where one has it; a dead one's lock is free."""
-        try:
-            held = FileLock(self.folder / "lock").acquire(timeout=0)
-        except Timeout as error:
-            raise UserError(
-                f"{self.folder} is in use by another process: wait for it, or start a new run "
-                "without --ckpt_path"
-            ) from error
-        with held:
+        """Keep other processes off this run, as :func:`locked`."""
+        with locked(self.folder, "start a new run without --ckpt_path"):
             yield
+
+
+@contextmanager
+def locked(folder: Path, advice: str) -> Iterator[None]:
+    """Keep other processes off a folder. Raises UserError where one has it; a dead one's lock is free."""
+    try:
+        held = FileLock(folder / "lock").acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(f"{folder} is in use by another process: wait for it, or {advice}") from error
+    with held:
+        yield
 
 
 def how_to_continue(folder: Path) -> str:

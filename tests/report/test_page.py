@@ -34,7 +34,7 @@ def test_a_run_without_a_finished_block_still_gives_a_page(tmp_path: Path) -> No
     folder = simulate(tmp_path / "run/version_0", 0, finished=False)
     text = write_page(tmp_path / "page", folder).read_text()
     assert "No block is finished yet" in text
-    assert "0 blocks are finished" in text
+    assert "Blocks that are finished: 0" in text
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -49,7 +49,7 @@ def test_a_run_without_metrics_says_so_and_how_to_go_on(tmp_path: Path) -> None:
     folder = simulate(tmp_path / "a name/version_0", 2, finished=False)
     run = read_run(folder)
     (note,) = run.notes
-    assert "still going, or it was stopped. 2 blocks are finished" in note
+    assert "still going, or it was stopped. Blocks that are finished: 2" in note
     continued = shlex.split(note.partition("Continue it with: ")[2])
     assert continued == ["aespa-pl", "fit", "--ckpt_path", str(folder)]
     assert shlex.split(run.command) == ["aespa-pl", "fit", "--config", str(folder / "config.yaml")]
