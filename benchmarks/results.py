@@ -216,13 +216,15 @@ def sizes_table(model: str) -> TextTable:
 
 
 def sizes_picture(model: str) -> Figure:
-    """Return size against divergence on the first text, a point for each file."""
+    """Return size against divergence on the first text, a point for each file but those of aespa-tuned."""
     files = files_of(model)
     text = next(iter(next(iter(files.values()))))
     with style():
         figure = Figure(figsize=(HALF * 1.4, 3.6), layout="constrained")
         axes = figure.subplots()
-        for number, who in enumerate(dict.fromkeys(who for who, _ in files)):
+        # the points of aespa-tuned would hide those of aespa-fast
+        makers = dict.fromkeys(who for who, _ in files if not who.startswith("aespa-tuned"))
+        for number, who in enumerate(makers):
             rows = {name: of[text] for (by, name), of in files.items() if by == who}
             points = [(float(row["bytes"]) / 1e6, float(row["kl"])) for row in rows.values()]
             axes.plot(*zip(*points, strict=True), MARKERS[number], color=SERIES[number], label=who)
