@@ -66,7 +66,7 @@ def test(
     if not run.metrics_file.is_file():
         raise UserError(f"the run {folder} is not finished: continue it with {how_to_continue(folder)}")
     world.from_first(run.refuse_damaged)
-    models = (job.pretrained, PretrainedFolder.open(model))  # early: an index may name other files
+    PretrainedFolder.open(model)  # early: an index may name other files
     job = replace(job, quantization=stored_quantization(run))  # whatever the settings of this command are
     texts = world.from_first(job.evaluation)
     if not texts and not tasks.tasks:
@@ -83,13 +83,7 @@ def test(
     if texts:
         metrics["perplexity"] = compare_perplexities(job, model, texts, kinds, progress=progress, world=world)
     if tasks.kld:
-        blocks = job.pretrained.config.num_hidden_layers * len(texts)
-        progress.begin("KL divergence, blocks of both models", 2 * blocks)
-        original, quantized = map(job.stream, models)
-        divergences = divergence(
-            original, quantized, texts, batch_size=job.data.batch, after_block=progress.advance, world=world
-        )
-        metrics["divergence"] = {"quantized": {name: asdict(each) for name, each in divergences.items()}}
+        metrics["divergence"] = measure_divergence(job, model, texts, progress=progress, world=world)
     world.wait_for_all()  # the first process alone measures tasks, which may take longer than others wait
     if chosen is not None:
         progress.phase("tasks")
@@ -97,6 +91,19 @@ def test(
     if world.is_first:
         store(folder, metrics, job.quantization.method)
     return run, metrics
+
+
+def measure_divergence(
+    job: Job, model: Path, texts: dict[str, Tensor], *, progress: WalkProgress, world: World
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the quantized model's KL divergence on each text ``[segments, L]``, by its kind and text."""
+    blocks = job.pretrained.config.num_hidden_layers * len(texts)
+    progress.begin("KL divergence, blocks of both models", 2 * blocks)
+    original, quantized = map(job.stream, (job.pretrained, PretrainedFolder.open(model)))
+    divergences = divergence(
+        original, quantized, texts, batch_size=job.data.batch, after_block=progress.advance, world=world
+    )
+    return {"quantized": {name: asdict(each) for name, each in divergences.items()}}
 
 
 def model_sizes(job: Job, run: Run, kinds: list[str]) -> dict[str, dict[str, float]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import aespa_pl
 from aespa_pl.commands.block_types import tokenizer_in_words, types_in_words
-from aespa_pl.commands.evaluate import compare_perplexities, model_sizes
+from aespa_pl.commands.evaluate import compare_perplexities, measure_divergence, model_sizes
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_tuning
 from aespa_pl.commands.trainers import BlockTrainers
@@ -91,6 +91,9 @@ def fit(
             "peak_bytes": peak_bytes(job.device),
             "size": model_sizes(job, run, ["original", "quantized"]),
         }
+        if texts and job.quantization.target is not None:  # beside what was predicted
+            measured = measure_divergence(job, model, texts, progress=progress, world=world)
+            metrics["divergence"] = measured
         if world.is_first:
             write_json(run.metrics_file, metrics)
     return run, metrics

@@ -74,7 +74,7 @@ class Run(RunFolder):
     def metrics(self) -> dict[str, Any] | None:
         """Return what was measured at the end; None where it is not there yet, or damaged."""
         try:
-            return schema.parse(schema.Metrics, self.metrics_file).model_dump()
+            return schema.parse(schema.Metrics, self.metrics_file).model_dump(exclude_unset=True)
         except (OSError, schema.DamagedFileError):
             return None
 

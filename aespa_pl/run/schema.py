@@ -89,6 +89,7 @@ class Metrics(Strict):
     seconds: dict[str, int | float]
     peak_bytes: dict[str, int]
     size: dict[str, "_Size"] = {}
+    divergence: dict[str, dict[str, "_Distance"]] = {}
 
 
 Number = Annotated[int | float, Field(ge=0, lt=1e100)]  # others are damage: ratios of these are finite

@@ -40,6 +40,22 @@ def test_a_file_has_the_size_that_was_predicted_and_asked_for(aespa: CommandLine
     assert len(set(types.values())) > 2
 
 
+def test_the_divergence_is_measured_beside_the_prediction(aespa: CommandLine) -> None:
+    texts = ("--data.evaluation.texts", "[embedded]", "--data.evaluation.max_segments", 4)
+    few = ("--data.evaluation.segment_length", 32, "--data.evaluation.round_to_nearest", "false")
+    status, out, err = aespa("fit", *BASE, *TYPED, "--quantization.target", "500 kB", *texts, *few)
+    assert (status, err) == (0, "")
+    assert "KL, embedded" in out
+    run = Path(out.splitlines()[-1])
+    measured = json.loads((run / "metrics.json").read_text())["divergence"]["quantized"]["embedded"]["mean"]
+    assert measured > 0
+    assert aespa("report", run)[0] == 0
+    assert f"Measured are {measured:.3g} on embedded" in (run / "report" / "report.html").read_text()
+    status, out, err = aespa("fit", "--ckpt_path", run)  # finished
+    assert (status, err) == (0, "")
+    assert "KL, embedded" in out
+
+
 def test_uniform_grids_get_bits_for_a_mean(aespa: CommandLine) -> None:
     status, out, err = aespa(
         "fit", *BASE, "--quantization.target", 3.5, "--quantization.bits_of", "{0.q_proj: 16}"
