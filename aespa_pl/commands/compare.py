@@ -50,6 +50,8 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
                 )
     else:
         _refuse_beside_formats(given, chosen)
+    if pretrained := shared.setting("model.pretrained", ""):
+        here(pretrained, shared.setting("model.revision", "") or None)  # a wrong path fails once
     interruption.how_to_continue = shlex.join(["aespa-pl", *words])
     console = PlainConsole()
     folder = compare(chosen, shared, partial(in_process, interruption), console)
@@ -96,8 +98,6 @@ def compare(
     runs = given.setting("output.folder", OutputSettings().folder)
     folder = expanded(Path(runs, given.setting("output.name", SECTION)))
     _refuse_other(folder, given)
-    if pretrained := given.setting("model.pretrained", ""):
-        here(pretrained, given.setting("model.revision", "") or None)  # a wrong path fails once
     with locked(folder, "give another --output.name"):
         return _run_cells(folder, settings, given, run_cell, console)
 

@@ -150,9 +150,12 @@ def tunings(run: StoredRun) -> str:
             f"Training took the error of the blocks' outputs on held-back text to {min(ratios):.0%} to "
             f"{max(ratios):.0%} of what it was, {median(ratios):.0%} in the median block."
         )
-    if journal.tuned is not None and journal.tuned.start_error:
-        before, after = journal.tuned.start_error, journal.tuned.error or journal.tuned.start_error
-        said.append(f"Training end to end took the divergence there from {before:.4g} to {after:.4g}.")
+    tuned = journal.tuned
+    if tuned is not None and not tuned.epoch:
+        said.append("Training end to end found nothing better there than its start.")
+    elif tuned is not None and tuned.start_error and tuned.error is not None:
+        change = f"from {tuned.start_error:.4g} to {tuned.error:.4g}"
+        said.append(f"Training end to end took the divergence there {change}.")
     return " ".join(said)
 
 
