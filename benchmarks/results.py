@@ -2,10 +2,9 @@
 
 python benchmarks/results.py
 
-``compared/MODEL/NAME.csv`` in this folder is the ``compare.csv`` of one comparison, and
-the pages have the commands that make it. A comparison in two runs, which have other bits and seeds,
-is ``NAME.csv`` and ``NAME_more.csv``. ``files.csv`` is what ``peer_llama_cpp.py`` measures of GGUF files. A
-table stands between ``<!-- KIND ARGUMENT -->`` and ``<!-- end -->``; all other text of the pages stays.
+``compared/MODEL/NAME.csv`` in this folder is the ``compare.csv`` of one comparison, and the pages have the
+commands that make it; of one in two runs there is ``NAME_more.csv`` as well. ``files.csv`` is what
+``peer_llama_cpp.py`` measures. Tables are between ``<!-- KIND ARGUMENT -->`` and ``<!-- end -->``.
 """
 
 import csv
@@ -187,9 +186,8 @@ def files_table(model: str) -> TextTable:
         of_texts = [
             f"{float(rows[text][key]):.{digits}f}" for text in texts for key, digits in FILE_COLUMNS.items()
         ]
-        lines.append(
-            [f"{who}: {name}", f"{int(rows[texts[0]]['bytes']):,}", rows[texts[0]]["version"], *of_texts]
-        )
+        row = rows[texts[0]]
+        lines.append([f"{who}: {name}", f"{int(row['bytes']):,}", row["version"], *of_texts])
     return TextTable(["file", "bytes", "version", *heads], lines)
 
 
@@ -223,8 +221,8 @@ def sizes_picture(model: str) -> Figure:
         figure = Figure(figsize=(HALF * 1.4, 3.6), layout="constrained")
         axes = figure.subplots()
         # the points of aespa-tuned would hide those of aespa-fast
-        makers = dict.fromkeys(who for who, _ in files if not who.startswith("aespa-tuned"))
-        for number, who in enumerate(makers):
+        shown = dict.fromkeys(who for who, _ in files if "tuned" not in who)
+        for number, who in enumerate(shown):
             rows = {name: of[text] for (by, name), of in files.items() if by == who}
             points = [(float(row["bytes"]) / 1e6, float(row["kl"])) for row in rows.values()]
             axes.plot(*zip(*points, strict=True), MARKERS[number], color=SERIES[number], label=who)
