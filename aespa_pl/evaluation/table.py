@@ -91,11 +91,17 @@ def _cells(section: str, values: Any) -> Iterator[tuple[str, str]]:
 
 
 def measured(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return what ``fit`` and a later ``test`` measured, and a sentence about each file that is damaged."""
+    """Return what ``fit`` and a later ``test`` measured; sentences say what is damaged, or of other segments."""
     contents, notes = list[dict[str, Any]](), list[str]()
     for name in ("metrics.json", "test.json"):
         content = known(Measured, folder / name, notes, "measure again with aespa-pl test") or Measured()
         contents.append({k: v for k, v in content.model_dump(exclude_none=True).items() if v})
+    before = {text for values in contents[0].get("perplexity", {}).values() for text in values}
+    if other := sorted(before & _measured_anew(*contents)):
+        names = ", ".join(other)
+        notes.append(
+            f"{names}: from a later aespa-pl test, with other segments than the run's settings have."
+        )
     return with_later(*contents), notes
 
 
@@ -115,11 +121,7 @@ def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str
     Where the original's perplexity is the same number they are not, and what was not measured again stays.
     Either may be empty.
     """
-    before, after = metrics.get("perplexity", {}), later.get("perplexity", {})
-    again = {text for values in after.values() for text in values}
-    original = after.get("original", {}).items() & before.get("original", {}).items()
-    replaced = again - {text for text, _ in original}
-    joined = {**metrics, **later}
+    replaced, joined = _measured_anew(metrics, later), {**metrics, **later}
     for section in ("perplexity", "divergence", "tasks"):
         old, new = metrics.get(section, {}), later.get(section, {})
         gone = set() if section == "tasks" else replaced
@@ -129,6 +131,14 @@ def with_later(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str
         elif old:
             del joined[section]
     return joined
+
+
+def _measured_anew(metrics: Mapping[str, Any], later: Mapping[str, Any]) -> set[str]:
+    """Return the texts that were measured later, but for those whose original has the same perplexity."""
+    before, after = metrics.get("perplexity", {}), later.get("perplexity", {})
+    again = {text for values in after.values() for text in values}
+    original = after.get("original", {}).items() & before.get("original", {}).items()
+    return again - {text for text, _ in original}
 
 
 def _joined(old: Mapping[str, Any], new: Mapping[str, Any], gone: Set[str]) -> dict[str, Any]:

@@ -85,6 +85,8 @@ def test_later_measurements_are_shown_instead_of_the_runs_own(tmp_path: Path) ->
         ["round-to-nearest", "300.000", "-"],
         ["quantized", "27.000", "11.000"],
     ]
+    (note,) = (note for note in read_run(folder).notes if "later" in note)
+    assert note.startswith("c4: from a later aespa-pl test, with other segments")
 
 
 def test_the_page_has_the_table_of_the_terminal_with_the_names_of_the_runs(tmp_path: Path) -> None:
