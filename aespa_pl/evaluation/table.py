@@ -91,7 +91,7 @@ def _cells(section: str, values: Any) -> Iterator[tuple[str, str]]:
 
 
 def measured(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return what ``fit`` and a later ``test`` measured; sentences say what is damaged, or of other segments."""
+    """Return what ``fit`` and a later ``test`` measured; sentences on damaged files and on new segments."""
     contents, notes = list[dict[str, Any]](), list[str]()
     for name in ("metrics.json", "test.json"):
         content = known(Measured, folder / name, notes, "measure again with aespa-pl test") or Measured()
