@@ -105,7 +105,10 @@ def weighted_grid(
     zeta: Float[Tensor, " d_in"],
     grid_format: GridFormat,
 ) -> Grid:
-    """Return the grid of ``search_grid`` where H is ``diag(D)``, without a product with H."""
+    """Return the grid of ``search_grid`` where H is ``diag(D)``, without a product with H.
+
+    A uniform scale stays the best of the candidates, all of which are compared.
+    """
     V = _split(W / zeta, grid_format.group_size).flatten(0, 1).transpose(0, 1).contiguous()
     weights = (D * zeta.square()).view(len(V), -1)
     if grid_format.kind is None:

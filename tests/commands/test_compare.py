@@ -182,6 +182,16 @@ def test_a_comparison_of_something_else_is_refused(tmp_path: Path) -> None:
         compare(SETTINGS, other, never, silent())
 
 
+def test_two_comparisons_in_one_folder_exclude_each_other(tmp_path: Path) -> None:
+    def run_cell(_words: Sequence[str]) -> str:
+        with pytest.raises(UserError, match=r"compare is in use by .* another --output\.name"):
+            compare(SETTINGS, given(tmp_path), never, silent())
+        return "out of memory"
+
+    with pytest.raises(EndedError):
+        compare(SETTINGS, given(tmp_path), run_cell, silent())
+
+
 @pytest.mark.parametrize("content", ["[]", "{", "3"])
 def test_a_damaged_note_of_what_the_cells_share_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "compare").mkdir()
