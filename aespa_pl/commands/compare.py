@@ -59,11 +59,14 @@ def run(words: Sequence[str], interruption: Interruption) -> None:
 
 
 def _refuse_beside_formats(given: Arguments, chosen: CompareSettings) -> None:
-    """Raise UserError where a setting would say something of cells that have formats, and be ignored."""
-    auto = AUTO in chosen.formats
+    """Raise UserError where an option would say something of cells that have formats, and be ignored.
+
+    A configuration may: the cells lay their formats over it.
+    """
+    auto, words = AUTO in chosen.formats, {option.key: option.value for option in given.options}
     ignored = [f"{SECTION}.bits", "quantization.format", *([] if auto else ["quantization.target"])]
     for key in ignored:
-        if (value := given.setting(key, "null")) not in ("null", UNIFORM):
+        if (value := words.get(key)) not in (None, "null", UNIFORM):
             needs = f" (a target needs {AUTO} among them)" if key.endswith("target") else ""
             raise UserError(
                 f"{key} is {value}, but {SECTION}.formats says what the grids of all cells are{needs}: leave "

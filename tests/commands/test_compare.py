@@ -182,6 +182,15 @@ def test_a_comparison_of_something_else_is_refused(tmp_path: Path) -> None:
         compare(SETTINGS, other, never, silent())
 
 
+def test_formats_go_before_that_of_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [f"--output.folder={tmp_path}", "--model.pretrained=/no/where"]
+    with pytest.raises(SystemExit):
+        main(["compare", "--config=gguf_q2_k.yaml", "--compare.formats=[Q4_0]", *options])
+    assert "there is no folder /no/where" in capsys.readouterr().err
+
+
 def test_two_comparisons_in_one_folder_exclude_each_other(tmp_path: Path) -> None:
     def run_cell(_words: Sequence[str]) -> str:
         with pytest.raises(UserError, match=r"compare is in use by .* another --output\.name"):
