@@ -29,7 +29,7 @@ from typing import Any, TextIO
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGUFReader
+from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 from jsonargparse import auto_cli
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -40,22 +40,6 @@ from aespa_pl.evaluation.perplexity import compared, summary
 from aespa_pl.export.gguf import dequantized
 from aespa_pl.models.llama_cpp import architecture_of
 from aespa_pl.models.llama_cpp_types import FILE_TYPES
-
-NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-"""Modules of transformers' block of the LLaMA-like families, by llama.cpp's names."""
-STEM = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 class Importance(ctypes.Structure):
@@ -175,7 +159,7 @@ def make(
 def importance(model: Path, ids: Tensor) -> dict[str, npt.NDArray[np.float32]]:
     """Return the mean square of each input of the blocks' matrices, as llama-imatrix does by default."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    theirs = {module: name for name, module in NAMES.items()}
+    theirs = {parameter: name for name, parameter in parameters(network).items()}
     sums: dict[str, Tensor] = {}
 
     def watch(name: str, module: nn.Module) -> None:
@@ -184,10 +168,9 @@ def importance(model: Path, ids: Tensor) -> dict[str, npt.NDArray[np.float32]]:
 
         module.register_forward_pre_hook(add)
 
-    for index, block in enumerate(network.model.layers):
-        for path, module in block.named_modules():
-            if isinstance(module, nn.Linear):
-                watch(f"blk.{index}.{theirs[path]}.weight", module)
+    for path, module in network.model.layers.named_modules():
+        if isinstance(module, nn.Linear):
+            watch(theirs[f"model.layers.{path}.weight"], module)
     for segment in ids:
         network.model(segment[None], use_cache=False)
     return {name: (value / ids.numel()).float().numpy() for name, value in sums.items()}
@@ -236,23 +219,32 @@ def measured(original: nn.Module, others: list[nn.Module], ids: Tensor) -> list[
     return found
 
 
+def parameters(network: Any) -> dict[str, str]:
+    """Return the names of a model's parameters by llama.cpp's names, as the library gguf translates them."""
+    architecture = architecture_of(network.config).name
+    number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(number, network.config.num_hidden_layers)
+    ends = (".weight", ".bias")
+    return {str(names.get_name(name, ends)): name for name, _ in network.named_parameters()}
+
+
 @torch.no_grad()
 def load(network: Any, file: Path) -> None:
     """Replace the weights of a LLaMA-like model by those of a GGUF file."""
     config = network.config
-    turned = architecture_of(config).rotates_neighbours
+    theirs, architecture = parameters(network), architecture_of(config)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name, value in tensors(file):
-        part, _, what = name.rpartition(".")
-        if part in STEM:
-            network.get_parameter(f"{STEM[part]}.{what}").copy_(value)
-        elif part.startswith("blk."):
-            _, index, layer = part.split(".")
-            if turned and layer in heads:  # llama.cpp has rows i and i + d_head / 2 side by side
-                rows = value.unflatten(0, (heads[layer], -1, 2)).transpose(1, 2).flatten(0, 2)
-            else:
-                rows = value
-            network.get_parameter(f"model.layers.{index}.{NAMES[layer]}.{what}").copy_(rows)
+    for name, stored in tensors(file):
+        if name not in theirs:  # factors of RoPE, which the configuration gives as well
+            continue
+        value, layer, parameter = stored, name.split(".")[-2], theirs.pop(name)
+        if architecture.rotates_neighbours and layer in heads:  # rows i and i + d_head / 2 are side by side
+            value = value.unflatten(0, (heads[layer], -1, 2)).transpose(1, 2).flatten(0, 2)
+        if layer.endswith("norm"):
+            value = value - architecture.norm_offset
+        network.get_parameter(parameter).copy_(value)
+    if theirs:
+        raise SystemExit(f"{file} has no {', '.join(theirs)}")
 
 
 def tensors(file: Path) -> Iterator[tuple[str, Tensor]]:

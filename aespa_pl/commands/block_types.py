@@ -58,15 +58,12 @@ def check_format(settings: QuantizationSettings) -> None:
         )
 
 
-def tokenizer_in_words(settings: QuantizationSettings, folder: Path) -> str | None:
-    """Return what GGUF lacks for a model's tokenizer where a format of GGUF is chosen; None: nothing.
+def lacking_tokenizer(folder: Path) -> str | None:
+    """Return which part of a model's tokenizer llama.cpp does not have; None: nothing.
 
     A folder may have none yet: it is wanted when the run is exported.
     """
-    there = settings.format != UNIFORM and (folder / "tokenizer.json").is_file()
-    if not there or (lacking := unsupported_tokenizer(folder)) is None:
-        return None
-    return f"this run can be exported as hf, but not as gguf: {lacking}"
+    return unsupported_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 def with_head(settings: QuantizationSettings, config: PreTrainedConfig) -> QuantizationSettings:

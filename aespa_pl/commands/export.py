@@ -54,7 +54,7 @@ def export(
     Args:
         run: Folder of a run (NAME/version_N); last: the run of runs_folder that was worked on last.
         format: hf (Hugging Face, the original's types), compressed-tensors (vLLM, transformers), awq
-            (vLLM, 4 bits), gptq (GPTQModel, SGLang) or gguf (llama.cpp).
+            (vLLM, 4 bits), gptq (GPTQModel) or gguf (llama.cpp).
         output: Folder to write; null: export/FORMAT in the run's folder.
         verify: Besides the bytes, which are always read back and compared: the engine that must give the
             run's next-token distributions. auto: all that are installed, fit and run here; bytes: none.

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 import aespa_pl
-from aespa_pl.commands.block_types import tokenizer_in_words, types_in_words
+from aespa_pl.commands.block_types import lacking_tokenizer, types_in_words
 from aespa_pl.commands.evaluate import compare_perplexities, measure_divergence, model_sizes
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.limits import check_space, refuse_tuning
@@ -103,12 +103,13 @@ def _plans(job: Job, run: Run, segments: int) -> Iterator[str]:
     """Yield what a run will do, and what the user should know before it does."""
     yield method_in_words(job.quantization, job.shape.layout)
     yield f"run folder: {run.folder}"
+    lacking = lacking_tokenizer(job.pretrained.folder)
     if job.quantization.format == "uniform":
-        yield forecast(job.quantization, job.shape, job.config)
+        yield forecast(job.quantization, job.shape, job.config, lacking)
+    elif lacking:
+        yield f"this run can be exported as hf, but not as gguf: {lacking}"
     if job.quantization.types:
         yield types_in_words(job.quantization)
-    if words := tokenizer_in_words(job.quantization, job.pretrained.folder):
-        yield words
     words = few_tokens(segments, job.segment_length, job.shape.widest_input)
     if words and job.quantization.uses_inputs:
         yield words

@@ -81,6 +81,12 @@ class FolderFormat(Format):
         """Return the value itself; of an embedding in a block type what the original's type holds."""
         return value if model.stem_type(name) is None else value.to(model.dtype(name))
 
+    def rounded(self, model: QuantizedModel) -> str | None:
+        """Name embedding and head where they are in a block type, whose values are stored as numbers."""
+        types = {part: model.stem_type(name) for part, name in model.parts.items()}
+        typed = " and ".join(f"{part} ({kind})" for part, kind in types.items() if kind is not None)
+        return f"the values of {typed} are stored in the original's type" if typed else None
+
     def _read_part(
         self, model: QuantizedModel, files: Sequence[Path], names: Sequence[str]
     ) -> Iterator[tuple[str, Tensor, int]]:

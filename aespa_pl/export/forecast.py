@@ -18,18 +18,23 @@ CONTAINER = 4
 """Bits of the integers that vLLM has kernels for."""
 
 
-def forecast(settings: QuantizationSettings, shape: Shape, config: PreTrainedConfig) -> str:
-    """Return a sentence: bits a weight in each file, and a grid that takes fewer of them."""
+def forecast(
+    settings: QuantizationSettings, shape: Shape, config: PreTrainedConfig, lacking: str | None = None
+) -> str:
+    """Return a sentence: bits a weight in each file, and a grid that takes fewer of them.
+
+    ``lacking`` is the part of the model's tokenizer that llama.cpp does not have.
+    """
     kind = "symmetric" if settings.symmetric else "asymmetric"
     groups = f"groups of {settings.group_size}" if settings.group_size else "per channel"
-    files = f"{_in_gguf(settings, shape, config)}; {_in_folders(settings, shape)}"
+    lacking = unsupported_part(config) or lacking
+    in_gguf = _in_gguf(settings, shape) if lacking is None else f"no GGUF file, because {lacking}"
+    files = f"{in_gguf}; {_in_folders(settings, shape)}"
     least, *_, most = sorted(bits for bits, *_ in _matrices(settings, shape))
     return f"{least if least == most else f'{least} to {most}'} bits, {kind}, {groups}: {files}"
 
 
-def _in_gguf(settings: QuantizationSettings, shape: Shape, config: PreTrainedConfig) -> str:
-    if part := unsupported_part(config):
-        return f"no GGUF file, because {part}"
+def _in_gguf(settings: QuantizationSettings, shape: Shape) -> str:
     types = _types(settings, shape, settings.group_size, symmetric=settings.symmetric)
     size = 64 if settings.bits == 2 else 32  # columns of the blocks of Q2_0 and of Q4_0
     other = _types(settings, shape, size, symmetric=True)

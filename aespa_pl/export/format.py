@@ -91,7 +91,7 @@ def make_format(
     if container_bits is not None and name not in PACKED:
         raise UserError(f"--container_bits is of {', '.join(PACKED)} only, not of {name}: leave it out")
     options: dict[str, object] = {"container_bits": container_bits} if name in PACKED else {}
-    if name == "gguf" and embedding is not None:
+    if name == "gguf":
         options = {"embedding": embedding}
     made: Format = getattr(import_module(f"aespa_pl.export.{module}"), kind)(**options)
     return made

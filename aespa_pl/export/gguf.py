@@ -54,8 +54,9 @@ PLAIN = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizati
 class Gguf(Format):
     """Writes and reads a GGUF file."""
 
-    embedding: Literal["keep", "q8_0"] = "q8_0"
-    """Type of embedding and head; q8_0 rounds them to 8.5 bits a weight, as llama.cpp does."""
+    embedding: Literal["keep", "q8_0"] | None = None
+    """What becomes of an embedding and a head without types of their own; q8_0 rounds them to 8.5 bits a
+    weight, as llama.cpp does. None: q8_0 where rows are whole blocks of it."""
 
     name = "gguf"
     reader = "gguf"
@@ -70,6 +71,12 @@ class Gguf(Format):
         if other_heads(config) and (typed or config.linear_value_head_dim % size != 0):
             # groups of columns do not lie within a head of linear attention
             yield OTHER_ORDER, "Set quantization.group_size to a divisor of linear_value_head_dim"
+        for part, name in model.parts.items():
+            columns, kind = model.pretrained.tensors[name].shape[-1], model.stem_type(name)
+            if self.embedding is not None and kind is not None:
+                yield f"the run has its {part} in {kind}", "Leave --embedding out"
+            elif self.embedding == "q8_0" and columns % BLOCK_TYPES["Q8_0"].grid.block != 0:
+                yield f"rows of {columns} weights are no whole blocks of Q8_0", "Set --embedding keep"
         for place, names in file_tensors(model, model.names()).items():
             if 0 < sum(name in model.matrices for name in names) < len(names):
                 why = f"some experts keep their weights, and llama.cpp has all of them in {place}"
@@ -126,15 +133,18 @@ class Gguf(Format):
 
     def rounded(self, model: QuantizedModel) -> str | None:
         """Name embedding and head, where they are rounded."""
-        if not any(self._rounds(model, name) for name in model.parts.values()):
+        parts = [part for part, name in model.parts.items() if self._rounds(model, name)]
+        if not parts:
             return None
-        return "embedding and head are rounded to Q8_0 (8.5 bits a weight)"
+        are = "are" if len(parts) > 1 else "is"
+        return f"{' and '.join(parts)} {are} rounded to Q8_0 (8.5 bits a weight)"
 
     def begin(self, model: QuantizedModel, path: Path) -> GGUFWriter:
         """Write all that stands before the data: metadata, vocabulary, and what each tensor is."""
         writer = GGUFWriter(path, architecture_of(model.pretrained.config).name)
         add_metadata(writer, model, file_type(model))
-        add_vocabulary(writer, model.original, int(model.pretrained.config.vocab_size))
+        size = int(model.pretrained.config.vocab_size)
+        add_vocabulary(writer, model.original, size, model.pretrained.tokenizer())
         if (factors := rope_factors(model.pretrained.config)) is not None:
             what = factors.shape, factors.dtype, factors.nbytes
             writer.add_tensor_info("rope_freqs.weight", *what, GGMLQuantizationType.F32)
@@ -197,7 +207,7 @@ class Gguf(Format):
 
     def _rounds(self, model: QuantizedModel, name: str) -> bool:
         whole = model.pretrained.tensors[name].shape[-1] % BLOCK_TYPES["Q8_0"].grid.block == 0
-        asked = self.embedding == "q8_0" and name in model.parts.values()
+        asked = self.embedding != "keep" and name in model.parts.values()
         return asked and whole and model.stem_type(name) is None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_VERSION, GGUFWriter, RopeScalingType, SpecialVocab, TokenType
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aespa_pl.export.model_card import public_source
@@ -40,12 +40,14 @@ NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
     "final_logit_softcapping": GGUFWriter.add_final_logit_softcapping,
 }
 """Functions that write a norm's epsilon, multipliers and caps, by their names in config.json."""
+SPACE = "\u2581"
+"""What stands for a space in the tokens of SentencePiece."""
 
 
 def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
     """Write what llama.cpp builds the model from."""
     config, layout = model.pretrained.config, model.layout()
-    writer.add_name(model.original.name)
+    writer.add_name(Path(model.settings.model.pretrained).name or model.original.name)
     writer.add_context_length(context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(model.block_count)
@@ -135,8 +137,19 @@ def rope_factors(config: PreTrainedConfig) -> npt.NDArray[Any] | None:
     return factors
 
 
-def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
-    """Write tokens, merges, special tokens and template of a tokenizer that llama.cpp has."""
+class _SpecialTokens(SpecialVocab):
+    """Knows a model's special tokens; a number of -1 in config.json, which the library refuses, is none."""
+
+    def _set_special_token(self, typ: str, tid: Any) -> None:
+        if not isinstance(tid, int) or tid >= 0:
+            super()._set_special_token(typ, tid)
+
+
+def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write tokens, merges, special tokens and template of a tokenizer that llama.cpp has.
+
+    ``folder`` has its files, and ``tokenizer`` is what transformers makes of them.
+    """
     content = read_tokenizer(folder)
     model = content["model"]
     added = {token["content"]: token for token in content.get("added_tokens", [])}
@@ -150,8 +163,9 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(_scores(model["merges"], tokens))
         steps = steps_before_merges(content)  # some split a text as if a space came before it
-        spaces = (s["type"] == "Prepend" or s.get("prepend_scheme", "never") != "never" for s in steps)
-        writer.add_add_space_prefix(any(spaces))
+        writer.add_add_space_prefix(any(map(_prepends_space, steps)))
+        # in an added token that is written as it is, llama.cpp would not turn the sign back into a space
+        types = {text: kind for text, kind in types.items() if added[text]["special"] or SPACE not in text}
         types = {**{t: TokenType.BYTE for t in tokens if re.fullmatch("<0x..>", t)}, **types}
     else:
         writer.add_tokenizer_model("gpt2")
@@ -159,8 +173,19 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
     writer.add_token_list(tokens)
     known = (types.get(token, TokenType.NORMAL) for token in tokens)
     writer.add_token_types([kind if i in texts else TokenType.UNUSED for i, kind in enumerate(known)])
-    special = SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=size)
+    special = _SpecialTokens(folder, load_merges=not model.get("byte_fallback"), n_vocab=size)
+    # of what a file does not say, llama.cpp decides by the name of the splitting rule
+    ids = tokenizer("a")["input_ids"]
+    special.add_special_token |= {
+        "bos": ids[:1] == [tokenizer.bos_token_id], "eos": ids[-1:] == [tokenizer.eos_token_id]
+    }  # fmt: skip
     special.add_to_gguf(writer, quiet=True)
+
+
+def _prepends_space(step: dict[str, Any]) -> bool:
+    """Return whether a step before the merges puts a space before a text; older files have no scheme."""
+    kind = step["type"]
+    return kind == "Prepend" or (kind == "Metaspace" and step.get("prepend_scheme", "always") != "never")
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -123,26 +123,28 @@ def candidate_type(model: QuantizedModel, name: str) -> BlockType | None:
     """Return the smallest block type that holds a quantized matrix exactly, None if there is none."""
     if (kind := model.type_of(name)) is not None:  # of a run with a format of llama.cpp
         return BLOCK_TYPES[kind]
-    columns = model.pretrained.tensors[name].shape[1]
-    bits = max(map(model.bits_of, _together(model, name)))
-    return smallest_type(bits, columns, model.quantization.group_size, _zeros(model, name))
+    columns, (bits, zeros) = model.pretrained.tensors[name].shape[1], _integers(model, name)
+    return smallest_type(bits, columns, model.quantization.group_size, zeros)
 
 
-def _together(model: QuantizedModel, name: str) -> list[str]:
-    """Return the matrices that are one tensor of the file."""
-    index, (projection, *_) = model.matrices[name]
-    if projection.expert is None:
-        return [name]
-    names = filter(model.matrices.__contains__, model.block_names(index))
-    return file_tensors(model, names)[gguf_name(model, name)]
+def _integers(model: QuantizedModel, name: str) -> tuple[int, Collection[int]]:
+    """Return the most bits and all zero points that a tensor of the file has, or of the one it is part of."""
+    if name not in model.found:
+        index, (projection, *_) = model.matrices[name]
+        together = [name]
+        if projection.expert is not None:
+            names = filter(model.matrices.__contains__, model.block_names(index))
+            together = file_tensors(model, names)[gguf_name(model, name)]
+        integers = max(map(model.bits_of, together)), _zeros(model, together)
+        model.found.update(dict.fromkeys(together, integers))
+    return model.found[name]
 
 
-def _zeros(model: QuantizedModel, name: str) -> Collection[int]:
-    """Return the zero points of a tensor of the file; of a symmetric grid without reading them."""
-    together = _together(model, name)
+def _zeros(model: QuantizedModel, together: Sequence[str]) -> Collection[int]:
+    """Return the zero points of matrices of a block; of a symmetric grid without reading them."""
     if model.quantization.symmetric:
         return {zero for n in together for zero in zero_points(model.bits_of(n), symmetric=True)}
-    index, _ = model.matrices[name]
+    index, _ = model.matrices[together[0]]
     projections = [p for n in together for p in model.matrices[n][1]]
     with opened(model.run.block_file(index)) as file:
         tensors = [file.get_tensor(f"{p.name}.zero_point") for p in projections]
@@ -160,7 +162,8 @@ def ideal_type(model: QuantizedModel, name: str) -> BlockType:
     """Return the block type that a matrix would have if its width were no matter."""
     if model.type_of(name) is not None:
         return exact_type(model, name)
-    ideal = smallest_type(model.bits_of(name), IDEAL_WIDTH, None, _zeros(model, name))
+    bits, zeros = _integers(model, name)
+    ideal = smallest_type(bits, IDEAL_WIDTH, None, zeros)
     return ideal or exact_type(model, name)
 
 

@@ -97,9 +97,10 @@ def _method(model: QuantizedModel, chosen: Format) -> str:
     source = public_source(data.source)
     if isinstance(source, dict):
         source = ", ".join(f"{name} ({proportion:g})" for name, proportion in source.items())
-    others = chosen.rounded(model) or "embedding, head and norms are not quantized"
-    if model.quantization.format != "uniform":
-        others = "embedding and head are quantized as well"
+    types = {part: model.stem_type(name) for part, name in model.parts.items()}
+    typed = [f"{part} in {kind}" for part, kind in types.items() if kind is not None]
+    kept = ", ".join([*(part for part, kind in types.items() if kind is None), "norms"])
+    others = "; ".join([*typed, chosen.rounded(model) or f"not quantized: {kept}"])
     return (
         f"{method}: {model.granularity}; calibrated on {data.segments} segments of {data.segment_length} "
         f"tokens of {markdown(source)}; {others}."

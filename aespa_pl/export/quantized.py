@@ -3,7 +3,7 @@
 Notation: rows are output channels, d_in input channels, G groups of d_in / G columns that share a scale.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -148,6 +148,11 @@ class QuantizedModel:
     def matrices(self) -> Mapping[str, tuple[int, tuple[Projection, ...]]]:
         """Return, by the name of each quantized weight, its block and the projections in its rows."""
         return {name: found for name, found in self._projections.items() if not found[1][0].kept}
+
+    @cached_property
+    def found(self) -> dict[str, tuple[int, Collection[int]]]:
+        """Return bits and zero points by matrix, as a format has found them, which asks often."""
+        return {}
 
     @cached_property
     def _projections(self) -> Mapping[str, tuple[int, tuple[Projection, ...]]]:

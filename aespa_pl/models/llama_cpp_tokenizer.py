@@ -10,15 +10,24 @@ from typing import Any
 
 from aespa_pl.errors import UserError
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CONTRACTIONS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_CASES_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
     _CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe",
     _CONTRACTIONS + r"\p{N}" + _REST: "qwen2",
+    "|".join(word + _ENDINGS + "?" for word in _WORDS) + r"|\p{N}{1,3}" + _CASES_REST: "gpt-4o",
+    "|".join(_WORDS) + r"|\p{N}" + _CASES_REST: "tekken",
     _CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+": "seed-coder",
     r" ?[^(\s|[.,!?…。，、।۔،])]+": "bloom",  # noqa: RUF001 - its punctuation
 }
 """llama.cpp's name of a rule, by the regular expression in tokenizer.json."""
+WHOLE_WORDS = {"llama-bpe": "smaug-bpe", "tekken": None}
+"""Rules by which llama.cpp takes a whole word that is a token before it merges; and what it calls the same
+split without that."""
 SENTENCEPIECE_STEPS = {"Prepend", "Replace", "Metaspace"}
 """Types of steps, all about spaces, that a tokenizer with SentencePiece's pieces takes before it merges."""
 
@@ -71,7 +80,9 @@ def splitting_rule(content: dict[str, Any]) -> str | None:
     if kinds == ["Split", "ByteLevel"]:
         # in some files with the characters \r and \n themselves
         pattern = steps[0]["pattern"].get("Regex", "")
-        return SPLITS.get(pattern.replace("\r", r"\r").replace("\n", r"\n"))
+        rule = SPLITS.get(pattern.replace("\r", r"\r").replace("\n", r"\n"))
+        whole = content["model"].get("ignore_merges", False)
+        return rule if whole or rule not in WHOLE_WORDS else WHOLE_WORDS[rule]
     return None
 
 

@@ -63,9 +63,10 @@ class PretrainedFolder:
                     "copy the weights from the model's origin"
                 )
             stored |= header
-        tensors = locate(skeleton(config), stored, folder)
+        model = skeleton(config)
+        tensors = locate(model, stored, folder)
         used = {tensor.name for tensor in tensors.values()}
-        return cls(folder, config, tensors, tuple(sorted(stored.keys() - used)))
+        return cls(folder, config, _shared(model, tensors), tuple(sorted(stored.keys() - used)))
 
     @cached_property
     def family(self) -> Family:
@@ -223,6 +224,21 @@ class PretrainedFolder:
                     tensors[name] = raw.to(device, dtype, copy=True)
                     _refuse_not_finite(name, path, raw, tensors[name])
         return {name: tensors[name] for name in names}
+
+
+def _shared(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Let names that the configuration ties share a tensor that files hold twice, unless values differ."""
+    first, shared = dict[int, StoredTensor](), dict[str, StoredTensor]()
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        own = tensors[name]
+        tied = first.setdefault(id(parameter), own)
+        shared[name] = tied if tied is own or _equal(tied, own) else own
+    return shared
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    with opened(one.file) as file, opened(other.file) as second:
+        return torch.equal(one.read(file), other.read(second))
 
 
 def _headers(files: Sequence[Path]) -> dict[str, StoredTensor]:

@@ -116,7 +116,8 @@ def size_curve(run: StoredRun, mixture: ShownMixture, width: float) -> Picture:
     figure = Figure(figsize=(min(width, HALF), 3.2), layout="constrained")
     axes = figure.subplots()
     most = CURVE_SHARE * mixture.bytes
-    sizes, losses = zip(*(p for p in mixture.curve if p[0] <= most), strict=True)
+    points = [point for point in mixture.curve if point[0] <= most] or mixture.curve
+    sizes, losses = zip(*points, strict=True)
     axes.semilogy(np.array(sizes) / scale, losses, color=SERIES[0], label="best choice")
     axes.plot(mixture.bytes / scale, mixture.predicted, "o", color=SERIES[0], label="this run")
     # several names may have the same types, because rows are no whole blocks: the first one stands for them

@@ -19,6 +19,7 @@ from aespa_pl.report.stored import StoredRun
 from aespa_pl.run.schema import TuningRecord
 
 SIZES = (
+    (-0.01, "has a lower perplexity than the original"),
     (0.01, "is as good as the original to within 1 %"),
     (0.05, "is slightly worse than the original"),
     (0.15, "is clearly worse than the original"),

@@ -5,6 +5,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from aespa_pl.algorithm.grid_types import TYPES
+
 DESCRIPTION = "quantization.json"  # file in the folder of a quantized model that says how it was made
 FORMAT = 2  # of the journal
 
@@ -97,8 +99,10 @@ Perplexity = Annotated[int | float, Field(gt=0, lt=1e100)]
 
 
 class _Accuracy(Strict):
+    metric: str | None = None
     value: Number
     error: Number | None = None
+    items: int | None = None
 
 
 class _Distance(Strict):
@@ -130,13 +134,20 @@ class ShownDescription(Strict):
     versions: dict[str, Any] = {}
 
 
+def _width(chosen: str) -> str:
+    """Return a block type or a number of bits, if it is one."""
+    if chosen not in TYPES and not chosen.isdecimal():
+        raise ValueError("expected a block type, or bits")
+    return chosen
+
+
 class ShownMixture(Strict):
     """Defines mixture.json: what was chosen for a size, and what is predicted of it."""
 
-    chosen: dict[str, str]
+    chosen: dict[Annotated[str, Field(pattern=r"^(\d+\.)?\w+$")], Annotated[str, AfterValidator(_width)]]
     predicted: Number
     bytes: int
-    curve: list[tuple[int, Number]]
+    curve: Annotated[list[tuple[int, Number]], Field(min_length=1)]
     others: dict[str, tuple[int, Number]]
 
 

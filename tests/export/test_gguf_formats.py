@@ -14,6 +14,7 @@ from aespa_pl.export.compressed_tensors import Awq, CompressedTensors
 from aespa_pl.export.folder import HuggingFace
 from aespa_pl.export.format import prove
 from aespa_pl.export.gguf import Gguf, dequantized
+from aespa_pl.export.model_card import model_card
 from aespa_pl.export.quantized import QuantizedModel, value_of
 from tests.cli.commands import CommandLine
 from tests.export.configurations import llama
@@ -130,6 +131,14 @@ def test_a_uniform_run_has_an_embedding_in_a_type(tmp_path: Path) -> None:
     embedding = tensors["token_embd.weight"]
     assert embedding.tensor_type.name == "Q6_K"
     assert tensors["blk.0.attn_q.weight"].tensor_type.name == "Q4_0"
+    card = model_card(model, Gguf(), "", {})
+    assert "of embedded; embedding in Q6_K; not quantized: norms." in card
+    assert (
+        "embedding in Q6_K; the values of embedding (Q6_K) are stored in the original's type."
+        in model_card(model, CompressedTensors(), "", {})
+    )
+    with pytest.raises(UserError, match=r"the run has its embedding in Q6_K. Leave --embedding out"):
+        Gguf("q8_0").refuse(model)
     with safe_open(next((tmp_path / "uniform/version_0/model").glob("model-00001*")), "pt") as file:
         held = torch.tensor(dequantized(embedding.data, embedding.tensor_type)).half()
         assert torch.equal(held, file.get_tensor("model.embed_tokens.weight"))

@@ -18,7 +18,7 @@ from aespa_pl.export.engines import LlamaCpp
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import llama_cpp, write
 from tests.export.runs import VOCABULARY, Known
-from tests.export.test_gguf_vocabulary import LLAMA_3, SEED, split
+from tests.export.test_gguf_vocabulary import LLAMA_3, O200K, SEED, TEKKEN, split
 
 
 @llama_cpp
@@ -104,16 +104,31 @@ def tokenized(file: Path, text: str) -> list[int]:
 
 
 @llama_cpp
-@pytest.mark.parametrize("pattern", [LLAMA_3, LLAMA_3.replace("{1,3}", ""), SEED])
-def test_llama_cpp_splits_text_by_the_rule_of_the_name(pattern: str, fresh: Known, tmp_path: Path) -> None:
-    """Each rule lets another of the pairs merge: digits, a mark with the end of the line, or none."""
-    merges = [("1", "2"), (".", "Ċ"), ("Ġ", "t"), ("'", "s"), ("Ċ", "Ċ"), ("t", "h")]
-    tokens = [*sorted(ByteLevel.alphabet()), *map("".join, merges)]
-    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
+@pytest.mark.parametrize(
+    ("pattern", "whole"),
+    [
+        (LLAMA_3, True),
+        (LLAMA_3, False),
+        (LLAMA_3.replace("{1,3}", ""), False),
+        (SEED, False),
+        (O200K, False),
+        (TEKKEN, True),
+    ],
+)
+def test_llama_cpp_splits_text_by_the_rule_of_the_name(
+    pattern: str, *, whole: bool, fresh: Known, tmp_path: Path
+) -> None:
+    """Each rule lets another of the pairs merge: digits, cases, a mark with the end of the line, or none.
+
+    A rule of whole words gives "cat" its token, which no merge makes.
+    """
+    merges = [("1", "2"), (".", "Ċ"), ("Ġ", "t"), ("'", "s"), ("Ċ", "Ċ"), ("t", "h"), ("e", "T"), ("/", "Ċ")]
+    tokens = [*sorted(ByteLevel.alphabet()), *map("".join, merges), "Ġcat"]
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=whole))
     tokenizer.pre_tokenizer = split(pattern)
     tokenizer.save(str(fresh.original / "tokenizer.json"))
     write(fresh, tmp_path / "out")
-    text = "the cat's 12 hats.\n\nthe  theatre 'S naïve 日本.\r\n 12"
+    text = "the cat's 12 hats.\n\nthe  theTheatre 'S naïve 日本.\r\n 12 and/\n theTHE cat"
     assert tokenized(tmp_path / "out" / "model.gguf", text) == tokenizer.encode(text).ids
 
 

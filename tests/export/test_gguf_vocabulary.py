@@ -12,6 +12,8 @@ from gguf import GGUFReader, GGUFWriter, TokenType
 from tokenizers import Regex, Tokenizer, normalizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, PreTokenizer, Sequence, Split, Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from aespa_pl.errors import UserError
 from aespa_pl.export.gguf_metadata import add_vocabulary
@@ -26,6 +28,14 @@ SEED = (
     "|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
 )
 """With the characters themselves, as the file has it."""
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""gpt-oss's."""
+TEKKEN = O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
+"""Ministral 3's."""
 BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
 
 
@@ -35,7 +45,8 @@ def split(pattern: str) -> PreTokenizer:
 
 def fields(folder: Path, size: int) -> dict[str, Any]:
     writer = GGUFWriter(folder / "vocabulary.gguf", "llama")
-    add_vocabulary(writer, folder, size)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    add_vocabulary(writer, folder, size, tokenizer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -49,8 +60,9 @@ def fields(folder: Path, size: int) -> dict[str, Any]:
     }
 
 
-def save_bytes(folder: Path, rule: PreTokenizer) -> None:
-    tokenizer = Tokenizer(BPE({"a": 0, "b": 1, "ab": 2, "<s>": 3}, [("a", "b")]))
+def save_bytes(folder: Path, rule: PreTokenizer, *, whole_words: bool = False) -> None:
+    vocabulary = {"a": 0, "b": 1, "ab": 2, "<s>": 3}
+    tokenizer = Tokenizer(BPE(vocabulary, [("a", "b")], ignore_merges=whole_words))
     tokenizer.pre_tokenizer = rule
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.add_tokens(["<tool>"])
@@ -59,7 +71,7 @@ def save_bytes(folder: Path, rule: PreTokenizer) -> None:
 
 def test_tokens_with_their_types(tmp_path: Path) -> None:
     save_bytes(tmp_path, ByteLevel(add_prefix_space=False))
-    config = {"bos_token": "<s>", "add_bos_token": True, "chat_template": "{{ messages }}"}
+    config = {"bos_token": "<s>", "chat_template": "{{ messages }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     found = fields(tmp_path, 7)
     assert found["tokens"] == ["a", "b", "ab", "<s>", "<tool>", "[PAD5]", "[PAD6]"]
@@ -67,7 +79,7 @@ def test_tokens_with_their_types(tmp_path: Path) -> None:
     control, user = TokenType.CONTROL, TokenType.USER_DEFINED
     assert found["token_type"] == [normal, normal, normal, control, user, unused, unused]
     assert found["merges"] == ["a b"]
-    assert (found["bos_token_id"], found["add_bos_token"]) == (3, True)
+    assert found["bos_token_id"] == 3
     assert found["model"] == "gpt2"
 
 
@@ -76,9 +88,10 @@ def test_tokens_with_their_types(tmp_path: Path) -> None:
     [
         (ByteLevel(add_prefix_space=False), "gpt-2"),
         (Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]), "smollm"),
-        (split(LLAMA_3), "llama-bpe"),
+        (split(LLAMA_3), "smaug-bpe"),
         (split(LLAMA_3.replace("{1,3}", "")), "qwen2"),
         (split(SEED), "seed-coder"),
+        (split(O200K), "gpt-4o"),
         (split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "bloom"),  # noqa: RUF001 - its punctuation
     ],
 )
@@ -87,8 +100,36 @@ def test_rule_of_splitting_has_its_name(rule: PreTokenizer, name: str, tmp_path:
     assert fields(tmp_path, 5)["pre"] == name
 
 
+@pytest.mark.parametrize(("pattern", "name"), [(LLAMA_3, "llama-bpe"), (TEKKEN, "tekken")])
+def test_rule_that_takes_whole_words_has_its_name(pattern: str, name: str, tmp_path: Path) -> None:
+    save_bytes(tmp_path, split(pattern), whole_words=True)
+    assert fields(tmp_path, 5)["pre"] == name
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_file_says_whether_a_text_begins_with_a_token(*, begins: bool, tmp_path: Path) -> None:
+    """llama.cpp begins one with it by itself, for the rules of some names."""
+    save_bytes(tmp_path, split(LLAMA_3), whole_words=True)
+    if begins:
+        path = str(tmp_path / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(path)
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+        tokenizer.save(path)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    found = fields(tmp_path, 5)
+    assert (found["add_bos_token"], found["add_eos_token"]) == (begins, False)
+
+
+def test_a_special_token_of_minus_one_is_none(tmp_path: Path) -> None:
+    save_bytes(tmp_path, ByteLevel(add_prefix_space=False))
+    (tmp_path / "config.json").write_text('{"pad_token_id": -1, "eos_token_id": 3}')
+    found = fields(tmp_path, 5)
+    assert found["eos_token_id"] == 3
+    assert "padding_token_id" not in found
+
+
 @pytest.mark.parametrize(
-    "rule", [Whitespace(), split(r"\p{N}{1,2}"), Sequence([Digits(), ByteLevel()]), BYTES]
+    "rule", [Whitespace(), split(r"\p{N}{1,2}"), split(TEKKEN), Sequence([Digits(), ByteLevel()]), BYTES]
 )
 def test_rule_without_a_name_is_refused(rule: PreTokenizer, tmp_path: Path) -> None:
     save_bytes(tmp_path, rule)
@@ -159,6 +200,18 @@ def save_pieces(folder: Path, normalizer: normalizers.Normalizer | None, rule: P
 SPACES = normalizers.Replace(" ", "▁")
 
 
+def test_added_tokens_of_spaces_stay_spaces(tmp_path: Path) -> None:
+    """llama.cpp writes a token of a user as it is, and turns the sign into a space in a normal one alone."""
+    save_pieces(tmp_path, SPACES, None)
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_tokens(["▁▁", "<tool>"])
+    tokenizer.save(path)
+    found = fields(tmp_path, 4)
+    assert found["tokens"][2:] == ["▁▁", "<tool>"]
+    assert found["token_type"][2:] == [TokenType.NORMAL, TokenType.USER_DEFINED]
+
+
 @pytest.mark.parametrize(
     ("normalizer", "rule", "expected"),
     [
@@ -175,6 +228,17 @@ def test_space_before_the_text_is_the_tokenizers(
     save_pieces(tmp_path, normalizer, rule)
     assert unsupported_tokenizer(tmp_path) is None
     assert fields(tmp_path, 2)["add_space_prefix"] is expected
+
+
+def test_space_before_the_text_in_older_files(tmp_path: Path) -> None:
+    save_pieces(tmp_path, None, Metaspace(prepend_scheme="always", split=False))
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    del content["pre_tokenizer"]["prepend_scheme"]
+    content["pre_tokenizer"]["add_prefix_space"] = True
+    path.write_text(json.dumps(content))
+    assert len(Tokenizer.from_file(str(path)).encode("a").ids) == 2  # the library's answer: a space, and a
+    assert fields(tmp_path, 2)["add_space_prefix"] is True
 
 
 def test_pieces_of_a_changed_text_are_refused(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def test_settings_that_differ_come_first(tmp_path: Path) -> None:
     ("quantized", "words", "rest"),
     # ln(1.09) / ln(100) = 0.0187: 98 % of the loss in nats is avoided
     [
-        (9.9, "is as good as the original to within 1 %", "9.90 (-1 %)"),
+        (9.0, "has a lower perplexity than the original", "9.00 (-10 %)"),
+        (9.91, "is as good as the original to within 1 %", "9.91 (-1 %)"),
         (10.09, "is as good as the original to within 1 %", "10.09 (+1 %)"),
         (10.4, "is slightly worse than the original", "10.40 (+4 %)"),
         (10.9, "is clearly worse than the original", "10.90 (+9 %)"),

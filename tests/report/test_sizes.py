@@ -59,3 +59,12 @@ def test_the_page_has_both_and_a_damaged_file_becomes_a_note(tmp_path: Path) -> 
     text = write_page(tmp_path / "again", folder).read_text()
     assert "mixture.json is damaged" in text
     assert 'id="section-widths"' not in text
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"chosen": {"0.q_proj": "Q9_X"}}, {"chosen": {"x.y": "Q8_0"}}, {"curve": []}]
+)
+def test_an_unknown_choice_becomes_a_note(wrong: dict[str, object], tmp_path: Path) -> None:
+    folder = sized(tmp_path / "run/version_0")
+    (folder / "mixture.json").write_text(json.dumps(MIXTURE | wrong))
+    assert "mixture.json is damaged" in write_page(tmp_path / "page", folder).read_text()
