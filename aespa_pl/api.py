@@ -22,6 +22,8 @@ from aespa_pl.commands.keys import nearest, refuse_mistakes, refuse_other_method
 from aespa_pl.commands.output import quiet
 from aespa_pl.commands.sections import AespaCLI
 from aespa_pl.data.tokens import TENSOR
+from aespa_pl.distributed.launch import end_with_launcher
+from aespa_pl.distributed.processes import PeerLostError
 from aespa_pl.errors import UserError, one_line
 from aespa_pl.models.headers import read_header
 from aespa_pl.paths import expanded
@@ -190,6 +192,7 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
     refuse_mistakes(given, "fit")
     refuse_other_methods(given)
     interruption = Interruption()
+    end_with_launcher()
     try:
         with _own_process(), quiet(), interruption.watching():
             console = PlainConsole(stderr=True, quiet=not progress)
@@ -197,6 +200,9 @@ def _fit(given: Arguments, *, progress: bool) -> QuantizedRun:
             run, metrics = application.quantize(parsed, interruption, console)
     except UserError as error:
         raise UserError(f"{error}{_then(interruption)}") from error
+    except PeerLostError as error:
+        words = f"another process of this run has ended or cannot be reached: {error}{_then(interruption)}"
+        raise UserError(words) from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise UserError(one_line(f"{where}{error.strerror or error}{_then(interruption)}")) from error
@@ -280,6 +286,9 @@ def _kept(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
             for file in sorted(path for path in made.rglob("*") if path.is_file()):
                 content.update(f"{file.relative_to(made)} {checksum(file)}\n".encode())
             target = folder / f"{name}-{content.hexdigest()[:16]}"
-            if not target.is_dir():
+            try:
                 made.rename(target)
+            except OSError:  # it is there: of an earlier call, or of another process meanwhile
+                if not target.is_dir():
+                    raise
     return target.absolute()

@@ -80,11 +80,21 @@ def quantize(parsed: AespaCLI, interruption: Interruption, console: Console) -> 
         if job.quantization.target is not None:
             world.from_first(partial(_check_inputs, job))
         job, mixture = for_target(job, settings, resume, progress, world)
+        job = _with_agreed_place(job, world)
         saved = parsed.text(job.quantization)
         trainers = BlockTrainers(parsed, saved, trainer, interruption, progress, world, mixture)
         run, metrics = fit.fit(job, resume, trainers, one_block=smoke)
     trainers.show_result(asdict(job.quantization), metrics)
     return run, metrics
+
+
+def _with_agreed_place(job: Job, world: World) -> Job:
+    """Have the blocks of the end-to-end tuning on disk in all processes where they don't fit in one."""
+    tuning = job.quantization.tuning
+    if not world.largest(int(tuning.model.blocks == "disk")):
+        return job
+    tuning = replace(tuning, model=replace(tuning.model, blocks="disk"))
+    return replace(job, quantization=replace(job.quantization, tuning=tuning))
 
 
 def _check_inputs(job: Job) -> None:
@@ -120,7 +130,12 @@ def _planned(parsed: AespaCLI) -> QuantizationSettings:
     """Return the settings that a run would have; learning rates stay null where the model isn't here."""
     device, model = first_trainer(parsed).strategy.root_device, parsed.settings.model
     if (folder := here(model.pretrained, model.revision)) is not None:
-        return checked(parsed.settings, device, read_config(folder)).quantization
+        found = checked(parsed.settings, device, read_config(folder)).quantization
+        if found.target is None:
+            return found
+        words = "types, bits and learning rates follow from what is chosen for quantization.target"
+        logging.getLogger(__name__).warning(words)
+        return resolved(parsed.settings.quantization, device.type, width=None)
     words = "%s is not on this machine, so learning rates that depend on its hidden size stay null"
     logging.getLogger(__name__).warning(words, model.pretrained)
     return resolved(parsed.settings.quantization, device.type, width=None)

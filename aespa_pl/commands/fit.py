@@ -136,7 +136,7 @@ def _start(
         needed = disk_bytes(alone, job.pretrained.dtype.itemsize, choose_partition(alone))
         needed -= sum(path.stat().st_size for path in files if path.is_file())
         check_space(earlier.folder if earlier else job.runs_folder, needed, "--output.folder")
-        refuse_tuning(setup)
+        refuse_tuning(setup, _tuned(earlier, len(job.shape.of_blocks)))
     texts = job.evaluation()  # first: a text that can't be had is noticed before hours of work
     tokens = job.calibration()
     fingerprint = job.fingerprint(tokens)
@@ -156,6 +156,14 @@ def _start(
             run.move_blocks(job.quantization.tuning.model.blocks)
         run.refuse_changes(fingerprint)
     return run, tokens, texts, _finished(run, progress)
+
+
+def _tuned(earlier: Run | None, blocks: int) -> list[str]:
+    """Return what a run has tuned completely, by the keys of ``quantization.tuning``."""
+    if earlier is None:
+        return []
+    complete = {"blocks": len(earlier.blocks) == blocks, "model": earlier.tuned is not None}
+    return [key for key, done in complete.items() if done]
 
 
 def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -81,13 +81,13 @@ def check_bits_of(layouts: Sequence[BlockLayout], settings: QuantizationSettings
                 )
 
 
-def refuse_tuning(setup: Setup) -> None:
-    """Raise UserError for a tuning that has too few segments, or doesn't fit."""
-    if words := tuning_shortages(setup):
+def refuse_tuning(setup: Setup, done: Collection[str] = ()) -> None:
+    """Raise UserError for a tuning that has too few segments, or doesn't fit; ``done`` are behind a run."""
+    if words := tuning_shortages(setup, done):
         raise UserError(words[0])
 
 
-def tuning_shortages(setup: Setup) -> list[str]:
+def tuning_shortages(setup: Setup, done: Collection[str] = ()) -> list[str]:
     """Return which tuning doesn't fit into the device's memory. Raises UserError for too few segments."""
     shape, work, settings, given = setup.shape, setup.work, setup.quantization, room(setup)
     tuning, said = settings.tuning, list[str]()
@@ -101,7 +101,7 @@ def tuning_shortages(setup: Setup) -> list[str]:
         ("blocks", tuning.blocks, block_bytes(shape, work, settings)),
         ("model", tuning.model, of_model),
     ):
-        if not section.enabled:
+        if not section.enabled or key in done:
             continue
         held_back_and_steps(work.segments, section.batch_size, tuning.held_back)
         if needed > given.free:

@@ -132,7 +132,7 @@ class BlockTrainers:
             plugins=[
                 *listed(chosen.plugins),
                 *environment_plugins(self.first),
-                JournaledCheckpointIO(run, training),
+                JournaledCheckpointIO(run, training, folder),
             ],
             enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
             # where Lightning writes its checkpoint when SLURM requeues a job; a folder a block, or

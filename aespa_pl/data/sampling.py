@@ -26,6 +26,8 @@ Tokenize = Callable[[Document], Int64[Tensor, " tokens"]]
 
 def divide_segments(proportions: Mapping[str, float], segments: int) -> dict[str, int]:
     """Return the number of segments of each text, rounded. Raises UserError where a text would have none."""
+    if not proportions:
+        raise UserError(f"{CALIBRATION_KEY} names no text: expected such as '{{c4: 0.7, wikitext2: 0.3}}'")
     exact = {name: segments * p / sum(proportions.values()) for name, p in proportions.items()}
     counts = {name: int(number) for name, number in exact.items()}
     by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])

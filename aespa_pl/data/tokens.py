@@ -130,7 +130,7 @@ def _stored(source: str, key: str, length: int, limit: int | None) -> Int64[Tens
             f"{key}: {source} has {tokens.dtype} {[*tokens.shape]}: expected integers [segments, {length}], "
             f"because segment_length is {length}"
         )
-    if len(tokens) < (limit or 1):
+    if len(tokens) < (limit if limit and key == CALIBRATION_KEY else 1):
         raise UserError(
             f"{key}: {source} has {len(tokens)} segments: set the number of segments to {len(tokens)} or less"
         )

@@ -185,7 +185,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, tokenizer: PreTr
 def _prepends_space(step: dict[str, Any]) -> bool:
     """Return whether a step before the merges puts a space before a text; older files have no scheme."""
     kind = step["type"]
-    return kind == "Prepend" or (kind == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+    return bool(kind == "Prepend" or (kind == "Metaspace" and step.get("prepend_scheme") != "never"))
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:

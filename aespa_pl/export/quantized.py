@@ -21,7 +21,7 @@ from aespa_pl.models.hub import EMBEDDED, resolve
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.paths import expanded
 from aespa_pl.run.folder import how_to_continue
-from aespa_pl.run.journal import Run, model_fingerprint
+from aespa_pl.run.journal import Run
 from aespa_pl.run.stored_settings import stored_settings
 from aespa_pl.settings import QuantizationSettings, Settings
 from aespa_pl.storage.cache import cache_folder
@@ -88,7 +88,7 @@ class QuantizedModel:
         place = cache_folder(settings.data.cache if trusts_places else None)
         source = _original(original, settings)
         weights = {tensor.file for tensor in PretrainedFolder.open(source, place).tensors.values()}
-        if model_fingerprint({source / "config.json", *weights}) != run.fingerprint["model"]:
+        if not run.is_of({source / "config.json", *weights}):
             raise UserError(
                 f"--original: the run {folder} was made from another model than {source}: give the "
                 "folder of the model that was quantized"

@@ -24,11 +24,12 @@ REST = 20  # durations of a save to wait before the next one, so that saving tak
 
 
 class JournaledCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint whole or not at all, and then names it in the run's journal."""
+    """Writes a checkpoint whole or not at all; names it in the run's journal, and removes the one before."""
 
-    def __init__(self, run: Run, training: Training) -> None:
+    def __init__(self, run: Run, training: Training, folder: Path) -> None:
+        """Take the folder of the training's checkpoints; those of others do not count."""
         super().__init__()
-        self.run, self.training = run, training
+        self.run, self.training, self.folder = run, training, folder
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -44,8 +45,12 @@ class JournaledCheckpointIO(TorchCheckpointIO):
                     raise OSError(errno.EIO, "a write failed, the disk may be full") from error
 
         write_whole(path, write)
-        if path.is_relative_to(self.run.checkpoint_folder(self.training.block)):
-            self.run.note_checkpoint(self.training, path, checkpoint["global_step"])
+        if path.parent != self.folder:  # of a callback of the user's
+            return
+        before = self.run.checkpoint
+        self.run.note_checkpoint(self.training, path, checkpoint["global_step"])
+        if before is not None and self.run.folder / before.file != path:  # Lightning keeps what it began from
+            (self.run.folder / before.file).unlink(missing_ok=True)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, *_: Any, **__: Any) -> Any:
         """Read a checkpoint (``read_checkpoint``), to the CPU, not to the device of its process."""

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from aespa_pl.storage.files import checksum, move_whole, write_json
 log = logging.getLogger(__name__)
 
 MEBIBYTE = 2**20
+PLACES, PART = 1024, 2**12  # of a large file that tell it from another one, and the bytes of each
 CHECKSUM = 64  # digits of a SHA-256, of which a message has the first
 
 
@@ -77,6 +78,12 @@ class Run(RunFolder):
             return schema.parse(schema.Metrics, self.metrics_file).model_dump(exclude_unset=True)
         except (OSError, schema.DamagedFileError):
             return None
+
+    def is_of(self, files: Collection[Path]) -> bool:
+        """Tell whether these are the files of the model that was quantized."""
+        # versions before 0.8 looked at the ends of files alone
+        known = self.fingerprint["model"]
+        return bool(known in (model_fingerprint(files), model_fingerprint(files, places=0)))
 
     def refuse_changes(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise UserError with everything that the result depends on and that has changed."""
@@ -260,16 +267,21 @@ def _kept(journal: schema.JournalContent | Run) -> dict[str, Any]:
     return {key: getattr(journal, key) for key in schema.JournalContent.model_fields if key != "format"}
 
 
-def model_fingerprint(files: Iterable[Path]) -> str:
-    """Return a SHA-256 over names, sizes, and first and last MiB of a model's files, wherever they lie."""
-    # hashing 60 GB would take minutes; a model that was trained further differs in every tensor; weights out
-    # of a pickle are in the cache, which may be moved
+def model_fingerprint(files: Iterable[Path], places: int = PLACES) -> str:
+    """Return a SHA-256 over names, sizes, and parts of a model's files, wherever they lie.
+
+    Parts are the first and last MiB, and a few KiB at places in between.
+    """
+    # hashing 60 GB would take minutes; weights out of a pickle are in the cache, which may be moved
     digest = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.name):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             digest.update(file.read(MEBIBYTE))
+            for place in range(1, places):
+                file.seek(size * place // places)
+                digest.update(file.read(PART))
             file.seek(max(0, size - MEBIBYTE))
             digest.update(file.read())
     return digest.hexdigest()

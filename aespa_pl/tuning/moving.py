@@ -58,6 +58,10 @@ class Moves:
         """Return the file of a block's offsets, by the paths of its linear layers."""
         return self._of_step(self.step) / f"block_{index:03}.safetensors"
 
+    def has(self, step: int) -> bool:
+        """Tell whether there are files of a step; before the first one none is needed."""
+        return step == 0 or self._of_step(step).is_dir()
+
     def read(self, index: int) -> dict[str, Tensor]:
         """Return the offsets of a block; empty before the first step."""
         return read_tensors(self.file(index)) if self.step else {}

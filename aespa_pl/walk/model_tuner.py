@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -38,6 +40,8 @@ from aespa_pl.tuning.weights import (
 from aespa_pl.walk import record
 from aespa_pl.walk.block_tuner import stored_types, vectors
 from aespa_pl.walk.stem import stem_tensors
+
+log = logging.getLogger(__name__)
 
 Train = Callable[..., Tuned]
 Found = tuple[Tuned, dict[str, Tensor]]  # what a tuning found, and the learned tensors by name
@@ -79,6 +83,8 @@ class ModelTuner:
             settings.bias_rate,
             bits=context.settings.bits,
         )
+        moves = Moves(context.run.moved_folder, rates.of_latent, world, self._saved) if streamed else None
+        moves = moves if rates.latent else None
         with source.stem():
             train = partial(
                 tuning.tune_streamed if streamed else tuning.tune,
@@ -86,13 +92,12 @@ class ModelTuner:
                 loss=tuning.divergence(partial(source.family.head, source.model), one_by_one=streamed),
                 rates=rates,
                 trainer=context.trainers.of_tuning(context.run, training, settings.epochs),
-                checkpoint=world.from_first(lambda: context.run.checkpoint_to_continue(training)),
+                checkpoint=world.from_first(partial(self._checkpoint, training, moves)),
             )
             checksums: dict[str, str] = {}
             if streamed:
-                moves = Moves(context.run.moved_folder, rates.of_latent, world, self._saved)
-                found, learned = self._tune_streamed(model, train, moves if rates.latent else None)
-                if rates.latent and moves.step:
+                found, learned = self._tune_streamed(model, train, moves)
+                if moves is not None and moves.step:
                     checksums = context.run.checksums(map(moves.file, range(count)))
             else:
                 found, learned = self._tune_in_memory(model, train)
@@ -102,6 +107,17 @@ class ModelTuner:
         world.wait_for_all()  # the first one replaces files that others read
         if world.is_first:
             write_tensors(context.run.tuned_file, learned, checksums)
+        return found
+
+    def _checkpoint(self, training: Training, moves: Moves | None) -> Path | None:
+        """Return the checkpoint to continue; where integers move, there is none without their files."""
+        run = self.context.run
+        found = run.checkpoint_to_continue(training)
+        if moves is not None and found is not None and not moves.has(self._saved() or 0):
+            log.warning("%s lacks a file: the end-to-end tuning starts again", moves.folder)
+            found = None
+        if moves is not None and found is None:  # the first step removes what another one needs
+            run.forget_checkpoint()
         return found
 
     def _saved(self) -> int | None:

@@ -1,7 +1,9 @@
 """The Python call quantizes what is in memory or has a name, on the same path as the command line."""
 
+import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import aespa_pl
-from aespa_pl.api import keep_model
+from aespa_pl.api import _kept, keep_model
 from aespa_pl.data.texts import EMBEDDED
 from aespa_pl.run.journal import model_fingerprint
+from aespa_pl.storage.files import write_text
 from tests.api.calls import ITERATIONS, SEGMENTS, WORDS, blocks, call, tiny, tokenizer, tokens
 from tests.cli.commands import CommandLine
 from tests.forks import Forks
@@ -153,6 +156,18 @@ def test_mistakes_are_one_line(given: dict[str, Any], message: str, tmp_path: Pa
         call(tmp_path, **given)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("runs/aespa/version_*"))
+
+
+def test_texts_that_another_process_has_written_meanwhile_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(made: Path, target: Path) -> None:
+        shutil.copytree(made, target)
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    folder = _kept(tmp_path, "calibration", lambda made: write_text(made / "a", "b"))
+    assert (folder / "a").read_text() == "b"
 
 
 def test_the_process_keeps_its_settings(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def origin(segment: list[int], documents: list[str]) -> int:
 
 def test_segments_are_divided_by_proportions_and_add_up() -> None:
     assert divide_segments({"a": 0.7, "b": 0.3}, 10) == {"a": 7, "b": 3}
+    with pytest.raises(UserError, match="names no text"):
+        divide_segments({}, 10)
     assert divide_segments({"a": 2, "b": 1}, 128) == {"a": 85, "b": 43}  # 85.33, 42.67
     assert divide_segments({"a": 1, "b": 1, "c": 1}, 3) == {"a": 1, "b": 1, "c": 1}
     for segments in range(7, 60):

@@ -268,3 +268,13 @@ def test_stored_ids_may_be_of_any_integer_type(
     save_file({"tokens": ids.to(dtype)}, tmp_path / "ids.safetensors")
     settings = CalibrationSettings(str(tmp_path / "ids.safetensors"), segments=2)
     assert torch.equal(calibration_tokens(settings, tokenizer, 10, cache), ids)
+
+
+def test_a_text_of_ids_may_have_fewer_segments_than_are_measured_at_most(
+    tokenizer: PreTrainedTokenizerFast, cache: Path, tmp_path: Path
+) -> None:
+    file, ids = tmp_path / "ids.safetensors", torch.arange(20).view(2, 10)
+    save_file({"tokens": ids}, file)
+    assert torch.equal(evaluation_tokens(str(file), tokenizer, 10, 40, cache), ids)
+    with pytest.raises(UserError, match="has 2 segments: set the number of segments to 2 or less"):
+        calibration_tokens(CalibrationSettings(str(file), segments=3), tokenizer, 10, cache)

@@ -80,7 +80,7 @@ def test_a_tokenizer_that_llama_cpp_lacks_has_no_gguf() -> None:
     config = make_model("llama").config
     shape = Shape.of(config, family_of(config).layouts(config))
     said = forecast(QuantizationSettings(), shape, config, "its tokenizer is another")
-    assert "no GGUF file, because its tokenizer is another; 2." in said
+    assert "no GGUF file, because its tokenizer is another; " in said
 
 
 def test_experts_with_zero_points_have_no_folder_of_integers() -> None:

@@ -59,7 +59,7 @@ class Kill:
 
     def options(self, run: Run, training: Training) -> dict[str, Any]:
         file = run.checkpoint_folder(training.block) / "x.ckpt"
-        plugins = [JournaledCheckpointIO(run, training)]
+        plugins = [JournaledCheckpointIO(run, training, file.parent)]
         return {"callbacks": [self.callback(file)], "plugins": plugins}
 
 

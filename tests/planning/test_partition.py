@@ -197,7 +197,7 @@ def stopping(fits: list[int], part: int) -> Callable[[Run, Training], dict[str, 
             "callbacks": [
                 StopIn(interruption, fits, part), StopAtIteration(interruption, folder)
             ],
-            "plugins": [JournaledCheckpointIO(run, training)],
+            "plugins": [JournaledCheckpointIO(run, training, folder)],
         }  # fmt: skip
 
     return options

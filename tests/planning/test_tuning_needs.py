@@ -175,6 +175,7 @@ def test_what_does_not_fit_is_refused_with_what_to_switch_off(
     refuse_tuning(Setup(shape(), WORK, tight, NONE, CPU))
     with pytest.raises(UserError, match=rf"quantization.tuning.{key}.enabled to false"):
         refuse_tuning(Setup(shape(), WORK, tight, settings, CPU))
+    refuse_tuning(Setup(shape(), WORK, tight, settings, CPU), [key])  # a run that has done it goes on
 
 
 def test_hidden_states_that_take_the_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

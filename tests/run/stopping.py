@@ -35,7 +35,7 @@ def options(
         folder = run.checkpoint_folder(training.block)
         stop = StopAtIteration(interruption, folder)
         saving = checkpoints(output, folder)
-        plugins = [JournaledCheckpointIO(run, training)]
+        plugins = [JournaledCheckpointIO(run, training, folder)]
         return {
             "callbacks": [*before, stop, *after, *saving],
             "plugins": plugins,

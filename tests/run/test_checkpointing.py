@@ -84,16 +84,19 @@ def test_checksum_made_while_writing_is_that_of_the_file(tmp_path: Path) -> None
     run, portion = Run.create(tmp_path, {}), whole_block(0)
     path = run.checkpoint_folder(0) / "step_1.ckpt"
     content: dict[str, Any] = {"global_step": 1, "a": torch.randn(1000), "b": {"c": 3}}
-    JournaledCheckpointIO(run, portion).save_checkpoint(content, path)
+    JournaledCheckpointIO(run, portion, path.parent).save_checkpoint(content, path)
     assert run.checkpoint is not None
     assert run.checkpoint.checksum == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert torch.equal(JournaledCheckpointIO(run, portion).load_checkpoint(path)["a"], content["a"])
+    assert torch.equal(
+        JournaledCheckpointIO(run, portion, path.parent).load_checkpoint(path)["a"], content["a"]
+    )
 
 
 def test_checkpoint_is_named_after_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk fills on the way, the journal keeps the one before, which is still there."""
     run, portion = Run.create(tmp_path, {}), whole_block(0)
-    writer, folder = JournaledCheckpointIO(run, portion), run.checkpoint_folder(0)
+    folder = run.checkpoint_folder(0)
+    writer = JournaledCheckpointIO(run, portion, folder)
     writer.save_checkpoint({"global_step": 0, "a": 1}, folder / "step_1.ckpt")
     monkeypatch.setattr(torch, "save", full)
     with refused(folder):
@@ -102,10 +105,23 @@ def test_checkpoint_is_named_after_it_is_written(tmp_path: Path, monkeypatch: py
     assert files(folder) == ["step_1.ckpt"]
 
 
+def test_checkpoints_of_interruptions_do_not_pile_up(tmp_path: Path) -> None:
+    """Lightning keeps the one that it began from; that of a callback of the user's is no step of ours."""
+    run, portion = Run.create(tmp_path, {}), whole_block(0)
+    folder = run.checkpoint_folder(0)
+    for step in (1, 2):  # in a process of its own each
+        writer = JournaledCheckpointIO(run, portion, folder)
+        writer.save_checkpoint({"global_step": step}, folder / f"step_{step}-interrupted.ckpt")
+        writer.save_checkpoint({"global_step": 9}, folder / "checkpoints" / f"theirs_{step}.ckpt")
+    assert run.checkpoint_to_continue(portion) == folder / "step_2-interrupted.ckpt"
+    assert files(folder / "checkpoints") == ["theirs_1.ckpt", "theirs_2.ckpt"]
+    assert sorted(path.name for path in folder.glob("*.ckpt")) == ["step_2-interrupted.ckpt"]
+
+
 def test_a_checkpoint_with_objects_is_refused_without_advice_to_trust_it(tmp_path: Path) -> None:
     file = tmp_path / "state.ckpt"
     torch.save({"callbacks": {"Mine": {"path": tmp_path}}}, file)
-    storage = JournaledCheckpointIO(Run.create(tmp_path, {}), whole_block(0))
+    storage = JournaledCheckpointIO(Run.create(tmp_path, {}), whole_block(0), tmp_path)
     with pytest.raises(UserError, match="remove it, and the training that it is of begins") as told:
         storage.load_checkpoint(file)
     assert "weights_only" not in str(told.value)

@@ -37,7 +37,7 @@ def test_differences_of_equal_fingerprints_are_none() -> None:
     assert differences({"a": None}, {}) == []
 
 
-@pytest.mark.parametrize("place", ["start", "end", "name", "length"])
+@pytest.mark.parametrize("place", ["start", "middle", "end", "name", "length"])
 def test_model_fingerprint_sees_other_weights(place: str, tmp_path: Path) -> None:
     content = bytearray(3 * MEBIBYTE)
     path = tmp_path / "a"
@@ -47,9 +47,20 @@ def test_model_fingerprint_sees_other_weights(place: str, tmp_path: Path) -> Non
     if place == "name":
         path = path.rename(tmp_path / "b")
     else:
-        content[0 if place == "start" else -1] = place != "length"
+        content[{"start": 0, "middle": len(content) // 2}.get(place, -1)] = place != "length"
         path.write_bytes(bytes(content) + b"\0" * (place == "length"))
     assert model_fingerprint([path]) != before
+
+
+def test_a_run_of_an_earlier_version_knows_its_model(tmp_path: Path) -> None:
+    """Which looked at the ends of files alone."""
+    path = tmp_path / "a"
+    path.write_bytes(bytes(3 * MEBIBYTE))
+    run = Run.create(tmp_path / "runs", {"model": model_fingerprint([path], places=0)})
+    assert run.is_of([path])
+    assert Run.create(tmp_path / "runs", {"model": model_fingerprint([path])}).is_of([path])
+    path.write_bytes(b"1" * 3 * MEBIBYTE)
+    assert not run.is_of([path])
 
 
 def test_model_fingerprint_does_not_depend_on_the_place_of_the_cache(tmp_path: Path) -> None:

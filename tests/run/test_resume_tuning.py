@@ -1,5 +1,6 @@
 """A run that was killed in a tuning, of a block or of the model, goes on and ends with the same bytes."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -215,3 +216,13 @@ def test_what_a_tuning_cannot_do_is_refused_before_a_run_begins(
     (line,) = outcome.text.splitlines()
     assert advice in line
     assert not (bench.runs / "refused").exists()
+
+
+def test_without_the_files_of_integers_that_moved_the_tuning_starts_again(bench: Bench) -> None:
+    given = [f"--quantization.tuning.model.{option}" for option in ("blocks=disk", "epochs=6")]
+    killed = bench.fit("lost", *TUNED, *given, number=signal.SIGKILL, when="*/moved/step_9/*")
+    assert killed.status == -signal.SIGKILL, killed.text
+    shutil.rmtree(bench.run_of("lost") / "moved")
+    outcome = bench.fit("lost", *LAST, *TUNED, *given)
+    assert outcome.status == 0, outcome.text
+    assert "moved lacks a file: the end-to-end tuning starts again" in outcome.text
