@@ -287,19 +287,3 @@ def test_matrices_of_experts_are_contiguous_however_they_are_stored(tmp_path: Pa
     pretrained = PretrainedFolder.open(folder)
     for name in pretrained.block_names(0):
         assert pretrained.tensor(name).is_contiguous()
-
-
-@pytest.mark.parametrize("change", [0.0, 1.0])
-def test_a_tied_head_that_the_file_has_as_well_is_the_embedding(change: float, tmp_path: Path) -> None:
-    """Unless it is another: then transformers runs with it."""
-    model, ids = make_model("opt", torch.float32), make_ids()
-    save(model, tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"] + change
-    save_file(tensors, path, {"format": "pt"})
-    pretrained = PretrainedFolder.open(tmp_path)
-    assert ("lm_head.weight" in pretrained.stem_names()) is bool(change)
-    assert not pretrained.extra
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(ids, use_cache=False).logits
-    torch.testing.assert_close(stream(tmp_path, ids), expected.detach(), rtol=1e-5, atol=1e-5)
