@@ -260,7 +260,8 @@ def waiting_bytes(shape: Shape, settings: QuantizationSettings, stored_bytes: in
     if of_model.enabled and not of_model.integer_rate:
         waiting["a block that replaces another"] = replaced
     elif of_model.enabled and of_model.blocks == "disk":
-        waiting["how far integers have moved"] = replaced + tuning.MOVED_BYTES * integers
+        offsets = tuning.OFFSETS_OF_MANY_EPOCHS if of_model.epochs > 2 else tuning.OFFSETS
+        waiting["how far integers have moved"] = replaced + offsets * tuning.OFFSET_BYTES * integers
     elif of_model.enabled:
         checkpoints = max(replaced, 2 * tuning.CHECKPOINT_BYTES * integers)
         waiting["two checkpoints of the end-to-end tuning"] = checkpoints + integers

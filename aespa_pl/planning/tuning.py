@@ -28,9 +28,11 @@ MOVING_BYTES = {False: 2 * FLOAT + 2, True: 3 * FLOAT}
 """Bytes of a weight of the block that was read from disk, where its integers move: the latent value, the
 gradient, and the offset of the next step; where a mini-batch has more segments than one (True) gradients add
 up, so they are there beside the weights of a forward pass."""
-OFFSET_BYTES, MOVED_BYTES = 2, 4 * 2
-"""Bytes of an offset from the integer of the start, in float16, and on disk of a weight whose integer moves
-there: its offset, of the step under way and the one before, of the last checkpoint and of the best epoch."""
+OFFSET_BYTES = 2
+"""Bytes of an offset from the integer of the start, in float16."""
+OFFSETS, OFFSETS_OF_MANY_EPOCHS = 4, 5
+"""Offsets on disk of a weight whose integer moves there: of the step under way and the one before, of the
+last checkpoint and of the best epoch; from the third epoch on the checkpoint has another best epoch."""
 AT_ONCE = 5
 """Tensors of the largest matrix's size on the way from its gradient to what is learned. Where the gradient of
 straight-through rounding is computed in parts there is the gradient alone."""
