@@ -18,6 +18,7 @@ from aespa_pl.algorithm.grid_types import TYPES
 from aespa_pl.algorithm.hessian import damping_for
 from aespa_pl.algorithm.objectives import reconstruction_loss
 from aespa_pl.algorithm.quantizer import Grid, GridFormat, QuantizedWeight, StoredWeight, dequantize, quantize
+from aespa_pl.algorithm.second_moments import damped
 from aespa_pl.calibration.statistics import BlockStatistics, Hessian
 from aespa_pl.distributed.processes import ALONE, RowShare, World
 from aespa_pl.errors import NumericalError
@@ -162,6 +163,8 @@ class QuantizedBlock:
                 hessian = statistics.attended
             grid = min_max_grid(weight, torch.ones_like(weight[0, 0]), grid_format(settings, index, p.name))
             G = {Role.QUERY: statistics.g_query, Role.KEY: statistics.g_key}.get(p.role)
+            if G is not None:
+                G = damped(G, settings.objective.query_key_damping)
             ones = torch.ones_like(weight[..., 0])
             quantized = QuantizedProjection(p, weight, hessian, G, grid, ones, torch.empty(0))
             if name in statistics.reached:

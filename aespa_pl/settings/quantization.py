@@ -68,6 +68,9 @@ class ObjectiveSettings:
     value: Objective | None = None
     """attention: V minimizes the error of the attention output (Eq. 17), in the grid and the OPTQ update as
     well; layer: the error of its own output; null: as the method does."""
+    query_key_damping: FiniteNonNegative = 0.1
+    """Part of its mean diagonal that is added to the diagonal of G where query_key is attention: errors of Q
+    where keys are small, and of K where queries are, stay small, because they meet (docs/algorithm.md)."""
 
 
 @dataclass(frozen=True)

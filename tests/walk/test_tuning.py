@@ -218,7 +218,7 @@ def test_hidden_states_on_disk_change_nothing(walked: Walked, tmp_path: Path) ->
     "change",
     [
         {"tuning.blocks.enabled": False},
-        {"tuning.blocks.epochs": 2},
+        {"tuning.blocks.epochs": 1},
         {"tuning.blocks.batch_size": 2},
         {"tuning.blocks.integer_rate": 0.004},
         {"tuning.blocks.scale_rate": 0.001},
