@@ -4,6 +4,7 @@ The names of the tokenizer's rules are in ``models/llama_cpp_tokenizer.py``.
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,6 +29,9 @@ from aespa_pl.models.llama_cpp import (
     window_period,
 )
 from aespa_pl.models.llama_cpp_tokenizer import read_tokenizer, splitting_rule, steps_before_merges
+
+# it warns of templates for pairs of texts, which Gemma has, and which nothing here is made of
+logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
 
 NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
     "rms_norm_eps": GGUFWriter.add_layer_norm_rms_eps,
