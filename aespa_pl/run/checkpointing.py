@@ -45,9 +45,9 @@ class JournaledCheckpointIO(TorchCheckpointIO):
                     raise OSError(errno.EIO, "a write failed, the disk may be full") from error
 
         write_whole(path, write)
-        if path.parent != self.folder:  # of a callback of the user's
+        if path.parent.resolve() != self.folder.resolve():  # of a callback of the user's
             return
-        before = self.run.checkpoint
+        before, path = self.run.checkpoint, self.folder / path.name  # Lightning's path is absolute
         self.run.note_checkpoint(self.training, path, checkpoint["global_step"])
         if before is not None and self.run.folder / before.file != path:  # Lightning keeps what it began from
             (self.run.folder / before.file).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from aespa_pl.errors import UserError
-from aespa_pl.run.checkpointing import JournaledCheckpointIO
+from aespa_pl.run.checkpointing import JournaledCheckpointIO, checkpoints
 from aespa_pl.run.interruption import Interruption
 from aespa_pl.run.journal import Run
 from aespa_pl.settings import OutputSettings
@@ -103,6 +103,23 @@ def test_checkpoint_is_named_after_it_is_written(tmp_path: Path, monkeypatch: py
         writer.save_checkpoint({"global_step": 0, "a": 2}, folder / "step_2.ckpt")
     assert Run.open(run.folder).checkpoint_to_continue(portion) == folder / "step_1.ckpt"
     assert files(folder) == ["step_1.ckpt"]
+
+
+def test_checkpoints_count_in_a_relative_folder_behind_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning gives the absolute path, without links."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    monkeypatch.chdir(tmp_path)
+    run, portion = Run.create(Path("link"), {}), whole_block(0)
+    folder = run.checkpoint_folder(0)
+    (callback,) = checkpoints(EVERY_FIVE, folder)
+    assert callback.dirpath is not None
+    file = Path(callback.dirpath) / "step_5.ckpt"
+    assert file.is_absolute()
+    JournaledCheckpointIO(run, portion, folder).save_checkpoint({"global_step": 5}, file)
+    assert Run.open(run.folder).checkpoint_to_continue(portion) == folder / "step_5.ckpt"
 
 
 def test_checkpoints_of_interruptions_do_not_pile_up(tmp_path: Path) -> None:
