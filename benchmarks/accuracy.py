@@ -1,4 +1,4 @@
-"""Measure a model's perplexity after quantization, on stored token ids: the table of ``docs/toys.md``.
+"""Measure a model's perplexity and KL divergence after quantization, on stored token ids (``docs/toys.md``).
 
 python benchmarks/accuracy.py MODEL EVAL.safetensors '[CALIB_0.safetensors, CALIB_1.safetensors]'
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from aespa_pl.commands.evaluate import evaluate
 from aespa_pl.commands.job import Job
 from aespa_pl.commands.output import quiet
+from aespa_pl.evaluation.perplexity import divergence
 from aespa_pl.measure import Stopwatch
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.progress import WalkProgress
@@ -51,9 +52,11 @@ DEFAULTS = QuantizationSettings()
 
 @dataclass(frozen=True)
 class Measured:
-    """Holds perplexity and seconds of one calibration set."""
+    """Holds what was measured with one calibration set."""
 
     perplexity: float
+    divergence: float
+    """Mean KL divergence from the original."""
     seconds: dict[str, float]
     losses: dict[str, Any]
 
@@ -146,10 +149,13 @@ def main(
     values = [result.perplexity for result in results]
     spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     phases = {k: round(v, 1) for k, v in results[0].seconds.items()}
+    divergences = [result.divergence for result in results]
     print(f"{label} {[round(v, 3) for v in values]} mean {statistics.mean(values):.3f}{spread} {phases}")
+    print(f"divergence {[round(v, 5) for v in divergences]}")
     if output:
         with Path(output).open("a", encoding="utf-8") as file:
             row = {"label": label, "command": sys.argv[1:], "perplexity": values, **bars}
+            row["divergence"] = divergences
             row |= {"seconds": phases, "losses": results[0].losses}
             file.write(json.dumps(row) + "\n")
 
@@ -200,9 +206,12 @@ def _measure(job: Job, tokens: Tensor, ids: Tensor, *, says: bool) -> Measured:
         ).quantize(tokens)
         spent = {"total": time.perf_counter() - start, "processor": time.process_time() - processor}
         seconds = spent | stopwatch.seconds
-        value = evaluate(job, PretrainedFolder.open(run.model_folder), {"": ids})[""]
+        quantized = PretrainedFolder.open(run.model_folder)
+        value = evaluate(job, quantized, {"": ids})[""]
+        original, found = map(job.stream, (job.pretrained, quantized))
+        distance = divergence(original, found, {"": ids}, batch_size=job.data.batch)[""].mean
         losses = {str(i): record.losses for i, record in run.blocks.items()}
-    return Measured(value, seconds, losses)
+    return Measured(value, distance, seconds, losses)
 
 
 if __name__ == "__main__":

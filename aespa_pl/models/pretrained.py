@@ -232,7 +232,7 @@ def _shared(model: PreTrainedModel, tensors: dict[str, StoredTensor]) -> dict[st
     for name, parameter in model.state_dict(keep_vars=True).items():
         own = tensors[name]
         tied = first.setdefault(id(parameter), own)
-        shared[name] = tied if tied is own or _equal(tied, own) else own
+        shared[name] = tied if tied is own or (tied.dtype == own.dtype and _equal(tied, own)) else own
     return shared
 
 

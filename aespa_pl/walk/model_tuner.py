@@ -83,8 +83,9 @@ class ModelTuner:
             settings.bias_rate,
             bits=context.settings.bits,
         )
-        moves = Moves(context.run.moved_folder, rates.of_latent, world, self._saved) if streamed else None
-        moves = moves if rates.latent else None
+        moves = None
+        if streamed and rates.latent:
+            moves = Moves(context.run.moved_folder, rates.of_latent, world, self._saved)
         with source.stem():
             train = partial(
                 tuning.tune_streamed if streamed else tuning.tune,
