@@ -23,6 +23,8 @@ from aespa_pl.models.family import BlockLayout, InputGroup
 from aespa_pl.models.observed import Attention
 
 ATTENDED, ATTENDED_SHIFT, GATE = "attended", "attended shift", "gate"
+RIDGE = 0.01
+"""Share of a norm's mean squared weight that is added where a residual error is divided by the weight."""
 KEYS, QUERIES, QUERY_GAIN, KEY_GAIN = "keys", "queries", "query gain", "key gain"
 
 
@@ -56,6 +58,8 @@ class StatisticsCollector:
         self.magnitudes = magnitudes
         self.heads = range(layout.key_value_heads) if heads is None else heads
         self.precision: Precision = precision
+        starts = {p.residual for group in layout.groups for p in group.projections}
+        self._raw = {group.name for group in layout.groups if group.projections[0].module in starts}
         self.tokens = 0
         self._sums = Sums()
         self.experts: ExpertSums | None = None
@@ -101,6 +105,7 @@ class StatisticsCollector:
         sums, self._sums = self._sums, Sums()
         for total in sums.values():
             total.mul_(2 / self.tokens)  # in place: a copy would double the memory
+        sums.take_mean_weights()
         inputs = sums.named(Sums.INPUT)
         attended = sums.get(ATTENDED)
         for total in (*inputs.values(), *(() if attended is None else attended)):
@@ -125,13 +130,24 @@ class StatisticsCollector:
         X = rows(seen.inputs[name])
         if self.magnitudes:
             self._sums.add_magnitude(name, X)
-        kind, shift = Sums.SHIFT, None
+        kind, shift, root = Sums.SHIFT, None, None
         if original is not None and name in seen.outputs:
             shift, root = output_shift(seen, original, name, seen.inputs[self.layout.groups[0].name].shape)
-            kind, X = Sums.OUTPUT_SHIFT, X * root
+            kind = Sums.OUTPUT_SHIFT
         elif original is not None:
             shift = rows(original.inputs[name]) - X
-        self._sums.add_input(name, X, kind, shift)
+        if name in seen.norms:  # it multiplies the errors of a token
+            inverse, weight = seen.norms[name]
+            root = inverse if root is None else root * inverse
+            if shift is not None:
+                shift = shift * weight / (weight.square() + RIDGE * weight.square().mean())
+        elif name in self._raw:  # what follows divides the errors of a token by its size
+            size = X.square().mean(-1, keepdim=True)
+            root = size.rsqrt().masked_fill(size == 0, 0)
+            shift = None if shift is None else shift * root
+        if root is not None and (name in seen.norms or name in self._raw):
+            self._sums.add_weights(name, root)
+        self._sums.add_input(name, X if root is None else X * root, kind, shift)
 
     def _add_values(self, seen: Observation, original: Observation | None) -> None:
         mean = self.layout.key_value_heads / self.layout.heads  # over the query heads of a value head

@@ -28,7 +28,10 @@ class Observation:
     """The residual stream ``[B, L, d]`` that an output is added to, by the input's name; divided by what the
     output is multiplied by, so that the two add up to the new stream in the units of the output."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Output ``[B, L, d]`` that is added to the residual stream without a norm between, by input."""
+    """Output ``[B, L, d]`` that is added to the residual stream, behind a norm if there is one, by input."""
+    norms: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """What the norm behind an output multiplies it by, by input: ``1 / rms [B * L, 1]`` of the token, and its
+    weight ``[d]``."""
     attention: Attention | None = None
     """Queries and keys of the attention; None where they were not asked for."""
     routing: tuple[Tensor, Tensor] | None = None
@@ -59,8 +62,9 @@ def observing(
             if residuals and first.residual is not None and first.expert is None:
                 keep_residual = partial(_keep_input, seen.residuals, name, first.residual_factor)
                 _before(stack, module(first.residual), keep_residual)
-                if not first.normed:
-                    _after(stack, module(first.module), partial(_keep_output, seen, name))
+                _after(stack, module(first.norm or first.module), partial(_keep_output, seen, name))
+            if first.norm is not None:
+                _after(stack, module(first.norm), partial(_keep_norm, seen, name))
         if mixture is not None:
             name = mixture.module
             _before(stack, module(name), partial(_keep_input, seen.inputs, name, 1))
@@ -92,6 +96,16 @@ def _keep_input(
 def _keep_output(seen: Observation, name: str, _module: nn.Module, _arguments: object, output: Any) -> None:
     # some mixtures return their routing as well
     seen.outputs[name] = output[0] if isinstance(output, tuple) else output
+
+
+def _keep_norm(
+    seen: Observation, name: str, norm: Any, arguments: tuple[Tensor, ...], _output: Tensor
+) -> None:
+    output = arguments[0].float().flatten(0, -2)
+    epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
+    # some norms add 1 to their weight; forward() runs no hooks
+    weight = norm.forward(torch.ones_like(output[:1]))[0] * (1 + epsilon) ** 0.5
+    seen.norms[name] = (output.square().mean(-1, keepdim=True) + epsilon).rsqrt(), weight
 
 
 def _keep_routing(seen: Observation, _module: nn.Module, _arguments: object, output: Any) -> None:

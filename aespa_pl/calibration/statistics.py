@@ -189,7 +189,8 @@ class DividedStatistics:
 class Sums(dict[str, Tensor]):
     """Holds the sums over tokens that the statistics of a block are made of, by name, in float32."""
 
-    INPUT, SHIFT, OUTPUT_SHIFT, MAGNITUDE = "input ", "shift ", "output shift ", "magnitude "
+    INPUT, SHIFT, OUTPUT_SHIFT = "input ", "shift ", "output shift "
+    MAGNITUDE, WEIGHT = "magnitude ", "weight "
     """Prefixes of the sums of an input."""
 
     def of(self, name: str, like: Tensor, *shape: int) -> Tensor:
@@ -211,6 +212,17 @@ class Sums(dict[str, Tensor]):
         if shift is not None:
             total = self.of(kind + name, X, shift.shape[1], X.shape[1])
             total.addmm_(operand(shift).T, factor)
+
+    def add_weights(self, name: str, root: Tensor) -> None:
+        """Add the weights of an input's tokens, of which ``root [N, 1]`` has the roots."""
+        self.of(self.WEIGHT + name, root, 1).add_(root.square().sum())
+
+    def take_mean_weights(self) -> None:
+        """Divide what was summed up of an input by the mean weight of its tokens; all sums have ``2 / N``."""
+        for name, total in self.named(self.WEIGHT).items():
+            for kind in (self.INPUT, self.SHIFT, self.OUTPUT_SHIFT):
+                if kind + name in self:
+                    self[kind + name].mul_(2 / total)
 
     def add_magnitude(self, name: str, X: Tensor) -> None:
         """Add half the absolute values of ``X``: in the end all sums get ``2 / N``, a mean has ``1 / N``."""

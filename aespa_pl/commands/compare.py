@@ -6,11 +6,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 
+import yaml
 from jsonargparse import ArgumentParser
 from rich.console import Console
 
@@ -19,6 +21,7 @@ from aespa_pl.commands.arguments import Arguments, Option
 from aespa_pl.commands.block_types import AUTO, UNIFORM, check_format
 from aespa_pl.commands.keys import refuse_other_methods
 from aespa_pl.commands.output import print_table
+from aespa_pl.data.texts import CALIBRATION_KEY, EVALUATION_KEY, is_file
 from aespa_pl.errors import EndedError, UserError
 from aespa_pl.models.hub import here
 from aespa_pl.paths import expanded
@@ -27,9 +30,9 @@ from aespa_pl.report.comparison import Cell, cells_csv, figure, summary
 from aespa_pl.run.find import last_run
 from aespa_pl.run.folder import locked
 from aespa_pl.run.interruption import Interruption, RunInterrupted
-from aespa_pl.run.journal import Run, differences
+from aespa_pl.run.journal import Run, differences, model_fingerprint
 from aespa_pl.settings import CompareSettings, OutputSettings, QuantizationSettings
-from aespa_pl.storage.files import disk_errors, read_json, write_json, write_text, write_whole
+from aespa_pl.storage.files import checksum, disk_errors, read_json, write_json, write_text, write_whole
 
 SECTION = "compare"
 
@@ -214,8 +217,9 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
     """Note what the cells of a folder share. Raises UserError where others of its cells don't share it."""
     file = folder / "compare.json"
     options = {o.key: o.value for o in given.given() if not o.key.startswith("output.")}
+    of_files = {f"content of {name}": content for name, content in _contents(given).items()}
     # as it comes back from the file: keys of a YAML mapping may be numbers
-    shared = json.loads(json.dumps({"version of aespa-pl": aespa_pl.__version__, **options}))
+    shared = json.loads(json.dumps({"version of aespa-pl": aespa_pl.__version__, **options, **of_files}))
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     before = read_json(file) if file.is_file() else shared
@@ -225,3 +229,18 @@ def _refuse_other(folder: Path, given: Arguments) -> None:
             f"--output.name, or remove {file} if the difference changes no result"
         )
     write_json(file, shared)
+
+
+def _contents(given: Arguments) -> dict[str, str]:
+    """Return checksums of the local model and texts that options name; cells say what is wrong with them."""
+    found = {}
+    if (model := expanded(given.setting("model.pretrained", ""))) != Path() and model.is_dir():
+        weights = (path for path in model.iterdir() if path.suffix in (".safetensors", ".bin"))
+        found["model.pretrained"] = model_fingerprint([*model.glob("config.json"), *weights])
+    for key in (CALIBRATION_KEY, EVALUATION_KEY):
+        with suppress(yaml.YAMLError):
+            named = yaml.safe_load(given.setting(key, "null"))
+            for text in named if isinstance(named, list) else [named]:
+                if isinstance(text, str) and is_file(text) and expanded(text).is_file():
+                    found[text] = checksum(expanded(text))
+    return found

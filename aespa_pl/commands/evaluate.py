@@ -28,7 +28,7 @@ from aespa_pl.evaluation.perplexity import (
     remember,
     whole_perplexity,
 )
-from aespa_pl.evaluation.size import bits_per_weight, packed_bits, packed_bytes, projection_weights
+from aespa_pl.evaluation.size import bits_per_weight, packed_bits, projection_weights
 from aespa_pl.evaluation.tasks import (
     Tasks,
     find_tasks,
@@ -114,17 +114,19 @@ def model_sizes(job: Job, run: Run, kinds: list[str]) -> dict[str, dict[str, flo
         for name, tensor in read_header(run.block_file(index)).items()
     }
     stored = {tensor.file: tensor.file.stat().st_size for tensor in job.pretrained.tensors.values()}
-    original, bits = sum(stored.values()), 8.0 * job.pretrained.dtype.itemsize
     settings = job.quantization
     packed = bits_per_weight(shapes, settings.bits_for, symmetric=settings.symmetric)
-    weights, total = projection_weights(shapes), packed * projection_weights(shapes)
+    weights, names = projection_weights(shapes), {}
+    total = packed * weights
     if run.stem_file.is_file():
-        names = {name: part for part, name in job.pretrained.embeddings().items()}
+        parts = {name: part for part, name in job.pretrained.embeddings().items()}
+        names = {name: settings.types[parts[name]] for name in parts if parts[name] in settings.types}
         stem = {name: tensor.shape for name, tensor in read_header(run.stem_file).items()}
-        weights += projection_weights(stem)
-        total += packed_bits(stem, lambda name: TYPES[settings.types[names[name]]].bits)
-    small = packed_bytes(original, weights, int(bits), total)
-    own, others = {"bits_per_weight": bits, "bytes": original}, {"bits_per_weight": packed, "bytes": small}
+        total += packed_bits(stem, lambda name: TYPES[names[name]].bits)
+    small = job.pretrained.bytes_beside(weights, names) + round(total / 8)
+    bits = 8.0 * job.pretrained.dtype.itemsize
+    own = {"bits_per_weight": bits, "bytes": sum(stored.values())}
+    others = {"bits_per_weight": packed, "bytes": small}
     return {kind: own if kind == "original" else others for kind in kinds}
 
 

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -33,6 +33,7 @@ from aespa_pl.run.context import Context
 from aespa_pl.run.find import LAST
 from aespa_pl.run.journal import Run
 from aespa_pl.run.schema import DESCRIPTION
+from aespa_pl.storage.cache import checksum
 from aespa_pl.storage.files import write_json
 from aespa_pl.walk.record import method_in_words
 from aespa_pl.walk.walk import Walk
@@ -56,8 +57,9 @@ def fit(
         run = replace(run, writes=world.is_first)
         if finished is not None:
             progress.say(f"{run.folder} is finished already: nothing to do")
-            if new := sorted(texts.keys() - finished["perplexity"].get("quantized", {}).keys()):
-                progress.say(f"not measured: {', '.join(new)} (aespa-pl test --ckpt_path {run.folder})")
+            if new := _not_measured(texts, finished):
+                also = f"aespa-pl test --ckpt_path {run.folder}"
+                progress.say(f"not measured on these tokens: {', '.join(new)} ({also})")
             return run, finished
         for words in _plans(job, run, len(tokens)):
             progress.say(words)
@@ -90,6 +92,7 @@ def fit(
             },
             "peak_bytes": peak_bytes(job.device),
             "size": model_sizes(job, run, ["original", "quantized"]),
+            "tokens": _tokens(texts),
         }
         if texts and job.quantization.target is not None:  # beside what was predicted
             measured = measure_divergence(job, model, texts, progress=progress, world=world)
@@ -178,6 +181,17 @@ def _finished(run: Run, progress: WalkProgress) -> dict[str, Any] | None:
     if metrics is None:
         progress.say(f"{run.metrics_file} is damaged: the perplexities are measured again")
     return metrics
+
+
+def _not_measured(texts: Mapping[str, Tensor], metrics: Mapping[str, Any]) -> list[str]:
+    """Return the texts without a perplexity, and those that have other tokens than when it was measured."""
+    measured, tokens = metrics["perplexity"].get("quantized", {}), metrics.get("tokens", {})
+    return [t for t, now in _tokens(texts).items() if t not in measured or tokens.get(t, now) != now]
+
+
+def _tokens(texts: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what tells the segments of each text from others."""
+    return {name: f"{tuple(tokens.shape)} {checksum(tokens)}" for name, tokens in texts.items()}
 
 
 def _context(job: Job, run: Run, trainers: BlockTrainers, setup: Setup) -> Context:

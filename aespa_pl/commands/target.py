@@ -11,7 +11,6 @@ from aespa_pl.commands.block_types import UNIFORM, block_types, is_named
 from aespa_pl.commands.job import Job
 from aespa_pl.distributed.processes import ALONE, World
 from aespa_pl.errors import UserError
-from aespa_pl.evaluation.size import packed_bytes
 from aespa_pl.export.gguf_bytes import BLOCK_TYPES
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.llama_cpp_types import MIXTURES
@@ -136,13 +135,10 @@ def _other_bytes(job: Job, matrices: Sequence[SizedMatrix]) -> int:
     """Return the bytes of the file that belong to none of the matrices."""
     settings = job.quantization
     if settings.format == UNIFORM:
-        files = {tensor.file for tensor in job.pretrained.tensors.values()}
-        original = sum(file.stat().st_size for file in files)
-        # types are of embedding and head
-        weights = job.shape.vocabulary * job.shape.hidden
-        size = weights * sum(BLOCK_TYPES[kind].bits for kind in settings.types.values())
-        weights = sum(m.weights for m in matrices) + weights * len(settings.types)
-        return packed_bytes(original, weights, 8 * job.pretrained.dtype.itemsize, size)
+        pretrained, names = job.pretrained, job.pretrained.embeddings()
+        of_types = {names[part]: BLOCK_TYPES[kind].bits for part, kind in settings.types.items()}
+        packed = sum(math.prod(pretrained.tensors[n].shape) * bits / 8 for n, bits in of_types.items())
+        return pretrained.bytes_beside(sum(m.weights for m in matrices), of_types) + round(packed)
     try:
         from aespa_pl.export.gguf import file_bytes  # noqa: PLC0415 - its library is of an extra
     except ModuleNotFoundError as error:

@@ -54,11 +54,3 @@ def bits_per_weight(
         return bits(int(block), projection)
 
     return packed_bits(shapes, of_matrix, symmetric=symmetric) / projection_weights(shapes)
-
-
-def packed_bytes(original: int, weights: int, original_bits: int, packed: float) -> int:
-    """Return the bytes of a model of ``original`` bytes once its quantized matrices are packed.
-
-    Each of their ``weights`` had ``original_bits``; together they have ``packed`` bits (``packed_bits``).
-    """
-    return round(original - (weights * original_bits - packed) / 8)

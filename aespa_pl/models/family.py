@@ -52,8 +52,8 @@ class Projection:
     """Path of the module whose input the output is added to; None where it is added to nothing."""
     residual_factor: float = 1.0
     """What the output is multiplied by before it is added (Granite)."""
-    normed: bool = False
-    """Whether a norm lies between the output and what it is added to (Gemma, OLMo)."""
+    norm: str | None = None
+    """Path of the norm between the output and what it is added to (Gemma, OLMo); None: there is none."""
     expert: int | None = None
     """Number of the expert that it is part of, which sees only the tokens that are routed to it."""
     kept: bool = False

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +43,11 @@ class StoredTensor:
     dtype: str
     part: Part | None = None
     """Part of it that the tensor is, whose shape this is; None: all."""
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of the values."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def taken(self, part: Part | None) -> "StoredTensor":
         """Return a part of this tensor, which is whole."""

@@ -37,8 +37,8 @@ class LlamaFamily(Family):
     """Paths of the modules that read the residual stream first, in attention and feed-forward network."""
     norms_before: ClassVar[bool] = True
     """Whether these are norms, which nothing but the projections reads."""
-    norms_after: ClassVar[bool] = False
-    """Whether the outputs of the sublayers pass a norm before they are added."""
+    norms_after: ClassVar[tuple[str | None, str | None]] = (None, None)
+    """Paths of the norms that the outputs of attention and feed-forward network pass on their way."""
     half_rotations: ClassVar[bool] = False
     """Whether cos and sin have one column for each pair of columns that is rotated (gpt-oss)."""
     norm_offset: ClassVar[float] = 0.0
@@ -71,9 +71,10 @@ class LlamaFamily(Family):
         """Return the projections of a block."""
         norms = (FoldIntoNorm(start, self.norm_offset) for start in self.starts)
         attention_fold, mlp_fold = norms if self.norms_before else (None, None)
-        added = partial(Projection, residual_factor=self.residual_factor(config), normed=self.norms_after)
-        output = added("o_proj", "self_attn.o_proj", residual=self.starts[0])
-        down = added("down_proj", "mlp.down_proj", residual=self.starts[1])
+        added = partial(Projection, residual_factor=self.residual_factor(config))
+        of_attention, of_mlp = zip(self.starts, self.norms_after, strict=True)
+        output = added("o_proj", "self_attn.o_proj", residual=of_attention[0], norm=of_attention[1])
+        down = added("down_proj", "mlp.down_proj", residual=of_mlp[0], norm=of_mlp[1])
         # A value row that several query heads share meets several columns of o_proj, each with a
         # zeta of its own.
         own_values = config.num_attention_heads == config.num_key_value_heads

@@ -64,9 +64,14 @@ class PretrainedFolder:
                 )
             stored |= header
         model = skeleton(config)
-        tensors = locate(model, stored, folder)
-        used = {tensor.name for tensor in tensors.values()}
-        return cls(folder, config, _shared(model, tensors), tuple(sorted(stored.keys() - used)))
+        located = locate(model, stored, folder)
+        used, tensors = {tensor.name for tensor in located.values()}, _shared(model, located)
+        ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+        names = [name for name, value in model.state_dict(keep_vars=True).items() if id(value) in ends]
+        if len({tensors[name] for name in names}) > len(ends):
+            # of a head in the files that is not the embedding transformers makes the model's head
+            config.tie_word_embeddings = False
+        return cls(folder, config, tensors, tuple(sorted(stored.keys() - used)))
 
     @cached_property
     def family(self) -> Family:
@@ -79,6 +84,14 @@ class PretrainedFolder:
         path = self.family.blocks_path
         matrices = (t for name, t in self.tensors.items() if name.startswith(path) and len(t.shape) > 1)
         return DTYPES[next(matrices).dtype]
+
+    def bytes_beside(self, weights: int, names: Collection[str] = ()) -> int:
+        """Return the bytes of all tensors, tied ones once, but the matrices of blocks and those of ``names``.
+
+        The matrices have so many ``weights``. Files may be larger: some hold a tied head twice.
+        """
+        others = set(self.tensors.values()) - {self.tensors[name] for name in names}
+        return sum(stored.bytes for stored in others) - weights * self.dtype.itemsize
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer; raise UserError where its files are damaged."""
@@ -165,9 +178,7 @@ class PretrainedFolder:
         tied = head.weight is embedding.weight
         tensors = self._read(self.stem_names(), device, dtype)
         model.load_state_dict(tensors, assign=True, strict=False)
-        # The files may hold another head although the configuration ties it to the embedding;
-        # transformers then runs with that head.
-        if tied and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
+        if tied:
             head.weight = embedding.weight
         self.family.restore_buffers(model, device)
 

@@ -15,6 +15,9 @@ from aespa_pl.errors import UserError
 from aespa_pl.models.family import QKV, Projection
 from aespa_pl.models.llama import LlamaFamily
 
+AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+"""Norms behind the sublayers of a block, where it has them."""
+
 
 class GraniteFamily(LlamaFamily):
     """Adapts Granite, which multiplies embeddings, residual branches, scores and logits.
@@ -50,7 +53,7 @@ class OlmoFamily(LlamaFamily):
     model_types = ("olmo2", "olmo3", "exaone4")
     starts: ClassVar = ("self_attn.q_proj", "mlp.gate_proj")
     norms_before = False
-    norms_after = True
+    norms_after = AFTER
 
     def rotates(self, attention: nn.Module) -> bool:
         """Return whether an attention rotates: in a mixed EXAONE 4 only those with a window do."""
@@ -92,7 +95,7 @@ class Gemma3Family(LlamaFamily):
     title = "Gemma 3 (text)"
     model_types = ("gemma3_text",)
     starts: ClassVar[tuple[str, str]] = ("input_layernorm", "pre_feedforward_layernorm")
-    norms_after = True
+    norms_after = AFTER
     norm_offset = 1.0
 
     def check(self, config: PreTrainedConfig) -> None:

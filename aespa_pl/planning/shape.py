@@ -130,9 +130,8 @@ def _matrices(block: nn.Module, layout: BlockLayout) -> dict[str, Matrix]:
     for group, name, p in inputs:
         if not p.kept:
             rows, columns = projection_weight(block, layout, p).shape
-            added = p.residual is not None and not p.normed
             share = 1.0 if p.expert is None or mixture is None else mixture.share(p.expert)
-            matrices[p.name] = Matrix(rows, columns, p.role, group, name, added, share)
+            matrices[p.name] = Matrix(rows, columns, p.role, group, name, p.residual is not None, share)
     return matrices
 
 

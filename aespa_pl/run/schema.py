@@ -92,6 +92,7 @@ class Metrics(Strict):
     peak_bytes: dict[str, int]
     size: dict[str, "_Size"] = {}
     divergence: dict[str, dict[str, "_Distance"]] = {}
+    tokens: dict[str, str] = {}
 
 
 Number = Annotated[int | float, Field(ge=0, lt=1e100)]  # others are damage: ratios of these are finite

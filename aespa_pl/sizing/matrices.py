@@ -140,8 +140,11 @@ def predicted_losses(
             if seen.inputs is None:  # of an embedding, which is rounded without compensation
                 D = torch.ones(seen.weight.shape[1], device=seen.weight.device)
             elif seen.inputs is not inputs:
-                # a run has more tokens than are used here; what a tied head is damped by counts as embedding
-                D = uncompensated(seen.inputs, damping_for(settings.damping, 0, 0))
+                if settings.optq.enabled:
+                    # a run has more tokens than are used here; a tied head's damping counts as embedding
+                    D = uncompensated(seen.inputs, damping_for(settings.damping, 0, 0))
+                else:
+                    D = seen.inputs.diagonal()
             inputs = seen.inputs
             gradients = seen.gradients if seen.gradients.dim() > 1 else seen.gradients[:, None]
             if inputs is None:

@@ -103,7 +103,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file, whole or not at all."""
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_whole(path, lambda temporary: save_file(stored, temporary, dict(metadata)))
+    # of no tensors and an empty mapping safetensors writes a file that it can't read
+    write_whole(path, lambda temporary: save_file(stored, temporary, dict(metadata) or None))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -177,16 +177,58 @@ def test_beside_the_original_stream_massive_tokens_count_less_in_the_hessians_of
 
 
 @pytest.mark.parametrize("model_of", [gemma3, olmo2])
-def test_outputs_that_pass_a_norm_have_shifts_of_their_inputs(
+def test_errors_before_a_norm_count_as_they_reach_the_residual_stream(
     model_of: Callable[[], PreTrainedModel],
 ) -> None:
-    statistics, inputs, _ = collect_both(make(model_of), tokens(), tokens(), SEGMENTS)
-    assert not statistics.shifts.outputs
+    """The norm behind W multiplies the error ``dW x`` of a token by its weight g, over the token's rms r."""
+    model, ids, other = make(model_of), tokens(), tokens()
+    _, block, layout = first_block(model)
+    statistics, inputs, _ = collect_both(model, ids, other, SEGMENTS)
+    assert statistics.shifts.outputs.keys() == {"attention_output", "mlp_hidden"}
+    names = {"attention_output": "post_attention_layernorm", "mlp_hidden": "post_feedforward_layernorm"}
+    for group in layout.groups:
+        if group.name not in names:
+            continue
+        weight, norm = projection_weight(block, layout, group.projections[0]), names[group.name]
+        g = block.get_parameter(f"{norm}.weight") + (1 if model_of is gemma3 else 0)
+        X_original, X = (x.flatten(0, -2) for x in inputs[group.name][:2])
+        R_original, R = (
+            run_through(model, words).residuals[group.name].flatten(0, -2) for words in (other, ids)
+        )
+        (Y_original, _), (Y, r) = (
+            (residual + g * y / rms, rms)
+            for residual, y in ((R_original, X_original @ weight.T), (R, X @ weight.T))
+            for rms in [(y.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()]
+        )
+        pairs = zip(Y_original.split(LENGTH), Y.split(LENGTH), strict=True)
+        w = torch.cat([massive.weights(original, quantized) for original, quantized in pairs])[:, None]
+        mean = (w / r.square()).mean()
+        H = 2 / len(X) * (w / r.square() * X).T @ X / mean
+        found = shared_by_all(statistics.inputs[group.name]).double()
+        torch.testing.assert_close(found, H, rtol=1e-4, atol=1e-3)
+        # g dW x / r is to be the change of the stream; rows whose g is small are not moved too far
+        divided = (Y_original - Y) * g / (g.square() + 0.01 * g.square().mean())
+        shift = 2 / len(X) * (w / r * divided).T @ X / mean
+        torch.testing.assert_close(
+            statistics.shifts.outputs[group.name].double(), shift, rtol=1e-3, atol=1e-3
+        )
+
+
+def test_errors_of_what_reads_the_residual_stream_itself_count_relative_to_it() -> None:
+    """In OLMo a norm comes after such a projection, so that tokens of all sizes are of the same size."""
+    model, ids, other = make(olmo2), tokens(), tokens()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[ids[0, 5]] *= 100
+    statistics, inputs, _ = collect_both(model, ids, other, SEGMENTS)
+    assert statistics.shifts.inputs.keys() == {"attention_input", "mlp_input"}
     for name, found in statistics.shifts.inputs.items():
         original, X = (x.flatten(0, -2) for x in inputs[name][:2])
-        expected = 2 / len(X) * (original - X).T @ X
+        weights = 1 / X.square().mean(-1, keepdim=True)
+        share = 2 / len(X) / weights.mean()
+        H = shared_by_all(statistics.inputs[name]).double()
+        torch.testing.assert_close(H, share * (weights * X).T @ X, rtol=1e-4, atol=1e-3)
+        expected = share * (weights * (original - X)).T @ X
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
-    assert len(statistics.shifts.inputs) == 4
 
 
 def test_without_the_original_stream_there_are_no_shifts() -> None:

@@ -195,6 +195,10 @@ def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
     attention: Any = model.get_submodule("model.layers.0.self_attn")
     N, H = X.shape[0], shared_by_all(statistics.inputs["attention_input"]).double()
     dW = torch.randn(HEAD_SIZE, WIDTH, dtype=torch.float64)
+    counted = X
+    if model_of is olmo2:  # X is the residual stream, whose tokens count relative to their size
+        size = X.square().mean(-1, keepdim=True)
+        counted = X * (1 / size / (1 / size).mean()).sqrt()
     sides = (
         (statistics.g_query, seen[0].key, attention.q_proj, attention.q_norm),
         (statistics.g_key, seen[0].query, attention.k_proj, attention.k_norm),
@@ -214,7 +218,7 @@ def test_objectives_of_normed_heads_are_the_squared_error_of_the_scores(
                 R @ torch.diag(weights[h]) for R in rotations_of(model, queries=G is statistics.g_query)
             ]
             group = [h // 2] if heads == HEADS else [2 * h, 2 * h + 1]
-            error = sum(scores_by_hand(others[g], dW, X, rotations) for g in group) / len(group)
+            error = sum(scores_by_hand(others[g], dW, counted, rotations) for g in group) / len(group)
             expected = float(gain[h]) * 4 * error / N**2
             found = float(torch.trace(G[h].double() @ dW @ H @ dW.T))
             assert found == pytest.approx(expected, rel=1e-4)

@@ -45,6 +45,18 @@ def test_run_alone_is_continued_and_measured(
     assert not list(Path().glob("lightning_logs"))
 
 
+def test_a_finished_run_says_that_its_perplexity_is_of_other_tokens(
+    aespa: CommandLine, finished: Done
+) -> None:
+    run = finished.copied("mine")
+    status, out, err = aespa("fit", "--ckpt_path", run, "--data.evaluation.segment_length", 5)
+    assert (status, err) == (0, "")
+    assert f"not measured on these tokens: embedded (aespa-pl test --ckpt_path {run})" in " ".join(
+        out.split()
+    )
+    assert "not measured" not in aespa("fit", "--ckpt_path", run)[1]
+
+
 def test_a_run_is_measured_with_its_own_bits_and_groups(
     aespa: CommandLine, model: Path, unmeasured: Done
 ) -> None:

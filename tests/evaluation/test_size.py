@@ -2,7 +2,7 @@
 
 import pytest
 
-from aespa_pl.evaluation.size import bits_per_weight, packed_bytes, projection_weights
+from aespa_pl.evaluation.size import bits_per_weight, projection_weights
 
 SHAPES = {
     "0.q_proj.integers": (4, 64),
@@ -26,8 +26,3 @@ def test_projections_may_have_bits_of_their_own() -> None:
     total = 256 * 3 + 8 * (16 + 3) + 128 * 8 + 4 * (16 + 8)
     found = bits_per_weight(SHAPES, lambda _, name: 3 if name == "q_proj" else 8)
     assert found == pytest.approx(total / (256 + 128))
-
-
-def test_only_quantized_weights_become_smaller() -> None:
-    # 1,000 bytes of which 800 are 400 weights of 16 bits; packed to 4 bits they take 200
-    assert packed_bytes(1000, 400, 16, 1600) == 400

@@ -45,13 +45,9 @@ def test_residual_is_what_the_output_is_added_to(name: str) -> None:
         module = block.get_submodule(path)
         (module.register_forward_hook if output else module.register_forward_pre_hook)(hook)
 
-    after = ("post_attention_layernorm", "post_feedforward_layernorm")
     # experts add to nothing by themselves, but their sum does
     writers = [p for p in layout.projections if p.residual is not None and p.expert is None]
-    sums = [
-        (p.residual, norm if p.normed else p.module, p.residual_factor)
-        for p, norm in zip(writers, after, strict=False)
-    ]
+    sums = [(p.residual, p.norm or p.module, p.residual_factor) for p in writers]
     if layout.mixture is not None:
         sums.append((layout.mixture.residual, layout.mixture.module, 1.0))
     assert len(sums) == 2

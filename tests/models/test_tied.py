@@ -23,6 +23,15 @@ def test_a_tied_head_that_the_file_has_as_well_is_the_embedding(change: float, t
     save_file(tensors, path, {"format": "pt"})
     pretrained = PretrainedFolder.open(tmp_path)
     assert ("lm_head.weight" in pretrained.stem_names()) is bool(change)
+    # it is a matrix of its own then, which block types are chosen for
+    assert ("head" in pretrained.embeddings()) is bool(change)
+    assert pretrained.config.tie_word_embeddings is not bool(change)
+    head, each = tensors["lm_head.weight"], 4
+    everything = sum(value.numel() for value in tensors.values()) * each
+    assert pretrained.bytes_beside(0) == everything - (0 if change else head.numel() * each)
+    assert pretrained.bytes_beside(10, ["lm_head.weight"]) == everything - head.numel() * each - (
+        10 * each if change else 10 * each + head.numel() * each
+    )
     assert not pretrained.extra
     expected = AutoModelForCausalLM.from_pretrained(tmp_path)(ids, use_cache=False).logits
     torch.testing.assert_close(stream(tmp_path, ids), expected.detach(), rtol=1e-5, atol=1e-5)

@@ -15,7 +15,7 @@ from aespa_pl.models import family_of
 from aespa_pl.models.pretrained import PretrainedFolder
 from aespa_pl.models.streamed import StreamedModel
 from aespa_pl.planning.shape import Shape
-from aespa_pl.settings import QuantizationSettings
+from aespa_pl.settings import OptqSettings, QuantizationSettings
 from aespa_pl.sizing.matrices import ROWS, SEED, predicted_losses, typed_matrices
 from tests.export.configurations import llama
 from tests.models.examples import make_ids, save
@@ -53,3 +53,29 @@ def test_a_tied_matrix_has_the_losses_of_head_and_embedding(tmp_path: Path, corr
             losses["embedding"] = predicted(seen.weight, seen.gradients * left[:, None], ones, form, ROWS)
     assert min(losses.values()) > 0
     assert found == pytest.approx(losses["head"] + losses["embedding"], rel=1e-4)
+
+
+@pytest.mark.parametrize("compensates", [True, False])
+def test_without_compensation_all_of_an_inputs_error_counts(tmp_path: Path, compensates: bool) -> None:
+    """What is rounded to nearest, as by rtn, loses in proportion to the diagonal of H."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(llama(hidden_size=64)).eval()
+    settings = QuantizationSettings(optq=OptqSettings(enabled=compensates))
+    ids, layouts = make_ids(), family_of(model.config).layouts(model.config)
+    pretrained = PretrainedFolder.open(save(model, tmp_path))
+    source = StreamedModel.open(pretrained, torch.device("cpu"), torch.float32)
+    shape = Shape.of(model.config, layouts)
+    matrices = typed_matrices(layouts, shape, {}, tied=False, candidates=lambda _: (TYPE,))
+    found = predicted_losses(source, ids, matrices, settings)
+    of_key = {m.keys[0]: losses[TYPE] for m, losses in zip(matrices, found, strict=True)}
+    for seen in end_loss(source, ids, seed=SEED):
+        if (seen.block, seen.name) == (0, "down_proj"):
+            inputs = seen.inputs
+            D = (
+                uncompensated(inputs, damping_for(settings.damping, 0, 0))
+                if compensates
+                else inputs.diagonal()
+            )
+            gradients = seen.gradients if seen.gradients.dim() > 1 else seen.gradients[:, None]
+            expected = predicted(seen.weight, gradients, D, GridFormat.of(TYPES[TYPE]), ROWS)
+            assert of_key["0.down_proj"] == pytest.approx(expected, rel=1e-4)

@@ -14,6 +14,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.storage.files import (
     disk_errors,
     read_json,
+    read_tensors,
     remove_leftovers,
     write_json,
     write_tensors,
@@ -231,3 +232,9 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", ".gitignore"}
     remove_leftovers(tmp_path / "nothing")
+
+
+def test_a_file_of_no_tensors_can_be_read(tmp_path: Path) -> None:
+    """Such as the moved values of a block whose projections all keep their weights."""
+    write_tensors(tmp_path / "none", {}, {})
+    assert read_tensors(tmp_path / "none") == {}
