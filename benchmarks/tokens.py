@@ -16,7 +16,7 @@ from jsonargparse import auto_cli
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from aespa_pl.data.tokens import calibration_tokens, evaluation_tokens
+from aespa_pl.data.tokens import begun, calibration_tokens, evaluation_tokens
 from aespa_pl.settings import CalibrationSettings, EvaluationSettings
 
 LENGTH = 2048
@@ -24,7 +24,12 @@ LENGTH = 2048
 
 
 def main(
-    model: str, folder: Path, *, calibration: CalibrationSettings, evaluation: EvaluationSettings
+    model: str,
+    folder: Path,
+    *,
+    calibration: CalibrationSettings,
+    evaluation: EvaluationSettings,
+    bos: bool = False,
 ) -> None:
     """Write the files.
 
@@ -33,6 +38,7 @@ def main(
         folder: Where they are written.
         calibration: As ``data.calibration`` of a run.
         evaluation: As ``data.evaluation`` of a run.
+        bos: As ``data.bos`` of a run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -47,7 +53,8 @@ def main(
             found[Path(name).stem] = evaluation_tokens(
                 name, tokenizer, evaluation.segment_length or LENGTH, evaluation.max_segments, cache
             )
-    for name, ids in found.items():
+    for name, tokens in found.items():
+        ids = begun(tokens, name, tokenizer.bos_token_id if bos else None)
         save_file({"ids": ids}, folder / f"{name}.safetensors")
         print(folder / f"{name}.safetensors", list(ids.shape))
 

@@ -252,7 +252,7 @@ def measure_exported(
     length = evaluation_length(data, positions)
     check_length("evaluation", length, positions, str(folder))
     tokenizer = load_tokenizer(folder)
-    texts = held_out_texts(data, tokenizer, length, config.vocab_size)
+    texts = held_out_texts(data, tokenizer, length, config)
     dtype = block_dtype(model, device, torch.float16)
     size = sum(path.stat().st_size for path in shards(folder))
     metrics: dict[str, Any] = {"size": {"quantized": {"bytes": size}}}

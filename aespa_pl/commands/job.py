@@ -16,7 +16,7 @@ from aespa_pl.block.quantized import grid_format, nearest_weight
 from aespa_pl.commands import limits
 from aespa_pl.commands.block_types import block_types, check_format, with_head
 from aespa_pl.data.texts import short_names
-from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens
+from aespa_pl.data.tokens import begun, calibration_tokens, check_vocabulary, evaluation_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.models import family_of
 from aespa_pl.models.family import BlockLayout, Family, layouts_of
@@ -135,13 +135,14 @@ class Job(Checked):
         """Return the calibration segments ``[segments, L]``."""
         settings, tokenizer = self.data.calibration, self.pretrained.tokenizer()
         tokens = calibration_tokens(settings, tokenizer, self.segment_length, self.cache)
+        tokens = begun(tokens, settings.source, bos_of(self.data, tokenizer, self.family))
         check_vocabulary(tokens, self.config.vocab_size)
         return tokens
 
     def evaluation(self) -> dict[str, Tensor]:
         """Return the segments of each held-out text, by its name."""
         length = limits.evaluation_length(self.data, self.family.positions(self.config))
-        return held_out_texts(self.data, self.pretrained.tokenizer(), length, self.config.vocab_size)
+        return held_out_texts(self.data, self.pretrained.tokenizer(), length, self.config)
 
     def fingerprint(self, tokens: Tensor) -> dict[str, Any]:
         """Return everything that the result depends on; a resume with anything else is refused.
@@ -229,15 +230,25 @@ def block_dtype(model: ModelSettings, device: torch.device, stored: torch.dtype)
     return torch.float32 if device.type == "cpu" else stored
 
 
+def bos_of(data: DataSettings, tokenizer: PreTrainedTokenizerBase, family: Family) -> int | None:
+    """Return the token that segments begin with; None: any. Raises UserError where the tokenizer has none."""
+    if not (family.needs_bos if data.bos == "auto" else data.bos):
+        return None
+    if tokenizer.bos_token_id is None and data.bos != "auto":
+        raise UserError("data.bos is true, but the tokenizer has no BOS token: set data.bos to auto")
+    return cast(int | None, tokenizer.bos_token_id)
+
+
 def held_out_texts(
-    data: DataSettings, tokenizer: PreTrainedTokenizerBase, length: int, vocabulary: int
+    data: DataSettings, tokenizer: PreTrainedTokenizerBase, length: int, config: PreTrainedConfig
 ) -> dict[str, Tensor]:
     """Return the segments ``[segments, length]`` of each held-out text, by its name in tables."""
     limit, cache = data.evaluation.max_segments, cache_folder(data.cache)
+    bos = bos_of(data, tokenizer, family_of(config))
     texts = {
-        name: evaluation_tokens(source, tokenizer, length, limit, cache)
+        name: begun(evaluation_tokens(source, tokenizer, length, limit, cache), source, bos)
         for source, name in short_names(data.evaluation.names).items()
     }
     for tokens in texts.values():
-        check_vocabulary(tokens, vocabulary)
+        check_vocabulary(tokens, config.vocab_size)
     return texts

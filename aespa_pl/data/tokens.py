@@ -113,6 +113,20 @@ def evaluation_tokens(
     return cached_tokens(cache, made_from, make)
 
 
+def begun(
+    tokens: Int64[Tensor, "segments length"], source: object, bos: int | None
+) -> Int64[Tensor, "segments length"]:
+    """Return segments that begin with ``bos`` in place of their first token, which is not measured anyway.
+
+    Those of a file of tokens, as ``source``, stay as the user made them; None: so do all.
+    """
+    if bos is None or str(source).endswith(".safetensors"):
+        return tokens
+    tokens = tokens.clone()
+    tokens[:, 0] = bos
+    return tokens
+
+
 def _stored(source: str, key: str, length: int, limit: int | None) -> Int64[Tensor, "segments length"]:
     """Return the first segments of a file of token ids, up to ``limit`` (None: all); ``key`` names it."""
     path = expanded(source)

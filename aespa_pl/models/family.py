@@ -168,6 +168,8 @@ class Family(ABC):
     """The ``config.model_type`` values that this family stands for."""
     blocks_path: ClassVar[str]
     """Path of the list of blocks in the causal-LM model."""
+    needs_bos: ClassVar[bool] = False
+    """Whether the models are not meant to run on text that does not begin with BOS."""
     forms_probabilities: ClassVar[bool] = False
     """Whether the probabilities A take memory, because the library has no fused kernel for the family."""
 

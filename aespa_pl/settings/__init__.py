@@ -128,6 +128,10 @@ class DataSettings:
     """Calibration text."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     """Held-out text."""
+    bos: bool | Literal["auto"] = "auto"
+    """Whether the tokenizer's BOS takes the place of the first token of every segment, of calibration and
+    evaluation, but for those of a .safetensors file. auto: for models that are not meant to run without it
+    (Gemma); other models are measured without, as in the literature."""
     batch_size: PositiveInt | Literal["auto"] = "auto"
     """Segments that run through a block at once; changes memory and speed, and the order of sums. auto: 4 on
     a CPU; on an accelerator as many as have 8192 tokens."""

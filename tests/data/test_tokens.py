@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from aespa_pl.data import tokens
-from aespa_pl.data.tokens import calibration_tokens, check_vocabulary, evaluation_tokens, few_tokens
+from aespa_pl.data.tokens import begun, calibration_tokens, check_vocabulary, evaluation_tokens, few_tokens
 from aespa_pl.errors import UserError
 from aespa_pl.settings import CalibrationSettings
 
@@ -98,6 +98,16 @@ def test_special_tokens_are_added_once_as_the_tokenizer_does(
 ) -> None:
     found = evaluation_tokens(str(file), tokenizer_factory(bos=True), 10, 2, cache)
     assert found.flatten().tolist() == [1000, *range(1, 20)]
+
+
+def test_bos_takes_the_place_of_the_first_token_of_every_segment(
+    file: Path, tokenizer: PreTrainedTokenizerFast, cache: Path
+) -> None:
+    found = evaluation_tokens(str(file), tokenizer, 40, 3, cache)
+    with_bos = begun(found, str(file), 7)
+    assert with_bos.tolist() == [[7, *segment[1:]] for segment in found.tolist()]
+    assert begun(found, str(file), None).equal(found)
+    assert begun(found, "mine.safetensors", 7).equal(found)
 
 
 def test_a_text_longer_than_the_model_gives_no_warning(
