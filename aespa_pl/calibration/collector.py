@@ -23,6 +23,9 @@ from aespa_pl.models.family import BlockLayout, InputGroup
 from aespa_pl.models.observed import Attention
 
 ATTENDED, ATTENDED_SHIFT, GATE = "attended", "attended shift", "gate"
+LARGEST = 5.0
+"""Largest factor of a norm behind an output, beside the median of the segment: BOS of Gemma 3 270M has 1,000,
+and damping, a share of H's mean diagonal, would be of BOS alone."""
 RIDGE = 0.01
 """Share of a norm's mean squared weight that is added where a residual error is divided by the weight."""
 KEYS, QUERIES, QUERY_GAIN, KEY_GAIN = "keys", "queries", "query gain", "key gain"
@@ -138,6 +141,7 @@ class StatisticsCollector:
             shift = rows(original.inputs[name]) - X
         if name in seen.norms:  # it multiplies the errors of a token
             inverse, weight = seen.norms[name]
+            inverse = inverse.minimum(LARGEST * inverse.median(1, keepdim=True).values).flatten(0, 1)
             root = inverse if root is None else root * inverse
             if shift is not None:
                 shift = shift * weight / (weight.square() + RIDGE * weight.square().mean())

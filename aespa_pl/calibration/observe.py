@@ -30,7 +30,7 @@ class Observation:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """Output ``[B, L, d]`` that is added to the residual stream, behind a norm if there is one, by input."""
     norms: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """What the norm behind an output multiplies it by, by input: ``1 / rms [B * L, 1]`` of the token, and its
+    """What the norm behind an output multiplies it by, by input: ``1 / rms [B, L, 1]`` of the token, and its
     weight ``[d]``."""
     attention: Attention | None = None
     """Queries and keys of the attention; None where they were not asked for."""
@@ -101,10 +101,10 @@ def _keep_output(seen: Observation, name: str, _module: nn.Module, _arguments: o
 def _keep_norm(
     seen: Observation, name: str, norm: Any, arguments: tuple[Tensor, ...], _output: Tensor
 ) -> None:
-    output = arguments[0].float().flatten(0, -2)
+    output = arguments[0].float()
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
     # some norms add 1 to their weight; forward() runs no hooks
-    weight = norm.forward(torch.ones_like(output[:1]))[0] * (1 + epsilon) ** 0.5
+    weight = norm.forward(torch.ones_like(output[0, 0])) * (1 + epsilon) ** 0.5
     seen.norms[name] = (output.square().mean(-1, keepdim=True) + epsilon).rsqrt(), weight
 
 

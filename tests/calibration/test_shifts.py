@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from aespa_pl.calibration import collector
 from aespa_pl.calibration.collector import StatisticsCollector
 from aespa_pl.calibration.statistics import BlockStatistics
 from aespa_pl.models.family import Role
@@ -45,7 +46,7 @@ def collect_both(
     Also the inputs of each group, in pairs of original and quantized, and what attention did.
     """
     family, block, layout = first_block(model)
-    collector = StatisticsCollector(layout, value=value, query_key=True)
+    sums = StatisticsCollector(layout, value=value, query_key=True)
     inputs: dict[str, list[Tensor]] = {group.name: [] for group in layout.groups}
     seen: list[Attention] = []
     for group in layout.groups:
@@ -54,9 +55,9 @@ def collect_both(
         )
     for part, words in zip(ids.split(batch_size), other.split(batch_size), strict=True):
         original, quantized = run_through(model, words), run_through(model, part)
-        collector.add(quantized, original)
+        sums.add(quantized, original)
         seen += [original.attention, quantized.attention]
-    return collector.finish(family.norm_weights(block)), inputs, seen
+    return sums.finish(family.norm_weights(block)), inputs, seen
 
 
 @pytest.mark.parametrize("model_of", MODELS)
@@ -176,11 +177,13 @@ def test_beside_the_original_stream_massive_tokens_count_less_in_the_hessians_of
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("largest", [5.0, 1.1])
 @pytest.mark.parametrize("model_of", [gemma3, olmo2])
 def test_errors_before_a_norm_count_as_they_reach_the_residual_stream(
-    model_of: Callable[[], PreTrainedModel],
+    model_of: Callable[[], PreTrainedModel], largest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The norm behind W multiplies the error ``dW x`` of a token by its weight g, over the token's rms r."""
+    monkeypatch.setattr(collector, "LARGEST", largest)
     model, ids, other = make(model_of), tokens(), tokens()
     _, block, layout = first_block(model)
     statistics, inputs, _ = collect_both(model, ids, other, SEGMENTS)
@@ -202,6 +205,7 @@ def test_errors_before_a_norm_count_as_they_reach_the_residual_stream(
         )
         pairs = zip(Y_original.split(LENGTH), Y.split(LENGTH), strict=True)
         w = torch.cat([massive.weights(original, quantized) for original, quantized in pairs])[:, None]
+        r = torch.cat([s.maximum((1 / s).median().reciprocal() / largest) for s in r.split(LENGTH)])
         mean = (w / r.square()).mean()
         H = 2 / len(X) * (w / r.square() * X).T @ X / mean
         found = shared_by_all(statistics.inputs[group.name]).double()
