@@ -157,6 +157,8 @@ def _texts(inputs: Path, name: str, key: str, given: Any) -> list[Option]:
     names = get_type_hints(get_type_hints(DataSettings)[name]).keys()
     known = dict(given) if isinstance(given, Mapping) and given.keys() <= names else {key: given}
     texts = known.get(key, "")
+    if name == "calibration" and isinstance(texts, list | tuple) and not texts:
+        raise UserError("calibration is an empty list: give texts, token ids, or the name of a text")
     if isinstance(texts, str) and "\n" in texts:
         raise UserError(f"{name} is a text with several lines: give texts in memory as a list of them")
     if not _are_names(texts):

@@ -1,6 +1,7 @@
 """Call the command that a command line names; help and mistakes answer before a large library is imported."""
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +16,8 @@ from aespa_pl.errors import EndedError, UserError, one_line
 from aespa_pl.run.interruption import Interruption, RunInterrupted
 
 MISTAKE = 2  # status of what the user can mend
+OTHER_VALUE = re.compile(r'Parser key "(\w+)":\s+Expected a typing\.Literal\[(.*)\]\. Got value: (.*)')
+"""What jsonargparse says of a value that is none of several."""
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 """Words of torch in a RuntimeError where the host has no memory; it has no class for that error."""
 COMMANDS = {
@@ -78,6 +81,11 @@ def _run(words: Sequence[str], interruption: Interruption) -> None:
     command.run([name, *rest], interruption)
 
 
+def _in_our_words(refused: re.Match[str]) -> str:
+    key, choices, value = refused.groups()
+    return f"--{key} is {value}: expected one of " + choices.replace("'", "")
+
+
 def message_and_status(error: BaseException, advice: str | None) -> tuple[str, int] | None:
     """Return the message and the status for an error; None for one that is a fault of ours.
 
@@ -89,7 +97,7 @@ def message_and_status(error: BaseException, advice: str | None) -> tuple[str, i
     if isinstance(error, EndedError):
         return f"{error}{then}", error.status
     if isinstance(error, ArgumentError | UserError):
-        return f"{error}{then}", MISTAKE
+        return f"{OTHER_VALUE.sub(_in_our_words, str(error))}{then}", MISTAKE
     if isinstance(error, MemoryError) or _is_out_of_memory(error):
         mend = (
             "end other programs, or set data.memory_gb below what is free, data.hidden_states to disk, or "

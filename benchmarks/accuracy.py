@@ -8,6 +8,7 @@ evaluation; instead, ``SOURCE@SEED`` samples 128 segments of a text, and EVAL ma
 of the ``quantization`` section, for example ``--quantization.bits 3 --quantization.polish.enabled false``.
 """
 
+import gc
 import json
 import statistics
 import sys
@@ -74,6 +75,10 @@ class SilentTrainers:
     def loggers(self, _run: Run, _curves: str) -> list[Logger]:
         """Return no loggers."""
         return []
+
+    def free(self) -> None:
+        """Free what refers to each other."""
+        gc.collect()
 
     def of_rounding(self, _run: Run, _training: Training) -> Trainer:
         """Return the Trainer of a portion of a block."""

@@ -1,5 +1,6 @@
 """Walk over tiny models, for the tests of the walk, of runs and of resuming."""
 
+import gc
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,9 @@ class SilentTrainers:
 
     def loggers(self, run: Run, curves: str) -> Sequence[Logger]:
         return []
+
+    def free(self) -> None:
+        gc.collect()
 
     def of_rounding(self, run: Run, training: Training) -> Trainer:
         silent = {

@@ -3,7 +3,6 @@
 Source: docs/algorithm.md, step 4; Eq. 27 and 28 of the paper.
 """
 
-import gc
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,8 +102,7 @@ class Learner:
 
     def _keep(self, training: Training, integers: dict[str, Tensor]) -> None:
         """Write down what a portion has learned where an interruption may follow."""
-        gc.collect()  # Trainer, module and optimizer refer to each other
-        release_memory()
+        self.context.free_memory()
         # there may be a next portion, or the tuning of the block, to be interrupted in
         context = self.context
         more = context.partition != WHOLE or context.settings.tuning.blocks.enabled

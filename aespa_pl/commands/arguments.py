@@ -102,7 +102,8 @@ class Arguments:
 
 def _of_section(option: Option) -> list[Option]:
     """Return the keys in a section that is given whole: in YAML, or in a file beside the configuration."""
-    if option.key not in (*SECTIONS, FREE) or not isinstance(option.value, str):
+    is_section = option.key == FREE or any(key.startswith(f"{option.key}.") for key in KEYS)
+    if not is_section or not isinstance(option.value, str):
         return [option]
     try:
         content = yaml.safe_load(option.value)
@@ -160,14 +161,16 @@ def leaves(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]
 def with_run(arguments: Arguments, command: str) -> Arguments:
     """Return the arguments with the folder of the run as ``ckpt_path``, and with its configuration.
 
-    ``last`` stays where there is no run yet. The configuration is taken where the command line names neither
-    one nor a model; test alone takes the last run without being asked. Raises UserError where ``ckpt_path``
-    names no run, or the configuration names code or places that the user has not confirmed.
+    ``last`` stays where there is no run yet. The configuration is taken where the command line names no
+    other, and with ``last`` no model; test alone takes the last run without being asked. Raises UserError
+    where ``ckpt_path`` names no run, or the configuration names code or places that the user has not
+    confirmed.
     """
     trusts = any(o.key == TRUST and o.value in (None, "true") for o in arguments.options)
     arguments = arguments.without(TRUST)
     default, which = OutputSettings(), arguments.setting(CKPT_PATH, "null")
-    has_settings = arguments.last("config") or arguments.setting(REQUIRED, "")
+    # beside a run that is named, a model is where that of the run lies now
+    has_settings = arguments.last("config") or (which in (LAST, "null") and arguments.setting(REQUIRED, ""))
     runs = expanded(arguments.setting("output.folder", default.folder))
     name = arguments.setting("output.name", default.name if has_settings else "")
     if which == "null" and command == "test":

@@ -159,8 +159,7 @@ def _unknown(kinds: Mapping[str, Any], key: str) -> str:
         )
     if key == FREE:
         return f"{key} is a section, not a value: give the keys in it, such as {key}.accelerator"
-    if key in SECTIONS:
-        first = next(known for known in KEYS if known.startswith(f"{key}."))
+    if first := next((known for known in KEYS if known.startswith(f"{key}.")), None):
         return f"{key} is a section, not a value: give the keys in it, such as {first}"
     for command, own in OWN_KEYS.items():
         if key in own:

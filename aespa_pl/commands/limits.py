@@ -46,10 +46,11 @@ def check_groups(shape: Shape, settings: QuantizationSettings) -> None:
     if size and any(columns % size for _, columns in widths):
         given = ", ".join(f"{columns} ({group})" for group, columns in widths)
         common = math.gcd(*(columns for _, columns in widths))
-        largest = max(d for d in range(1, min(size, common) + 1) if common % d == 0)
+        divisors = [d for d in range(1, common + 1) if common % d == 0]
+        near = sorted(sorted(divisors, key=lambda d: abs(math.log(d / size)))[:3])
         raise UserError(
             f"quantization.group_size is {size}, but the projections have columns {given}: choose a divisor "
-            f"of all, such as {largest}, or null"
+            f"of all, such as {', '.join(map(str, near))}, or null"
         )
 
 

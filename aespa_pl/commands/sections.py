@@ -107,7 +107,8 @@ class AespaCLI(LightningCLI):
     def text(self, quantization: QuantizationSettings) -> str:
         """Return the configuration as it is run, in YAML: a continued run takes it from its folder.
 
-        The method has replaced every null of the quantization: a later version of it may decide otherwise.
+        The method has replaced every null of the quantization, because a later version of it may decide
+        otherwise; but learning rates follow the bits, which may be others where it is used again.
         Raises UserError where a callback or logger has an argument that YAML can't hold.
         """
         try:
@@ -120,7 +121,12 @@ class AespaCLI(LightningCLI):
         content = yaml.safe_load(text)
         for key in ("config", "ckpt_path", "print_config"):
             content.pop(key, None)
+        given = content["quantization"]["tuning"]
         content["quantization"] = json.loads(json.dumps(asdict(quantization)))  # plain numbers only
+        for part, decided in (
+            (name, content["quantization"]["tuning"][name]) for name in ("blocks", "model")
+        ):
+            decided |= {key: None for key in decided if key.endswith("_rate") and given[part][key] is None}
         # a run may be continued, measured and exported from another folder
         model, data = content["model"], content["data"]
         model["pretrained"] = _absolute(model["pretrained"], Path.is_dir)
@@ -128,7 +134,7 @@ class AespaCLI(LightningCLI):
             data[section][key] = _absolute_texts(data[section][key])
         if data["cache"]:
             data["cache"] = _absolute(data["cache"], lambda _: True)
-        return yaml.safe_dump(content, sort_keys=False)
+        return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
     def made(self, config: Any) -> Namespace:
         """Return a configuration's sections as objects. Raises UserError where one can't be made."""

@@ -72,6 +72,10 @@ class BlockTrainers:
                 show_configuration(logger.experiment, self.saved)
         return self._walk
 
+    def free(self) -> None:
+        """Free objects that refer to each other."""
+        self.interruption.free()
+
     def loggers(self, run: Run, curves: str) -> list[Logger]:
         """Return new loggers of a run's curves: ``walk``, or ``block_NNN``, where the curves overlay."""
         parent, version = run.folder.parent, run.folder.name

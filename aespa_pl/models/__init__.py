@@ -50,6 +50,10 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 def unknown_model_type(given: object) -> UserError:
     """Return the error for a ``model_type`` that no family has."""
+    if given is None:
+        return UserError(
+            f"model.pretrained: config.json has no model_type: expected one of {', '.join(MODEL_TYPES)}"
+        )
     part = f" ({MISSING[given]})" if isinstance(given, str) and given in MISSING else ""
     return UserError(
         f"model.pretrained: model_type {given!r} in config.json is not supported{part}: "

@@ -30,6 +30,9 @@ class Trainers(Protocol):
     def loggers(self, run: Run, curves: str) -> Sequence[Logger]:
         """Return new loggers of a run's curves, by the name of their folder."""
 
+    def free(self) -> None:
+        """Free Trainers, modules and optimizers, which refer to each other; an interruption waits."""
+
     def of_rounding(self, run: Run, training: Training) -> Trainer:
         """Return the Trainer that learns the rounding of a portion of a block."""
 
@@ -75,6 +78,11 @@ class Context:
     def types(self, block: int) -> dict[str, str | None]:
         """Return the block types of a block's projections; None where the grid is uniform."""
         return {p.name: self.settings.type_for(block, p.name) for p in self.layout(block).projections}
+
+    def free_memory(self) -> None:
+        """Free what refers to each other, and give its memory back to the system."""
+        self.trainers.free()
+        release_memory()
 
     def measure(self, phase: str) -> AbstractContextManager[None]:
         """Add the time that is spent in the returned context to a phase, which begins with free memory."""

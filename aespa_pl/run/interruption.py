@@ -1,5 +1,6 @@
 """Stop at Ctrl-C, SIGTERM and SIGHUP: at once where nothing is lost, in a training after the step."""
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -52,6 +53,14 @@ class Interruption:
             # Lightning's Trainer put itself before us: at a SIGTERM that comes after our callbacks
             # it would end the process with status 0 and without a checkpoint
             self._take_signals()
+
+    def free(self) -> None:
+        """Free objects that refer to each other; a signal waits: Python drops what finalizers raise."""
+        before, self._deferred = self._deferred, True
+        gc.collect()
+        self._deferred = before
+        if not before:
+            self.check()
 
     def check(self) -> None:
         """Raise RunInterrupted where a signal has come."""

@@ -20,7 +20,7 @@ from aespa_pl.settings.quantization import (
     RoundingSettings,
 )
 from aespa_pl.settings.tuning import BlockTuningSettings, ModelTuningSettings, TuningSettings
-from aespa_pl.settings.types import EXPECTED, Bits, FinitePositive, MethodName, Seed
+from aespa_pl.settings.types import EXPECTED, Bits, FinitePositive, MethodName, RunName, Seed
 
 __all__ = [
     "EXPECTED", "SECTIONS", "Bits", "BlockTuningSettings", "CalibrationSettings", "CompareSettings",
@@ -162,7 +162,7 @@ class OutputSettings:
 
     folder: str = "lightning_logs"
     """Folder of all runs; the one to give to tensorboard --logdir."""
-    name: str = "aespa"
+    name: RunName = "aespa"
     """Name of the run. Every run gets a folder NAME/version_N of its own."""
     checkpoint_seconds: FinitePositive | None = 60.0
     """Seconds between two checkpoints of the learning under way; null: none by time. One takes 12 bytes for

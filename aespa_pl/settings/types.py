@@ -10,6 +10,7 @@ from jsonargparse.typing import (
     OpenUnitInterval,
     PositiveInt,
     restricted_number_type,
+    restricted_string_type,
 )
 
 from aespa_pl.methods import METHODS
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     FiniteNonNegative = float
     PenaltyExponent = float
     MethodName = str
+    RunName = str
 else:
     MethodName = Literal[tuple(METHODS)]
+    RunName = restricted_string_type("RunName", r"^(?!(.*/)?\.\.(/|$)).+$")
     Bits = restricted_number_type("Bits", int, [(">=", 2), ("<=", 8)])
     ProjectionBits = Bits | Literal[16]
     Damping = OpenUnitInterval | Literal["auto"]
@@ -40,6 +43,7 @@ Proportions = dict[str, FinitePositive]
 
 EXPECTED: dict[Any, str] = {  # in error messages: what a value of each type has to be
     Bits: "2 to 8",
+    RunName: "a name, which becomes a folder in output.folder",
     ProjectionBits: "2 to 8, or 16 for a projection that stays as it is",
     Seed: "0 to 4294967295",
     PositiveInt: "a whole number, 1 or more",

@@ -1,6 +1,5 @@
 """Train a block as a whole, after step 4, to do what the original block does (docs/tuning.md)."""
 
-import gc
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from aespa_pl.algorithm.grid_types import TypedWeight
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.block.quantized import QuantizedBlock, QuantizedProjection
 from aespa_pl.curve_names import ATTENTION, FEED_FORWARD
-from aespa_pl.measure import release_memory
 from aespa_pl.models.family import BlockLayout, InputGroup
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.models.streamed import StreamedModel
@@ -139,8 +137,7 @@ class BlockTuner:
             checkpoint=context.world.from_first(lambda: context.run.checkpoint_to_continue(training)),
             recipe=learned,
         )
-        gc.collect()  # Trainer, module and optimizer refer to each other
-        release_memory()
+        context.free_memory()
         return found
 
     def _run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Train the model end to end after the last block, and write again all that it has changed."""
 
 import copy
-import gc
 import logging
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,7 +18,6 @@ from transformers import PreTrainedModel
 from aespa_pl import tuning
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.errors import UserError
-from aespa_pl.measure import release_memory
 from aespa_pl.models.headers import DTYPES
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import Training
@@ -103,8 +101,7 @@ class ModelTuner:
             else:
                 found, learned = self._tune_in_memory(model, train)
         del model, train
-        gc.collect()  # Trainer, module and optimizer refer to each other
-        release_memory()
+        context.free_memory()
         world.wait_for_all()  # the first one replaces files that others read
         if world.is_first:
             write_tensors(context.run.tuned_file, learned, checksums)

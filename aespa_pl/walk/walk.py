@@ -1,6 +1,5 @@
 """Walk over the blocks of a model: statistics, grid, update, rounding, files, next block."""
 
-import gc
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from aespa_pl.algorithm.quantizer import StoredWeight
 from aespa_pl.algorithm.workspace import keep_threads
 from aespa_pl.block.quantize import BlockQuantizer
-from aespa_pl.measure import peak_bytes, release_memory
+from aespa_pl.measure import peak_bytes
 from aespa_pl.run.context import Context
 from aespa_pl.run.folder import block_curves
 from aespa_pl.run.model_writer import ModelWriter
@@ -94,8 +93,7 @@ class Walk:
                 self._quantize_block(index, streams, more=index < last)
             else:
                 self._replay(index, streams, quantized=index < last)
-            gc.collect()  # modules that had parametrizations refer to each other
-            release_memory()
+            context.free_memory()
             context.progress.advance()
         return streams
 

@@ -66,6 +66,17 @@ def test_printed_configuration_leaves_a_choice_to_the_run(
     assert "follow from what is chosen" in caplog.text
 
 
+def test_learning_rates_follow_the_bits_that_a_printed_configuration_is_run_with(aespa: CommandLine) -> None:
+    words = ("--config", "quickstart_w2.yaml", "--quantization.tuning.blocks.scale_rate", "0.001")
+    Path("two.yaml").write_text(aespa("fit", *words, "--print_config")[1])
+    for bits in ((), ("--quantization.bits", 4)):
+        printed = yaml.safe_load(aespa("fit", "--config", "two.yaml", *bits, "--print_config")[1])
+        tuning = printed["quantization"]["tuning"]
+        assert tuning["blocks"]["scale_rate"] == 0.001
+        assert tuning["blocks"]["integer_rate"] is tuning["model"]["integer_rate"] is None
+        assert tuning["blocks"]["epochs"] is not None
+
+
 def test_printed_configuration_is_one(aespa: CommandLine) -> None:
     out = aespa("fit", "--config", CONFIGS[0], "--print_config")[1]
     Path("again.yaml").write_text(out)
@@ -127,3 +138,12 @@ def test_another_method_beside_the_configuration_of_a_run_is_refused(
     Path("other.yaml").write_text(yaml.safe_dump(overlay))
     words = ("--config", "other.yaml", "--quantization.method", "rtn", "--print_config")
     assert aespa("fit", *words)[0] == 0
+
+
+def test_a_part_of_a_section_may_be_given_whole(aespa: CommandLine) -> None:
+    parts = ("--quantization.rounding", "{iterations: 7}", "--quantization.tuning.blocks", "{epochs: 3}")
+    words = ("--config", "quickstart_w2.yaml", *parts, "--print_config")
+    status, out, err = aespa("fit", *words)
+    assert status == 0, err
+    printed = yaml.safe_load(out)["quantization"]
+    assert (printed["rounding"]["iterations"], printed["tuning"]["blocks"]["epochs"]) == (7, 3)

@@ -45,6 +45,20 @@ def test_run_alone_is_continued_and_measured(
     assert not list(Path().glob("lightning_logs"))
 
 
+def test_a_run_is_continued_with_its_model_in_another_place(
+    aespa: CommandLine, model: Path, finished: Done
+) -> None:
+    """All other settings are the run's, without the configuration that it was begun with."""
+    run = finished.copied("mine")
+    moved = Path(shutil.copytree(model, "moved"))
+    for command in ("fit", "test"):
+        status, _, err = aespa(command, "--ckpt_path", run, "--model.pretrained", moved)
+        assert (status, err) == (0, "")
+    status, _, err = aespa("fit", "--ckpt_path", run, "--model.pretrained", "embedded:llama")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "model was" in err
+
+
 def test_a_finished_run_says_that_its_perplexity_is_of_other_tokens(
     aespa: CommandLine, finished: Done
 ) -> None:

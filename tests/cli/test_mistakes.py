@@ -30,7 +30,7 @@ DECIDED = (
         (["--output.folder", "s3://runs"], r"output\.folder is s3://runs: expected a folder of this machine"),
         (
             ["--quantization.group_size", 5],
-            r"group_size is 5, but .*: choose a divisor of all, such as 4, or null$",
+            r"group_size is 5, but .*: choose a divisor of all, such as 2, 4, 8, or null$",
         ),
         (["--quantization.bits_of", "{'*': 16}"], r"bits_of keeps all projections: give fewer of them 16"),
         (["--quantization.bits_of", "{lm_head: 8}"], r"lm_head: 8, and no block type for rows of 16 weights"),
@@ -46,6 +46,16 @@ DECIDED = (
             ["--trainer.devices", 5, "--quantization.method", "aespa-tuned"],
             r"make 5 devices, but 4 segments in batches of 4 are enough for 1: lower",
         ),
+        (
+            ["--quantization.tuning", "3"],
+            r"quantization\.tuning is a section.* such as quantization\.tuning\.",
+        ),
+        (
+            ["--quantization.tuning", "{blocks: {epoch: 1}}"],
+            r"tuning\.blocks\.epoch is unknown: did you mean",
+        ),
+        (["--output.name", "../elsewhere"], r"output\.name is \.\./elsewhere: expected a name"),
+        (["--output.name", ""], r"output\.name is : expected a name"),
         (["--model", "embedded:opt"], r"model is a section.* such as model\.pretrained$"),
         (
             ["--quantization.group_size", 7],

@@ -93,3 +93,9 @@ def test_space_that_a_run_has_filled_itself_is_not_asked_for_again(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert aespa("fit", *arguments)[0] == 2
     assert aespa("fit", *arguments, *LAST)[0] == 0
+
+
+def test_an_unknown_format_is_named_with_those_that_there_are(aespa: CommandLine, tmp_path: Path) -> None:
+    status, _, err = aespa("export", tmp_path, "--format", "Q4_0x")
+    expected = "aespa-pl: --format is Q4_0x: expected one of hf, compressed-tensors, awq, gptq, gguf\n"
+    assert (status, err) == (2, expected)

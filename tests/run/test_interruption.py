@@ -53,6 +53,32 @@ def test_second_signal_does_not_wait(number: signal.Signals) -> None:
             send(number)
 
 
+class Cycle:
+    """Is freed by the collector alone, and a signal comes meanwhile."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+    def __del__(self) -> None:
+        send(signal.SIGINT)
+
+
+def test_a_signal_in_a_finalizer_is_not_lost() -> None:
+    """Python prints and drops what a finalizer raises."""
+    interruption = Interruption()
+    with interruption.watching():
+        Cycle()
+        with pytest.raises(RunInterrupted, match="SIGINT"):
+            interruption.free()
+    with interruption.watching():
+        interruption.defer(active=True)  # a second signal would not wait
+        interruption.received = None
+        Cycle()
+        interruption.free()
+        with pytest.raises(RunInterrupted, match="SIGINT"):
+            interruption.check()
+
+
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     interruption = Interruption()
