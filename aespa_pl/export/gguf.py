@@ -110,7 +110,10 @@ class Gguf(Format):
                 yield name, value, int(tensor.n_bytes) // len(names)
 
     def remark(self, model: QuantizedModel) -> str | None:
-        """Say which matrices have a larger block type because of their width, or of the group size."""
+        """Say which matrices have a larger block type because of their width, or of the group size.
+
+        Also what reads a file with Q2_0, which llama.cpp has had for less time than the others.
+        """
         larger: dict[str, dict[str, None]] = {}
         for name, (_, projections) in model.matrices.items():
             kind, ideal = exact_type(model, name), ideal_type(model, name)
@@ -119,10 +122,14 @@ class Gguf(Format):
                 words = f"as {own}: blocks of {other} have {ideal.grid.block} columns"
                 named = {re.sub(r"expert_\d+", "experts'", p.name): None for p in projections}
                 larger.setdefault(words, {}).update(named)
-        if not larger:
-            return None
-        kinds = "; ".join(f"{', '.join(names)} {words}" for words, names in larger.items())
-        return f"{kinds}, and a row or group must be a multiple. --format compressed-tensors has no blocks"
+        remarks = []
+        if any(exact_type(model, name) is _Q2_0 for name in model.matrices):
+            remarks.append("Q2_0 is read by llama.cpp of v0.5.0 or later, and not yet by transformers")
+        if larger:
+            kinds = "; ".join(f"{', '.join(names)} {words}" for words, names in larger.items())
+            advice = "and a row or group must be a multiple. --format compressed-tensors has no blocks"
+            remarks.append(f"{kinds}, {advice}")
+        return "; ".join(remarks) or None
 
     def expected(self, model: QuantizedModel, name: str, value: Tensor) -> Tensor:
         """Return the value in float32; rounded where embeddings are asked for in q8_0."""

@@ -203,3 +203,8 @@ def test_a_larger_type_than_the_bits_need_is_said_with_its_reason(
 def test_the_smallest_type_of_all_needs_no_remark(name: str, bits: int, known: MakeRun) -> None:
     # at 3 bits the type of 32 columns is as small as that of 256
     assert Gguf().remark(QuantizedModel.open(known(name, bits, None).folder)) is None
+
+
+def test_a_file_with_the_newest_type_says_what_reads_it(known: MakeRun) -> None:
+    remark = Gguf().remark(QuantizedModel.open(known("llama", 2, 64).folder))
+    assert remark == "Q2_0 is read by llama.cpp of v0.5.0 or later, and not yet by transformers"
