@@ -24,7 +24,7 @@ from aespa_pl.models.observed import Attention
 
 ATTENDED, ATTENDED_SHIFT, GATE = "attended", "attended shift", "gate"
 LARGEST = 5.0
-"""Largest factor of a norm behind an output, beside the median of the segment: BOS of Gemma 3 270M has 1,000,
+"""Largest factor of a norm behind an output, beside the median of the segment: BOS of Gemma 3 270M has 750,
 and damping, a share of H's mean diagonal, would be of BOS alone."""
 RIDGE = 0.01
 """Share of a norm's mean squared weight that is added where a residual error is divided by the weight."""
