@@ -40,8 +40,8 @@ def store(folder: Path, name: str, cells: list[Cell]) -> None:
 def test_the_pages_have_the_tables_of_the_stored_comparisons(results: ModuleType) -> None:
     pages = [file.read_text(encoding="utf-8") for file in results.PAGES]
     assert [results.filled(page) for page in pages] == pages
-    page = pages[0]
-    shown = {match[3] for match in results.PLACE.finditer(page) if match[2] == "model"}
+    places = [match for page in pages for match in results.PLACE.finditer(page)]
+    shown = {match[3] for match in places if match[2] == "model"}
     assert shown | {*results.MODELS} == {folder.name for folder in results.COMPARED.iterdir()}
 
 

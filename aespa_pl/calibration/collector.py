@@ -61,7 +61,8 @@ class StatisticsCollector:
         self.magnitudes = magnitudes
         self.heads = range(layout.key_value_heads) if heads is None else heads
         self.precision: Precision = precision
-        starts = {p.residual for group in layout.groups for p in group.projections}
+        # a norm that comes after them (OLMo), not before (OPT-350M, whose stream is a norm's output)
+        starts = {p.residual for group in layout.groups for p in group.projections if p.norm is not None}
         self._raw = {group.name for group in layout.groups if group.projections[0].module in starts}
         self.tokens = 0
         self._sums = Sums()

@@ -24,7 +24,7 @@ def test_fit_test_and_the_saved_configuration(aespa: CommandLine, model: Path, f
         assert re.search(rf"{row} +│ +\d+\.\d+", finished.out)
     run = finished.copied()
     metrics = json.loads((run / "metrics.json").read_text())
-    assert set(metrics) == {"perplexity", "seconds", "peak_bytes", "size"}
+    assert set(metrics) == {"perplexity", "seconds", "peak_bytes", "size", "tokens"}
     assert set(metrics["perplexity"]) == {"original", "nearest", "quantized"}
     assert {"total", "statistics", "grid", "optq", "rounding"} <= set(metrics["seconds"])
     AutoModelForCausalLM.from_pretrained(run / "model")

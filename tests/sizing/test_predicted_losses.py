@@ -28,7 +28,7 @@ def test_a_tied_matrix_has_the_losses_of_head_and_embedding(tmp_path: Path, corr
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama(hidden_size=64, tie_word_embeddings=True)).eval()
     settings, family, ids = (
-        QuantizationSettings(input_correction=correction),
+        QuantizationSettings(input_correction=correction, optq=OptqSettings(enabled=True)),
         family_of(model.config),
         make_ids(),
     )
