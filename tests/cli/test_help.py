@@ -98,7 +98,7 @@ def test_nothing_large_is_imported_for_an_answer(words: list[str], expected: str
     ("words", "message"),
     [
         (["report"], "the following arguments are required: runs"),
-        (["export", "last", "--format", "ggml"], r"\"format\": .*'gptq', 'gguf'\]. Got value: ggml"),
+        (["export", "last", "--format", "ggml"], r"--format is ggml: expected one of hf, .*, gptq, gguf"),
     ],
 )
 def test_missing_or_unknown_word_is_named(words: list[str], message: str, aespa: CommandLine) -> None:
