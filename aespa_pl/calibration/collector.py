@@ -24,8 +24,8 @@ from aespa_pl.models.observed import Attention
 
 ATTENDED, ATTENDED_SHIFT, GATE = "attended", "attended shift", "gate"
 LARGEST = 5.0
-"""Largest factor of a norm behind an output, beside the median of the segment: BOS of Gemma 3 270M has 750,
-and damping, a share of H's mean diagonal, would be of BOS alone."""
+"""Largest factor of a norm behind an output, beside the median of the segment: BOS of Gemma 3 270M has up
+to 77, and damping, a share of H's mean diagonal, would be of BOS alone."""
 RIDGE = 0.01
 """Share of a norm's mean squared weight that is added where a residual error is divided by the weight."""
 KEYS, QUERIES, QUERY_GAIN, KEY_GAIN = "keys", "queries", "query gain", "key gain"
@@ -144,14 +144,14 @@ class StatisticsCollector:
             inverse, weight = seen.norms[name]
             inverse = inverse.minimum(LARGEST * inverse.median(1, keepdim=True).values).flatten(0, 1)
             root = inverse if root is None else root * inverse
+            self._sums.add_weights(name, root)
             if shift is not None:
                 shift = shift * weight / (weight.square() + RIDGE * weight.square().mean())
         elif name in self._raw:  # what follows divides the errors of a token by its size
             size = X.square().mean(-1, keepdim=True)
             root = size.rsqrt().masked_fill(size == 0, 0)
-            shift = None if shift is None else shift * root
-        if root is not None and (name in seen.norms or name in self._raw):
             self._sums.add_weights(name, root)
+            shift = None if shift is None else shift * root
         self._sums.add_input(name, X if root is None else X * root, kind, shift)
 
     def _add_values(self, seen: Observation, original: Observation | None) -> None:

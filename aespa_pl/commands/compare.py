@@ -240,7 +240,7 @@ def _contents(given: Arguments) -> dict[str, str]:
     for key in (CALIBRATION_KEY, EVALUATION_KEY):
         with suppress(yaml.YAMLError):
             named = yaml.safe_load(given.setting(key, "null"))
-            for text in named if isinstance(named, list) else [named]:
+            for text in named if isinstance(named, list | dict) else [named]:
                 if isinstance(text, str) and is_file(text) and expanded(text).is_file():
                     found[text] = checksum(expanded(text))
     return found

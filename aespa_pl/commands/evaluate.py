@@ -119,8 +119,8 @@ def model_sizes(job: Job, run: Run, kinds: list[str]) -> dict[str, dict[str, flo
     weights, names = projection_weights(shapes), {}
     total = packed * weights
     if run.stem_file.is_file():
-        parts = {name: part for part, name in job.pretrained.embeddings().items()}
-        names = {name: settings.types[parts[name]] for name in parts if parts[name] in settings.types}
+        ends = job.pretrained.embeddings().items()
+        names = {name: settings.types[part] for part, name in ends if part in settings.types}
         stem = {name: tensor.shape for name, tensor in read_header(run.stem_file).items()}
         total += packed_bits(stem, lambda name: TYPES[names[name]].bits)
     small = job.pretrained.bytes_beside(weights, names) + round(total / 8)

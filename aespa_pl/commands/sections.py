@@ -123,9 +123,8 @@ class AespaCLI(LightningCLI):
             content.pop(key, None)
         given = content["quantization"]["tuning"]
         content["quantization"] = json.loads(json.dumps(asdict(quantization)))  # plain numbers only
-        for part, decided in (
-            (name, content["quantization"]["tuning"][name]) for name in ("blocks", "model")
-        ):
+        for part in ("blocks", "model"):
+            decided = content["quantization"]["tuning"][part]
             decided |= {key: None for key in decided if key.endswith("_rate") and given[part][key] is None}
         # a run may be continued, measured and exported from another folder
         model, data = content["model"], content["data"]
