@@ -186,7 +186,7 @@ def _takes(kind: Any, option: Option) -> bool:
 def show_help(command: str, says: str, words: Sequence[str]) -> None:
     """Print the common keys, or all of the section that the words name beside ``--help``."""
     named = next((word for word in words if word not in HELP), None)
-    if named is None:
+    if named in (None, command):  # compare's and plan's own keys are among the common ones
         sys.stdout.write(_overview(command, says))
         return
     parser = ArgumentParser(prog=f"aespa-pl {command}", usage=f"aespa-pl {command} [--KEY VALUE ...]")

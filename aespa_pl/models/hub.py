@@ -82,7 +82,6 @@ def here(pretrained: str, revision: str | None = None) -> Path | None:
 
 
 def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
-    # a hub that can't be reached is tried for half a minute
     logger.warning("model.pretrained: asking the Hugging Face hub for %s", name)
     try:
         if not weights:
@@ -127,13 +126,13 @@ def _best_weights(name: str, revision: str | None) -> tuple[str | None, tuple[st
     named one, the hub's conversion; pickles come last.
     """
     api = HfApi()
-    names = api.list_repo_files(name, revision=revision)
+    names = _files(api, name, revision)
     if _has(names, SAFETENSORS):
         return revision, SAFETENSORS
     if revision is None:
         for request in api.get_repo_discussions(name, author=CONVERTER, discussion_type="pull_request"):
             offer = request.git_reference
-            if offer and _has(api.list_repo_files(name, revision=offer), SAFETENSORS):
+            if offer and _has(_files(api, name, offer), SAFETENSORS):
                 logger.warning("%s: main has no safetensors, using %s of %s", name, offer, CONVERTER)
                 return offer, SAFETENSORS
     if _has(names, PICKLES):
@@ -142,6 +141,11 @@ def _best_weights(name: str, revision: str | None) -> tuple[str | None, tuple[st
         f"model.pretrained: {name} has neither safetensors nor pytorch_model.bin on the hub: load it "
         "with transformers, save it with save_pretrained, and give model.pretrained that folder"
     )
+
+
+def _files(api: HfApi, name: str, revision: str | None) -> list[str]:
+    # list_repo_files asks a hub that can't be reached again for half a minute; this does not
+    return [file.rfilename for file in api.model_info(name, revision=revision).siblings or ()]
 
 
 def _has(names: Iterable[str], patterns: tuple[str, ...]) -> bool:

@@ -64,6 +64,11 @@ def test_help_of_an_unknown_section_is_refused(aespa: CommandLine) -> None:
     assert "--quantization.bits" not in out
 
 
+def test_a_command_s_own_keys_are_in_its_help(aespa: CommandLine) -> None:
+    assert "--compare.methods" in aespa("compare", "--help", "compare")[1]
+    assert "--plan.device" in aespa("plan", "--help", "plan")[1]
+
+
 LIGHT = """
 import sys
 from aespa_pl.cli import main

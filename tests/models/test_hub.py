@@ -33,10 +33,10 @@ class Hub:
     cached: list[Any] | None = None
     downloads: list[dict[str, Any]] = field(default_factory=list)
 
-    def list_repo_files(self, name: str, revision: str | None = None) -> list[str]:
+    def model_info(self, name: str, revision: str | None = None) -> Any:
         if self.error is not None:
             raise self.error
-        return self.files[revision]
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in self.files[revision]])
 
     def get_repo_discussions(self, name: str, author: str, discussion_type: str) -> list[Any]:
         assert (author, discussion_type) == ("SFconvertbot", "pull_request")
