@@ -246,7 +246,10 @@ def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
         raise UserError("model has weights on the meta device: load it whole, or give its name or folder")
 
     def write(made: Path) -> None:
-        model.save_pretrained(made, max_shard_size="4GB")
+        try:
+            model.save_pretrained(made, max_shard_size="4GB")
+        except ValueError as error:  # of a generation_config that the library does not write
+            raise UserError(f"model can't be saved ({error}): correct model.generation_config") from error
         tokenizer.save_pretrained(made)
         # a model's fingerprint has the names of its files, but not all of the weights
         places = dict[str, str]()

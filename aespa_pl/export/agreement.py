@@ -128,8 +128,13 @@ def ask(model: QuantizedModel, chosen: Format, folder: Path, questions: Asked) -
     reference = reference_logits(model, chosen, tokens) if questions.engines else reference[:SEGMENT]
     agreements, unchecked = list[Agreement](), dict(questions.unchecked)
     for engine in questions.engines:
+        if len(tokens) <= engine.first + 1:
+            unchecked[engine.name] = f"the model has {len(tokens)} positions only"
+            continue
         try:
             logits = engine.logits(folder, tokens, int(config.vocab_size))
+        except UserError:
+            raise
         except Exception as error:  # of any class: no kernel for this processor ...
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             if questions.insist:

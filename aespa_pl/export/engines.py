@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as library_logging
 
+from aespa_pl.errors import UserError
+
 
 class Engine(ABC):
     """Stands for an engine; it has no state."""
@@ -78,14 +80,24 @@ class LlamaCpp(Engine):
         return rounded.flatten(-2)
 
     def logits(self, folder: Path, tokens: Tensor, vocabulary: int) -> Tensor:
-        """Ask for the probabilities of all tokens, position by position."""
+        """Ask for the probabilities of all tokens, position by position.
+
+        Raises UserError where llama.cpp can't load the file, which it can't elsewhere either.
+        """
         xllamacpp: Any = import_module(self.package)
         settings = xllamacpp.CommonParams()
         settings.model.path = str(folder / "model.gguf")
         settings.n_ctx, settings.n_parallel, settings.n_gpu_layers = 256, 1, 0
         settings.warmup, settings.verbosity = False, 0
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
-        server, ids = xllamacpp.Server(settings), tokens.tolist()
+        try:
+            server = xllamacpp.Server(settings)
+        except RuntimeError as error:
+            raise UserError(
+                f"llama.cpp can't load the exported model ({error}); nothing was kept. Use another --format, "
+                "or --verify bytes where you have another version of llama.cpp"
+            ) from error
+        ids = tokens.tolist()
         # the server says nothing of a token that is half a character; which one it draws is no matter,
         # because the probabilities are those before the bias
         reader = import_module("gguf").GGUFReader(settings.model.path)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from transformers import PreTrainedConfig
 
 from aespa_pl.export.gguf_bytes import BlockType, smallest_type, zero_points
-from aespa_pl.models.llama_cpp import unsupported_part
+from aespa_pl.models import family_of
+from aespa_pl.models.llama_cpp import OTHER_ORDER, crosses_heads, other_heads, unsupported_part
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
 
@@ -27,14 +28,17 @@ def forecast(
     """
     kind = "symmetric" if settings.symmetric else "asymmetric"
     groups = f"groups of {settings.group_size}" if settings.group_size else "per channel"
-    lacking = unsupported_part(config) or lacking
-    in_gguf = _in_gguf(settings, shape) if lacking is None else f"no GGUF file, because {lacking}"
-    files = f"{in_gguf}; {_in_folders(settings, shape)}"
+    lacking = (
+        unsupported_part(config) or lacking or (OTHER_ORDER if crosses_heads(config, settings) else None)
+    )
+    mixture = None if other_heads(config) else MIXTURE.get(settings.bits)
+    in_gguf = _in_gguf(settings, shape, mixture) if lacking is None else f"no GGUF file, because {lacking}"
+    files = f"{in_gguf}; {_in_folders(settings, shape, config)}"
     least, *_, most = sorted(bits for bits, *_ in _matrices(settings, shape))
     return f"{least if least == most else f'{least} to {most}'} bits, {kind}, {groups}: {files}"
 
 
-def _in_gguf(settings: QuantizationSettings, shape: Shape) -> str:
+def _in_gguf(settings: QuantizationSettings, shape: Shape, mixture: str | None) -> str:
     types = _types(settings, shape, settings.group_size, symmetric=settings.symmetric)
     size = 64 if settings.bits == 2 else 32  # columns of the blocks of Q2_0 and of Q4_0
     other = _types(settings, shape, size, symmetric=True)
@@ -47,12 +51,17 @@ def _in_gguf(settings: QuantizationSettings, shape: Shape) -> str:
             advice = f" (down to {_words(fewer)}, where the zero points of a matrix are 1 and 2)"
     if types is None:
         return f"no GGUF file, because no type of llama.cpp holds this grid{advice}"
-    own = MIXTURE.get(settings.bits)
-    told = f", or llama.cpp's own types by --quantization.format {own}" if own else ""
+    told = f", or llama.cpp's own types by --quantization.format {mixture}" if mixture else ""
     return f"{_words(types)} bits a weight in GGUF{advice}{told}"
 
 
-def _in_folders(settings: QuantizationSettings, shape: Shape) -> str:
+def _in_folders(settings: QuantizationSettings, shape: Shape, config: PreTrainedConfig) -> str:
+    family = family_of(config)
+    experts = [
+        f"{family.block_prefix(0)}{p.module}.weight" for p in shape.layout.projections if p.expert is not None
+    ]
+    if any(part is not None for name in experts for _, part in family.places(name)[:1]):
+        return "no compressed-tensors, which has no name for experts in one tensor"
     if shape.layout.mixture is not None and not settings.symmetric:
         return "no compressed-tensors, which has no zero points of experts: set quantization.symmetric true"
     matrices = list(_matrices(settings, shape))

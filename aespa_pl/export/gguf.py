@@ -38,7 +38,13 @@ from aespa_pl.export.gguf_model import (
 )
 from aespa_pl.export.quantized import QuantizedModel, StoredTensor
 from aespa_pl.models.hub import LICENCES
-from aespa_pl.models.llama_cpp import OTHER_ORDER, architecture_of, other_heads, unsupported_part
+from aespa_pl.models.llama_cpp import (
+    OTHER_ORDER,
+    architecture_of,
+    crosses_heads,
+    rounds_yarn,
+    unsupported_part,
+)
 from aespa_pl.models.llama_cpp_tokenizer import unsupported_tokenizer
 from aespa_pl.run.model_writer import copy_companions
 from aespa_pl.storage.files import write_whole
@@ -66,10 +72,7 @@ class Gguf(Format):
         lacking = unsupported_part(model.pretrained.config) or unsupported_tokenizer(model.original)
         if lacking is not None:
             yield lacking, "Use --format compressed-tensors (transformers, vLLM), or hf"
-        config, size = model.pretrained.config, model.quantization.group_size or 1
-        typed = model.quantization.format != "uniform"
-        if other_heads(config) and (typed or config.linear_value_head_dim % size != 0):
-            # groups of columns do not lie within a head of linear attention
+        if crosses_heads(model.pretrained.config, model.quantization):
             yield OTHER_ORDER, "Set quantization.group_size to a divisor of linear_value_head_dim"
         for part, name in model.parts.items():
             columns, kind = model.pretrained.tensors[name].shape[-1], model.stem_type(name)
@@ -123,6 +126,8 @@ class Gguf(Format):
                 named = {re.sub(r"expert_\d+", "experts'", p.name): None for p in projections}
                 larger.setdefault(words, {}).update(named)
         remarks = []
+        if rounds_yarn(model.pretrained.config):
+            remarks.append("llama.cpp rounds the range of YaRN's frequencies, so long contexts differ there")
         if any(exact_type(model, name) is _Q2_0 for name in model.matrices):
             remarks.append("Q2_0 is read by llama.cpp of v0.5.0 or later, and not yet by transformers")
         if larger:

@@ -21,6 +21,7 @@ from aespa_pl.export.model_card import public_source
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.block_kinds import LINEAR, SLIDING, attention_kinds
 from aespa_pl.models.llama_cpp import (
+    PARTIAL,
     architecture_of,
     attention_period,
     context_length,
@@ -28,7 +29,7 @@ from aespa_pl.models.llama_cpp import (
     rope_type,
     window_period,
 )
-from aespa_pl.models.llama_cpp_tokenizer import read_tokenizer, splitting_rule, steps_before_merges
+from aespa_pl.models.llama_cpp_tokenizer import SPACE, read_tokenizer, splitting_rule, steps_before_merges
 
 # it warns of templates for pairs of texts, which Gemma has, and which nothing here is made of
 logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
@@ -44,8 +45,6 @@ NUMBERS: dict[str, Callable[[GGUFWriter, float], None]] = {
     "final_logit_softcapping": GGUFWriter.add_final_logit_softcapping,
 }
 """Functions that write a norm's epsilon, multipliers and caps, by their names in config.json."""
-SPACE = "\u2581"
-"""What stands for a space in the tokens of SentencePiece."""
 
 
 def add_metadata(writer: GGUFWriter, model: QuantizedModel, file_type: int) -> None:
@@ -101,20 +100,23 @@ def _add_rope(writer: GGUFWriter, config: PreTrainedConfig, head_dim: int) -> No
     rope, kind = rope_parameters(config), rope_type(config)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_freq_base_swa(rope_parameters(config, SLIDING)["rope_theta"])
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    share = rope.get("partial_rotary_factor", 1.0) if config.model_type in PARTIAL else 1.0
+    writer.add_rope_dimension_count(int(head_dim * share))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(RopeScalingType(kind))
         writer.add_rope_scaling_factor(rope["factor"])
-    if kind == "yarn":
+    beta = rope.get("llama_4_scaling_beta")
+    if kind == "yarn" or beta is not None:
         length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         writer.add_rope_scaling_orig_ctx_len(length)
+    if kind == "yarn":
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
-        if (share := rope.get("mscale_all_dim")) is not None:
-            writer.add_rope_scaling_yarn_log_mul(share)
-    if (beta := rope.get("llama_4_scaling_beta")) is not None:
+        if (of_all := rope.get("mscale_all_dim")) is not None:
+            writer.add_rope_scaling_yarn_log_mul(of_all)
+    if beta is not None:
         writer.add_attn_temperature_scale(beta)
 
 

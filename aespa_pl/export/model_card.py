@@ -101,21 +101,24 @@ def _method(model: QuantizedModel, chosen: Format) -> str:
     typed = [f"{part} in {kind}" for part, kind in types.items() if kind is not None]
     kept = ", ".join([*(part for part, kind in types.items() if kind is None), "norms"])
     others = "; ".join([*typed, chosen.rounded(model) or f"not quantized: {kept}"])
-    return (
-        f"{method}: {model.granularity}; calibrated on {data.segments} segments of {data.segment_length} "
-        f"tokens of {markdown(source)}; {others}."
-    )
+    calibrated = ""
+    if model.quantization.uses_inputs:
+        calibrated = (
+            f" calibrated on {data.segments} segments of {data.segment_length} tokens of {markdown(source)};"
+        )
+    return f"{method}: {model.granularity};{calibrated} {others}."
 
 
 def _commands(model: QuantizedModel, command: str) -> str:
     """Return the settings and the commands; folders of this machine mean nothing to others."""
-    data = model.settings.data.calibration
+    data, origin = model.settings.data.calibration, model.settings.model
     settings = {
+        "model": {"revision": origin.revision, "dtype": origin.dtype},
         "quantization": asdict(model.quantization),
         "data": {"calibration": {**asdict(data), "source": public_source(data.source)}},
     }
     text = yaml.safe_dump(json.loads(json.dumps(settings)))  # plain numbers only
-    name = shlex.quote(printable(_public_name(model.settings.model.pretrained)))
+    name = shlex.quote(printable(_public_name(origin.pretrained)))
     return (
         f"With these settings in `settings.yaml`:\n\n```yaml\n{text}```\n\n```sh\n"
         f"aespa-pl fit --config settings.yaml --model.pretrained {name}\n{command}\n```"

@@ -50,9 +50,18 @@ class StoredTensor:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def taken(self, part: Part | None) -> "StoredTensor":
-        """Return a part of this tensor, which is whole."""
+        """Return a part of this tensor, which is whole. Raises UserError where it has no such part."""
+        if part is None:
+            return self
         whole = torch.empty(self.shape, device="meta")
-        return self if part is None else replace(self, part=part, shape=tuple(part.of(whole).shape))
+        try:
+            return replace(self, part=part, shape=tuple(part.of(whole).shape))
+        except (IndexError, RuntimeError) as error:
+            raise UserError(
+                f"model.pretrained: tensor {self.name} in {self.file} is {list(self.shape)}, which does not "
+                f"hold the experts that config.json beside it asks for ({error}): one of them is of another "
+                "model"
+            ) from error
 
     def read(self, file: Any) -> Tensor:
         """Return the values from the file that is open."""

@@ -35,7 +35,9 @@ COMPANIONS = (
     "*.model",  # SentencePiece's
     "added_tokens.json", "chat_template*", "additional_chat_templates/*", *LICENCES,
 )  # fmt: skip
-"""Files beside the weights that belong to a model; no code is among them."""
+"""Files beside the weights that belong to a model, unless they are ``CODE``."""
+CODE = "*.py"
+"""Files that are neither downloaded nor copied."""
 SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 """Weights of models without safetensors; ``pickles.py`` reads nothing but tensors from them."""
@@ -89,7 +91,7 @@ def _from_hub(name: str, revision: str | None, *, weights: bool) -> Path:
         chosen, files = _best_weights(name, revision)
         # README.md states the licence, which the cards of exported models repeat
         patterns = [*COMPANIONS, "README.md", *files]
-        return Path(snapshot_download(name, revision=chosen, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=chosen, allow_patterns=patterns, ignore_patterns=CODE))
     except GatedRepoError as error:
         raise UserError(
             f"model.pretrained: {name} is gated: accept its licence at https://huggingface.co/{name}"

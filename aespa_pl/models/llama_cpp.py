@@ -11,6 +11,7 @@ from typing import Any, cast
 from transformers import PreTrainedConfig
 
 from aespa_pl.models.block_kinds import FULL, LINEAR, SLIDING, attention_kinds
+from aespa_pl.settings import QuantizationSettings
 
 
 @dataclass(frozen=True)
@@ -34,32 +35,38 @@ class Architecture:
     """Caps of scores and logits in config.json that it has; each must be a number."""
     only: Mapping[str, bool | float] = field(default_factory=dict)
     """The values that it has of entries of config.json; of others it has all."""
+    scales_each: bool = False
+    """Whether it has a factor for each frequency of RoPE, as LLaMA 3 has."""
     moves_heads: bool = False
     """Whether the value heads of linear attention have an order of their own there."""
 
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-GEMMA = Architecture("gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, only=TIED)
-OLMO = Architecture("olmo2", windows=True, only=UNTIED)
+UNBIASED = {"attention_bias": False}
+LLAMA = Architecture("llama", rotates_neighbours=True, scales_each=True)
+GEMMA = Architecture(
+    "gemma3", activation="gelu_pytorch_tanh", windows=True, norm_offset=1.0, only={**TIED, **UNBIASED}
+)
+OLMO = Architecture("olmo2", windows=True, only={**UNTIED, **UNBIASED})
 HYBRID = Architecture("qwen35", norm_offset=1.0, moves_heads=True)
 ARCHITECTURES = {
-    "llama": Architecture("llama", rotates_neighbours=True),
-    "mistral": Architecture("llama", rotates_neighbours=True),
+    "llama": LLAMA,
+    "mistral": LLAMA,
     "ministral3": Architecture("mistral3", rotates_neighbours=True),
-    "granite": Architecture("granite", rotates_neighbours=True),
-    "smollm3": Architecture("smollm3", rotates_neighbours=True),
+    "granite": replace(LLAMA, name="granite"),
+    "smollm3": Architecture("smollm3", rotates_neighbours=True, only={**UNBIASED, "mlp_bias": False}),
     "phi3": Architecture("phi3"),
     "seed_oss": Architecture("seed_oss", only={"attention_out_bias": False, "mlp_bias": False}),
     "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
+    "qwen3": Architecture("qwen3", only=UNBIASED),
     "gemma2": replace(GEMMA, name="gemma2", caps=("attn_logit", "final_logit")),
     "gemma3_text": GEMMA,
     "olmo2": OLMO,
     "olmo3": OLMO,
-    "exaone4": Architecture("exaone4", windows=True, window_blocks=64),
+    "exaone4": Architecture("exaone4", windows=True, window_blocks=64, scales_each=True),
     "qwen2_moe": Architecture("qwen2moe", only={**UNTIED, "norm_topk_prob": False}),
-    "qwen3_moe": Architecture("qwen3moe", only={"norm_topk_prob": True}),
-    "mixtral": Architecture("llama", rotates_neighbours=True),
+    "qwen3_moe": Architecture("qwen3moe", only={**UNBIASED, "norm_topk_prob": True}),
+    "mixtral": LLAMA,
     "gpt_oss": Architecture(
         "gpt-oss", windows=True, only={**UNTIED, "attention_bias": True, "swiglu_limit": 7.0}
     ),
@@ -75,7 +82,9 @@ OTHER_ORDER = (
 )
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""The scalings of RoPE's frequencies that are written exactly."""
+"""The scalings of RoPE's frequencies that are written."""
+PARTIAL = ("phi3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Models with RoPE in a part of each head; in others transformers ignores ``partial_rotary_factor``."""
 ROPE_STEP = 4
 """The SmolLM3 of llama.cpp has no RoPE in each block whose number, from 1, is a multiple of this."""
 LARGEST = {"gemma2": 46, "gemma3_text": 62}
@@ -106,7 +115,7 @@ def unsupported_part(config: PreTrainedConfig) -> str | None:
         return "llama.cpp has experts in all blocks of a mixture of experts"
     return (
         _unsupported_linear_attention(config)
-        or _unsupported_rope(config)
+        or _unsupported_rope(config, architecture)
         or _unsupported_windows(config, architecture)
         or _unsupported_scores(config, architecture)
     )
@@ -129,27 +138,45 @@ def other_heads(config: PreTrainedConfig) -> bool:
     return moves and bool(config.linear_num_key_heads != config.linear_num_value_heads)
 
 
+def crosses_heads(config: PreTrainedConfig, settings: QuantizationSettings) -> bool:
+    """Return whether groups of columns would not lie within a head whose place differs in llama.cpp."""
+    typed = settings.format != "uniform"
+    return other_heads(config) and (typed or config.linear_value_head_dim % (settings.group_size or 1) != 0)
+
+
 def attention_period(config: PreTrainedConfig) -> int:
     """Return the n of a model in which every n-th block has no linear attention."""
     kinds = attention_kinds(config)
     return kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
 
 
-def _unsupported_rope(config: PreTrainedConfig) -> str | None:
+def _unsupported_rope(config: PreTrainedConfig, architecture: Architecture) -> str | None:
     rope, kind = rope_parameters(config), rope_type(config)
     if kind not in ROPE_TYPES:
         return f"rope_type {kind} is none of {', '.join(ROPE_TYPES)}"
-    if kind == "yarn":
-        usual = 1 + 0.1 * math.log(rope["factor"])
-        given = rope.get("attention_factor") or usual
-        if abs(given - usual) > 1e-5 or rope.get("mscale") != rope.get("mscale_all_dim"):
-            return "llama.cpp computes the attention_factor of yarn from its factor alone"
-    of_windows = rope_parameters(config, SLIDING)
-    if of_windows.get("rope_type", "default") != "default" and of_windows != rope:
+    if kind == "llama3" and not architecture.scales_each:
+        return f"llama.cpp has no rope_type llama3 in a {config.model_type}"
+    if kind == "yarn" and (reason := _unsupported_yarn(config, rope)) is not None:
+        return reason
+    stated = getattr(config, "rope_parameters", None) or {}
+    if stated.get(SLIDING, {}).get("rope_type", "default") != "default":
         return "llama.cpp scales no frequencies in blocks with a sliding window"
     every = [int((i + 1) % ROPE_STEP != 0) for i in range(config.num_hidden_layers)]
     if getattr(config, "no_rope_layers", every) != every:
         return f"llama.cpp leaves RoPE out of every {ROPE_STEP}th block, no_rope_layers of others"
+    return None
+
+
+def _unsupported_yarn(config: PreTrainedConfig, rope: Mapping[str, Any]) -> str | None:
+    if not rope.get("factor"):
+        return "llama.cpp wants the factor of yarn, which config.json does not have"
+    if rounds_yarn(config) and config.model_type != "gpt_oss":
+        return "llama.cpp rounds the range of yarn's frequencies, truncate false does not"
+    usual = 1 + 0.1 * math.log(rope["factor"])
+    mscales = {rope.get("mscale"), rope.get("mscale_all_dim")}
+    known = mscales == {None} or (config.model_type == "ministral3" and len(mscales) == 1)
+    if not known or abs((rope.get("attention_factor") or usual) - usual) > 1e-5:
+        return "llama.cpp computes the attention_factor of yarn from its factor alone"
     return None
 
 
@@ -158,12 +185,12 @@ def _unsupported_windows(config: PreTrainedConfig, architecture: Architecture) -
     if not architecture.windows and len(set(kinds) - {LINEAR}) > 1:
         return f"llama.cpp has no sliding windows in some blocks of a {config.model_type}"
     only = architecture.window_blocks
-    if SLIDING in kinds and only not in (None, len(kinds)):
+    if only is not None and (SLIDING in kinds) != (only == len(kinds)):
         return f"llama.cpp has sliding windows in a {config.model_type} of {only} blocks alone"
     if architecture.windows and window_period(config) is None:
         return "llama.cpp has windows in all blocks but every n-th, layer_types in others"
-    if config.model_type == "gpt_oss" and SLIDING not in kinds:
-        return "llama.cpp has no gpt_oss without sliding windows"
+    if config.model_type in ("gpt_oss", "gemma2") and SLIDING not in kinds:
+        return f"llama.cpp has no {config.model_type} without sliding windows"
     return None
 
 
@@ -191,6 +218,11 @@ def rope_parameters(config: PreTrainedConfig, kind: str = FULL) -> dict[str, Any
     """Return the parameters of RoPE in blocks of a kind; empty without RoPE."""
     stated = getattr(config, "rope_parameters", None) or {}
     return cast(dict[str, Any], stated.get(kind, stated))
+
+
+def rounds_yarn(config: PreTrainedConfig) -> bool:
+    """Return whether llama.cpp rounds the range of YaRN's frequencies, and transformers does not."""
+    return rope_type(config) == "yarn" and not rope_parameters(config).get("truncate", True)
 
 
 def rope_type(config: PreTrainedConfig) -> str:

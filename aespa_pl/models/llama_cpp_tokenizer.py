@@ -15,10 +15,12 @@ _CONTRACTIONS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORDS = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
 _CASES_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LINES = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = r"| ?[^\s\p{L}\p{N}]+" + _LINES
 SPLITS = {
     _CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe",
     _CONTRACTIONS + r"\p{N}" + _REST: "qwen2",
+    _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _LINES: "qwen35",
     "|".join(word + _ENDINGS + "?" for word in _WORDS) + r"|\p{N}{1,3}" + _CASES_REST: "gpt-4o",
     "|".join(_WORDS) + r"|\p{N}" + _CASES_REST: "tekken",
     _CONTRACTIONS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+": "seed-coder",
@@ -28,8 +30,10 @@ SPLITS = {
 WHOLE_WORDS = {"llama-bpe": "smaug-bpe", "tekken": None}
 """Rules by which llama.cpp takes a whole word that is a token before it merges; and what it calls the same
 split without that."""
-SENTENCEPIECE_STEPS = {"Prepend", "Replace", "Metaspace"}
-"""Types of steps, all about spaces, that a tokenizer with SentencePiece's pieces takes before it merges."""
+SPACE = "\u2581"
+"""What stands for a space in the tokens of SentencePiece."""
+BLANK = {"String": " "}
+"""The pattern of a step that is about spaces."""
 
 
 def unsupported_tokenizer(folder: Path) -> str | None:
@@ -42,36 +46,53 @@ def unsupported_tokenizer(folder: Path) -> str | None:
     if kind != "BPE":
         return f"{path} is a tokenizer of the type {kind}, only BPE is supported"
     if not content["model"].get("byte_fallback"):
-        if splitting_rule(content) is None:
-            kinds = ", ".join(str(step.get("type")) for step in _rules(content))
-            return f"llama.cpp has no name for how {path} splits text ({kinds})"
-    elif unknown := {step["type"] for step in _acting(steps_before_merges(content))} - SENTENCEPIECE_STEPS:
-        return (
-            f"llama.cpp's SentencePiece does not change or split text as {path} does "
-            f"({', '.join(sorted(unknown))})"
-        )
+        return _unsupported_bytes(content, path)
+    return _unsupported_pieces(content, path)
+
+
+def _unsupported_bytes(content: dict[str, Any], path: Path) -> str | None:
+    rules = _steps(content, "pre_tokenizer", "pretokenizers")
+    if splitting_rule(content) is None:
+        kinds = ", ".join(str(step["type"]) for step in rules)
+        return f"llama.cpp has no name for how {path} splits text ({kinds})"
+    changes = {step["type"] for step in _steps(content, "normalizer", "normalizers")} - {"NFC"}
+    if any(step.get("add_prefix_space") for step in rules):
+        changes.add("add_prefix_space")
+    if changes:
+        return f"llama.cpp does not change a text as {path} does ({', '.join(sorted(changes))})"
     return None
 
 
-def _acting(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps but for a split at spaces behind a step that replaces them all."""
-    spaces = {"String": " "}
-    replaced = any(s["type"] == "Replace" and s["pattern"] == spaces for s in steps)
-    return [s for s in steps if not (replaced and s["type"] == "Split" and s["pattern"] == spaces)]
+def _unsupported_pieces(content: dict[str, Any], path: Path) -> str | None:
+    steps = steps_before_merges(content)
+    replaced = any(step["type"] in ("Replace", "Metaspace") and _is_of_pieces(step) for step in steps)
+    # a split at spaces finds none where all are replaced
+    others = [s for s in steps if not (s["type"] == "Split" and s["pattern"] == BLANK)] if replaced else steps
+    unknown = {step["type"] for step in others if not _is_of_pieces(step)}
+    if unknown or not replaced:
+        what = ", ".join(sorted(unknown)) or "spaces stay"
+        return f"llama.cpp's SentencePiece does not change or split text as {path} does ({what})"
+    return None
+
+
+def _is_of_pieces(step: dict[str, Any]) -> bool:
+    """Return whether SentencePiece has a step: spaces become their sign, and one may come before a text."""
+    if step["type"] == "Replace":
+        return bool(step["pattern"] == BLANK and step["content"] == SPACE)
+    if step["type"] == "Metaspace":
+        return bool(step["replacement"] == SPACE)
+    return bool(step["type"] == "Prepend" and step["prepend"] == SPACE)
 
 
 def steps_before_merges(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the steps that come before a tokenizer's merges."""
-    steps: list[dict[str, Any]] = []
-    for part, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-        stated = content.get(part) or {inner: []}
-        steps += stated.get(inner, [stated])
-    return steps
+    before = _steps(content, "normalizer", "normalizers")
+    return [*before, *_steps(content, "pre_tokenizer", "pretokenizers")]
 
 
 def splitting_rule(content: dict[str, Any]) -> str | None:
     """Return llama.cpp's name of how a tokenizer of bytes splits text; None: it has none."""
-    steps = _rules(content)
+    steps = _steps(content, "pre_tokenizer", "pretokenizers")
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
         return "gpt-2"
@@ -86,10 +107,11 @@ def splitting_rule(content: dict[str, Any]) -> str | None:
     return None
 
 
-def _rules(content: dict[str, Any]) -> list[dict[str, Any]]:
-    stated = content.get("pre_tokenizer") or {}
-    rules: list[dict[str, Any]] = stated.get("pretokenizers", [stated])
-    return rules
+def _steps(content: dict[str, Any], part: str, inner: str) -> list[dict[str, Any]]:
+    """Return the steps of a part of a tokenizer, which is one step, several ``inner`` ones, or missing."""
+    stated = content.get(part) or {inner: []}
+    steps: list[dict[str, Any]] = stated.get(inner, [stated])
+    return steps
 
 
 def read_tokenizer(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from aespa_pl.models.headers import read_header
-from aespa_pl.models.hub import COMPANIONS
+from aespa_pl.models.hub import CODE, COMPANIONS
 from aespa_pl.storage.files import read_json, write_json, write_tensors, write_whole
 
 LARGEST = 5_000_000_000  # bytes of a shard's tensors, unless it has only one
@@ -75,5 +75,5 @@ class ModelWriter:
 def copy_companions(origin: Path, folder: Path, patterns: tuple[str, ...] = COMPANIONS) -> None:
     """Copy the files that belong to a model, other than its weights, byte for byte."""
     for file in sorted({file for pattern in patterns for file in origin.glob(pattern)}):
-        if file.is_file():
+        if file.is_file() and not file.match(CODE):
             write_whole(folder / file.relative_to(origin), partial(shutil.copyfile, file))

@@ -41,6 +41,11 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def llama(kind: type[PreTrainedConfig] = LlamaConfig, **options: Any) -> PreTrainedConfig:
@@ -81,18 +86,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-wide": lambda: llama(hidden_size=256, intermediate_size=512),
     "llama-uneven": lambda: llama(hidden_size=96, intermediate_size=160),
     "llama-odd": lambda: llama(hidden_size=40, intermediate_size=72),
-    "llama3": lambda: llama(
-        rope_parameters={
-            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-        },
-    ),
-    "llama-linear": lambda: llama(
-        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    ),
-    "llama-yarn": lambda: llama(
-        rope_parameters=YARN
-    ),
+    "llama3": lambda: llama(rope_parameters=LLAMA_3),
+    "llama-linear": lambda: llama(rope_parameters=LINEAR),
+    "llama-yarn": lambda: llama(rope_parameters=YARN),
+    # transformers ignores the share
+    "llama-partial": lambda: llama(rope_parameters={"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
     "mistral": lambda: llama(MistralConfig, sliding_window=100),
     "llama-dynamic": lambda: llama(
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -107,6 +105,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "ministral3": lambda: llama(
         Ministral3Config, head_dim=32,
         rope_parameters={**YARN, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "ministral3-plain": lambda: llama(
+        Ministral3Config, head_dim=32,
+        rope_parameters={
+            "rope_theta": 10000.0, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16,
+        },
     ),
     "seed-oss": lambda: llama(SeedOssConfig, head_dim=64),
     "seed-oss-biased": lambda: llama(SeedOssConfig, head_dim=64, attention_out_bias=True),

@@ -12,6 +12,7 @@ from aespa_pl.errors import UserError
 from aespa_pl.export.gguf import Gguf, dequantized
 from aespa_pl.export.quantized import QuantizedModel
 from aespa_pl.models.llama_cpp import unsupported_part
+from tests.export.configurations import LINEAR, LLAMA_3, YARN
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import Q, write
 from tests.export.runs import CONFIGS, HEADS, Known
@@ -145,9 +146,38 @@ def test_symmetric_grids_need_one_bit_less(
         ("gpt-oss", {"swiglu_limit": 5.0}, "llama.cpp has no gpt_oss with swiglu_limit 5.0"),
         ("gpt-oss", {"layer_types": ["full_attention"] * 2}, "no gpt_oss without sliding windows"),
         ("qwen3-next", {"norm_topk_prob": False}, "no qwen3_next with norm_topk_prob False"),
+        # the rest was seen to fail, or to differ, in llama.cpp
+        *(
+            (name, {"attention_bias": True}, "with attention_bias True")
+            for name in ("qwen3", "qwen3-moe", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3")
+        ),
+        ("smollm3", {"mlp_bias": True}, "llama.cpp has no smollm3 with mlp_bias True"),
+        *(
+            (name, {"rope_parameters": LLAMA_3}, "llama.cpp has no rope_type llama3 in a " + name)
+            for name in ("smollm3", "qwen2", "qwen3", "olmo2", "gemma2")
+        ),
+        ("llama", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, "its factor alone"),
+        ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.0}}, "its factor alone"),
+        (
+            "llama",
+            {"rope_parameters": {**YARN, "truncate": False}},
+            "yarn's frequencies, truncate false does not",
+        ),
+        ("llama", {"rope_parameters": {**YARN, "factor": None}}, "yarn, which config.json does not have"),
+        (
+            "gemma3",
+            {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), LINEAR)},
+            "llama.cpp scales no frequencies in blocks with a sliding window",
+        ),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "no gemma2 without sliding windows"),
+        (
+            "exaone4",
+            {"num_hidden_layers": 64, "layer_types": ["full_attention"] * 64},
+            "sliding windows in a exaone4 of 64 blocks alone",
+        ),
     ],
 )
-def test_mixtures_that_llama_cpp_runs_otherwise_are_named(
+def test_models_that_llama_cpp_runs_otherwise_are_named(
     name: str, changes: dict[str, Any], message: str
 ) -> None:
     config = CONFIGS[name]()

@@ -18,7 +18,7 @@ from aespa_pl.export.engines import LlamaCpp
 from tests.export.conftest import MakeRun
 from tests.export.gguf_files import llama_cpp, write
 from tests.export.runs import VOCABULARY, Known
-from tests.export.test_gguf_vocabulary import LLAMA_3, O200K, SEED, TEKKEN, split
+from tests.export.test_gguf_vocabulary import LLAMA_3, MARKS, O200K, SEED, TEKKEN, split
 
 
 @llama_cpp
@@ -37,9 +37,18 @@ from tests.export.test_gguf_vocabulary import LLAMA_3, O200K, SEED, TEKKEN, spli
         ("qwen3", 4, 32),
         ("bloom", 4, 32),
         ("llama-yarn", 4, 32),
+        ("llama-partial", 4, 32),
         *(
             (name, 4, 32)
-            for name in ("granite", "smollm3", "ministral3", "seed-oss", "fused", "fused-partial")
+            for name in (
+                "granite",
+                "smollm3",
+                "ministral3",
+                "ministral3-plain",
+                "seed-oss",
+                "fused",
+                "fused-partial",
+            )
         ),
         *((name, 4, 32) for name in ("gemma2", "gemma3", "olmo2", "olmo3", "exaone4")),
         *(
@@ -110,6 +119,7 @@ def tokenized(file: Path, text: str) -> list[int]:
         (LLAMA_3, True),
         (LLAMA_3, False),
         (LLAMA_3.replace("{1,3}", ""), False),
+        (MARKS, False),
         (SEED, False),
         (O200K, False),
         (TEKKEN, True),
@@ -128,7 +138,7 @@ def test_llama_cpp_splits_text_by_the_rule_of_the_name(
     tokenizer.pre_tokenizer = split(pattern)
     tokenizer.save(str(fresh.original / "tokenizer.json"))
     write(fresh, tmp_path / "out")
-    text = "the cat's 12 hats.\n\nthe  theTheatre 'S naïve 日本.\r\n 12 and/\n theTHE cat"
+    text = "the cat's 12 hats.\n\nthe  theTheatre 'S naïve e\u0301t\u0301 日本.\r\n 12 and/\n theTHE cat"
     assert tokenized(tmp_path / "out" / "model.gguf", text) == tokenizer.encode(text).ids
 
 
