@@ -102,7 +102,7 @@ def _method(model: QuantizedModel, chosen: Format) -> str:
     kept = ", ".join([*(part for part, kind in types.items() if kind is None), "norms"])
     others = "; ".join([*typed, chosen.rounded(model) or f"not quantized: {kept}"])
     calibrated = ""
-    if model.quantization.uses_inputs:
+    if method != "rtn":  # which looks at no text
         calibrated = (
             f" calibrated on {data.segments} segments of {data.segment_length} tokens of {markdown(source)};"
         )

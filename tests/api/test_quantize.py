@@ -134,6 +134,13 @@ def test_a_model_that_differs_in_one_weight_is_another(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
+def test_a_model_that_the_library_does_not_save_is_refused(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=16, num_hidden_layers=1))
+    model.generation_config.temperature = 0.5  # without do_sample
+    with pytest.raises(aespa_pl.UserError, match=r"can't be saved .*correct model.generation_config"):
+        keep_model(tmp_path, model, tokenizer())
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -9,12 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aespa_pl.errors import UserError
-from aespa_pl.export.agreement import beside_original, compare, reference_logits
+from aespa_pl.export.agreement import Asked, ask, beside_original, compare, reference_logits
 from aespa_pl.export.engines import ENGINES, LlamaCpp, Transformers, Vllm
 from aespa_pl.export.format import make_format
 from aespa_pl.export.quantized import QuantizedModel
+from tests.export.configurations import llama
 from tests.export.conftest import MakeRun
-from tests.export.runs import VOCABULARY
+from tests.export.gguf_files import llama_cpp, write
+from tests.export.runs import VOCABULARY, Known, make_run, save_original
 
 LENGTH = 48
 
@@ -160,3 +162,21 @@ def test_wrong_order_of_rows_is_found(
 def test_every_format_has_an_engine() -> None:
     formats = {name for engine in ENGINES for name in engine.formats}
     assert formats == {"hf", "compressed-tensors", "awq", "gptq", "gguf"}
+
+
+@llama_cpp
+def test_a_file_that_llama_cpp_can_not_load_ends_the_export(fresh: Known, tmp_path: Path) -> None:
+    write(fresh, tmp_path)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(file.read_bytes()[:-4000])
+    with pytest.raises(UserError, match=r"llama.cpp can't load the exported model .*; nothing was kept"):
+        LlamaCpp().logits(tmp_path, torch.arange(40), VOCABULARY)
+
+
+def test_an_engine_that_is_asked_for_later_positions_is_left_out(tmp_path: Path) -> None:
+    with torch.no_grad():
+        original = save_original(llama(max_position_embeddings=24), tmp_path / "original")
+        run = make_run(original, tmp_path / "version_0", 4, 32)
+    model, chosen = QuantizedModel.open(run.folder), make_format("gguf", None, "keep")
+    found = ask(model, chosen, tmp_path, Asked([LlamaCpp()]))
+    assert found.unchecked == {"llama.cpp": "the model has 24 positions only"}

@@ -90,6 +90,13 @@ def test_every_format_from_the_command(fresh: Known, tmp_path: Path) -> None:
     assert files(tmp_path / "gguf") == {"model.gguf", "README.md"}
 
 
+def test_code_beside_a_model_is_not_passed_on(fresh: Known, tmp_path: Path) -> None:
+    (fresh.original / "tokenizer_x.py").write_text("print()")
+    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert not list((tmp_path / "out").glob("*.py"))
+
+
 def test_output_that_is_not_empty_is_refused_before_the_run_is_read(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").write_text("mine")

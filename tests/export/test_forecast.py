@@ -9,6 +9,7 @@ from aespa_pl.export.forecast import forecast
 from aespa_pl.models import family_of
 from aespa_pl.planning.shape import Shape
 from aespa_pl.settings import QuantizationSettings
+from tests.export.configurations import CONFIGS
 from tests.models.examples import make_model
 
 
@@ -90,3 +91,17 @@ def test_experts_with_zero_points_have_no_folder_of_integers() -> None:
     assert "no compressed-tensors, which has no zero points of experts" in said
     symmetric = forecast(QuantizationSettings(bits=4, symmetric=True), shape, config)
     assert "in compressed-tensors" in symmetric
+
+
+def test_files_that_export_refuses_are_not_promised() -> None:
+    config = CONFIGS["gpt-oss"]()
+    shape = Shape.of(config, family_of(config).layouts(config))
+    said = forecast(QuantizationSettings(bits=4, symmetric=True), shape, config)
+    assert "no compressed-tensors, which has no name for experts in one tensor" in said
+    config = CONFIGS["qwen3.5-grouped"]()
+    shape = Shape.of(config, family_of(config).layouts(config))
+    assert "no GGUF file, because llama.cpp has the value heads" in forecast(
+        QuantizationSettings(bits=4, group_size=64), shape, config
+    )
+    said = forecast(QuantizationSettings(bits=4, group_size=32), shape, config)
+    assert "Q5_0, 5.5 bits a weight in GGUF (symmetric groups of 32 would be Q4_0, 4.5); 5." in said

@@ -113,3 +113,14 @@ def test_names_from_a_run_are_text_in_the_card(fresh: Known, tmp_path: Path) -> 
     assert rest.count("\n```\n") == 2  # only ours end their fences
     table = [line for line in prose.splitlines() if line.startswith("| ")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {3}
+
+
+def test_a_run_that_needs_no_text_names_none(fresh: Known, tmp_path: Path) -> None:
+    settings = yaml.safe_load((fresh.folder / "config.yaml").read_text())
+    settings["quantization"]["method"] = "rtn"
+    settings["model"] |= {"dtype": "bfloat16"}
+    (fresh.folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    export(str(fresh.folder), format="hf", output=str(tmp_path / "out"), verify="bytes")
+    _, text = card(tmp_path / "out")
+    assert "rtn: 4 bits, groups of 32, asymmetric; not quantized: embedding" in text
+    assert "\nmodel:\n  dtype: bfloat16\n  revision: null\n" in text

@@ -104,7 +104,7 @@ def test_hub_name_is_downloaded_without_pickles_and_code(hub: Hub) -> None:
     assert all(fits(download, name) for name in SAFE)
     assert fits(download, "model_00001-of-00072.safetensors")  # as bigscience/bloom names them
     assert fits(download, "model.safetensors.index.json")
-    unwanted = ["pytorch_model.bin", "modeling.py", "a.pt", "model.pth"]
+    unwanted = ["pytorch_model.bin", "modeling.py", "tokenizer_x.py", "vocab.py", "a.pt", "model.pth"]
     assert not any(fits(download, name) for name in unwanted)
     assert not fits(download, "consolidated.safetensors")  # Mistral's second copy
 
@@ -134,7 +134,8 @@ def test_conversion_of_the_hub_is_found(hub: Hub, caplog: pytest.LogCaptureFixtu
 
 
 def fits(download: dict[str, Any], name: str) -> bool:
-    return any(Path(name).match(pattern) for pattern in download["allow_patterns"])
+    allowed = any(Path(name).match(pattern) for pattern in download["allow_patterns"])
+    return allowed and not Path(name).match(download["ignore_patterns"])
 
 
 @pytest.mark.parametrize("revision", [None, "v2"])
