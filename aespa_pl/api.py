@@ -249,9 +249,8 @@ def keep_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> str:
         try:
             model.save_pretrained(made, max_shard_size="4GB")
         except ValueError as error:  # of a generation_config that the library does not write
-            raise UserError(
-                f"model can't be saved ({one_line(str(error))}): correct model.generation_config"
-            ) from error
+            reason = one_line(str(error))
+            raise UserError(f"model can't be saved ({reason}): correct model.generation_config") from error
         tokenizer.save_pretrained(made)
         # a model's fingerprint has the names of its files, but not all of the weights
         places = dict[str, str]()

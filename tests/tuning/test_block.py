@@ -12,7 +12,8 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from aespa_pl.models.weights import projection_weight
-from aespa_pl.tuning import EVERYTHING, LearningRates, Tuned
+from aespa_pl.tuning import EVERYTHING, LearningRates, RunBlock, Tuned
+from aespa_pl.tuning.losses import Loss, output_error
 from aespa_pl.tuning.weights import Recipe
 from tests import massive
 from tests.tuning.tuned import RATES, Example, quantize, tune_block
@@ -36,6 +37,21 @@ def state(example: Example, result: Tuned) -> dict[str, Tensor]:
     kinds = ("integers", "scale", "zero_point")
     weights = {f"{n}.{k}": getattr(q, k) for n, q in result.weights[0].items() for k in kinds}
     return {**example.quantized.block.state_dict(), **weights}
+
+
+def test_steps_do_not_depend_on_the_size_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in wide models, and where a block adds little to large hidden states."""
+    torch.manual_seed(0)
+    expected = tune_block(Example.make(), 8)
+
+    def small(run_block: RunBlock) -> Loss:
+        return lambda block, batch: output_error(run_block)(block, batch) * torch.tensor([2.0**-20, 1.0])
+
+    monkeypatch.setattr("tests.tuning.tuned.output_error", small)
+    torch.manual_seed(0)
+    found = tune_block(Example.make(), 8)
+    assert found.error == pytest.approx(expected.error * 2.0**-20, rel=1e-3)
+    assert found.changed == pytest.approx(expected.changed, rel=1e-2)
 
 
 @pytest.mark.parametrize(
